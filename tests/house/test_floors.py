@@ -27,7 +27,7 @@ FLOORS = (
     ("models",),
     ("graphs", "sentences"),
     ("acceleration", "training"),
-    ("pretraining",),
+    ("pretraining", "analysis"),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -57,6 +57,7 @@ NEW_MEMBERS = {
     "padded_output",
     "pair_head",
     "pair_logits",
+    "taps",
 }
 # What is new outside the ops (a new function of an op breaks no caller): name -> reason.
 NEW = {
@@ -97,7 +98,7 @@ CHANGED = {
 }
 
 # Commands that are new as a whole.
-NEW_COMMANDS = ("fastbert train-tokenizer ", "fastbert prepare ", "fastbert pretrain ")
+NEW_COMMANDS = ("fastbert train-tokenizer ", "fastbert prepare ", "fastbert pretrain ", "fastbert analyze ")
 # Parameters that models' calls have got since -> reason.
 ADDED = {
     ", cu_seqlens=None, max_seqlen=None, causal=None": "heads take packed tokens; causal models",

@@ -1,0 +1,223 @@
+"""Where heads look: entropy, who is looked at, neighbours, and the five patterns of Kovaleva et al.
+
+One pass over the examples. Each layer's queries and keys are shown by a tap, and `identities` makes of them
+every statistic, so that no attention map is in memory. Heads and layers are numbered from 0.
+
+The five patterns, for each example and head:
+
+- vertical: attention to one token, mainly a special one;
+- diagonal: to the token itself, the previous or the next one;
+- vertical+diagonal: both;
+- block: more or less uniform within one of two texts;
+- heterogeneous: all else, the only class that could be linguistic.
+
+They are told by four features. Each is a share of attention x, as its excess over that of a uniform head,
+x' = (x - x₀) / (1 - x₀):
+
+    v  the larger of the attention to special tokens and the attention that one token gets at most
+    d  the attention to the token itself, the previous and the next one
+    b  the attention to the row's own text
+    u  how much of the row's own text it looks at: mean of exp(H_i) / tokens of that text
+
+The thresholds (`THRESHOLDS`) are this package's own.
+
+Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.1; Clark et al. 2019, "What Does
+BERT Look At?", sec. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
+from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encode
+from fastbert.layers.encoder import Sequences
+from fastbert.layers.taps import Taps
+from fastbert.models.base import PreTrainedModel
+
+PATTERNS = ("vertical", "diagonal", "vertical+diagonal", "block", "heterogeneous")
+VERTICAL, DIAGONAL, BOTH, BLOCK, HETEROGENEOUS = range(len(PATTERNS))
+
+
+class Thresholds(NamedTuple):
+    """From which excess on a feature decides; see `patterns`."""
+
+    sum_of_both: float = 0.6
+    each_of_both: float = 0.25
+    vertical: float = 0.5
+    diagonal: float = 0.5
+    own_text: float = 0.8
+    spread: float = 0.5
+
+
+THRESHOLDS = Thresholds()
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Means over the rows of each example. Arrays are float32 (n, layers, nheads) unless noted.
+
+    Attributes:
+        entropy: in nats.
+        collision: Σ_j P_ij².
+        to_kind: (kinds, n, layers, nheads), attention to the tokens of each kind of `examples.KINDS`.
+        previous, itself, following: attention to the neighbours.
+        own_text: attention to the text that the row belongs to.
+        most_received: the largest mean attention that one token gets.
+        spread: exp(H_i) over the tokens of the row's own text.
+        lengths: (n,) tokens.
+        share_of_kind: (kinds, n) share of the tokens that are of each kind.
+        share_of_text: (n,) mean share of the tokens that belong to a row's own text.
+        texts: (n,) how many texts an example has.
+    """
+
+    entropy: np.ndarray
+    collision: np.ndarray
+    to_kind: np.ndarray
+    previous: np.ndarray
+    itself: np.ndarray
+    following: np.ndarray
+    own_text: np.ndarray
+    most_received: np.ndarray
+    spread: np.ndarray
+    lengths: np.ndarray
+    share_of_kind: np.ndarray
+    share_of_text: np.ndarray
+    texts: np.ndarray
+
+    def to_special(self) -> np.ndarray:
+        """(n, layers, nheads): attention to special tokens."""
+        return self.to_kind[FIRST] + self.to_kind[SEPARATOR]
+
+    def features(self) -> dict[str, np.ndarray]:
+        """ "v", "d", "b", "u" of the module, each (n, layers, nheads)."""
+        n = self.lengths.astype(np.float64)
+        special = _excess(self.to_special(), self.share_of_kind[FIRST] + self.share_of_kind[SEPARATOR])
+        column = _excess(self.most_received, 1 / n)
+        near = _excess(self.previous + self.itself + self.following, (3 * n - 2) / n**2)
+        return {
+            "v": np.maximum(special, column),
+            "d": near,
+            "b": _excess(self.own_text, self.share_of_text),
+            "u": self.spread,
+        }
+
+    def patterns(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
+        """(n, layers, nheads) int8, an index into `PATTERNS`: the first rule that holds.
+
+        v + d and both of them; v; d; b and u (of an example of one text: u alone); else heterogeneous.
+        """
+        v, d, b, u = self.features().values()
+        both = (v + d >= thresholds.sum_of_both) & (np.minimum(v, d) >= thresholds.each_of_both)
+        one_text = (self.texts < 2)[:, None, None]
+        block = (u >= thresholds.spread) & ((b >= thresholds.own_text) | one_text)
+        conditions = [both, v >= thresholds.vertical, d >= thresholds.diagonal, block]
+        return np.select(conditions, [BOTH, VERTICAL, DIAGONAL, BLOCK], HETEROGENEOUS).astype(np.int8)
+
+    def shares(self, thresholds: Thresholds = THRESHOLDS) -> dict[str, float]:
+        """Pattern -> its share of all examples, layers and heads."""
+        found = self.patterns(thresholds)
+        return {name: float((found == i).mean()) for i, name in enumerate(PATTERNS)}
+
+    def commonest(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
+        """(layers, nheads) int8: the pattern that a head has in most examples; of equals the first."""
+        found = self.patterns(thresholds)
+        counts = np.stack([(found == i).sum(0) for i in range(len(PATTERNS))])
+        return counts.argmax(0).astype(np.int8)
+
+
+def _excess(share: np.ndarray, of_uniform: np.ndarray) -> np.ndarray:
+    """(x - x₀) / (1 - x₀); 0 where a uniform head has all."""
+    of_uniform = of_uniform[:, None, None]
+    room = 1 - of_uniform
+    return np.divide(share - of_uniform, room, out=np.zeros_like(share), where=room > 1e-6)
+
+
+_MEANS = ("entropy", "collision", "previous", "itself", "following", "own_text", "spread")
+
+
+def attention_statistics(
+    model: PreTrainedModel, examples: Examples, *, batch_tokens: int = BATCH_TOKENS
+) -> AttentionStatistics:
+    """The statistics of all heads over all examples.
+
+    Args:
+        model: an encoder, or a model with a head; see `walk.native` for one of transformers.
+        examples: the texts.
+        batch_tokens: most tokens that run at a time. The result depends on it by rounding only.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    config = model.config
+    n, layers = len(examples), len(model.base_model.layers())
+    shape = n, layers, config.num_attention_heads
+    found = {name: np.zeros(shape, np.float32) for name in (*_MEANS, "most_received")}
+    to_kind = np.zeros((len(KINDS), *shape), np.float32)
+    with torch.inference_mode():
+        for batch in batches(model, examples, batch_tokens):
+            encode(model, batch, _Statistics(examples, batch, found, to_kind))
+    number = np.repeat(np.arange(n), examples.lengths)
+    kinds = np.stack([np.bincount(number[examples.kinds == k], minlength=n) for k in range(len(KINDS))])
+    second = np.bincount(number, weights=examples.segments, minlength=n)
+    lengths = examples.lengths
+    return AttentionStatistics(
+        to_kind=to_kind,
+        lengths=lengths,
+        share_of_kind=(kinds / lengths).astype(np.float32),
+        share_of_text=((second**2 + (lengths - second) ** 2) / lengths**2).astype(np.float32),
+        texts=1 + (second > 0).astype(np.int64),
+        **found,
+    )
+
+
+class _Statistics(Taps):
+    """Fills arrays with what a batch's heads do."""
+
+    def __init__(
+        self, examples: Examples, batch: Batch, found: dict[str, np.ndarray], to_kind: np.ndarray
+    ) -> None:
+        self.batch, self.found, self.to_kind = batch, found, to_kind
+        kinds, segments = batch.on_device(examples.kinds), batch.on_device(examples.segments)
+        self.second = segments == 1
+        groups = [kinds == kind for kind in range(len(KINDS))] + [self.second]
+        self.groups = torch.stack(groups, 1).float()
+        lengths = batch.lengths[batch.sequence].float()
+        seconds = batch.sums(self.second.float())[batch.sequence]
+        self.text_lengths = torch.where(self.second, seconds, lengths - seconds)
+        self.of_rows = (1 / lengths)[:, None]
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        batch, numbers = self.batch, self.batch.numbers
+        probabilities = Probabilities.of(q, k, sequences)
+        masses = probabilities.of_values(self.groups)
+        to_second = masses[..., -1]
+        entropy = probabilities.entropy()
+        rows = {
+            "entropy": entropy,
+            "collision": probabilities.collision(),
+            "previous": probabilities.at_offset(-1),
+            "itself": probabilities.at_offset(0),
+            "following": probabilities.at_offset(1),
+            "own_text": torch.where(self.second[:, None], to_second, 1 - to_second),
+            "spread": entropy.exp() / self.text_lengths[:, None],
+        }
+        means = batch.means(torch.stack(list(rows.values()), -1))
+        for i, name in enumerate(rows):
+            self.found[name][numbers, layer] = means[..., i].cpu().numpy()
+        of_kinds = batch.means(masses[..., :-1])
+        self.to_kind[:, numbers, layer] = of_kinds.permute(2, 0, 1).cpu().numpy()
+        received = probabilities.received(self.of_rows)[..., 0]
+        index = batch.sequence[:, None].expand_as(received)
+        most = received.new_zeros(len(batch), received.shape[1]).scatter_reduce_(0, index, received, "amax")
+        self.found["most_received"][numbers, layer] = most.cpu().numpy()
+        return q, k, v, sequences.bias

@@ -1,0 +1,130 @@
+"""What fine-tuning changes: attention, hidden states and weights of two models, layer by layer.
+
+Both models read the same batch, the second one with the queries and keys of the first beside its own. The
+cosine of two maps follows from sums (`identities`): Σ P P' / √(Σ P² · Σ P'²).
+
+Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastbert.analysis.examples import Examples
+from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches
+from fastbert.layers.encoder import Sequences
+from fastbert.layers.taps import Taps
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.encoder import tapped
+
+
+@dataclass(frozen=True)
+class Change:
+    """How alike two models are.
+
+    Attributes:
+        attention: (n, layers, nheads) float32, the cosine of each head's two maps.
+        hidden: (n, layers + 1) float32, the mean cosine of the tokens' hidden states; the first is the
+            embedding output.
+        weights: (layers,) float64, ‖ΔW‖ / ‖W‖ over all parameters of a layer.
+    """
+
+    attention: np.ndarray
+    hidden: np.ndarray
+    weights: np.ndarray
+
+
+def change(
+    model: PreTrainedModel,
+    against: PreTrainedModel,
+    examples: Examples,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Change:
+    """Compare two models of the same shape over all examples.
+
+    Args:
+        model, against: encoders or models with a head, such as one before and one after fine-tuning.
+        examples: the texts.
+        batch_tokens: most tokens that run at a time. Queries, keys and hidden states of all layers are kept
+            for a batch.
+
+    Raises:
+        ValueError: the models' shapes differ, or an argument is wrong; the message names it.
+    """
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        one, other = (getattr(m.config, name) for m in (model, against))
+        if one != other:
+            raise ValueError(f"against: its {name} is {other}, expected the model's, {one}")
+    layers = len(model.base_model.layers())
+    n, heads = len(examples), model.config.num_attention_heads
+    attention = np.zeros((n, layers, heads), np.float32)
+    hidden = np.zeros((n, layers + 1), np.float32)
+    examples.check(against)
+    with torch.inference_mode():
+        for batch in batches(model, examples, batch_tokens):
+            kept = _Kept()
+            states = _states(model, batch, kept)
+            compared = _Compared(batch, kept.probabilities, attention)
+            others = _states(against, batch, compared)
+            for i, (one, other) in enumerate(zip(states, others, strict=True)):
+                cosine = torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=-1)
+                hidden[batch.numbers, i] = batch.means(cosine).cpu().numpy()
+    return Change(attention, hidden, _of_weights(model, against))
+
+
+def _states(model: PreTrainedModel, batch: Batch, taps: Taps) -> list[Tensor]:
+    encoder = model.base_model
+    with tapped(encoder, taps):
+        return encoder.encode_inputs(batch.inputs, None, False, True, False)[1]
+
+
+class _Kept(Taps):
+    """The probabilities of all layers of one forward, as queries and keys."""
+
+    def __init__(self) -> None:
+        self.probabilities: list[Probabilities] = []
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        self.probabilities.append(Probabilities.of(q, k, sequences))
+        return q, k, v, sequences.bias
+
+
+class _Compared(Taps):
+    """Fills the cosines with another forward's probabilities."""
+
+    def __init__(self, batch: Batch, others: list[Probabilities], found: np.ndarray) -> None:
+        self.batch, self.others, self.found = batch, others, found
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        own, other = Probabilities.of(q, k, sequences), self.others[layer]
+        product, one, two = (
+            self.batch.sums(values) for values in (own.overlap(other), own.collision(), other.collision())
+        )
+        self.found[self.batch.numbers, layer] = (product / (one * two).sqrt()).cpu().numpy()
+        return q, k, v, sequences.bias
+
+
+def _of_weights(model: PreTrainedModel, against: PreTrainedModel) -> np.ndarray:
+    found = []
+    for one, other in zip(model.base_model.layers(), against.base_model.layers(), strict=True):
+        found.append(_distance(one, other))
+    return np.array(found)
+
+
+def _distance(one: nn.Module, other: nn.Module) -> float:
+    """‖W' - W‖ / ‖W‖ over all parameters of two layers of the same kind."""
+    before, after = ([p.detach().double() for p in m.parameters()] for m in (one, other))
+    apart = sum(float((b.to(a.device) - a).square().sum()) for a, b in zip(before, after, strict=True))
+    return (apart / sum(float(a.square().sum()) for a in before)) ** 0.5

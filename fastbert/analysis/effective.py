@@ -1,0 +1,152 @@
+"""Effective attention: the part of the attention probabilities that reaches the output.
+
+A head's output is A T, T = V W_O (n × hidden) with values V (n × d) of n tokens. What of a row of A lies in
+the left null space of T is lost: for n > d that space has n - d dimensions at least, so different A give the
+same output. Effective attention is the rest, A⊥ = A - Proj A, and A⊥ T = A T.
+
+With a thin decomposition T = U Σ Rᵀ of rank r, A⊥ = A U Uᵀ. So W = A U, one call of the attention op with U
+in place of the values, holds all of it in n × r numbers: A⊥ = W Uᵀ. Where the head's W_O has full row rank,
+U comes from V alone.
+
+    mass on groups      A⊥ G = W (Uᵀ G)
+    correlation         Pearson's r of all entries of A and A⊥, with t = ΣA⊥:
+                        (‖W‖² - t/n) / √((ΣA² - 1)(‖W‖² - t²/n²))
+
+Source: Brunner et al. 2020, "On Identifiability in Transformers", sec. 3 and 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.analysis.examples import KINDS, Examples
+from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encode
+from fastbert.layers.encoder import LayerMath, Sequences
+from fastbert.layers.modules import part
+from fastbert.layers.taps import Taps
+from fastbert.models.base import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class EffectiveAttention:
+    """Of each example, layer and head; float32 (n, layers, nheads) unless noted.
+
+    Attributes:
+        correlation: Pearson's r between the attention and the effective one; NaN where one of them does not
+            vary, as with one token.
+        rank: int32, of the values.
+        to_kind: (kinds, n, layers, nheads), the mean effective attention of a row to the tokens of each kind
+            of `examples.KINDS`. Its sum need not be 1.
+        lengths: (n,) tokens.
+    """
+
+    correlation: np.ndarray
+    rank: np.ndarray
+    to_kind: np.ndarray
+    lengths: np.ndarray
+
+
+def row_space(v: Tensor, output: Tensor | None = None) -> Tensor:
+    """An orthonormal basis U of the space that the values of one sequence span, per head.
+
+    Args:
+        v: (n, nheads, d) values.
+        output: (nheads, d, hidden), W_O of each head where it may lack full row rank; None: it does not.
+
+    Returns:
+        (n, nheads, d); columns from the rank on are 0.
+    """
+    columns = v.transpose(0, 1)  # (nheads, n, d)
+    if output is not None:
+        columns = columns @ output
+    u, sigma, _ = torch.linalg.svd(columns, full_matrices=False)
+    eps = torch.finfo(v.dtype).eps
+    kept = sigma > max(columns.shape[-2:]) * eps * sigma[:, :1]
+    width = v.shape[-1]
+    u = (u * kept[:, None, :])[..., :width]
+    return torch.nn.functional.pad(u, (0, width - u.shape[-1])).transpose(0, 1)
+
+
+def effective_attention(
+    model: PreTrainedModel, examples: Examples, *, batch_tokens: int = BATCH_TOKENS
+) -> EffectiveAttention:
+    """The effective attention of all heads over all examples.
+
+    Args:
+        model: an encoder, or a model with a head.
+        examples: the texts.
+        batch_tokens: most tokens that run at a time.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    shape = len(examples), len(model.base_model.layers()), model.config.num_attention_heads
+    found = EffectiveAttention(
+        np.zeros(shape, np.float32),
+        np.zeros(shape, np.int32),
+        np.zeros((len(KINDS), *shape), np.float32),
+        examples.lengths,
+    )
+    with torch.inference_mode():
+        outputs = [_output(layer) for layer in model.base_model.layers()]
+        for batch in batches(model, examples, batch_tokens):
+            encode(model, batch, _Effective(examples, batch, outputs, found))
+    return found
+
+
+def _output(layer: LayerMath) -> Tensor | None:
+    """W_O of each head, (nheads, d, hidden), if that of one lacks full row rank; else None."""
+    weight = part(layer, layer.form.names.attention_output).weight
+    heads = weight.t().reshape(layer.form.nheads, layer.form.head_dim, -1).double()
+    ranks = torch.linalg.matrix_rank(heads)
+    return None if (ranks == layer.form.head_dim).all() else heads
+
+
+class _Effective(Taps):
+    """Fills the arrays with what a batch's heads do."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        batch: Batch,
+        outputs: list[Tensor | None],
+        found: EffectiveAttention,
+    ) -> None:
+        self.batch, self.outputs, self.found = batch, outputs, found
+        kinds = batch.on_device(examples.kinds)
+        self.groups = torch.stack([kinds == kind for kind in range(len(KINDS))], 1)
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        batch, found = self.batch, self.found
+        probabilities = Probabilities.of(q, k, sequences)
+        values = v.detach().to(probabilities.q.dtype)
+        output = self.outputs[layer]
+        output = None if output is None else output.to(values.dtype)
+        lengths = batch.lengths.tolist()
+        basis = torch.cat([row_space(each, output) for each in values.split(lengths)])
+        kept = probabilities.of_values(basis)  # W, (total, nheads, d)
+        ones = batch.sums(basis)  # Uᵀ 1, (batch, nheads, d)
+        n = batch.lengths.to(kept.dtype)[:, None]
+        squares = batch.sums(kept.square().sum(-1))
+        total = batch.sums((kept * ones[batch.sequence]).sum(-1))
+        of_all = batch.sums(probabilities.collision())
+        top = squares - total / n
+        below = (of_all - 1).clamp_min(0) * (squares - total.square() / n.square()).clamp_min(0)
+        floor = 64 * torch.finfo(kept.dtype).eps
+        correlation = torch.where(below > floor, top / below.clamp_min(floor).sqrt(), torch.nan)
+        found.correlation[batch.numbers, layer] = correlation.cpu().numpy()
+        rank = batch.sums(basis.square()).sum(-1).round()
+        found.rank[batch.numbers, layer] = rank.int().cpu().numpy()
+        for kind in range(len(KINDS)):
+            in_kind = batch.sums(basis * self.groups[:, kind, None, None])  # Uᵀ G
+            masses = batch.means((kept * in_kind[batch.sequence]).sum(-1))
+            found.to_kind[kind, batch.numbers, layer] = masses.cpu().numpy()
+        return q, k, v, sequences.bias

@@ -1,0 +1,258 @@
+"""Texts as an analysis needs them: token ids, and which word, segment and special token each id is."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.labels import IGNORED
+
+# What a token is for those who ask who is looked at
+KINDS = ("the first token", "separators", "periods and commas", "other punctuation", "words")
+FIRST, SEPARATOR, STOP, PUNCTUATION, WORD = range(len(KINDS))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tokenized texts, one after the other; example i is rows starts[i] to starts[i + 1].
+
+    Attributes:
+        ids: (total,) int64, special tokens included.
+        starts: (n + 1,) int64.
+        types: (total,) int64, the token types that the tokenizer gives the model.
+        segments: (total,) int64: 0 in the first text of an example, 1 in the second. A special token belongs
+            to the text before it.
+        kinds: (total,) int8, an index into `KINDS`.
+        words: (total,) int64, the number of the word in its example; -1 for a special token.
+        labels: (n, …) for examples, (total,) for tokens, or None. `fastbert.models.labels.IGNORED` (-100)
+            does not count.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    types: np.ndarray
+    segments: np.ndarray
+    kinds: np.ndarray
+    words: np.ndarray
+    labels: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(n,) int64, tokens of each example."""
+        return np.diff(self.starts)
+
+    @property
+    def labels_tokens(self) -> bool:
+        """Whether there is a label per token."""
+        return self.labels is not None and len(self.labels) != len(self)
+
+    def chosen(self, numbers: Sequence[int] | np.ndarray) -> Examples:
+        """The examples of these numbers, in this order."""
+        numbers = np.asarray(numbers, np.int64)
+        rows = self.rows(numbers)
+        labels = self.labels
+        if labels is not None:
+            labels = labels[rows] if self.labels_tokens else labels[numbers]
+        starts = np.concatenate([[0], np.cumsum(self.lengths[numbers])])
+        of_tokens = (t[rows] for t in (self.ids, self.types, self.segments, self.kinds, self.words))
+        ids, types, segments, kinds, words = of_tokens
+        return Examples(ids, starts, types, segments, kinds, words, labels)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The rows of the tokens of these examples, one example after the other."""
+        if not len(numbers):
+            return np.zeros(0, np.int64)
+        return np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in numbers])
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a ValueError that names the first example that `model` cannot read."""
+        config = model.config
+        if not len(self):
+            raise ValueError("examples: expected one at least, got none")
+        long = np.flatnonzero(self.lengths > config.max_tokens)
+        if len(long):
+            raise ValueError(
+                f"examples[{long[0]}]: {self.lengths[long[0]]} tokens; the model reads at most "
+                f"{config.max_tokens}"
+            )
+        bad = np.flatnonzero(self.ids >= config.vocab_size)
+        if len(bad):
+            number = int(np.searchsorted(self.starts, bad[0], side="right")) - 1
+            raise ValueError(
+                f"examples[{number}]: token id {self.ids[bad[0]]}, but the model knows "
+                f"{config.vocab_size} tokens: the tokenizer is another model's"
+            )
+
+
+def tokenized(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    labels: Any = None,
+    *,
+    max_length: int | None = None,
+) -> Examples:
+    """The examples of texts, with the special tokens that the tokenizer adds.
+
+    Args:
+        tokenizer: as `fastbert.sentences.tokenizer.load_tokenizer` returns it.
+        texts: one per example.
+        pairs: the second text of each example, or None.
+        labels: one per example, or None.
+        max_length: most tokens of an example; a longer one is cut, a pair at its longer text. None cuts none.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    count = len(texts)
+    for name, given in (("pairs", pairs), ("labels", labels)):
+        if given is not None and len(given) != count:
+            raise ValueError(f"{name}: expected {count}, one per text, got {len(given)}")
+    for name, given in (("texts", texts), ("pairs", pairs or ())):
+        wrong = next((i for i, text in enumerate(given) if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{name}[{wrong}]: expected a str, got {type(given[wrong]).__name__}")
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.no_padding()
+    own.no_truncation()
+    if max_length is not None:
+        least = own.num_special_tokens_to_add(pairs is not None) + 1
+        if not isinstance(max_length, int) or max_length < least:
+            raise ValueError(f"max_length: expected an integer >= {least}, got {max_length!r}")
+        own.enable_truncation(max_length)
+    encoded = own.encode_batch(list(texts) if pairs is None else list(zip(texts, pairs, strict=True)))
+    frame = own.encode("").ids
+    starts = np.concatenate([[0], np.cumsum([len(e) for e in encoded])]).astype(np.int64)
+    parts = [_places(e, frame[0] if frame else -1) for e in encoded]
+    segments, kinds, words = (
+        np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, np.int64) for i in range(3)
+    )
+    return Examples(
+        np.array([i for e in encoded for i in e.ids], np.int64),
+        starts,
+        np.array([i for e in encoded for i in e.type_ids], np.int64),
+        segments,
+        kinds.astype(np.int8),
+        words,
+        None if labels is None else np.asarray(labels),
+    )
+
+
+def _places(encoding: Any, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(segment, kind, word) of each token of one example."""
+    length = len(encoding)
+    segments, kinds = np.zeros(length, np.int64), np.full(length, WORD, np.int64)
+    words = np.full(length, -1, np.int64)
+    segment, base, last = 0, 0, -1
+    for i, (sequence, word) in enumerate(zip(encoding.sequence_ids, encoding.word_ids, strict=True)):
+        if sequence is None or word is None:
+            kinds[i] = FIRST if i == 0 and encoding.ids[i] == first else SEPARATOR
+        else:
+            if sequence != segment:
+                segment, base = sequence, last + 1
+            words[i] = last = base + word
+            text = encoding.tokens[i].strip("▁Ġ")
+            if text and all(letter in string.punctuation for letter in text):
+                kinds[i] = STOP if text in (".", ",") else PUNCTUATION
+        segments[i] = segment
+    return segments, kinds, words
+
+
+def masked(examples: Examples, mask_id: int, *, share: float = 0.15, seed: int = 0) -> Examples:
+    """The examples with some tokens masked and their ids as labels, for a masked-LM loss.
+
+    Of each example's tokens that are not special, ceil(share x their number) are drawn without replacement
+    and replaced by `mask_id`. The draw depends on the seed and the example's number alone.
+
+    Args:
+        examples: without labels of tokens.
+        mask_id: the id of the mask token.
+        share: of the tokens, in (0, 1].
+        seed: of the draws.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share: expected a number in (0, 1], got {share!r}")
+    ids, labels = examples.ids.copy(), np.full(len(examples.ids), IGNORED, np.int64)
+    for number in range(len(examples)):
+        start, end = examples.starts[number : number + 2]
+        usual = start + np.flatnonzero(examples.words[start:end] >= 0)
+        if not len(usual):
+            raise ValueError(f"examples[{number}]: has no token to mask")
+        draw = np.random.default_rng((seed, number))
+        places = draw.choice(usual, int(np.ceil(share * len(usual))), replace=False)
+        labels[places] = ids[places]
+        ids[places] = mask_id
+    return replace(examples, ids=ids, labels=labels)
+
+
+def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) -> dict[str, list]:
+    """The texts of a file, as the arguments of `tokenized`.
+
+    Args:
+        path: .txt or .tsv, an example per line (a pair: two texts with a tab between); or .jsonl, objects
+            with a "text" (a pair: also a "pair").
+        pairs: whether each example is a pair of texts.
+        labels: the key of the labels in a .jsonl file, or None.
+
+    Raises:
+        ValueError, OSError: naming the file and the line.
+    """
+    path = Path(path)
+    if path.suffix not in (".txt", ".tsv", ".jsonl"):
+        raise ValueError(f"{path}: expected a file that ends in .txt, .tsv or .jsonl")
+    if labels is not None and path.suffix != ".jsonl":
+        raise ValueError(f"labels: {path} has none; expected a .jsonl file with {labels!r}")
+    found: dict[str, list] = {"texts": []}
+    if pairs:
+        found["pairs"] = []
+    if labels is not None:
+        found["labels"] = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                line = line.rstrip("\r\n")
+                if line.strip():
+                    for name, value in _fields(path, number, line, pairs, labels).items():
+                        found[name].append(value)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    if not found["texts"]:
+        raise ValueError(f"{path}: expected one example at least, found none")
+    return found
+
+
+def _fields(path: Path, number: int, line: str, pairs: bool, labels: str | None) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    if path.suffix != ".jsonl":
+        parts = line.split("\t")
+        if not pairs:
+            return {"texts": line}
+        if len(parts) != 2:
+            raise ValueError(f"{where}: expected two texts with a tab between, found {len(parts)}")
+        return {"texts": parts[0], "pairs": parts[1]}
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON ({error})") from None
+    keys = {"texts": "text"} | ({"pairs": "pair"} if pairs else {}) | ({"labels": labels} if labels else {})
+    missing = next((k for k in keys.values() if not isinstance(values, dict) or k not in values), None)
+    if missing is not None:
+        raise ValueError(f"{where}: expected an object with {missing!r}")
+    for name in ("texts", "pairs"):
+        if name in keys and not isinstance(values[keys[name]], str):
+            raise ValueError(f"{where}: {keys[name]}: expected a text, got {values[keys[name]]!r}")
+    return {name: values[key] for name, key in keys.items()}

@@ -1,0 +1,171 @@
+"""How contextual the vectors of a word are, layer by layer, and how narrow the cone is that all share.
+
+    SelfSim(w)    mean cosine of all pairs of a word's contexts: (‖Σu‖² - n) / (n² - n), u unit vectors
+    IntraSim(s)   mean cosine of a sentence's words and their mean
+    MEV(w)        share of the first direction: σ₁² / Σσ² of a word's vectors, not centred
+    anisotropy    SelfSim's formula over random tokens; for MEV, that of random tokens
+
+A number minus its baseline of random tokens is what context does; the baseline alone is what the space does.
+
+Source: Ethayarajh 2019, "How Contextual are Contextualized Word Representations?", sec. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastbert.analysis.examples import WORD, Examples
+from fastbert.analysis.walk import BATCH_TOKENS, batches
+from fastbert.models.base import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Arrays are float64; the first layer is the embedding output.
+
+    Attributes:
+        token_ids: (types,) the tokens that were followed.
+        counts: (types,) in how many contexts.
+        self_similarity, explained: (types, layers + 1), SelfSim and MEV.
+        intra_similarity: (n, layers + 1), NaN for an example without words.
+        anisotropy, explained_baseline: (layers + 1,), of random tokens.
+        seed: of the draws.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    self_similarity: np.ndarray
+    explained: np.ndarray
+    intra_similarity: np.ndarray
+    anisotropy: np.ndarray
+    explained_baseline: np.ndarray
+    seed: int
+
+    def adjusted(self) -> dict[str, np.ndarray]:
+        """Means over words and sentences minus their baselines, (layers + 1,) each."""
+        return {
+            "self similarity": self.self_similarity.mean(0) - self.anisotropy,
+            "intra-sentence similarity": np.nanmean(self.intra_similarity, 0) - self.anisotropy,
+            "explained variance": self.explained.mean(0) - self.explained_baseline,
+        }
+
+
+def geometry(
+    model: PreTrainedModel,
+    examples: Examples,
+    *,
+    least: int = 5,
+    max_types: int = 200,
+    max_contexts: int = 50,
+    random_tokens: int = 1000,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Geometry:
+    """The geometry of all layers.
+
+    The vectors of the followed tokens are kept: 4 bytes per token, hidden unit and layer.
+
+    Args:
+        model: an encoder, or a model with a head.
+        examples: the texts.
+        least: fewest contexts of a token that is followed, 2 at least. Special tokens and punctuation are
+            not.
+        max_types, max_contexts: most tokens, and contexts of each; more are drawn from.
+        random_tokens: for the baselines; all, if there are fewer.
+        seed: of the draws.
+        batch_tokens: most tokens that run at a time.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    for name, value, smallest in (
+        ("least", least, 2),
+        ("max_types", max_types, 1),
+        ("max_contexts", max_contexts, 2),
+        ("random_tokens", random_tokens, 2),
+    ):
+        if not isinstance(value, int) or value < smallest:
+            raise ValueError(f"{name}: expected an integer >= {smallest}, got {value!r}")
+    draw = np.random.default_rng(seed)
+    usual = np.flatnonzero(examples.kinds == WORD)
+    types, counts = np.unique(examples.ids[usual], return_counts=True)
+    types = types[counts >= least]
+    if not len(types):
+        raise ValueError(f"least: no word is in {least} contexts; expected more text, or a smaller number")
+    if len(types) > max_types:
+        types = np.sort(draw.choice(types, max_types, replace=False))
+    followed = []
+    for token in types:
+        rows = usual[examples.ids[usual] == token]
+        followed.append(rows if len(rows) <= max_contexts else draw.choice(rows, max_contexts, replace=False))
+    others = usual if len(usual) <= random_tokens else draw.choice(usual, random_tokens, replace=False)
+    rows = np.concatenate([*followed, others])
+    vectors, intra = _vectors(model, examples, rows, batch_tokens)
+    ends = np.cumsum([len(each) for each in followed])
+    each = np.split(vectors, ends)
+    return Geometry(
+        token_ids=types,
+        counts=np.array([len(rows) for rows in followed]),
+        self_similarity=np.stack([_self_similarity(v) for v in each[:-1]]),
+        explained=np.stack([_explained(v) for v in each[:-1]]),
+        intra_similarity=intra,
+        anisotropy=_self_similarity(each[-1]),
+        explained_baseline=_explained(each[-1]),
+        seed=seed,
+    )
+
+
+def _vectors(
+    model: PreTrainedModel, examples: Examples, rows: np.ndarray, batch_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(hidden states of `rows`, (len(rows), layers + 1, hidden); IntraSim of all examples)."""
+    layers, width = len(model.base_model.layers()) + 1, model.config.hidden_size
+    found = np.empty((len(rows), layers, width), np.float32)
+    intra = np.empty((len(examples), layers))
+    # where each row of the examples is wanted; one may be wanted twice
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    with torch.inference_mode():
+        for batch in batches(model, examples, batch_tokens):
+            first, last = (np.searchsorted(ordered, batch.rows, side) for side in ("left", "right"))
+            count = last - first
+            places = np.repeat(np.arange(len(batch.rows)), count)
+            into = order[
+                np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)]).astype(int)
+            ]
+            words = batch.on_device(examples.kinds == WORD)
+            states = model.base_model.encode_inputs(batch.inputs, None, False, True, False)[1]
+            for layer, hidden in enumerate(states):
+                hidden = hidden.float() if hidden.dtype != torch.float64 else hidden
+                found[into, layer] = hidden[torch.from_numpy(places).to(hidden.device)].cpu().numpy()
+                intra[batch.numbers, layer] = _intra(batch.sums, hidden, words, batch.sequence)
+    return found, intra
+
+
+def _intra(sums, hidden: Tensor, words: Tensor, sequence: Tensor) -> np.ndarray:
+    """The mean cosine of each sequence's words and their mean; NaN without words."""
+    weights = words.to(hidden.dtype)
+    count = sums(weights)
+    mean = sums(hidden * weights[:, None]) / count.clamp_min(1)[:, None]
+    cosine = F.cosine_similarity(hidden, mean[sequence], dim=-1) * weights
+    return torch.where(count > 0, sums(cosine) / count.clamp_min(1), torch.nan).double().cpu().numpy()
+
+
+def _self_similarity(vectors: np.ndarray) -> np.ndarray:
+    """(n, layers, hidden) -> (layers,)."""
+    vectors = vectors.astype(np.float64)
+    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.finfo(float).tiny)
+    n = len(unit)
+    return ((unit.sum(0) ** 2).sum(-1) - n) / (n * n - n)
+
+
+def _explained(vectors: np.ndarray) -> np.ndarray:
+    """(n, layers, hidden) -> (layers,)."""
+    sigma = np.linalg.svd(vectors.swapaxes(0, 1).astype(np.float64), compute_uv=False)
+    squares = sigma**2
+    return squares[:, 0] / np.maximum(squares.sum(-1), np.finfo(float).tiny)

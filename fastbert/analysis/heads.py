@@ -1,0 +1,366 @@
+"""What a model loses without a head or a layer, how important each head is, and how many can go.
+
+Ablation, exact: without a head of layer l, the layers below l compute what they always do. So the examples
+run once, and each layer's input and attention output are kept. The variants of layer l, each without one
+head, are further sequences of one packed batch that starts behind the layer's attention. All heads of a model
+of L layers with H heads cost less than H (L + 1) / 2 forwards in place of H · L.
+
+Importance: I_h = mean over examples of |∂ loss / ∂ ξ_h|, where the output of head h is multiplied by ξ_h = 1.
+The absolute value is of each example's own derivative. One backward computes that of all heads and examples;
+parameters get no gradient.
+
+Source: Michel, Levy and Neubig 2019, "Are Sixteen Heads Really Better than One?", eq. 1 and 2, sec. 3 and 4;
+uniform heads: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.analysis.examples import Examples
+from fastbert.analysis.identities import uniform
+from fastbert.analysis.intervals import Interval, mean_interval, paired_p
+from fastbert.analysis.measures import Measure
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
+from fastbert.layers.encoder import LayerMath, Sequences, together
+from fastbert.layers.taps import Taps
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.encoder import tapped
+from fastbert.models.inputs import Inputs
+from fastbert.ops.attention_places import attention_places
+
+UNITS = ("head", "all-but-one", "layer")
+MODES = ("zero", "uniform", "skip")
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Every example's loss and score without each unit.
+
+    Attributes:
+        unit, mode: see `ablate`.
+        score_name: see `Measure`.
+        base_loss, base_score: (n,), of the whole model.
+        loss, score: (n, layers, nheads), or (n, layers, 1) of whole layers.
+    """
+
+    unit: str
+    mode: str
+    score_name: str
+    base_loss: np.ndarray
+    base_score: np.ndarray
+    loss: np.ndarray
+    score: np.ndarray
+
+    def score_change(self) -> np.ndarray:
+        """(layers, units): the mean score without the unit, minus that of the whole model."""
+        return (self.score - self.base_score[:, None, None]).mean(0)
+
+    def loss_change(self) -> np.ndarray:
+        """(layers, units): the mean loss without the unit, minus that of the whole model."""
+        return (self.loss - self.base_loss[:, None, None]).mean(0)
+
+    def interval(self, layer: int, unit: int = 0, *, seed: int = 0) -> Interval:
+        """The change of the score without one unit, with its 95% interval over examples."""
+        return mean_interval(self.score[:, layer, unit] - self.base_score, seed=seed)
+
+    def p_values(self, *, seed: int = 0) -> np.ndarray:
+        """(layers, units): how likely the change of the score's sign is chance; see `paired_p`."""
+        change = self.score - self.base_score[:, None, None]
+        flat = change.reshape(len(change), -1)
+        return paired_p(flat, seed=seed).reshape(change.shape[1:])
+
+    def best_head(self) -> np.ndarray:
+        """(layers,): of a layer's units the one with the highest mean score; of equals the least loss."""
+        score, loss = self.score.mean(0), self.loss.mean(0)
+        return np.array([np.lexsort((loss[i], -score[i]))[0] for i in range(len(score))])
+
+
+def ablate(
+    model: PreTrainedModel,
+    examples: Examples,
+    *,
+    unit: str = "head",
+    mode: str = "zero",
+    batch_tokens: int = BATCH_TOKENS,
+) -> Ablation:
+    """Every example's loss and score without each head or layer.
+
+    Args:
+        model: with a head that `Measure` knows; it runs in eval mode.
+        examples: labelled.
+        unit: "head": without one head; "all-but-one": with one head of a layer alone; "layer": without a
+            layer's heads.
+        mode: "zero": the output of a head that is taken out is 0; "uniform": it looks at all tokens alike;
+            "skip", for unit "layer": the layer's output is its input.
+        batch_tokens: most tokens that run at a time. The kept inputs and attention outputs take 8 bytes
+            (float32) per token, hidden unit and layer.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    if mode == "skip" and unit != "layer":
+        raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
+    measure = Measure.of(model, examples)
+    n, layers = len(examples), len(model.base_model.layers())
+    units = 1 if unit == "layer" else model.config.num_attention_heads
+    loss, score = (np.zeros((n, layers, units)) for _ in range(2))
+    base_loss, base_score = np.zeros(n), np.zeros(n)
+    with at_rest(model), torch.inference_mode():
+        for batch in batches(model, examples, batch_tokens):
+            kept = _Kept(with_uniform=mode == "uniform")
+            labels, numbers = measure.labels_of(batch), batch.numbers
+            hidden, inputs_of_layers = _with_inputs(model, batch, kept)
+            base_loss[numbers], base_score[numbers] = _numbers(measure(hidden, batch.inputs, labels))
+            for layer in range(layers):
+                for some, hidden, inputs in _variants(
+                    model, batch, kept, inputs_of_layers, layer, unit, mode, units, batch_tokens
+                ):
+                    repeated = labels.repeat(len(some), *(1,) * (labels.dim() - 1))
+                    found = _numbers(measure(hidden, inputs, repeated))
+                    for values, into in zip(found, (loss, score), strict=True):
+                        into[numbers[:, None], layer, some] = values.reshape(len(some), -1).T
+    return Ablation(unit, mode, measure.score_name, base_loss, base_score, loss, score)
+
+
+class _Kept(Taps):
+    """What the layers of one forward compute: attention outputs, and those of uniform heads if asked."""
+
+    def __init__(self, with_uniform: bool) -> None:
+        self.with_uniform = with_uniform
+        self.contexts: list[Tensor] = []
+        self.uniform: list[Tensor] = []
+        self.sequences: Sequences | None = None
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        if self.with_uniform:
+            self.uniform.append(uniform(q, k, v, sequences))
+        return q, k, v, sequences.bias
+
+    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+        """See `Taps`."""
+        self.contexts.append(context)
+        self.sequences = replace(sequences, taps=None)
+        return context
+
+
+def _with_inputs(model: PreTrainedModel, batch: Batch, kept: _Kept) -> tuple[Tensor, list[Tensor]]:
+    """(last hidden states, the input of each layer) of a batch, (total, hidden) each."""
+    encoder = model.base_model
+    with tapped(encoder, kept):
+        hidden, states, _ = encoder.encode_inputs(batch.inputs, None, False, True, False)
+    return hidden, states[:-1]
+
+
+def _variants(
+    model: PreTrainedModel,
+    batch: Batch,
+    kept: _Kept,
+    inputs_of_layers: list[Tensor],
+    layer: int,
+    unit: str,
+    mode: str,
+    units: int,
+    batch_tokens: int,
+) -> Iterator[tuple[np.ndarray, Tensor, Inputs]]:
+    """(units, last hidden states, inputs) of the variants of one layer, as many at a time as fit."""
+    layers = model.base_model.layers()
+    total = len(batch.rows)
+    at_once = max(1, batch_tokens // total)
+    context = kept.contexts[layer]
+    other = kept.uniform[layer] if mode == "uniform" else torch.zeros_like(context)
+    for first in range(0, units, at_once):
+        some = np.arange(first, min(first + at_once, units))
+        count = len(some)
+        hidden = inputs_of_layers[layer].repeat(count, 1)
+        sequences, inputs = _repeated(kept.sequences, batch, count, hidden.dtype)
+        with together(layers, hidden):
+            if mode != "skip":
+                heads = torch.arange(context.shape[1], device=context.device)
+                out = {
+                    "head": heads == torch.from_numpy(some).to(heads)[:, None],
+                    "all-but-one": heads != torch.from_numpy(some).to(heads)[:, None],
+                    "layer": torch.ones(count, len(heads), dtype=torch.bool, device=heads.device),
+                }[unit]
+                mixed = torch.where(out[:, None, :, None], other, context).flatten(0, 1)
+                site = 1 + layer * LayerMath.SITES
+                hidden = layers[layer].after_attention(hidden, mixed, sequences, site)
+            for i in range(layer + 1, len(layers)):
+                hidden = layers[i](hidden, sequences, None, 1 + i * LayerMath.SITES)[0]
+        yield some, hidden, inputs
+
+
+def _repeated(sequences: Sequences, batch: Batch, count: int, dtype: torch.dtype) -> tuple[Sequences, Inputs]:
+    """What layers and heads need to know about `count` copies of a batch, one after the other."""
+    packing, total = batch.inputs.packing, len(batch.rows)
+    ends = packing.cu_seqlens
+    steps = torch.arange(count, device=ends.device, dtype=ends.dtype)[:, None] * total
+    ends = torch.cat([ends[:1], (ends[1:] + steps).flatten()])
+    bias = sequences.bias
+    if bias is not None and bias.shape[0] > 1:
+        bias = bias.repeat(count, 1, 1, 1)
+    places = attention_places(ends, packing.max_seqlen, total * count, dtype)
+    repeated = Sequences(ends, packing.max_seqlen, bias, causal=sequences.causal, places=places)
+    # its ids are no longer read
+    inputs = replace(batch.inputs, packing=replace(packing, batch=packing.batch * count, cu_seqlens=ends))
+    return repeated, inputs
+
+
+def _numbers(values: tuple[Tensor, Tensor]) -> tuple[np.ndarray, ...]:
+    return tuple(t.double().cpu().numpy() for t in values)
+
+
+# --- importance ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How much each example's loss depends on each head.
+
+    Attributes:
+        derivatives: (n, layers, nheads), ∂ loss / ∂ ξ_h of each example.
+    """
+
+    derivatives: np.ndarray
+
+    def values(self, *, normalized: bool = False) -> np.ndarray:
+        """(layers, nheads): I_h, the mean over examples of the derivatives' absolute values.
+
+        Args:
+            normalized: divide each layer's by their root of the sum of squares.
+        """
+        found = np.abs(self.derivatives).mean(0)
+        if normalized:
+            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(float).tiny)
+        return found
+
+    def interval(self, layer: int, head: int, *, seed: int = 0) -> Interval:
+        """I_h of one head, with its 95% interval over examples."""
+        return mean_interval(np.abs(self.derivatives[:, layer, head]), seed=seed)
+
+    def order(self, *, normalized: bool = True) -> np.ndarray:
+        """(layers · nheads,): the heads from the least to the most important, as layer · nheads + head."""
+        return np.argsort(self.values(normalized=normalized).ravel(), kind="stable")
+
+
+class _Factors(Taps):
+    """Multiplies each head's output by 1, a number per sequence and head of which gradients are asked."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.factors: list[Tensor] = []
+
+    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+        """See `Taps`."""
+        shape = len(self.batch), context.shape[1]
+        factors = torch.ones(shape, dtype=context.dtype, device=context.device, requires_grad=True)
+        self.factors.append(factors)
+        return context * factors[self.batch.sequence][:, :, None]
+
+
+def importance(model: PreTrainedModel, examples: Examples, *, batch_tokens: int = BATCH_TOKENS) -> Importance:
+    """The derivative of every example's loss by every head's factor.
+
+    Args:
+        model: with a head that `Measure` knows; it runs in eval mode, and no parameter gets a gradient.
+        examples: labelled.
+        batch_tokens: most tokens that run at a time.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    measure = Measure.of(model, examples)
+    shape = len(examples), len(model.base_model.layers()), model.config.num_attention_heads
+    found = np.zeros(shape)
+    with at_rest(model), torch.enable_grad():
+        for batch in batches(model, examples, batch_tokens):
+            taps = _Factors(batch)
+            hidden = encode(model, batch, taps)
+            loss, _ = measure(hidden, batch.inputs, measure.labels_of(batch))
+            grads = torch.autograd.grad(loss.sum(), taps.factors)
+            found[batch.numbers] = torch.stack(grads, 1).double().cpu().numpy()
+    return Importance(found)
+
+
+# --- pruning curves -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PruningCurve:
+    """The score of every example after more and more heads are taken out.
+
+    Attributes:
+        order: (layers · nheads,) the order in which heads go, as layer · nheads + head.
+        removed: (points,) how many are out.
+        score: (points, n).
+        score_name: see `Measure`.
+    """
+
+    order: np.ndarray
+    removed: np.ndarray
+    score: np.ndarray
+    score_name: str
+
+    def removable(self, *, level: float = 0.01, seed: int = 0) -> int:
+        """How many heads can go before the score is significantly below the whole model's.
+
+        By a paired bootstrap over examples at `level`; the last point before the first such drop.
+        """
+        change = (self.score - self.score[0]).T
+        dropped = (change.mean(0) < 0) & (paired_p(change, seed=seed) < level)
+        first = int(np.argmax(dropped)) if dropped.any() else len(self.removed)
+        return int(self.removed[max(first - 1, 0)])
+
+
+def pruning_curve(
+    model: PreTrainedModel,
+    examples: Examples,
+    order: Sequence[int] | np.ndarray,
+    *,
+    step: float = 0.1,
+    batch_tokens: int = BATCH_TOKENS,
+) -> PruningCurve:
+    """The score while heads are taken out in this order, a share of all at a time.
+
+    Args:
+        model: with a head that `Measure` knows; it runs in eval mode and is not changed.
+        examples: labelled.
+        order: every head once, as layer · nheads + head: `Importance.order`, or random.
+        step: the share of all heads that goes from point to point, in (0, 1].
+        batch_tokens: most tokens that run at a time.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    measure = Measure.of(model, examples)
+    layers, heads = len(model.base_model.layers()), model.config.num_attention_heads
+    order = np.asarray(order)
+    if not np.array_equal(np.sort(order), np.arange(layers * heads)):
+        raise ValueError(f"order: expected each of the {layers * heads} heads once, got {len(order)} numbers")
+    if not 0 < step <= 1:
+        raise ValueError(f"step: expected a number in (0, 1], got {step!r}")
+    points = max(1, math.ceil(1 / step - 1e-9))
+    removed = np.array([min(round(i * step * len(order)), len(order)) for i in range(points + 1)])
+    score = np.zeros((len(removed), len(examples)))
+    with at_rest(model), torch.inference_mode():
+        for batch in batches(model, examples, batch_tokens):
+            labels = measure.labels_of(batch)
+            for point, count in enumerate(removed):
+                gates = torch.ones(layers * heads)
+                gates[torch.from_numpy(order[:count].astype(np.int64))] = 0
+                gates = gates.view(layers, heads).to(batch.sequence.device)
+                hidden = encode(model, batch, gates=gates if count else None)
+                score[point, batch.numbers] = _numbers(measure(hidden, batch.inputs, labels))[1]
+    return PruningCurve(order, removed, score, measure.score_name)

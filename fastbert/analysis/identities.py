@@ -1,0 +1,259 @@
+"""Statistics of attention probabilities by the attention op itself, without a map in memory.
+
+P = softmax(S), S = scale · q kᵀ + bias, per sequence and head; lse is the op's. With other values x in place
+of v the op returns Σ_j P_ij x_j, and with other queries and keys another lse. So, for row i,
+
+    entropy            H_i = lse_i - scale · q_i · Σ_j P_ij k_j               (without a bias)
+    mass on groups     Σ_j P_ij G_jc, with G_jc = 1 where key j is in group c
+    received           Σ_i R_ic P_ij: the gradient of the values for dout = R
+    collision          Σ_j P_ij² = exp(lse_i(2 scale, 2 bias) - 2 lse_i)
+    overlap            Σ_j P_ij P'_ij = exp(lse_i([q, q'], [k, k']) - lse_i - lse'_i)
+    divergence         KL(P ‖ P')_i = scale (q_i · Σ_j P_ij k_j - q'_i · Σ_j P_ij k'_j) - lse_i + lse'_i
+    offset             P_i,i+δ = exp(S_i,i+δ - lse_i)
+
+Under a bias, entropy takes the maps of a few sequences at a time.
+
+Source: entropy of attention as in Ghader and Monz 2017; the identities follow from the definition of softmax.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastbert.layers.encoder import Sequences
+from fastbert.layers.packing import positions_of
+from fastbert.ops import checks
+from fastbert.ops.attention import attention, attention_bwd
+
+MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Probabilities:
+    """The attention probabilities of one layer, told by queries and keys.
+
+    Attributes:
+        q, k: (total, nheads, headdim), in float32 or float64.
+        cu_seqlens, max_seqlen: of the packed batch.
+        scale: of the scores.
+        bias: see `Sequences.bias`.
+        causal: see `Sequences.causal`.
+        max_bytes: most memory of maps, where a statistic needs them.
+    """
+
+    q: Tensor
+    k: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    scale: float
+    bias: Tensor | None = None
+    causal: bool = False
+    max_bytes: int = MAX_BYTES
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, sequences: Sequences, max_bytes: int = MAX_BYTES) -> Probabilities:
+        """Those of a layer, from what `Taps.qkv` is shown. Half precision is computed in float32."""
+        compute = checks.compute_dtype(q)
+        bias = sequences.bias
+        return cls(
+            q.detach().to(compute).contiguous(),
+            k.detach().to(compute).contiguous(),
+            sequences.cu_seqlens,
+            sequences.max_seqlen,
+            q.shape[-1] ** -0.5,
+            None if bias is None else bias.detach().to(compute),
+            sequences.causal,
+            max_bytes,
+        )
+
+    @functools.cached_property
+    def _keys_and_lse(self) -> tuple[Tensor, Tensor]:
+        """(Σ_j P_ij k_j, lse), (total, nheads, headdim) and (total, nheads)."""
+        out, lse = self._attend(self.k)
+        return out, lse
+
+    @property
+    def lse(self) -> Tensor:
+        """(total, nheads), natural logarithm."""
+        return self._keys_and_lse[1]
+
+    def _attend(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(
+            self.q,
+            self.k,
+            values,
+            self.cu_seqlens,
+            self.max_seqlen,
+            softmax_scale=self.scale,
+            causal=self.causal,
+            bias=self.bias,
+            return_lse=True,
+        )
+        return out, lse.t()
+
+    def of_values(self, values: Tensor) -> Tensor:
+        """Σ_j P_ij x_j.
+
+        Args:
+            values: x, (total, columns), or (total, nheads, columns) with a value per head.
+
+        Returns:
+            (total, nheads, columns).
+        """
+        if values.dim() == 2:
+            values = values[:, None].expand(-1, self.q.shape[1], -1)
+        width = self.q.shape[-1]
+        found = []
+        for part in values.to(self.q.dtype).split(width, -1):
+            room = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
+            found.append(self._attend(room)[0][..., : part.shape[-1]])
+        return torch.cat(found, -1) if found else values.to(self.q.dtype)
+
+    def received(self, weights: Tensor) -> Tensor:
+        """Σ_i R_ic P_ij: what each key gets of the rows, weighted.
+
+        Args:
+            weights: R, (total, columns).
+
+        Returns:
+            (total, nheads, columns), per key.
+        """
+        heads, width = self.q.shape[1:]
+        lse = self.lse.t().contiguous()
+        found = []
+        for part in weights.to(self.q.dtype).split(width, -1):
+            dout = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
+            dout = dout[:, None].expand(-1, heads, -1).contiguous()
+            # `out` is read for gradients that nobody asks for
+            dv = attention_bwd(
+                *(dout, self.q, self.k, self.k, self.k, lse, self.cu_seqlens, self.max_seqlen, self.scale),
+                *(self.causal, self._grid_bias(), None, 0.0, None, 0, None),
+                *(False, False, True, False, False),
+            )[2]
+            found.append(dv[..., : part.shape[-1]])
+        return torch.cat(found, -1)
+
+    def _grid_bias(self) -> Tensor | None:
+        """The bias with four dimensions, as the op's backward takes it."""
+        return self.bias if self.bias is None or self.bias.dim() == 4 else self.bias[None]
+
+    def entropy(self) -> Tensor:
+        """(total, nheads), in nats. Its rounding error is about 4 eps · lse: it is never below 0."""
+        if self.bias is None:
+            keys, lse = self._keys_and_lse
+            return (lse - self.scale * (self.q * keys).sum(-1)).clamp_min(0.0)
+        found = [torch.special.entr(maps).sum(-1) for maps in self._maps()]
+        return torch.cat([rows.transpose(1, 2).reshape(-1, rows.shape[1]) for rows in found])
+
+    def _maps(self):
+        """The maps of one sequence after the other, each (1, nheads, length, length)."""
+        ends = self.cu_seqlens.tolist()
+        heads = self.q.shape[1]
+        for i, (first, last) in enumerate(itertools.pairwise(ends)):
+            length = last - first
+            needed = heads * length * length * self.q.element_size()
+            if needed > self.max_bytes:
+                raise ValueError(
+                    f"max_bytes: {self.max_bytes:,} are too few for the attention maps of {length} tokens, "
+                    f"{needed:,} bytes, which entropy under an attention bias needs"
+                )
+            bias = self.bias
+            if bias is not None:
+                bias = bias[i : i + 1] if bias.dim() == 4 and bias.shape[0] > 1 else bias
+                bias = bias[..., :length] if bias.shape[-1] > 1 else bias
+                bias = bias[..., :length, :] if bias.shape[-2] > 1 else bias
+            yield attention(
+                *(t[None, first:last] for t in (self.q, self.k, self.k)),
+                softmax_scale=self.scale,
+                causal=self.causal,
+                bias=bias,
+                return_probs=True,
+            )[1]
+
+    def collision(self) -> Tensor:
+        """Σ_j P_ij², (total, nheads); its inverse is how many keys a row looks at."""
+        twice = replace(self, scale=2 * self.scale, bias=None if self.bias is None else 2 * self.bias)
+        return (twice.lse - 2 * self.lse).exp()
+
+    def overlap(self, other: Probabilities) -> Tensor:
+        """Σ_j P_ij P'_ij of two models or heads, (total, nheads). Their head widths add up to 128 at most."""
+        bias = self.bias
+        if other.bias is not None:
+            bias = other.bias if bias is None else bias + other.bias
+        # one scale for both: the difference goes into the queries
+        both = replace(
+            self,
+            q=torch.cat([self.q * self.scale, other.q * other.scale], -1),
+            k=torch.cat([self.k, other.k], -1),
+            scale=1.0,
+            bias=bias,
+        )
+        return (both.lse - self.lse - other.lse).exp()
+
+    def divergence(self, other: Probabilities) -> Tensor:
+        """KL(P ‖ P') of each row, (total, nheads), in nats.
+
+        Raises:
+            ValueError: there is an attention bias.
+        """
+        if self.bias is not None or other.bias is not None:
+            raise ValueError("bias: the divergence of attention under a bias is not computed")
+        own, lse = self._keys_and_lse
+        others = self.of_values(other.k)
+        found = self.scale * (self.q * own).sum(-1) - lse
+        return (found - other.scale * (other.q * others).sum(-1) + other.lse).clamp_min(0.0)
+
+    def at_offset(self, offset: int) -> Tensor:
+        """P_i,i+offset of each row, (total, nheads); 0 where there is no such key."""
+        total = self.q.shape[0]
+        sequence, position = positions_of(self.cu_seqlens, total)
+        lengths = self.cu_seqlens.diff().long()[sequence]
+        there = (position + offset >= 0) & (position + offset < lengths)
+        if self.causal and offset > 0:
+            there = torch.zeros_like(there)
+        key = (torch.arange(total, device=self.q.device) + offset).clamp(0, max(total - 1, 0))
+        scores = self.scale * (self.q * self.k[key]).sum(-1)
+        if self.bias is not None:
+            scores = scores + self._bias_at(sequence, position, position + offset)
+        return torch.where(there[:, None], (scores - self.lse).exp(), 0.0)
+
+    def _bias_at(self, sequence: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """(total, nheads or 1): the bias of these cells; those outside are not read by the caller."""
+        bias = self._grid_bias()
+        batch, _, rows, columns = bias.shape
+        sequence = sequence if batch > 1 else torch.zeros_like(sequence)
+        row = row if rows > 1 else torch.zeros_like(row)
+        column = column.clamp(0, columns - 1)
+        return bias[sequence, :, row, column]
+
+    def uniform_entropy(self) -> Tensor:
+        """(total,): the entropy of a row that looks at all keys alike, in nats."""
+        sequence, position = positions_of(self.cu_seqlens, self.q.shape[0])
+        count = position + 1 if self.causal else self.cu_seqlens.diff().long()[sequence]
+        return count.to(self.q.dtype).log()
+
+
+def uniform(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+    """The context of heads that look at all their keys alike: (total, nheads, headdim).
+
+    Any bias but -inf is left out: such heads know no positions.
+    """
+    bias = sequences.bias
+    if bias is not None:
+        bias = torch.where(bias == -math.inf, bias, 0.0)
+    return attention(
+        torch.zeros_like(q),
+        k,
+        v,
+        sequences.cu_seqlens,
+        sequences.max_seqlen,
+        causal=sequences.causal,
+        bias=bias,
+        places=sequences.fitting_places(),
+    )

@@ -1,0 +1,135 @@
+"""Figures of results, by matplotlib, which is imported when the first one is drawn.
+
+Axes number layers and heads from 1, as the papers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# one colour a pattern, also for those who do not see red beside green
+COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[viz]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _grid(axes: Any, shape: tuple[int, int], title: str) -> None:
+    """Ticks and names of a picture with a row per layer and a column per head."""
+    layers, heads = shape
+    step = max(1, -(-max(layers, heads) // 16))
+    axes.set_xticks(range(0, heads, step), [str(i + 1) for i in range(0, heads, step)], fontsize=7)
+    axes.set_yticks(range(0, layers, step), [str(i + 1) for i in range(0, layers, step)], fontsize=7)
+    axes.set_xlabel("head", fontsize=8)
+    axes.set_ylabel("layer", fontsize=8)
+    axes.set_title(title, fontsize=9)
+
+
+def heat_maps(
+    maps: Mapping[str, np.ndarray],
+    *,
+    diverging: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    columns: int = 4,
+) -> Figure:
+    """A heat map per name, (layers, nheads) each, with its scale beside it.
+
+    Args:
+        maps: title -> values.
+        diverging: colours go both ways from 0.
+        low, high: ends of the scale; default: those of the values.
+        columns: most of them side by side.
+    """
+    count = len(maps)
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    shape = next(iter(maps.values())).shape
+    size = 1.6 + 0.14 * max(shape[1], 8), 1.2 + 0.14 * max(shape[0], 8)
+    figure = _figure(size[0] * columns, size[1] * rows)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (title, values) in zip(panels, maps.items(), strict=False):
+        if diverging:
+            most = max(float(np.abs(values).max()), 1e-12)
+            ends, colours = (-most, most), "RdBu"
+        else:
+            ends = (values.min() if low is None else low, values.max() if high is None else high)
+            colours = "viridis"
+        image = axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
+        _grid(axes, values.shape, title)
+        figure.colorbar(image, ax=axes, shrink=0.9).ax.tick_params(labelsize=7)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    return figure
+
+
+def classes(found: np.ndarray, names: Sequence[str], title: str) -> Figure:
+    """A square per head in the colour of its class: (layers, nheads) of indices into `names`."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    figure = _figure(2.6 + 0.25 * found.shape[1], 1.4 + 0.25 * found.shape[0])
+    axes = figure.subplots()
+    colours = ListedColormap(COLORS[: len(names)])
+    axes.imshow(found, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, aspect="equal")
+    axes.set_xticks(np.arange(-0.5, found.shape[1]), minor=True)
+    axes.set_yticks(np.arange(-0.5, found.shape[0]), minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="minor", length=0)
+    _grid(axes, found.shape, title)
+    patches = [Patch(color=COLORS[i], label=name) for i, name in enumerate(names)]
+    figure.legend(handles=patches, loc="outside right center", fontsize=7, frameon=False)
+    return figure
+
+
+def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str) -> Figure:
+    """A bar per name, of shares that add up to 1, each with its percentage."""
+    figure = _figure(6.5, 1.3 + 0.4 * len(shares))
+    axes = figure.subplots()
+    parts = list(next(iter(shares.values())))
+    left = np.zeros(len(shares))
+    for i, part in enumerate(parts):
+        values = np.array([each[part] for each in shares.values()])
+        bars = axes.barh(list(shares), values, left=left, color=COLORS[i], label=part)
+        texts = [f"{value:.0%}" if value >= 0.05 else "" for value in values]
+        axes.bar_label(bars, texts, label_type="center", fontsize=7)
+        left += values
+    axes.set_xlim(0, 1)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of examples, layers and heads", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_title(title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
+    return figure
+
+
+def curves(
+    lines: Mapping[str, tuple[np.ndarray, np.ndarray]], xlabel: str, ylabel: str, title: str
+) -> Figure:
+    """Lines over one axis; those named "random…" thin and grey."""
+    figure = _figure(5.2, 3.6)
+    axes = figure.subplots()
+    for name, (x, y) in lines.items():
+        if name.startswith("random"):
+            label = "random orders" if name == "random 1" else None
+            axes.plot(x, y, color="#aaaaaa", linewidth=0.9, label=label)
+        else:
+            axes.plot(x, y, linewidth=1.8, marker="o", markersize=3, label=name)
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, frameon=False)
+    axes.set_title(title, fontsize=9)
+    return figure

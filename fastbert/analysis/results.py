@@ -1,0 +1,91 @@
+"""A result on disk: a directory with numbers, arrays and pictures, there whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastbert.analysis.examples import Examples
+from fastbert.models.base import PreTrainedModel
+from fastbert.runtime.version import VERSION
+
+SCHEMA = 1
+
+
+def facts(model: PreTrainedModel, examples: Examples, **options: Any) -> dict[str, Any]:
+    """What a result depends on: versions, the config's and the examples' SHA-256, their number, options."""
+    digest = hashlib.sha256()
+    for array in (examples.ids, examples.starts, examples.types, examples.labels):
+        digest.update(b"-" if array is None else np.ascontiguousarray(array).tobytes())
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return {
+        "schema": SCHEMA,
+        "fastbert": VERSION,
+        "numpy": np.__version__,
+        "model": type(model).__name__,
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+        "examples_sha256": digest.hexdigest(),
+        "n": len(examples),
+        "tokens": int(examples.starts[-1]),
+        **options,
+    }
+
+
+def save(
+    directory: str | Path,
+    name: str,
+    numbers: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    figures: Mapping[str, Any],
+) -> Path:
+    """Write `<name>.json`, `<name>.npz` and an SVG and a PNG per figure into a new directory.
+
+    Args:
+        directory: is created; must not exist, or be empty.
+        name: of the result.
+        numbers: for the JSON file.
+        arrays: for the NumPy file.
+        figures: name -> matplotlib figure.
+
+    Raises:
+        ValueError: the directory has files.
+        OSError: it could not be written; nothing is left.
+    """
+    directory = check_free(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        (place / f"{name}.json").write_text(text, encoding="utf-8")
+        np.savez_compressed(place / f"{name}.npz", **arrays)
+        for title, figure in figures.items():
+            figure.savefig(place / f"{title}.svg", metadata={"Date": None})
+            figure.savefig(place / f"{title}.png", dpi=150)
+        os.chmod(place, 0o755)
+        if directory.exists():
+            directory.rmdir()
+        os.replace(place, directory)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return directory
+
+
+def check_free(directory: str | Path) -> Path:
+    """The directory, if a result can go there: it does not exist, or is empty.
+
+    Raises:
+        ValueError: naming it.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory}: exists; expected a new directory, or an empty one")
+    return directory

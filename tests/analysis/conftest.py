@@ -1,0 +1,75 @@
+"""Texts and a tokenizer."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from fastbert.analysis.examples import tokenized
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "dog",
+    "ran",
+    "to",
+    "tree",
+    "in",
+    "big",
+    "red",
+    "house",
+    "while",
+    "it",
+    "rain",
+    "##ed",
+    "##s",
+    ",",
+    ".",
+    "!",
+    "?",
+]
+TEXTS = [
+    "the cat sat on the mat .",
+    "a big dog ran to a tree , and it rained !",
+    "it rained",
+    "the dogs sat in the red house while the cat ran .",
+    "cats , dogs and trees .",
+]
+PAIRS = ["a dog ran .", "it sat on a tree .", "the red mat", "big cats ran to the house !", "it"]
+
+
+@functools.cache
+def make_tokenizer() -> Tokenizer:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocab = {word: i for i, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def texts():
+    return tokenized(make_tokenizer(), TEXTS)
+
+
+@pytest.fixture
+def pairs():
+    return tokenized(make_tokenizer(), TEXTS, PAIRS)

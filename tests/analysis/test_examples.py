@@ -1,0 +1,191 @@
+"""Texts as ids, segments, kinds and words; masks; files; and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from fastbert.analysis.examples import KINDS, masked, read, tokenized
+from fastbert.models.auto import AutoModel
+from fastbert.models.config import EncoderConfig
+from tests.support.hf_models import hf_config
+
+
+def kinds_of(examples, number):
+    return [KINDS[k] for k in examples.kinds[examples.starts[number] : examples.starts[number + 1]]]
+
+
+def part(examples, name, number):
+    return getattr(examples, name)[examples.starts[number] : examples.starts[number + 1]].tolist()
+
+
+def test_one_text(tokenizer):
+    examples = tokenized(tokenizer, ["it rained, cat!"])
+    assert [tokenizer.id_to_token(i) for i in examples.ids] == (
+        ["[CLS]", "it", "rain", "##ed", ",", "cat", "!", "[SEP]"]
+    )
+    assert kinds_of(examples, 0) == (
+        [
+            "the first token",
+            "words",
+            "words",
+            "words",
+            "periods and commas",
+            "words",
+            "other punctuation",
+            "separators",
+        ]
+    )
+    assert part(examples, "words", 0) == [-1, 0, 1, 1, 2, 3, 4, -1]
+    assert part(examples, "segments", 0) == [0] * 8
+    assert examples.lengths.tolist() == [8]
+
+
+def test_a_pair(tokenizer):
+    """A separator belongs to the text before it, and words are numbered through."""
+    examples = tokenized(tokenizer, ["the cat", "it"], ["a dog ran", "it rained"])
+    assert part(examples, "segments", 0) == part(examples, "types", 0) == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert part(examples, "words", 0) == [-1, 0, 1, -1, 2, 3, 4, -1]
+    assert kinds_of(examples, 1) == [
+        "the first token",
+        "words",
+        "separators",
+        "words",
+        "words",
+        "words",
+        "separators",
+    ]
+    assert part(examples, "words", 1) == [-1, 0, -1, 1, 2, 2, -1]
+
+
+def test_chosen_examples_in_another_order(pairs):
+    labelled = pairs.__class__(**{**vars(pairs), "labels": np.arange(5)})
+    chosen = labelled.chosen([3, 0])
+    for name in ("ids", "types", "segments", "kinds", "words"):
+        assert part(chosen, name, 0) == part(pairs, name, 3)
+        assert part(chosen, name, 1) == part(pairs, name, 0)
+    assert chosen.labels.tolist() == [3, 0]
+    of_tokens = pairs.__class__(**{**vars(pairs), "labels": np.arange(len(pairs.ids))})
+    assert of_tokens.chosen([3, 0]).labels.tolist() == [
+        *range(pairs.starts[3], pairs.starts[4]),
+        *range(pairs.starts[0], pairs.starts[1]),
+    ]
+
+
+def test_long_texts_are_cut_only_if_asked(tokenizer):
+    assert tokenized(tokenizer, ["the cat sat on the mat"]).lengths.tolist() == [8]
+    cut = tokenized(tokenizer, ["the cat sat on the mat"], max_length=5)
+    assert [tokenizer.id_to_token(i) for i in cut.ids] == ["[CLS]", "the", "cat", "sat", "[SEP]"]
+
+
+def test_the_tokenizer_is_not_changed(tokenizer):
+    tokenizer.enable_truncation(6)
+    try:
+        assert tokenized(tokenizer, ["the cat sat on the mat"]).lengths.tolist() == [8]
+        assert tokenizer.truncation["max_length"] == 6
+    finally:
+        tokenizer.no_truncation()
+
+
+def test_masks(texts, tokenizer):
+    """A share of each example's usual tokens, at places that do not depend on the other examples."""
+    found = masked(texts, 4, share=0.3, seed=5)
+    for number in range(len(texts)):
+        before, after = part(texts, "ids", number), part(found, "ids", number)
+        labels = part(found, "labels", number)
+        usual = sum(word >= 0 for word in part(texts, "words", number))
+        changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+        assert len(changed) == int(np.ceil(0.3 * usual))
+        assert all(after[i] == 4 and labels[i] == before[i] for i in changed)
+        assert all(label == -100 for i, label in enumerate(labels) if i not in changed)
+        assert all(part(texts, "words", number)[i] >= 0 for i in changed)
+    assert not np.array_equal(masked(texts, 4, share=0.3, seed=6).ids, found.ids)
+    assert np.array_equal(masked(texts, 4, share=0.3, seed=5).ids, found.ids)
+    assert texts.labels is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"texts": ["a"], "pairs": ["b", "c"]}, "pairs: expected 1, one per text, got 2"),
+        ({"texts": ["a"], "labels": []}, "labels: expected 1, one per text, got 0"),
+        ({"texts": ["a", 3]}, r"texts\[1\]: expected a str, got int"),
+        ({"texts": ["a"], "pairs": [None]}, r"pairs\[0\]: expected a str, got NoneType"),
+        ({"texts": ["a"], "max_length": 2}, "max_length: expected an integer >= 3, got 2"),
+        (
+            {"texts": ["a"], "pairs": ["a"], "max_length": 3.5},
+            "max_length: expected an integer >= 4, got 3.5",
+        ),
+    ],
+)
+def test_bad_arguments(tokenizer, arguments, expected):
+    with pytest.raises(ValueError, match=expected):
+        tokenized(tokenizer, **arguments)
+
+
+def test_bad_masks(tokenizer, texts):
+    with pytest.raises(ValueError, match=r"share: expected a number in \(0, 1\], got 0"):
+        masked(texts, 4, share=0)
+    with pytest.raises(ValueError, match=r"examples\[1\]: has no token to mask"):
+        masked(tokenized(tokenizer, ["it", ""]), 4)
+
+
+def test_what_a_model_cannot_read(tokenizer):
+    model = AutoModel.from_config(EncoderConfig.from_hf(hf_config("bert", max_position_embeddings=16)))
+    with pytest.raises(ValueError, match=r"examples\[1\]: 22 tokens; the model reads at most 16"):
+        tokenized(tokenizer, ["it", "cat " * 20]).check(model)
+    with pytest.raises(ValueError, match="examples: expected one at least, got none"):
+        tokenized(tokenizer, []).check(model)
+    small = AutoModel.from_config(EncoderConfig.from_hf(hf_config("bert", vocab_size=10)))
+    with pytest.raises(ValueError, match=r"examples\[1\]: token id \d+, but the model knows 10 tokens"):
+        tokenized(tokenizer, ["the cat", "the house"]).check(small)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def test_files(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("one\ttwo\n\nthree four\r\n")
+    assert read(text) == {"texts": ["one\ttwo", "three four"]}
+    table = tmp_path / "a.tsv"
+    table.write_text("one\ttwo\nthree\tfour\n")
+    assert read(table, pairs=True) == {"texts": ["one", "three"], "pairs": ["two", "four"]}
+    lines = tmp_path / "a.jsonl"
+    rows = [{"text": "one", "pair": "two", "class": 1}, {"text": "three", "pair": "four", "class": 0}]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(lines, pairs=True, labels="class") == {
+        "texts": ["one", "three"],
+        "pairs": ["two", "four"],
+        "labels": [1, 0],
+    }
+    assert read(lines) == {"texts": ["one", "three"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "expected"),
+    [
+        ("a.csv", "", {}, r"a\.csv: expected a file that ends in \.txt, \.tsv or \.jsonl"),
+        ("a.txt", " \n\n", {}, r"a\.txt: expected one example at least, found none"),
+        ("a.txt", "one\n", {"labels": "y"}, r"labels: .*a\.txt has none"),
+        ("a.tsv", "a\tb\nc\n", {"pairs": True}, r"a\.tsv, line 2: expected two texts with a tab between"),
+        ("a.jsonl", '{"text": "a"}\n{\n', {}, r"a\.jsonl, line 2: no JSON"),
+        ("a.jsonl", '{"text": "a"}\n', {"pairs": True}, r"line 1: expected an object with 'pair'"),
+        ("a.jsonl", '["text"]\n', {}, r"line 1: expected an object with 'text'"),
+        ("a.jsonl", '{"text": 3}\n', {}, r"line 1: text: expected a text, got 3"),
+        ("a.jsonl", '{"text": "a"}\n', {"labels": "y"}, r"line 1: expected an object with 'y'"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, options, expected):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=expected):
+        read(tmp_path / name, **options)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a.txt'}: not UTF-8")):
+        read(tmp_path / "a.txt")

@@ -1,0 +1,371 @@
+"""Ablation, importance and pruning curves against transformers, head masks and central differences."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.analysis import heads
+from fastbert.analysis.examples import masked
+from fastbert.analysis.heads import PruningCurve, ablate, importance, pruning_curve
+from fastbert.analysis.measures import Measure
+from fastbert.analysis.walk import batches, encode
+from fastbert.runtime import dispatch
+from tests.support.analysis import both, inputs_of
+from tests.support.hf_models import FAMILY_NAMES
+
+HEADS = 3
+CLOSE = dict(rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def labelled(pairs):
+    return replace(pairs, labels=np.array([0, 2, 1, 1, 0]))
+
+
+@pytest.fixture
+def of_words(texts):
+    return masked(texts, 4, share=0.4, seed=1)
+
+
+def losses(model, examples, **kwargs):
+    """The loss of each example, by the model's own forward on one padded sequence."""
+    found = []
+    for number in range(len(examples)):
+        start, end = examples.starts[number : number + 2]
+        inputs = inputs_of(model, examples, number)
+        labels = examples.labels[start:end][None] if examples.labels_tokens else examples.labels[[number]]
+        with torch.no_grad():
+            found.append(model(**inputs, labels=torch.from_numpy(labels), **kwargs).loss.item())
+    return np.array(found)
+
+
+def without_head(theirs, family, layer, head):
+    """transformers' model with the columns of one head in the attention's output layer at 0."""
+    model = copy.deepcopy(theirs)
+    base = model.base_model
+    stack = base.transformer.layer if family == "distilbert" else base.encoder.layer
+    attention = stack[layer].attention
+    dense = (
+        attention.out_lin
+        if family == "distilbert"
+        else (attention.attn.o if family == "mpnet" else attention.output.dense)
+    )
+    width = dense.weight.shape[1] // HEADS
+    with torch.no_grad():
+        dense.weight[:, head * width : (head + 1) * width] = 0
+    return model
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "electra", "mpnet"])
+def test_without_a_head_as_transformers_without_its_columns(labelled, family):
+    theirs, ours = both(family)
+    found = ablate(ours, labelled)
+    np.testing.assert_allclose(found.base_loss, losses(theirs, labelled), **CLOSE)
+    for layer, head in ((0, 0), (1, 2), (2, 1)):
+        expected = losses(without_head(theirs, family, layer, head), labelled)
+        np.testing.assert_allclose(found.loss[:, layer, head], expected, **CLOSE)
+
+
+def test_uniform_as_transformers_with_queries_of_zero(labelled):
+    theirs, ours = both("bert")
+    found = ablate(ours, labelled, mode="uniform")
+    for layer, head in ((0, 1), (2, 0)):
+        model = copy.deepcopy(theirs)
+        query = model.bert.encoder.layer[layer].attention.self.query
+        with torch.no_grad():
+            query.weight[head * 16 : (head + 1) * 16] = 0
+            query.bias[head * 16 : (head + 1) * 16] = 0
+        np.testing.assert_allclose(found.loss[:, layer, head], losses(model, labelled), **CLOSE)
+
+
+def mask_without(layers, unit, layer, head):
+    mask = torch.ones(layers, HEADS, dtype=torch.float64)
+    if unit == "head":
+        mask[layer, head] = 0
+    elif unit == "all-but-one":
+        mask[layer] = 0
+        mask[layer, head] = 1
+    else:
+        mask[layer] = 0
+    return mask
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 100, 4096])
+@pytest.mark.parametrize("unit", heads.UNITS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_shared_prefixes_change_nothing(labelled, family, unit, tokens):
+    """Every unit one by one through the whole model, with a head mask."""
+    ours = both(family)[1]
+    found = ablate(ours, labelled, unit=unit, batch_tokens=tokens)
+    layers = len(ours.base_model.layers())
+    assert found.loss.shape == (5, layers, 1 if unit == "layer" else HEADS)
+    np.testing.assert_allclose(found.base_loss, losses(ours, labelled), **CLOSE)
+    for layer in range(layers):
+        for head in range(found.loss.shape[2]):
+            mask = mask_without(layers, unit, layer, head)
+            np.testing.assert_allclose(
+                found.loss[:, layer, head], losses(ours, labelled, head_mask=mask), **CLOSE
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_prefixes_are_as_exact_as_one_by_one(labelled, dtype):
+    """The error rule, against the same in float64."""
+    exact = both("bert")[1]
+    truth = ablate(exact, labelled).loss
+    model = copy.deepcopy(exact).to(dtype)
+    found = ablate(model, labelled).loss
+    one_by_one = np.empty_like(truth)
+    for layer in range(3):
+        for head in range(HEADS):
+            mask = mask_without(3, "head", layer, head).to(dtype)
+            one_by_one[:, layer, head] = losses(model, labelled, head_mask=mask)
+    # the loss is a difference of logits, which are larger
+    step = 4 * torch.finfo(dtype).eps * np.abs(truth).max()
+    assert np.abs(found - truth).max() <= np.abs(one_by_one - truth).max() + step
+    assert np.abs(found - truth).mean() <= np.abs(one_by_one - truth).mean() + step / 4
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_prefixes_have_the_bits_of_one_by_one(labelled, backend, dtype):
+    """Of one backend, where the shapes of all products are the same: one example and variant at a time."""
+    model = copy.deepcopy(both("bert")[1]).to(dtype)
+    measure = Measure.of(model, labelled)
+    with dispatch.use_backend(backend), torch.inference_mode():
+        found = ablate(model, labelled, batch_tokens=1).loss
+        for layer, head in itertools.product(range(3), range(HEADS)):
+            gates = mask_without(3, "head", layer, head).to(dtype)
+            for batch in batches(model, labelled, 1):
+                hidden = encode(model, batch, gates=gates)
+                loss = measure(hidden, batch.inputs, measure.labels_of(batch))[0]
+                assert found[batch.numbers, layer, head] == loss.double().numpy()
+
+
+def test_labels_by_their_names(labelled):
+    ours = both("bert")[1]
+    names = np.array([ours.config.id2label[int(i)] for i in labelled.labels])
+    found = ablate(ours, replace(labelled, labels=names))
+    np.testing.assert_array_equal(found.loss, ablate(ours, labelled).loss)
+    with pytest.raises(ValueError, match=r"labels\[1\]: 'other' is none of the config's, LABEL_0"):
+        ablate(ours, replace(labelled, labels=np.array([names[0], "other", *names[2:]])))
+
+
+def test_a_skipped_layer(labelled):
+    ours = both("bert")[1]
+    found = ablate(ours, labelled, unit="layer", mode="skip")
+    for layer in range(3):
+        model = copy.deepcopy(ours)
+        del model.bert.encoder.layer[layer]
+        model.config.num_hidden_layers = 2
+        np.testing.assert_allclose(found.loss[:, layer, 0], losses(model, labelled), **CLOSE)
+
+
+def test_masked_words(of_words):
+    theirs, ours = both("bert", "ForMaskedLM")
+    found = ablate(ours, of_words)
+    np.testing.assert_allclose(found.base_loss, losses(theirs, of_words), **CLOSE)
+    expected = losses(without_head(theirs, "bert", 1, 2), of_words)
+    np.testing.assert_allclose(found.loss[:, 1, 2], expected, **CLOSE)
+    assert found.score_name == "accuracy"
+    assert ((found.score >= 0) & (found.score <= 1)).all()
+
+
+def test_labels_of_tokens(texts):
+    labels = np.where(texts.words >= 0, texts.ids % 3, -100)
+    examples = replace(texts, labels=labels)
+    theirs, ours = both("bert", "ForTokenClassification")
+    found = ablate(ours, examples)
+    np.testing.assert_allclose(found.base_loss, losses(theirs, examples), **CLOSE)
+    np.testing.assert_allclose(
+        found.loss[:, 0, 1], losses(without_head(theirs, "bert", 0, 1), examples), **CLOSE
+    )
+
+
+def test_regression_and_several_labels(pairs):
+    theirs, ours = both("bert", num_labels=1)
+    examples = replace(pairs, labels=np.array([0.5, -1.0, 2.0, 0.0, 1.5]))
+    found = ablate(ours, examples)
+    np.testing.assert_allclose(found.base_loss, losses(theirs, examples), **CLOSE)
+    np.testing.assert_allclose(found.base_score, -found.base_loss, **CLOSE)
+    theirs, ours = both("bert", num_labels=3, problem_type="multi_label_classification")
+    examples = replace(pairs, labels=np.random.default_rng(0).integers(0, 2, (5, 3)).astype(float))
+    np.testing.assert_allclose(ablate(ours, examples).base_loss, losses(theirs, examples), **CLOSE)
+
+
+def test_accuracy_is_what_the_logits_say(labelled):
+    theirs, ours = both("bert")
+    found = ablate(ours, labelled)
+    for number in range(len(labelled)):
+        with torch.no_grad():
+            logits = theirs(**inputs_of(theirs, labelled, number)).logits
+        assert found.base_score[number] == (logits.argmax().item() == labelled.labels[number])
+    change = found.score_change()
+    np.testing.assert_allclose(change, found.score.mean(0) - found.base_score.mean())
+    np.testing.assert_allclose(found.loss_change(), found.loss.mean(0) - found.base_loss.mean())
+
+
+def test_the_best_head_alone(labelled):
+    found = ablate(both("bert")[1], labelled, unit="all-but-one")
+    best = found.best_head()
+    for layer in range(3):
+        order = [(found.score[:, layer, h].mean(), -found.loss[:, layer, h].mean()) for h in range(HEADS)]
+        assert order[best[layer]] == max(order)
+
+
+# -- importance ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_importance_is_the_central_difference(labelled, family):
+    ours = both(family)[1]
+    found = importance(ours, labelled).derivatives
+    layers = len(ours.base_model.layers())
+    step = 1e-5
+    for layer, head in ((0, 0), (1, 2), (layers - 1, 1)):
+        sides = []
+        for sign in (1, -1):
+            mask = torch.ones(layers, HEADS, dtype=torch.float64)
+            mask[layer, head] += sign * step
+            sides.append(losses(ours, labelled, head_mask=mask))
+        expected = (sides[0] - sides[1]) / (2 * step)
+        np.testing.assert_allclose(found[:, layer, head], expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_importance_does_not_depend_on_batches(of_words, tokens):
+    """The absolute value belongs to each example, not to a batch."""
+    ours = both("bert", "ForMaskedLM")[1]
+    whole, found = importance(ours, of_words), importance(ours, of_words, batch_tokens=tokens)
+    np.testing.assert_allclose(found.derivatives, whole.derivatives, **CLOSE)
+    each = np.stack([importance(ours, _one(of_words, i)).values() for i in range(5)])
+    np.testing.assert_allclose(whole.values(), each.mean(0), **CLOSE)
+    signs = np.sign(whole.derivatives)
+    assert (np.abs(signs.sum(0)) < 5).any(), "of one sign everywhere: |sum| would be as good"
+    np.testing.assert_allclose(np.linalg.norm(whole.values(normalized=True), axis=1), 1)
+    assert np.array_equal(whole.order(normalized=False), np.argsort(whole.values().ravel(), kind="stable"))
+
+
+def _one(examples, number):
+    return examples.chosen([number])
+
+
+def test_importance_leaves_the_model_alone(labelled):
+    ours = both("bert")[1]
+    ours.train()
+    frozen = ours.bert.embeddings.word_embeddings.weight
+    frozen.requires_grad_(False)
+    try:
+        importance(ours, labelled)
+        ablate(ours, labelled)
+        assert ours.training
+        assert all(p.grad is None for p in ours.parameters())
+        assert [p is frozen for p in ours.parameters() if not p.requires_grad] == [True]
+    finally:
+        frozen.requires_grad_(True)
+        ours.eval()
+
+
+# -- pruning curves ------------------------------------------------------------------------------------------
+
+
+def test_a_pruning_curve(labelled):
+    ours = both("bert")[1]
+    order = np.random.default_rng(0).permutation(9)
+    found = pruning_curve(ours, labelled, order, step=1 / 3, batch_tokens=60)
+    assert found.removed.tolist() == [0, 3, 6, 9]
+    measure = Measure.of(ours, labelled)
+    for point, count in enumerate(found.removed):
+        mask = torch.ones(9, dtype=torch.float64)
+        mask[order[:count]] = 0
+        (batch,) = batches(ours, labelled)
+        with torch.inference_mode():
+            hidden = encode(ours, batch, gates=mask.view(3, 3))
+            score = measure(hidden, batch.inputs, measure.labels_of(batch))[1]
+        np.testing.assert_array_equal(found.score[point, batch.numbers], score.numpy())
+
+
+def test_the_steps_of_a_curve(labelled):
+    ours = both("bert")[1]
+    assert pruning_curve(ours, labelled, range(9), step=1).removed.tolist() == [0, 9]
+    tenths = pruning_curve(ours, labelled, range(9)).removed
+    assert tenths.tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9]
+
+
+def test_how_many_can_go():
+    """Until the first significant drop; a gain or a drop by chance is none."""
+    draw = np.random.default_rng(0)
+    whole = (draw.random(400) < 0.8).astype(float)
+    same = whole.copy()
+    same[:2] = 1 - same[:2]
+    worse = np.where(draw.random(400) < 0.3, 0.0, whole)
+    curve = PruningCurve(
+        np.arange(9), np.array([0, 3, 6, 9]), np.stack([whole, same, worse, same]), "accuracy"
+    )
+    assert curve.removable() == 3
+    assert replace(curve, score=np.stack([whole] * 4)).removable() == 9
+    assert replace(curve, score=np.stack([whole, worse, worse, worse])).removable() == 0
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"unit": "neuron"}, "unit: expected one of head, all-but-one, layer, got 'neuron'"),
+        ({"mode": "half"}, "mode: expected one of zero, uniform, skip, got 'half'"),
+        ({"mode": "skip"}, "mode: skip is for unit='layer', got unit='head'"),
+        ({"batch_tokens": 0}, "batch_tokens: expected an integer >= 1, got 0"),
+    ],
+)
+def test_bad_arguments(labelled, arguments, expected):
+    with pytest.raises(ValueError, match=expected):
+        ablate(both("bert")[1], labelled, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (None, "labels: BertForSequenceClassification needs them, the examples have none"),
+        ([0, 1, 2, 3, 0], r"labels\[3\]: 3 is no class; expected 0 to 2"),
+        ([0, -1, 2, 0, 0], r"labels\[1\]: -1 is no class"),
+        ([0.5] * 5, r"labels: expected 3 per example, got \(5,\)"),
+    ],
+)
+def test_bad_labels(pairs, labels, expected):
+    examples = replace(pairs, labels=None if labels is None else np.array(labels))
+    for function in (ablate, importance):
+        with pytest.raises(ValueError, match=expected):
+            function(both("bert")[1], examples)
+
+
+def test_labels_of_the_wrong_kind(of_words, labelled):
+    with pytest.raises(ValueError, match="labels: expected one per example, got one per token"):
+        ablate(both("bert")[1], of_words)
+    with pytest.raises(ValueError, match="labels: expected one per token, got one per example"):
+        ablate(both("bert", "ForMaskedLM")[1], labelled)
+    with pytest.raises(TypeError, match="model: expected one with a head for masked words"):
+        ablate(both("bert")[1].base_model, labelled)
+
+
+def test_bad_orders(labelled):
+    ours = both("bert")[1]
+    for order in (range(8), [0] * 9, range(1, 10)):
+        with pytest.raises(ValueError, match="order: expected each of the 9 heads once"):
+            pruning_curve(ours, labelled, order)
+    with pytest.raises(ValueError, match=r"step: expected a number in \(0, 1\], got 0"):
+        pruning_curve(ours, labelled, range(9), step=0)
+
+
+def test_an_interval_needs_two_examples(labelled):
+    one = ablate(both("bert")[1], labelled.chosen([0]))
+    assert one.loss.shape == (1, 3, 3)
+    with pytest.raises(ValueError, match="values: an interval needs two examples at least, got 1"):
+        one.interval(0, 0)

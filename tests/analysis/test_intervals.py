@@ -1,0 +1,71 @@
+"""Bootstrap intervals cover what they should, and p-values are small where they should be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastbert.analysis.intervals import mean_interval, paired_p, resampled_means
+
+
+def test_an_interval_is_about_two_standard_errors_wide():
+    values = np.random.default_rng(0).normal(3.0, 2.0, 2000)
+    found = mean_interval(values, resamples=4000)
+    error = values.std() / np.sqrt(len(values))
+    assert found.mean == values.mean()
+    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
+    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
+    assert (found.n, found.seed) == (2000, 0)
+
+
+def test_it_covers_the_truth_in_about_95_of_100():
+    draw = np.random.default_rng(1)
+    inside = 0
+    for _ in range(400):
+        found = mean_interval(draw.exponential(1.0, 150), resamples=400)
+        inside += found.low <= 1.0 <= found.high
+    # the 99.9% range of a binomial of 400 draws at 0.93 to 0.95
+    assert 355 <= inside <= 395
+
+
+def test_a_resample_draws_each_example_as_often_as_any_other():
+    means = resampled_means(np.eye(5), resamples=20_000)
+    np.testing.assert_allclose(means.sum(1), 1)
+    np.testing.assert_allclose(means.mean(0), 0.2, atol=0.005)
+    np.testing.assert_allclose(means.var(0), 0.2 * 0.8 / 5, rtol=0.05)
+
+
+def test_columns_are_resampled_together():
+    values = np.random.default_rng(0).normal(size=(50, 1))
+    means = resampled_means(np.concatenate([values, 2 * values], 1))
+    np.testing.assert_allclose(means[:, 1], 2 * means[:, 0])
+
+
+def test_a_seed_is_a_result():
+    values = np.random.default_rng(0).normal(size=40)
+    assert mean_interval(values, seed=3) == mean_interval(values, seed=3)
+    assert mean_interval(values, seed=3) != mean_interval(values, seed=4)
+
+
+def test_p():
+    draw = np.random.default_rng(0)
+    change = np.stack([draw.normal(0.5, 1, 300), draw.normal(0.0, 1, 300), np.zeros(300)], 1)
+    change[:, 1] -= change[:, 1].mean() - 0.01
+    found = paired_p(change)
+    assert found[0] == 1 / 1000
+    assert found[1] > 0.5
+    assert found[2] == 1.0
+    np.testing.assert_array_equal(paired_p(-change), found)
+
+
+def test_p_of_nothing_is_uniform():
+    draw = np.random.default_rng(0)
+    found = paired_p(draw.normal(size=(200, 500)))
+    assert 0.02 <= (found < 0.05).mean() <= 0.09
+    assert 0.42 <= (found < 0.5).mean() <= 0.58
+
+
+def test_one_example():
+    for function in (mean_interval, resampled_means, paired_p):
+        with pytest.raises(ValueError, match="values: an interval needs two examples at least, got 1"):
+            function(np.ones((1, 2)))

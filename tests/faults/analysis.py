@@ -1,0 +1,229 @@
+"""Faults of analysis: taps, identities, who is looked at, ablation, importance, resamples."""
+
+from tests.support.mutation import Fault, Suite
+
+_TAPS = "fastbert/layers/encoder.py"
+_IDENTITIES = "fastbert/analysis/identities.py"
+_ATTENTION = "fastbert/analysis/attention.py"
+_HEADS = "fastbert/analysis/heads.py"
+_EXAMPLES = "fastbert/analysis/examples.py"
+_MEASURES = "fastbert/analysis/measures.py"
+_INTERVALS = "fastbert/analysis/intervals.py"
+_WALK = "fastbert/analysis/walk.py"
+
+
+def _fault(name: str, file: str, old: str, new: str) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    _fault(
+        "layers are numbered from 1",
+        _TAPS,
+        "return (site - 1) // self.SITES",
+        "return site // self.SITES + 1",
+    ),
+    _fault(
+        "a tapped layer runs as one call",
+        "fastbert/layers/fused.py",
+        "            or sequences.taps is not None\n",
+        "",
+    ),
+    _fault(
+        "the tap's bias is lost",
+        _TAPS,
+        "            bias=bias,\n            gate=gate,\n            dropout_p=self",
+        "            bias=sequences.bias,\n            gate=gate,\n            dropout_p=self",
+    ),
+    _fault(
+        "the inner tap's result is lost",
+        "fastbert/layers/linear.py",
+        "        inner = tap(inner)\n",
+        "        tap(inner)\n",
+    ),
+    _fault(
+        "tapped rows are skipped",
+        "fastbert/models/encoder.py",
+        "(want_attentions or want_states or taps is not None)",
+        "(want_attentions or want_states)",
+    ),
+    _fault(
+        "taps stay set",
+        "fastbert/models/encoder.py",
+        '        put(encoder, "taps", before)\n',
+        "        pass\n",
+    ),
+    _fault(
+        "a graph is replayed under taps",
+        "fastbert/graphs/calls.py",
+        "    if model.taps is not None:\n",
+        "    if False:\n",
+    ),
+    _fault(
+        "twice the scale without twice the bias",
+        _IDENTITIES,
+        "bias=None if self.bias is None else 2 * self.bias",
+        "bias=self.bias",
+    ),
+    _fault(
+        "entropy without the scale",
+        _IDENTITIES,
+        "return (lse - self.scale * (self.q * keys).sum(-1))",
+        "return (lse - (self.q * keys).sum(-1))",
+    ),
+    _fault(
+        "offsets by one",
+        _IDENTITIES,
+        "key = (torch.arange(total, device=self.q.device) + offset)",
+        "key = (torch.arange(total, device=self.q.device) + offset + 1)",
+    ),
+    _fault(
+        "an offset into the next sequence",
+        _IDENTITIES,
+        "(position + offset < lengths)",
+        "(position + offset < lengths + 1)",
+    ),
+    _fault(
+        "columns for rows",
+        _IDENTITIES,
+        "        found = []\n        for part in weights.to(self.q.dtype)",
+        "        return self.of_values(weights)\n        for part in weights.to(self.q.dtype)",
+    ),
+    _fault(
+        "overlap of one model's scale",
+        _IDENTITIES,
+        "other.q * other.scale], -1)",
+        "other.q * self.scale], -1)",
+    ),
+    _fault(
+        "divergence the other way",
+        _IDENTITIES,
+        "        others = self.of_values(other.k)\n",
+        "        others = other._keys_and_lse[0]\n",
+    ),
+    _fault(
+        "uniform heads know positions",
+        _IDENTITIES,
+        "bias = torch.where(bias == -math.inf, bias, 0.0)",
+        "bias = bias",
+    ),
+    _fault(
+        "the separator is a word",
+        _EXAMPLES,
+        "kinds[i] = FIRST if i == 0 and encoding.ids[i] == first else SEPARATOR",
+        "kinds[i] = FIRST if i == 0 and encoding.ids[i] == first else WORD",
+    ),
+    _fault("every text is the first", _EXAMPLES, "segment, base = sequence, last + 1", "base = last + 1"),
+    _fault(
+        "masks depend on the place in the file",
+        _EXAMPLES,
+        "draw = np.random.default_rng((seed, number))",
+        "draw = np.random.default_rng(seed)",
+    ),
+    _fault(
+        "a special token is masked",
+        _EXAMPLES,
+        "usual = start + np.flatnonzero(examples.words[start:end] >= 0)",
+        "usual = np.arange(start, end)",
+    ),
+    _fault(
+        "own text is the other one",
+        _ATTENTION,
+        "torch.where(self.second[:, None], to_second, 1 - to_second)",
+        "torch.where(self.second[:, None], 1 - to_second, to_second)",
+    ),
+    _fault(
+        "the excess of nothing", _ATTENTION, "np.divide(share - of_uniform, room,", "np.divide(share, room,"
+    ),
+    _fault("the mean row for the largest column", _ATTENTION, '"amax")', '"mean")'),
+    _fault(
+        "both is never asked first",
+        _ATTENTION,
+        "conditions = [both, v >= thresholds.vertical,",
+        "conditions = [v > 9, v >= thresholds.vertical,",
+    ),
+    _fault(
+        "the head before",
+        _HEADS,
+        '"head": heads == torch.from_numpy(some).to(heads)[:, None]',
+        '"head": heads + 1 == torch.from_numpy(some).to(heads)[:, None]',
+    ),
+    _fault("all but one is one", _HEADS, '"all-but-one": heads != ', '"all-but-one": heads == '),
+    _fault(
+        "variants start a layer too late",
+        _HEADS,
+        "for i in range(layer + 1, len(layers)):",
+        "for i in range(layer + 2, len(layers)):",
+    ),
+    _fault(
+        "the sequences of a variant run into the next",
+        _HEADS,
+        "ends = torch.cat([ends[:1], (ends[1:] + steps).flatten()])",
+        "ends = torch.cat([ends[:1], (ends[1:] + steps - 1).flatten()])",
+    ),
+    _fault(
+        "absolute value of the batch",
+        _HEADS,
+        "return context * factors[self.batch.sequence][:, :, None]",
+        "return context * factors.mean(0)[None, :, None]",
+    ),
+    _fault(
+        "the absolute value of the mean",
+        _HEADS,
+        "found = np.abs(self.derivatives).mean(0)",
+        "found = np.abs(self.derivatives.mean(0))",
+    ),
+    _fault(
+        "the most important heads go first",
+        _HEADS,
+        "return np.argsort(self.values(normalized=normalized).ravel(), kind=",
+        "return np.argsort(-self.values(normalized=normalized).ravel(), kind=",
+    ),
+    _fault(
+        "one head more goes",
+        _HEADS,
+        "gates[torch.from_numpy(order[:count].astype(np.int64))] = 0",
+        "gates[torch.from_numpy(order[: count + 1].astype(np.int64))] = 0",
+    ),
+    _fault(
+        "the point after the drop",
+        _HEADS,
+        "return int(self.removed[max(first - 1, 0)])",
+        "return int(self.removed[min(first, len(self.removed) - 1)])",
+    ),
+    _fault(
+        "a sum for the mean of tokens",
+        _MEASURES,
+        "values.new_zeros(inputs.packing.batch).index_add(0, sequence, values) / count",
+        "values.new_zeros(inputs.packing.batch).index_add(0, sequence, values)",
+    ),
+    _fault(
+        "labels of the batch's order",
+        _MEASURES,
+        "self.examples.labels[batch.numbers]",
+        "self.examples.labels[: len(batch)]",
+    ),
+    _fault(
+        "resamples without replacement",
+        _INTERVALS,
+        "counts = draw.multinomial(n, np.full(n, 1 / n), size=resamples)",
+        "counts = np.ones((resamples, n))",
+    ),
+    _fault(
+        "a one-sided p",
+        _INTERVALS,
+        "np.clip(2 * against, 1 / resamples, 1.0)",
+        "np.clip(against, 1 / resamples, 1.0)",
+    ),
+    _fault(
+        "means by the batch's largest length",
+        _WALK,
+        "return self.sums(values) / self.lengths.view(",
+        "return self.sums(values) / self.lengths.max().expand_as(self.lengths).view(",
+    ),
+    _fault(
+        "the model stays in eval mode", _WALK, "            module.training = mode\n", "            pass\n"
+    ),
+)
+
+SUITE = Suite(FAULTS, tests=("tests/layers/test_taps.py", "tests/graphs/test_fallbacks.py", "tests/analysis"))
