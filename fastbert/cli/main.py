@@ -159,6 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_pretraining(commands)
     _add_pretrain(commands)
+    _add_analyze(commands)
 
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
     bench.add_argument("name", nargs="?", help="such as encoder, or all; none: list them")
@@ -298,6 +299,56 @@ def _add_pretrain(commands: Any) -> None:
     add("--tensorboard", action=argparse.BooleanOptionalAction, help="default: if it is installed")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_analyze(commands: Any) -> None:
+    """What heads do."""
+    command = commands.add_parser(
+        "analyze",
+        help="what the heads of a model do on a text",
+        description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
+        "heads: loss and score without each head or layer. importance: how much the loss depends on each "
+        "head, and how many can go. change: how a second model differs. effective: the part of attention "
+        "that reaches the output. geometry: how contextual words are. The output directory has numbers "
+        "(.json), arrays (.npz) and pictures (.svg, .png); it appears whole at the end, or not at all.",
+    )
+    add = command.add_argument
+    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry")
+    add("kind", choices=kinds, help="what to compute")
+    add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
+    add(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"',
+    )
+    add("--output", required=True, metavar="DIR", help="is created")
+    add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
+    add("--pairs", action="store_true", help='pairs of texts, with a tab between or as "pair"')
+    add("--labels", metavar="KEY", help="of the labels in a .jsonl file, for a classifier; default: none")
+    add(
+        "--unit",
+        choices=("head", "all-but-one", "layer"),
+        default="head",
+        help="heads: what is taken out (default head)",
+    )
+    add(
+        "--mode",
+        choices=("zero", "uniform", "skip"),
+        default="zero",
+        help="heads: its output is 0, or that of looking at all tokens alike, or a "
+        "layer is left out (default zero)",
+    )
+    add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
+    add(
+        "--on-long",
+        choices=("truncate", "error"),
+        default="error",
+        help="what to do with a text that is longer than the model reads (default error)",
+    )
+    add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
+    add("--seed", type=int, default=0, metavar="N", help="of masks, random orders, resamples (default 0)")
+    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
 
 
 @contextlib.contextmanager

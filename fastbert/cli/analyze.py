@@ -1,0 +1,283 @@
+"""`fastbert analyze`: what the heads of a model do on a text, as numbers, arrays and pictures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fastbert.analysis import change, effective, geometry, heads, pictures, results
+from fastbert.analysis.attention import PATTERNS, THRESHOLDS, AttentionStatistics, attention_statistics
+from fastbert.analysis.examples import KINDS, Examples, masked, read, tokenized
+from fastbert.cli.usage import UsageError, device_of
+from fastbert.models.auto import AutoModel
+from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.task_model import TaskModel
+from fastbert.sentences.tokenizer import load_tokenizer
+
+RANDOM_ORDERS = 5
+# names of arrays: attention to the tokens of each kind
+_TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute, save and print; returns the exit status."""
+    output = results.check_free(args.output)
+    model = load_model(args)
+    examples = load_examples(args, model)
+    numbers, arrays, figures = _ANALYSES[args.kind](args, model, examples)
+    options = {"kind": args.kind, "seed": args.seed, "input": str(args.input)}
+    numbers = results.facts(model, examples, **options) | numbers
+    results.save(output, args.kind, numbers, arrays, figures)
+    print(f"{output}: {args.kind} of {len(examples):,} examples, {examples.starts[-1]:,} tokens")
+    for line in numbers["summary"]:
+        print(f"  {line}")
+    return 0
+
+
+def load_model(args: argparse.Namespace) -> PreTrainedModel:
+    """The model of --model.
+
+    Raises:
+        UsageError: the analysis needs a head, and it has none.
+    """
+    model = model_of(args.model, args.device)
+    if args.kind in ("heads", "importance") and not isinstance(model, TaskModel):
+        raise UsageError(
+            f"--model {args.model}: {args.kind} needs a model with a head, whose loss it measures; "
+            f"config.json names {type(model).__name__}"
+        )
+    return model
+
+
+def model_of(directory: str, device: str | None) -> PreTrainedModel:
+    """The model of a directory, with the head that its config names, else the encoder; in eval mode."""
+    config = EncoderConfig.from_pretrained(directory)
+    named = (config.get("architectures") or [""])[0]
+    cls = class_of(config.family, named.removeprefix(config.family.class_prefix)) or AutoModel
+    return cls.from_pretrained(directory, dtype="auto", device=device_of(device)).eval()
+
+
+def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
+    """The examples of the input file, with labels where the analysis needs them."""
+    needs_labels = args.kind in ("heads", "importance")
+    of_words = needs_labels and isinstance(model, BertForMaskedLM)
+    if needs_labels and not of_words and args.labels is None:
+        raise UsageError(
+            f"--labels: {args.kind} of {type(model).__name__} needs the key of the labels in {args.input}"
+        )
+    if args.labels is not None and not needs_labels:
+        raise UsageError(f"--labels: {args.kind} needs none")
+    if args.max_examples < 1:
+        raise UsageError(f"--max-examples: expected an integer >= 1, got {args.max_examples}")
+    found = read(args.input, pairs=args.pairs, labels=None if of_words else args.labels)
+    found = {name: values[: args.max_examples] for name, values in found.items()}
+    tokenizer = load_tokenizer(args.model)
+    max_length = model.config.max_tokens if args.on_long == "truncate" else None
+    examples = tokenized(tokenizer, **found, max_length=max_length)
+    return masked(examples, _mask_id(tokenizer, args.model), seed=args.seed) if of_words else examples
+
+
+def _mask_id(tokenizer: Tokenizer, directory: str) -> int:
+    for token in ("[MASK]", "<mask>"):
+        found = tokenizer.token_to_id(token)
+        if found is not None:
+            return found
+    raise UsageError(f"--model {directory}: its tokenizer has no mask token")
+
+
+def _attention(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    found = attention_statistics(model, examples, batch_tokens=args.batch_tokens)
+    to_kinds = dict(zip(_TO, found.to_kind, strict=True))
+    single = {
+        name: getattr(found, name)
+        for name in ("entropy", "collision", "previous", "itself", "following", "own_text", "most_received")
+    }
+    means = {name: values.mean(0) for name, values in (single | to_kinds).items()}
+    shares = {f"to {kind}": means[key] for kind, key in zip(KINDS, _TO, strict=True)}
+    shares |= {
+        f"to the {name} token": means[key]
+        for name, key in (("previous", "previous"), ("same", "itself"), ("next", "following"))
+    }
+    figures = {
+        "entropy": pictures.heat_maps({"entropy (nats)": means["entropy"]}),
+        "looked-at": pictures.heat_maps(shares, low=0.0, high=1.0),
+    }
+    per_layer = {name: [round(float(v), 6) for v in values.mean(1)] for name, values in means.items()}
+    summary = [
+        f"mean entropy {found.entropy.mean():.3f} nats; of a uniform head {np.log(found.lengths).mean():.3f}",
+        *(f"attention to {kind}: {found.to_kind[i].mean():.1%}" for i, kind in enumerate(KINDS)),
+    ]
+    for name, values in (("previous", found.previous), ("next", found.following)):
+        heads_over = int((values.mean(0) > 0.5).sum())
+        summary.append(f"heads with over half of their attention on the {name} token: {heads_over}")
+    return {"per_layer": per_layer, "summary": summary}, single | to_kinds, figures
+
+
+def _patterns(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    found: AttentionStatistics = attention_statistics(model, examples, batch_tokens=args.batch_tokens)
+    shares = found.shares()
+    figures = {
+        "shares": pictures.stacked_bars({Path(args.input).stem: shares}, "patterns of attention"),
+        "commonest": pictures.classes(found.commonest(), PATTERNS, "each head's commonest pattern"),
+    }
+    numbers = {
+        "shares": shares,
+        "thresholds": THRESHOLDS._asdict(),
+        "summary": [f"{name}: {share:.1%}" for name, share in shares.items()],
+    }
+    arrays = {"patterns": found.patterns(), "commonest": found.commonest(), **found.features()}
+    return numbers, arrays, figures
+
+
+def _heads(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    found = heads.ablate(model, examples, unit=args.unit, mode=args.mode, batch_tokens=args.batch_tokens)
+    title = f"{found.score_name} without {'all but the' if args.unit == 'all-but-one' else 'the'} "
+    title += "layer" if args.unit == "layer" else "head"
+    figures = {
+        "score": pictures.heat_maps({f"change of {title}": found.score_change()}, diverging=True),
+        "loss": pictures.heat_maps({"change of the loss": -found.loss_change()}, diverging=True),
+    }
+    change = found.score_change()
+    worst = np.argsort(found.loss_change(), axis=None)[::-1][:5]
+    summary = [f"{found.score_name} of the whole model {found.base_score.mean():.4f}"]
+    for index in worst:
+        layer, unit = np.unravel_index(index, change.shape)
+        summary.append(
+            f"without {layer + 1}-{unit + 1}: {found.score_name} {change[layer, unit]:+.4f}, "
+            f"loss {found.loss_change()[layer, unit]:+.4f}"
+        )
+    numbers: dict[str, Any] = {
+        "unit": args.unit,
+        "mode": args.mode,
+        "score": found.score_name,
+        "base_score": float(found.base_score.mean()),
+        "base_loss": float(found.base_loss.mean()),
+        "summary": summary,
+    }
+    arrays = {name: getattr(found, name) for name in ("base_loss", "base_score", "loss", "score")}
+    if len(examples) > 1:
+        arrays["p"] = found.p_values(seed=args.seed)
+        numbers["significant"] = int((arrays["p"] < 0.01).sum())
+    return numbers, arrays, figures
+
+
+def _importance(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    found = heads.importance(model, examples, batch_tokens=args.batch_tokens)
+    values = found.values()
+    count = values.size
+    draw = np.random.default_rng(args.seed)
+    orders = {"by importance": found.order()}
+    orders |= {f"random {i + 1}": draw.permutation(count) for i in range(RANDOM_ORDERS)}
+    made = {
+        name: heads.pruning_curve(model, examples, order, batch_tokens=args.batch_tokens)
+        for name, order in orders.items()
+    }
+    lines = {name: (curve.removed / count, curve.score.mean(1)) for name, curve in made.items()}
+    score_name = made["by importance"].score_name
+    figures = {
+        "importance": pictures.heat_maps(
+            {"importance": values, "within its layer": found.values(normalized=True)}
+        ),
+        "pruning": pictures.curves(lines, "share of heads taken out", score_name, "heads taken out"),
+    }
+    layer, head = np.unravel_index(values.argmax(), values.shape)
+    summary = [f"most important: {layer + 1}-{head + 1}, {values.max():.4g}"]
+    numbers: dict[str, Any] = {"score": score_name, "summary": summary}
+    if len(examples) > 1:
+        removable = made["by importance"].removable(seed=args.seed)
+        numbers["removable"] = removable
+        summary.append(f"{removable} of {count} heads can go before the {score_name} drops (p < 0.01)")
+    arrays = {"derivatives": found.derivatives, "importance": values}
+    arrays |= {f"order, {name}": curve.order for name, curve in made.items()}
+    arrays |= {f"score, {name}": curve.score for name, curve in made.items()}
+    arrays["removed"] = made["by importance"].removed
+    return numbers, arrays, figures
+
+
+def _change(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    if args.against is None:
+        raise UsageError("--against: change needs the directory of a second model")
+    against = model_of(args.against, args.device)
+    found = change.change(model, against, examples, batch_tokens=args.batch_tokens)
+    attention, hidden = found.attention.mean(0), found.hidden.mean(0)
+    depth = np.arange(len(hidden))
+    lines = {"hidden states": (depth, hidden), "attention": (depth[1:], attention.mean(1))}
+    figures = {
+        "attention": pictures.heat_maps({"cosine of attention maps": attention}, high=1.0),
+        "layers": pictures.curves(lines, "layer (0: embeddings)", "mean cosine", "how alike the models are"),
+    }
+    layer = int(attention.mean(1).argmin())
+    least = f"least in layer {layer + 1}, {attention[layer].mean():.4f}"
+    summary = [
+        f"attention: mean cosine {attention.mean():.4f}; {least}",
+        f"hidden states of the last layer: mean cosine {hidden[-1]:.4f}",
+        f"weights: relative change of a layer {found.weights.min():.4g} to {found.weights.max():.4g}",
+    ]
+    numbers = {"against": str(args.against), "weights": found.weights.tolist(), "summary": summary}
+    return numbers, {"attention": found.attention, "hidden": found.hidden, "weights": found.weights}, figures
+
+
+def _effective(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    found = effective.effective_attention(model, examples, batch_tokens=args.batch_tokens)
+    plain = attention_statistics(model, examples, batch_tokens=args.batch_tokens)
+    # heads whose attention does not vary have no correlation
+    known = np.isfinite(found.correlation)
+    filled = np.where(known, found.correlation, 0.0)
+    mean = filled.sum(0) / np.maximum(known.sum(0), 1)
+    each, of_each = filled.sum((1, 2)), known.sum((1, 2))
+    lengths = np.unique(found.lengths[of_each > 0])
+    by_length = [each[found.lengths == n].sum() / of_each[found.lengths == n].sum() for n in lengths]
+    figures = {
+        "correlation": pictures.heat_maps({"correlation with attention": mean}, high=1.0),
+        "lengths": pictures.curves(
+            {"all heads": (lengths, np.array(by_length))},
+            "tokens",
+            "Pearson's r",
+            "attention and effective attention",
+        ),
+    }
+    summary = [
+        f"mean correlation of attention and effective attention {each.sum() / max(known.sum(), 1):.4f}, "
+        f"of {known.mean():.1%} of examples and heads; the others do not vary"
+    ]
+    for i, kind in enumerate(KINDS):
+        before, after = plain.to_kind[i].mean(), found.to_kind[i].mean()
+        summary.append(f"to {kind}: attention {before:.1%}, effective attention {after:.1%}")
+    arrays = {"correlation": found.correlation, "rank": found.rank, "lengths": found.lengths}
+    return {"summary": summary}, arrays | dict(zip(_TO, found.to_kind, strict=True)), figures
+
+
+def _geometry(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    found = geometry.geometry(model, examples, seed=args.seed, batch_tokens=args.batch_tokens)
+    depth = np.arange(len(found.anisotropy))
+    lines = {name: (depth, values) for name, values in found.adjusted().items()}
+    lines["anisotropy (random words)"] = depth, found.anisotropy
+    figures = {
+        "layers": pictures.curves(
+            lines, "layer (0: embeddings)", "cosine, or share", "words in context, minus random words"
+        )
+    }
+    summary = [f"{len(found.token_ids)} words in {found.counts.sum():,} contexts"]
+    summary += [
+        f"{name}: {values[0]:.3f} in the embeddings, {values[-1]:.3f} in the last layer"
+        for name, (_, values) in lines.items()
+    ]
+    arrays = {name: value for name, value in vars(found).items() if isinstance(value, np.ndarray)}
+    return {"words": len(found.token_ids), "summary": summary}, arrays, figures
+
+
+_ANALYSES = {
+    "attention": _attention,
+    "patterns": _patterns,
+    "heads": _heads,
+    "importance": _importance,
+    "change": _change,
+    "effective": _effective,
+    "geometry": _geometry,
+}

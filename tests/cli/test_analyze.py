@@ -1,0 +1,169 @@
+"""`fastbert analyze`: a directory of results, whole or not at all, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import fastbert
+from fastbert.analysis import results
+from fastbert.cli.main import main
+from tests.support.hf_models import hf_config
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dog ran to house . , !"
+LINES = ["the cat sat on the mat .", "a dog ran to a house , a cat ran !", "the dog sat", "a mat ."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models with a tokenizer, as transformers saves them, and files of examples."""
+    place = tmp_path_factory.mktemp("analyze")
+    for name, cls, options in (
+        ("words", transformers.BertForMaskedLM, {}),
+        ("classes", transformers.BertForSequenceClassification, {"num_labels": 2}),
+        ("encoder", transformers.BertModel, {}),
+    ):
+        torch.manual_seed(0)
+        model = cls(hf_config("bert", **options))
+        model.save_pretrained(place / name)
+        (place / name / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
+    (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
+    (place / "many.txt").write_text("".join(f"{line} {LINES[3]}\n{line}\n" for line in LINES[:2]))
+    rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def call(folder, kind, model, file, output, *more):
+    arguments = ["analyze", kind, "--model", folder / model, "--input", folder / file, "--output", output]
+    return main([*map(str, arguments), "--device", "cpu", *more])
+
+
+CALLS = {
+    "attention": ("encoder", "lines.txt", [], ["entropy", "looked-at"]),
+    "patterns": ("classes", "rows.jsonl", ["--pairs"], ["shares", "commonest"]),
+    "heads": ("classes", "rows.jsonl", ["--labels", "class", "--unit", "all-but-one"], ["score", "loss"]),
+    "importance": ("words", "lines.txt", ["--seed", "3"], ["importance", "pruning"]),
+    "change": ("encoder", "lines.txt", [], ["attention", "layers"]),
+    "effective": ("encoder", "rows.jsonl", ["--pairs"], ["correlation", "lengths"]),
+    "geometry": ("encoder", "many.txt", [], ["layers"]),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_result(folder, tmp_path, capsys, kind):
+    model, file, more, pictures = CALLS[kind]
+    if kind == "change":
+        more = ["--against", str(folder / "words")]
+    output = tmp_path / "new" / "out"
+    assert call(folder, kind, model, file, output, *more) == 0
+    said = capsys.readouterr().out
+    assert f"{output}: {kind} of 4 examples" in said
+    expected = {f"{kind}.json", f"{kind}.npz"} | {f"{p}.{end}" for p in pictures for end in ("svg", "png")}
+    assert {path.name for path in output.iterdir()} == expected
+    numbers = json.loads((output / f"{kind}.json").read_text())
+    assert (numbers["n"], numbers["schema"], numbers["kind"]) == (4, 1, kind)
+    assert re.fullmatch("[0-9a-f]{64}", numbers["config_sha256"])
+    assert all(line in said for line in numbers["summary"])
+    for picture in pictures:
+        ElementTree.parse(output / f"{picture}.svg")
+        assert (output / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_the_numbers_are_the_librarys(folder, tmp_path):
+    from fastbert.analysis.attention import attention_statistics
+    from fastbert.analysis.examples import read, tokenized
+    from fastbert.sentences.tokenizer import load_tokenizer
+
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 0
+    arrays = np.load(tmp_path / "out" / "attention.npz")
+    model = fastbert.AutoModel.from_pretrained(folder / "encoder").eval()
+    examples = tokenized(load_tokenizer(folder / "encoder"), **read(folder / "lines.txt"))
+    found = attention_statistics(model, examples)
+    np.testing.assert_allclose(arrays["entropy"], found.entropy, rtol=1e-5)
+    np.testing.assert_allclose(arrays["to_separators"], found.to_kind[1], rtol=1e-5)
+
+
+def test_one_seed_one_result(folder, tmp_path):
+    for name in ("a", "b"):
+        assert call(folder, "importance", "words", "lines.txt", tmp_path / name) == 0
+    for file in ("importance.json", "importance.svg"):
+        one, other = ((tmp_path / name / file).read_text() for name in ("a", "b"))
+        clean = [re.sub(r'id="[^"]*"|#[\w-]+|url\([^)]*\)', "", text) for text in (one, other)]
+        assert clean[0] == clean[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "file", "more", "expected"),
+    [
+        ("heads", "encoder", "lines.txt", [], r"--model .*encoder: heads needs a model with a head"),
+        ("heads", "classes", "rows.jsonl", [], r"--labels: heads of BertForSequenceClassification needs"),
+        ("attention", "encoder", "rows.jsonl", ["--labels", "class"], "--labels: attention needs none"),
+        (
+            "heads",
+            "classes",
+            "rows.jsonl",
+            ["--labels", "text"],
+            r"labels\[0\]: 'the cat .* is none of the config's",
+        ),
+        ("heads", "classes", "rows.jsonl", ["--labels", "kind"], r"line 1: expected an object with 'kind'"),
+        ("heads", "words", "lines.txt", ["--mode", "skip"], "mode: skip is for unit='layer'"),
+        ("attention", "encoder", "nothing.txt", [], "nothing.txt"),
+        ("attention", "encoder", "lines.txt", ["--pairs"], "lines.txt, line 1: expected two texts"),
+        ("attention", "encoder", "lines.txt", ["--max-examples", "0"], "--max-examples: expected an integer"),
+        ("attention", "encoder", "lines.txt", ["--batch-tokens", "0"], "batch_tokens: expected an integer"),
+        ("attention", "nothing", "lines.txt", [], "nothing"),
+        ("change", "encoder", "lines.txt", [], "--against: change needs the directory of a second model"),
+        ("geometry", "encoder", "lines.txt", [], "least: no word is in 5 contexts"),
+        ("neurons", "encoder", "lines.txt", [], "invalid choice: 'neurons'"),
+    ],
+)
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more, expected):
+    assert call(folder, kind, model, file, tmp_path / "out", *more) == 2
+    said = capsys.readouterr()
+    assert re.search(expected, said.err), said.err
+    assert len(said.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_is_too_long(folder, tmp_path, capsys):
+    (tmp_path / "long.txt").write_text("the cat\n" + "the " * 100 + "\n")
+    assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out") == 2
+    assert "examples[1]: 102 tokens; the model reads at most 72" in capsys.readouterr().err
+    more = ("--on-long", "truncate")
+    assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out", *more) == 0
+    assert json.loads((tmp_path / "out" / "attention.json").read_text())["tokens"] == 4 + 72
+
+
+def test_nothing_is_replaced(folder, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
+    assert "exists; expected a new directory, or an empty one" in capsys.readouterr().err
+    assert (tmp_path / "out" / "mine").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "empty") == 0
+
+
+def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.np, "savez_compressed", full)
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_example(folder, tmp_path, capsys):
+    """Heads have no interval over one example; the rest is there."""
+    more = ("--labels", "class", "--max-examples", "1")
+    assert call(folder, "heads", "classes", "rows.jsonl", tmp_path / "out", *more) == 0
+    assert "significant" not in json.loads((tmp_path / "out" / "heads.json").read_text())
