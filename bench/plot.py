@@ -153,7 +153,8 @@ def histories(runs: dict[Path, results.Run], out: Path | None) -> list[Path]:
             continue
         some = results.in_order(some)
         before = f"{conditions}-" if len(alike) > 1 else ""
-        figures = ((f"{before}history-{kind}", drawn.history(some, kind)) for kind in drawn.kinds(some))
+        kinds = [kind for kind in drawn.kinds(some) if drawn.is_repeated(some, kind)]
+        figures = ((f"{before}history-{kind}", drawn.history(some, kind)) for kind in kinds)
         written += save(figures, out or some[-1].path.parent)
     return written
 

@@ -143,12 +143,18 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 def newest(results: Path = RESULTS) -> Iterator[Run]:
     """Of each device's folder the latest run of the suite, by the folders' names. Raises as `read`.
 
-    A run of a part of it does not count: one with less than half of the benchmarks of the largest.
+    A run of a part of it does not count: one with less than half of the benchmarks of the largest. But it
+    follows where it is the latest with a kind of benchmark that the others lack.
     """
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         runs = read_all(folder)
         most = max((len(run.benchmarks) for run in runs), default=0)
-        yield from [run for run in runs if 2 * len(run.benchmarks) >= most][-1:]
+        chosen = [run for run in runs if 2 * len(run.benchmarks) >= most][-1:]
+        for run in reversed(runs):
+            known = {each.kind for other in chosen for each in other.benchmarks}
+            if not {each.kind for each in run.benchmarks} <= known:
+                chosen.append(run)
+        yield from chosen
 
 
 def of_rows(data: Mapping[str, Any], path: Path) -> Run:

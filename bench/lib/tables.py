@@ -1,4 +1,4 @@
-"""The generated table of bench/README.md: of each device the newest run of the whole suite."""
+"""The generated table of bench/README.md: each device's newest run of the suite, and of what it lacks."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def sections(folder: Path = results.RESULTS) -> dict[str, list[str]]:
     if not runs:
         return {SECTION: ["`bench/results/` holds no run of the suite yet."]}
     text = [
-        "Of each device the newest run of the whole suite. "
+        "Of each device the newest run of the whole suite, and the newest of kinds that it lacks. "
         "`×`: times the peer's speed, in the same precision and run. "
         "`~`, `noisy`: the quartiles are too far apart for a claim. "
         "Of ops: the backend that serves by default.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,26 @@ def test_history_is_a_multiple_of_the_first_run(tmp_path):
     assert [axes.get_title() for axes in (first, second)] == ["base-8x128", "base-ragged16"]
     ops = charts.history(runs, "ops")
     assert [axes.get_title() for axes in ops.axes] == ["linear forward", "packing forward"]
+
+
+@needs_matplotlib
+def test_a_kind_of_one_run_has_no_history(tmp_path):
+    runs = runs_in(tmp_path, 1.0, 2.0)
+    assert charts.is_repeated(runs, "encoder")
+    assert charts.is_repeated(runs, "ops")
+    assert not charts.is_repeated(runs[:1], "encoder")
+    assert not charts.is_repeated([runs[0], replace(runs[1], benchmarks=())], "encoder")
+
+
+def test_the_newest_runs_of_a_device_have_all_kinds(tmp_path):
+    whole, part, again = runs_in(tmp_path / "x", 1.0, 1.0, 1.0)
+    data = json.loads(part.path.read_text())
+    data["benchmarks"] = [each for each in data["benchmarks"] if each["group"].startswith("ops")][:1]
+    for path, group in ((part.path, "load-neighbour-base"), (again.path, "ops-again")):
+        data["benchmarks"][0]["group"] = group
+        data["benchmarks"][0]["extra_info"]["over"] = {}
+        path.write_text(json.dumps(data))
+    assert [run.path for run in results.newest(tmp_path)] == [whole.path, part.path]
 
 
 # --- the command --------------------------------------------------------------------------------------------

@@ -296,6 +296,11 @@ def series(runs: Sequence[Run], kind: str) -> dict[str, dict[tuple[str, str], li
     return found
 
 
+def is_repeated(runs: Sequence[Run], kind: str) -> bool:
+    """Whether a benchmark of this kind is in two runs at least: else there is no history to see."""
+    return any(len(points) > 1 for found in series(runs, kind).values() for points in found.values())
+
+
 def history(runs: Sequence[Run], kind: str) -> matplotlib.figure.Figure:
     """Speed of every benchmark of a kind over the runs of one machine, as a multiple of its first.
 
