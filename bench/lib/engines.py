@@ -194,10 +194,20 @@ def onnxruntime_forward(path: Path, threads: int, int8: bool) -> Forward:
     return lambda inputs: torch.from_numpy(session.run(None, arrays(inputs))[0])
 
 
+@functools.cache
+def openvino_core() -> object:
+    """The one `openvino.Core` of this process, which is never freed.
+
+    Each has a signal stack of its own (sigaltstack). Freed in the order in which they were made, they leave
+    that of the first set and unmapped, and the next signal with a handler in Python ends the process:
+    docs/notes/others.md.
+    """
+    return needed("openvino").Core()
+
+
 def openvino_forward(path: Path, threads: int, precision: str) -> Forward:
     """OpenVINO, latency hint. Raises RuntimeError where it would compute in another precision."""
-    openvino = needed("openvino")
-    compiled = openvino.Core().compile_model(
+    compiled = openvino_core().compile_model(
         str(path),
         "CPU",
         {

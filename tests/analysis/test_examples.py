@@ -105,6 +105,8 @@ def test_masks(texts, tokenizer):
     assert not np.array_equal(masked(texts, 4, share=0.3, seed=6).ids, found.ids)
     assert np.array_equal(masked(texts, 4, share=0.3, seed=5).ids, found.ids)
     assert texts.labels is None
+    alike = masked(tokenized(tokenizer, ["the cat sat on the mat"] * 8), 4)
+    assert len({tuple(part(alike, "ids", number)) for number in range(8)}) > 1
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
 import sys
+import textwrap
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench.lib import encoder, engines, training, workloads
 from tests.support.benches import LENGTHS, ROOFS, TINY, has
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_peer_that_is_missing_fails_or_is_wrong_is_a_row():
@@ -141,10 +148,61 @@ def test_the_threads_reach_the_peers(monkeypatch, tmp_path):
     openvino = pytest.importorskip("openvino", reason="openvino is not installed")
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     monkeypatch.setattr(openvino, "Core", Core)
+    engines.openvino_core.cache_clear()
     for make in (engines.onnxruntime_forward, engines.openvino_forward):
         with pytest.raises(Stop):
             make(tmp_path / "model.onnx", 3, False)
+    engines.openvino_core.cache_clear()
     assert given == [(3, 1), (3, False)]
+
+
+class FakeCore:
+    """Of OpenVINO: counts its instances, and compiles to itself."""
+
+    made = freed = 0
+
+    def __init__(self):
+        FakeCore.made += 1
+
+    def __del__(self):
+        FakeCore.freed += 1
+
+    def compile_model(self, path, device, config):
+        return types.SimpleNamespace(
+            get_property=lambda name: types.SimpleNamespace(
+                to_string=lambda: config["INFERENCE_PRECISION_HINT"]
+            )
+        )
+
+
+def test_openvino_has_one_core_that_is_never_freed(monkeypatch, tmp_path):
+    """A second one would leave a dangling signal stack behind: the whole suite died of it at its end."""
+    monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Core=FakeCore))
+    engines.openvino_core.cache_clear()
+    for precision in ("f32", "bf16"):
+        engines.openvino_forward(tmp_path / "model.onnx", 1, precision)
+    gc.collect()
+    assert (FakeCore.made, FakeCore.freed) == (1, 0)
+    engines.openvino_core.cache_clear()
+
+
+def test_a_handler_survives_openvino():
+    """Engines that come and go, and then a signal with a handler in Python."""
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    code = """
+        import faulthandler, gc, signal, subprocess
+        faulthandler.enable()
+        from bench.lib import engines
+        for _ in range(2):
+            engines.openvino_core().available_devices
+            gc.collect()
+        signal.signal(signal.SIGCHLD, lambda *given: print("handled"))
+        subprocess.run(["true"], check=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ FAULTS = (
     _fault("hooked norms are fused over", "            or not all(is_plain(m, nn.LayerNorm) for m in norms)\n", "", _LAYERS),
     _fault("hooked layers are fused over", "            or not all(is_plain(m, own) for m in dense)\n", "", _LAYERS),
     _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
-    _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or torch.compiler.is_compiling()\n            or checks", "            or torch.compiler.is_compiling()\n            or checks", _LAYERS),
+    _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or sequences.taps", "            or sequences.taps", _LAYERS),
     _fault("kept although the rows are many", 'if not keeps_panels(kind.op, x.shape[0]):', "if False:", _LAYERS),
     _fault("all weights packed to one place", ".split(sizes))", ".split(sizes))\n        memory = iter([scratch[0][:n] for n in sizes])", _PYTHON),
     _fault("scratch too small", "scratch[place].numel() < size", "False", _PYTHON),

@@ -157,8 +157,8 @@ FAULTS = (
     ),
     _fault(
         "counters are not carried to the feed-forward",
-        "site + 2, sequences.arrivals, rounded)",
-        "site + 2, None, rounded)",
+        "site + 2, sequences.arrivals, rounded, tap)",
+        "site + 2, None, rounded, tap)",
         _ENCODER,
     ),
 )
