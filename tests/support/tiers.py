@@ -46,6 +46,7 @@ WHOLE = {
         test_a_file_of_the_suite test_a_group_that_fails_costs_the_next_nothing
         test_a_hang_a_crash_and_an_ending_process_are_rows
         test_a_kill_loses_nothing_and_leaves_no_worker test_a_peak_is_forgotten
+        test_a_whole_run_has_the_kernels_of_every_call
         test_a_planted_wrong_kernel_has_no_line_of_speed test_a_process_needs_what_its_step_saves
         test_a_process_that_fails_or_hangs_is_a_row
         test_a_wrong_name_is_named test_a_replay_must_draw_the_mask_of_the_seed_it_finds
@@ -86,7 +87,7 @@ WHOLE = {
         test_type_checkers_pass_what_is_right_and_flag_what_is_wrong test_wheel
     """,
     "layers": """
-        test_compile_full_graph test_eager_autocast_and_compiled_agree
+        test_compile_full_graph test_compiled_models_see_them test_eager_autocast_and_compiled_agree
         test_embeddings_of_minilm_keep_their_direction test_kernels_under_address_and_undefined_sanitizers
         test_kernels_under_the_thread_sanitizer
     """,
@@ -122,6 +123,12 @@ WHOLE = {
         test_the_table_of_gpus_trains_a_model
     """,
     "testing": """
+        test_a_check_finds_its_kernels_compiled test_a_compilation_that_hangs_is_ended
+        test_a_process_that_dies_costs_one_kernel test_code_that_does_not_compile_is_noted
+        test_in_spare_time_what_is_next_is_compiled_but_not_while_something_is_timed
+        test_what_is_damaged_in_the_cache_is_made_anew
+        test_what_the_checks_launch_is_known_without_a_gpu
+        test_without_the_process_the_checks_compile
         test_a_hang_ends_at_the_limit test_a_hang_is_ended_and_kept_and_again_checks_anew
         test_a_killed_check_is_tried_again_but_not_for_ever test_ctrl_c_ends_the_process_and_blames_no_kernel
         test_it_ends_with_its_parent test_processes_that_check_at_once
