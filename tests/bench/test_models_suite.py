@@ -118,7 +118,9 @@ FILES = {
         "accelerate-guard-base-layer": 1,
         "accelerate-guard-base-model": 1,
     },
-    "test_analysis": {f"analysis-base-ragged64-{what}": 2 for what in ("forward", "statistics")},
+    "test_analysis": {
+        f"analysis-minilm-ragged16-{what}": 2 for what in ("forward", "statistics", "importance")
+    },
     "test_encode": {"encode-minilm-sentences1000": 3},
     "test_mlperf": {"mlperf-large-squad": 3},
 }
