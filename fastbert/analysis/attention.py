@@ -65,7 +65,6 @@ class AttentionStatistics:
 
     Attributes:
         entropy: in nats.
-        collision: Σ_j P_ij².
         to_kind: (kinds, n, layers, nheads), attention to the tokens of each kind of `examples.KINDS`.
         previous, itself, following: attention to the neighbours.
         own_text: attention to the text that the row belongs to.
@@ -78,7 +77,6 @@ class AttentionStatistics:
     """
 
     entropy: np.ndarray
-    collision: np.ndarray
     to_kind: np.ndarray
     previous: np.ndarray
     itself: np.ndarray
@@ -139,7 +137,7 @@ def _excess(share: np.ndarray, of_uniform: np.ndarray) -> np.ndarray:
     return np.divide(share - of_uniform, room, out=np.zeros_like(share), where=room > 1e-6)
 
 
-_MEANS = ("entropy", "collision", "previous", "itself", "following", "own_text", "spread")
+_MEANS = ("entropy", "previous", "itself", "following", "own_text", "spread")
 
 
 def attention_statistics(
@@ -204,7 +202,6 @@ class _Statistics(Taps):
         entropy = probabilities.entropy()
         rows = {
             "entropy": entropy,
-            "collision": probabilities.collision(),
             "previous": probabilities.at_offset(-1),
             "itself": probabilities.at_offset(0),
             "following": probabilities.at_offset(1),

@@ -95,7 +95,7 @@ class Probabilities:
             bias=self.bias,
             return_lse=True,
         )
-        return out, lse.t()
+        return out, lse.t().contiguous()
 
     def of_values(self, values: Tensor) -> Tensor:
         """Σ_j P_ij x_j.
@@ -211,17 +211,24 @@ class Probabilities:
 
     def at_offset(self, offset: int) -> Tensor:
         """P_i,i+offset of each row, (total, nheads); 0 where there is no such key."""
-        total = self.q.shape[0]
-        sequence, position = positions_of(self.cu_seqlens, total)
-        lengths = self.cu_seqlens.diff().long()[sequence]
-        there = (position + offset >= 0) & (position + offset < lengths)
-        if self.causal and offset > 0:
-            there = torch.zeros_like(there)
-        key = (torch.arange(total, device=self.q.device) + offset).clamp(0, max(total - 1, 0))
-        scores = self.scale * (self.q * self.k[key]).sum(-1)
+        total, heads = self.q.shape[:2]
+        found = self.q.new_zeros(total, heads)
+        if abs(offset) >= total or (self.causal and offset > 0):
+            return found
+        rows = slice(max(-offset, 0), total - max(offset, 0))
+        keys = slice(rows.start + offset, rows.stop + offset)
+        sequence, position = self._places
+        scores = self.scale * (self.q[rows] * self.k[keys]).sum(-1)
         if self.bias is not None:
-            scores = scores + self._bias_at(sequence, position, position + offset)
-        return torch.where(there[:, None], (scores - self.lse).exp(), 0.0)
+            scores = scores + self._bias_at(sequence[rows], position[rows], position[rows] + offset)
+        alike = (sequence[rows] == sequence[keys])[:, None]
+        found[rows] = torch.where(alike, (scores - self.lse[rows]).exp(), 0.0)
+        return found
+
+    @functools.cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """(sequence, position within it) of each row, both (total,)."""
+        return positions_of(self.cu_seqlens, self.q.shape[0])
 
     def _bias_at(self, sequence: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """(total, nheads or 1): the bias of these cells; those outside are not read by the caller."""
@@ -234,7 +241,7 @@ class Probabilities:
 
     def uniform_entropy(self) -> Tensor:
         """(total,): the entropy of a row that looks at all keys alike, in nats."""
-        sequence, position = positions_of(self.cu_seqlens, self.q.shape[0])
+        sequence, position = self._places
         count = position + 1 if self.causal else self.cu_seqlens.diff().long()[sequence]
         return count.to(self.q.dtype).log()
 

@@ -55,8 +55,9 @@ class Batch:
 
     def sums(self, values: Tensor) -> Tensor:
         """Of each example's rows: (total, …) -> (batch, …)."""
-        found = values.new_zeros(len(self), *values.shape[1:])
-        return found.index_add_(0, self.sequence, values)
+        flat = values.reshape(len(values), -1)
+        found = torch.segment_reduce(flat, "sum", lengths=self.lengths, unsafe=True)
+        return found.reshape(len(self), *values.shape[1:])
 
     def means(self, values: Tensor) -> Tensor:
         """Of each example's rows: (total, …) -> (batch, …)."""

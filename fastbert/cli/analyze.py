@@ -96,7 +96,7 @@ def _attention(args: argparse.Namespace, model: PreTrainedModel, examples: Examp
     to_kinds = dict(zip(_TO, found.to_kind, strict=True))
     single = {
         name: getattr(found, name)
-        for name in ("entropy", "collision", "previous", "itself", "following", "own_text", "most_received")
+        for name in ("entropy", "previous", "itself", "following", "own_text", "most_received")
     }
     means = {name: values.mean(0) for name, values in (single | to_kinds).items()}
     shares = {f"to {kind}": means[key] for kind, key in zip(KINDS, _TO, strict=True)}

@@ -23,7 +23,7 @@ from fastbert.analysis.examples import KINDS
 from tests.support.analysis import both, maps_of
 from tests.support.hf_models import FAMILY_NAMES
 
-NAMES = ("entropy", "collision", "previous", "itself", "following", "own_text", "most_received", "spread")
+NAMES = ("entropy", "previous", "itself", "following", "own_text", "most_received", "spread")
 
 
 def by_maps(maps, examples, numbers):
@@ -36,7 +36,6 @@ def by_maps(maps, examples, numbers):
         a = np.stack(maps(number))  # (layers, nheads, length, length)
         entropy = -(a * np.log(np.where(a > 0, a, 1))).sum(-1)
         found["entropy"].append(entropy.mean(-1))
-        found["collision"].append((a**2).sum(-1).mean(-1))
         length = end - start
         for name, offset in (("previous", -1), ("itself", 0), ("following", 1)):
             found[name].append(np.trace(a, offset, 2, 3) / length)
@@ -112,7 +111,6 @@ def statistics_of(maps, texts):
     n = len(maps)
     return AttentionStatistics(
         entropy=shaped(entropy.mean(-1)),
-        collision=shaped((maps**2).sum(-1).mean(-1)),
         to_kind=np.stack([shaped(maps[:, :, kinds == k].sum(-1).mean(-1)) for k in range(len(KINDS))]),
         own_text=shaped((maps * own).sum(-1).mean(-1)),
         most_received=shaped(maps.mean(1).max(-1)),

@@ -74,14 +74,14 @@ FAULTS = (
     _fault(
         "offsets by one",
         _IDENTITIES,
-        "key = (torch.arange(total, device=self.q.device) + offset)",
-        "key = (torch.arange(total, device=self.q.device) + offset + 1)",
+        "(self.q[rows] * self.k[keys]).sum(-1)",
+        "(self.q[rows] * self.k[keys].roll(1, 0)).sum(-1)",
     ),
     _fault(
         "an offset into the next sequence",
         _IDENTITIES,
-        "(position + offset < lengths)",
-        "(position + offset < lengths + 1)",
+        "torch.where(alike, (scores - self.lse[rows]).exp(), 0.0)",
+        "(scores - self.lse[rows]).exp()",
     ),
     _fault(
         "columns for rows",
