@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encode
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
@@ -158,7 +158,7 @@ def attention_statistics(
     shape = n, layers, config.num_attention_heads
     found = {name: np.zeros(shape, np.float32) for name in (*_MEANS, "most_received")}
     to_kind = np.zeros((len(KINDS), *shape), np.float32)
-    with torch.inference_mode():
+    with at_rest(model), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             encode(model, batch, _Statistics(examples, batch, found, to_kind))
     number = np.repeat(np.arange(n), examples.lengths)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches
 from fastbert.layers.encoder import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
@@ -66,7 +66,7 @@ def change(
     attention = np.zeros((n, layers, heads), np.float32)
     hidden = np.zeros((n, layers + 1), np.float32)
     examples.check(against)
-    with torch.inference_mode():
+    with at_rest(model), at_rest(against), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             kept = _Kept()
             states = _states(model, batch, kept)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encode
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import LayerMath, Sequences
 from fastbert.layers.modules import part
 from fastbert.layers.taps import Taps
@@ -92,7 +92,7 @@ def effective_attention(
         np.zeros((len(KINDS), *shape), np.float32),
         examples.lengths,
     )
-    with torch.inference_mode():
+    with at_rest(model), torch.inference_mode():
         outputs = [_output(layer) for layer in model.base_model.layers()]
         for batch in batches(model, examples, batch_tokens):
             encode(model, batch, _Effective(examples, batch, outputs, found))

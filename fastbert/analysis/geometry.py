@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.analysis.examples import WORD, Examples
-from fastbert.analysis.walk import BATCH_TOKENS, batches
+from fastbert.analysis.walk import BATCH_TOKENS, at_rest, batches
 from fastbert.models.base import PreTrainedModel
 
 
@@ -130,7 +130,7 @@ def _vectors(
     # where each row of the examples is wanted; one may be wanted twice
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
-    with torch.inference_mode():
+    with at_rest(model), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             first, last = (np.searchsorted(ordered, batch.rows, side) for side in ("left", "right"))
             count = last - first

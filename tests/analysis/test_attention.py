@@ -19,10 +19,19 @@ from fastbert.analysis.attention import (
     AttentionStatistics,
     attention_statistics,
 )
+from fastbert.analysis.change import change
+from fastbert.analysis.effective import effective_attention
 from fastbert.analysis.examples import KINDS
+from fastbert.analysis.geometry import geometry
 from tests.support.analysis import both, maps_of
 from tests.support.hf_models import FAMILY_NAMES
 
+
+def like_itself(model, examples):
+    return change(model, model, examples)
+
+
+# results are kept in float32: the tolerances below are its rounding
 NAMES = ("entropy", "previous", "itself", "following", "own_text", "most_received", "spread")
 
 
@@ -77,15 +86,21 @@ def test_masses_sum_to_one(pairs):
     np.testing.assert_allclose(found.share_of_kind.sum(0), 1, rtol=1e-6)
 
 
-def test_the_model_is_as_before(texts):
+@pytest.mark.parametrize("function", [attention_statistics, effective_attention, geometry, like_itself])
+def test_a_model_in_training_is_measured_without_dropout(texts, function):
+    """And is in training again afterwards."""
     ours = both("bert")[1]
+    expected = function(ours, texts)
     ours.train()
     try:
-        attention_statistics(ours, texts)
+        found = function(ours, texts)
         assert ours.training
+        assert all(p.requires_grad for p in ours.parameters())
         assert ours.base_model.taps is None
     finally:
         ours.eval()
+    for name, values in vars(expected).items():
+        np.testing.assert_array_equal(getattr(found, name), values, err_msg=name)
 
 
 # -- patterns ------------------------------------------------------------------------------------------------
