@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,11 +149,15 @@ class Probabilities:
         if self.bias is None:
             keys, lse = self._keys_and_lse
             return (lse - self.scale * (self.q * keys).sum(-1)).clamp_min(0.0)
-        found = [torch.special.entr(maps).sum(-1) for maps in self._maps()]
+        found = [torch.special.entr(maps).sum(-1) for maps in self.maps()]
         return torch.cat([rows.transpose(1, 2).reshape(-1, rows.shape[1]) for rows in found])
 
-    def _maps(self):
-        """The maps of one sequence after the other, each (1, nheads, length, length)."""
+    def maps(self) -> Iterator[Tensor]:
+        """The maps of one sequence after the other, each (1, nheads, length, length).
+
+        Raises:
+            ValueError: those of one sequence take more than `max_bytes`.
+        """
         ends = self.cu_seqlens.tolist()
         heads = self.q.shape[1]
         for i, (first, last) in enumerate(itertools.pairwise(ends)):
@@ -161,7 +166,7 @@ class Probabilities:
             if needed > self.max_bytes:
                 raise ValueError(
                     f"max_bytes: {self.max_bytes:,} are too few for the attention maps of {length} tokens, "
-                    f"{needed:,} bytes, which entropy under an attention bias needs"
+                    f"{needed:,} bytes"
                 )
             bias = self.bias
             if bias is not None:

@@ -309,11 +309,12 @@ def _add_analyze(commands: Any) -> None:
         description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
         "head, and how many can go. change: how a second model differs. effective: the part of attention "
-        "that reaches the output. geometry: how contextual words are. The output directory has numbers "
+        "that reaches the output. geometry: how contextual words are. report: all of these on one page, "
+        "report.html. The output directory has numbers "
         "(.json), arrays (.npz) and pictures (.svg, .png); it appears whole at the end, or not at all.",
     )
     add = command.add_argument
-    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry")
+    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry", "report")
     add("kind", choices=kinds, help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
@@ -323,7 +324,7 @@ def _add_analyze(commands: Any) -> None:
         help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"',
     )
     add("--output", required=True, metavar="DIR", help="is created")
-    add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
+    add("--against", metavar="DIR", help="change, report: a second model, such as the fine-tuned one")
     add("--pairs", action="store_true", help='pairs of texts, with a tab between or as "pair"')
     add("--labels", metavar="KEY", help="of the labels in a .jsonl file, for a classifier; default: none")
     add(
@@ -347,6 +348,13 @@ def _add_analyze(commands: Any) -> None:
         help="what to do with a text that is longer than the model reads (default error)",
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
+    add(
+        "--max-bytes",
+        type=int,
+        default=256 << 20,
+        metavar="N",
+        help="report: most memory of the attention maps of a layer and example (default 256 MiB)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of masks, random orders, resamples (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
 
