@@ -112,6 +112,6 @@ class _Map(Taps):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         if layer == self.layer:
-            (maps,) = Probabilities.of(q, k, sequences, self.max_bytes).maps()
+            ((_, _, maps),) = Probabilities.of(q, k, sequences, self.max_bytes).maps()
             self.maps = maps[0].float().cpu().numpy()
         return q, k, v, sequences.bias

@@ -194,6 +194,8 @@ def _of_heads(args: argparse.Namespace, found: heads.Ablation) -> tuple[dict, ..
         worst.append(
             {
                 "name": sections.head_name(layer, unit),
+                "layer": layer,
+                "unit": unit,
                 "score": found.interval(layer, unit, seed=args.seed),
                 "loss": found.loss_interval(layer, unit, seed=args.seed),
             }
@@ -265,7 +267,7 @@ def _of_importance(
     points = zip(made["by importance"].removed, made["by importance"].intervals(seed=args.seed), strict=True)
     numbers: dict[str, Any] = {
         "score": score_name,
-        "most": {"name": name, "importance": most._asdict()},
+        "most": {"name": name, "layer": layer, "head": head, "importance": most._asdict()},
         "curve": [{"removed": int(removed), **score._asdict()} for removed, score in points],
         "count": count,
         "summary": summary,
@@ -516,7 +518,11 @@ def _of_maps(
     for map_, names in zip(maps, tokens, strict=True):
         place = map_.layer, map_.head
         numbers[map_.name] = {
-            "head": sections.head_name(*place),
+            "name": sections.head_name(*place),
+            "layer": map_.layer,
+            "head": map_.head,
+            "example": map_.example,
+            # as it is shown
             "number": map_.example + 1,
             "share": map_.share,
             "tokens": names,
