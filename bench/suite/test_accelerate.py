@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.lib import accelerate, workloads
+from bench.lib import accelerate, turns, workloads
 from bench.lib.engines import MODELS, Bank
 
 pytestmark = pytest.mark.cpu
@@ -23,9 +23,14 @@ def bank(request: pytest.FixtureRequest) -> Iterator[Bank]:
         yield Bank(model, torch.get_num_threads(), Path(folder))
 
 
-@pytest.mark.parametrize(
-    ("model", "workload", "candidate"), [("base", "ragged16", name) for name in accelerate.CANDIDATES]
-)
+def cases() -> Iterator[object]:
+    """(model, workload, candidate); a short run has fp32."""
+    for name in accelerate.CANDIDATES:
+        marks = [] if turns.precision(name) == "fp32" else [pytest.mark.long]
+        yield pytest.param("base", "ragged16", name, marks=marks)
+
+
+@pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))
 def test_accelerate(in_turns, peak, bank, few, model, workload, candidate):
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         return accelerate.bench_accelerate(bank, workload, peak, wanted=wanted, samples=few)

@@ -23,11 +23,12 @@ def test_prepare(in_turns, few, request, candidate):
 
 
 def cases() -> Iterator[object]:
-    """(model, workload, candidate)."""
-    for name in pretraining.LOOP:
-        marks = [pytest.mark.long] if name == "torch_compile" else []
-        for tag in TAGS:
-            yield pytest.param("base", "8x128", f"{name}-{tag}", marks=marks)
+    """(model, workload, candidate); a short run has MiniLM, without torch.compile."""
+    for model in ("minilm", "base"):
+        for name in pretraining.LOOP:
+            marks = [pytest.mark.long] if model == "base" or name == "torch_compile" else []
+            for tag in TAGS:
+                yield pytest.param(model, "8x128", f"{name}-{tag}", marks=marks)
 
 
 @pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))
