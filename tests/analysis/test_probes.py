@@ -214,7 +214,8 @@ def test_an_edge_probe_finds_the_layer(loss):
     assert found.centre() == pytest.approx(found.weights[1] + 2 * found.weights[2])
     assert sum(found.targets) == 400 and found.targets[1:] == (40, 40)
     interval = found.interval(1)
-    assert interval.low <= interval.mean == pytest.approx(scores[1]) <= interval.high
+    assert interval.mean == pytest.approx(scores[1])
+    assert interval.low <= interval.mean <= interval.high
     assert interval.n == found.counts.shape[1] == 10
 
 
