@@ -57,7 +57,9 @@ def hidden_states(
     with at_rest(model), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             into = np.searchsorted(rows, batch.rows)
-            wanted = np.flatnonzero(rows[np.minimum(into, len(rows) - 1)] == batch.rows) if len(rows) else into[:0]
+            wanted = (
+                np.flatnonzero(rows[np.minimum(into, len(rows) - 1)] == batch.rows) if len(rows) else into[:0]
+            )
             source = torch.from_numpy(wanted).to(batch.sequence.device)
             target = torch.from_numpy(into[wanted])
             states = model.base_model.encode_inputs(batch.inputs, None, False, True, False)[1]
@@ -66,3 +68,11 @@ def hidden_states(
                 if seen is not None:
                     seen(batch, layer, hidden)
     return found
+
+
+def with_random_weights(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """An encoder like the model's with fresh weights, on its device: what its form knows untrained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = type(model.base_model)(model.config)
+    return fresh.to(device=model.device, dtype=model.dtype).eval()

@@ -1,9 +1,9 @@
 """Small classifiers of labelled spans, one per layer or mix of layers, all trained as one batched product.
 
-A probe reads x = γ Σ_l s_l h_l, s = softmax(a) over the layers that it may see: one layer, or layers 0 to l. A
-span's vectors are projected, pooled by attention of their own, (softmax of a learned score within the span),
-and classified by a small network; with two spans by both pooled vectors. Every parameter has a leading dimension of probes,
-so each probe learns as if it were alone.
+A probe reads x = γ Σ_l s_l h_l, s = softmax(a) over the layers that it may see: one layer, or layers 0 to l.
+A span's vectors are projected, pooled by the softmax of a learned score within the span, and classified by a
+small network; with two spans by both pooled vectors. Every parameter has a leading dimension of probes, so
+each probe learns as if it were alone.
 
 Source: Tenney et al. 2019, "What do you learn from context?", sec. 3; the mix: Peters et al. 2018, "Deep
 contextualized word representations", eq. 1.
@@ -56,6 +56,9 @@ class Recipe(NamedTuple):
             raise ValueError(f"lr: expected a positive number, got {self.lr!r}")
 
 
+DEFAULT = Recipe()
+
+
 @dataclass(frozen=True)
 class Spans:
     """Labelled spans of feature rows.
@@ -99,7 +102,7 @@ class Probes(nn.Module):
     """
 
     def __init__(
-        self, mixes: Tensor, width: int, spans: int, classes: int, recipe: Recipe = Recipe(), seed: int = 0
+        self, mixes: Tensor, width: int, spans: int, classes: int, recipe: Recipe = DEFAULT, seed: int = 0
     ) -> None:
         super().__init__()
         recipe.check()
@@ -262,7 +265,9 @@ def fit(
             optimizer.step()
         if held_out is None or not len(held_out):
             continue
-        found = losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(1)
+        found = losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(
+            1
+        )
         better = found < best
         best = torch.where(better, found, best)
         since = 0 if better.any() else since + 1

@@ -18,6 +18,7 @@ Interpreting Probes with Control Tasks", sec. 2.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from fastbert.analysis.intervals import Interval, ratio_interval
-from fastbert.analysis.probes import Probes, Recipe, Spans, fit, losses, one_layer_each, up_to_each
+from fastbert.analysis.probes import DEFAULT, Probes, Recipe, Spans, fit, losses, one_layer_each, up_to_each
 from fastbert.analysis.targets import Targets
 
+LINEAR = DEFAULT._replace(inner=0)
 # ends of the blocks of the online code, as shares of the examples
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
 
@@ -88,7 +90,7 @@ def _f1(counts: np.ndarray) -> np.ndarray:
 
 
 def edge_probe(
-    states: Tensor, targets: Targets, *, recipe: Recipe = Recipe(), loss: str | None = None, seed: int = 0
+    states: Tensor, targets: Targets, *, recipe: Recipe = DEFAULT, loss: str | None = None, seed: int = 0
 ) -> EdgeProbe:
     """Probes of every layer and of the mixes of layers 0 to l, on a split of the examples in 8 : 1 : 1.
 
@@ -133,7 +135,9 @@ def _counts(logits: Tensor, test: Spans, loss: str, example: np.ndarray) -> np.n
         predicted = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.argmax(-1, True), True)
     else:
         predicted = logits > 0
-    each = torch.stack([(predicted & true).sum(-1), predicted.sum(-1), true.sum(-1).expand(len(logits), -1)], -1)
+    each = torch.stack(
+        [(predicted & true).sum(-1), predicted.sum(-1), true.sum(-1).expand(len(logits), -1)], -1
+    )
     return _by_example(each.numpy(), example)
 
 
@@ -179,9 +183,7 @@ class OnlineCode:
         return self.targets * math.log2(len(self.label_names))
 
 
-def online_code(
-    states: Tensor, targets: Targets, *, recipe: Recipe = Recipe(), seed: int = 0
-) -> OnlineCode:
+def online_code(states: Tensor, targets: Targets, *, recipe: Recipe = DEFAULT, seed: int = 0) -> OnlineCode:
     """The description length of the labels by the probes of every layer.
 
     Args:
@@ -208,7 +210,7 @@ def online_code(
     place[order] = np.arange(len(order))
     of_target = place[targets.example]
     bits[:, of_target < ends[0]] = math.log2(classes)
-    for begin, end in zip(ends[:-1], ends[1:], strict=True):
+    for begin, end in itertools.pairwise(ends):
         known = np.flatnonzero(of_target < begin)
         coded = np.flatnonzero((of_target >= begin) & (of_target < end))
         # the last tenth of what is known
@@ -257,9 +259,7 @@ class ControlTask:
         return ratio_interval(change, self.targets, seed=self.seed)
 
 
-def control_task(
-    states: Tensor, targets: Targets, *, recipe: Recipe = Recipe(inner=0), seed: int = 0
-) -> ControlTask:
+def control_task(states: Tensor, targets: Targets, *, recipe: Recipe = LINEAR, seed: int = 0) -> ControlTask:
     """The accuracy of the probes of every layer on a task and on its control task.
 
     Args:

@@ -1,13 +1,14 @@
 """Structural probes: whether a linear map of a layer's vectors shows the syntax tree as distances.
 
-For words i and j of a sentence, d_B(i, j)² = ‖B (h_i - h_j)‖² is to be the number of edges between them in the
-tree, and ‖B h_i‖² the depth of i. B (hidden × rank) of each layer minimises |d_tree - d_B²| over the squared
-length of the sentence, of the depth over its length. All layers' B are trained as one batched product. A
-word's vector is the mean of its pieces'.
+For words i and j of a sentence, d_B(i, j)² = ‖B (h_i - h_j)‖² is to be the number of edges between them in
+the tree, and ‖B h_i‖² the depth of i. B (hidden × rank) of each layer minimises |d_tree - d_B²| over the
+square of the sentence's length; of depths the difference over the length. All layers' B are trained as one
+batched product. A word's vector is the mean of its pieces'.
 
-What is scored: UUAS, the share of the tree's edges that the least spanning tree of d_B² has, and of words
-whose depth is 0 the share that are the root; without punctuation. Spearman's correlation of d_tree and d_B² of each word's
-distances (of depths: of a sentence's), averaged over sentences of each length from 5 to 50, then over lengths.
+What is scored, without punctuation: UUAS, the share of the tree's edges that the least spanning tree of d_B²
+has; and in how many sentences the word of the least depth is the root. Then Spearman's correlation with the
+tree, of each word's distances, and of the depths of a sentence: means over sentences of each length from 5 to
+50, then over lengths.
 
 Source: Hewitt and Manning 2019, "A Structural Probe for Finding Syntax in Word Representations", sec. 2 to 4.
 """

@@ -194,7 +194,7 @@ def read_edges(path: str | Path, max_examples: int | None = None) -> list[Labell
                     spans_each = spans_each or len(spans)
                     if len(spans) != spans_each:
                         raise ValueError(
-                            f"{where}: a target has {len(spans)} spans; expected {spans_each}, as those before"
+                            f"{where}: a target of {len(spans)} spans; expected {spans_each}, as those before"
                         )
                 spans, labels = (tuple(pair[i] for pair in pairs) for i in range(2))
                 found.append(LabelledText(words, spans, labels))
@@ -224,9 +224,7 @@ def _text_and_targets(where: str, line: str) -> tuple[tuple[str, ...], list[Any]
     return words, values["targets"]
 
 
-def _target(
-    where: str, target: Any, words: int
-) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
+def _target(where: str, target: Any, words: int) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
     """(its spans, its labels)."""
     if not isinstance(target, dict) or "span1" not in target or "label" not in target:
         raise ValueError(f"{where}: targets: expected objects with 'span1' and 'label', got {target!r}")

@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 from fastbert.analysis import change, effective, geometry, heads, pictures, results, syntax
 from fastbert.analysis.attention import PATTERNS, THRESHOLDS, AttentionStatistics, attention_statistics
 from fastbert.analysis.examples import KINDS, Examples, masked, read, tokenized
+from fastbert.analysis.targets import LabelledText, read_edges
 from fastbert.analysis.treebank import Sentence, as_examples, fitting, read_conllu
+from fastbert.cli.analyses.probe import probe
 from fastbert.cli.usage import UsageError, device_of
 from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
@@ -27,7 +29,11 @@ _RELATIONS = 12
 # names of arrays: attention to the tokens of each kind
 _TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
 # options that name a file to analyze -> what is in it
-_FILES = {"input": "a file of examples", "conllu": "a treebank in the CoNLL-U format"}
+_FILES = {
+    "input": "a file of examples",
+    "conllu": "a treebank in the CoNLL-U format",
+    "edges": "a file of labelled spans",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     file = file_of(args)
     model = load_model(args)
     options = {"kind": args.kind, "seed": args.seed, file: str(getattr(args, file))}
-    if file == "conllu":
-        sentences, examples, options["left_out"] = load_treebank(args, model)
-        numbers, arrays, figures = _OF_TREEBANKS[args.kind](args, model, sentences, examples)
+    if args.kind in _OF_WORDS:
+        texts, examples, options["left_out"] = load_words(args, model)
+        numbers, arrays, figures = _OF_WORDS[args.kind](args, model, texts, examples)
     else:
         examples = load_examples(args, model)
         numbers, arrays, figures = _ANALYSES[args.kind](args, model, examples)
@@ -58,13 +64,18 @@ def file_of(args: argparse.Namespace) -> str:
     Raises:
         UsageError: it is missing, or another one is there.
     """
-    needed = "conllu" if args.kind in _OF_TREEBANKS else "input"
-    if getattr(args, needed) is None:
-        raise UsageError(f"--{needed}: {args.kind} needs {_FILES[needed]}")
-    for other in _FILES:
-        if other != needed and getattr(args, other) is not None:
-            raise UsageError(f"--{other}: {args.kind} does not read it; expected --{needed} alone")
-    return needed
+    readable = _READS.get(args.kind, ("input",))
+    given = [name for name in _FILES if getattr(args, name) is not None]
+    expected = " or ".join(f"--{name}" for name in readable)
+    if not set(given) & set(readable):
+        what = " or ".join(_FILES[name] for name in readable)
+        raise UsageError(f"{expected.replace(' or ', ', ')}: {args.kind} needs {what}")
+    for name in given:
+        if name not in readable:
+            raise UsageError(f"--{name}: {args.kind} does not read it; expected {expected} alone")
+    if len(given) > 1:
+        raise UsageError(f"--{given[1]}: {args.kind} reads one file; expected {expected} alone")
+    return given[0]
 
 
 def load_model(args: argparse.Namespace) -> PreTrainedModel:
@@ -109,8 +120,10 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     return masked(examples, _mask_id(tokenizer, args.model), seed=args.seed) if of_words else examples
 
 
-def load_treebank(args: argparse.Namespace, model: PreTrainedModel) -> tuple[list[Sentence], Examples, int]:
-    """(the sentences of the treebank, their examples, how many sentences are left out).
+def load_words(
+    args: argparse.Namespace, model: PreTrainedModel
+) -> tuple[list[Sentence] | list[LabelledText], Examples, int]:
+    """(sentences of the treebank or texts with labelled spans, their examples, how many are left out).
 
     Left out is a sentence that is longer than the model reads, or has a word of which the tokenizer leaves
     nothing; under `--on-long error` it is an error.
@@ -121,13 +134,15 @@ def load_treebank(args: argparse.Namespace, model: PreTrainedModel) -> tuple[lis
     if args.on_long == "truncate":
         raise UsageError("--on-long: a tree is not cut; expected error, or none to leave long sentences out")
     _check_most(args)
-    read = read_conllu(args.conllu, args.max_examples)
+    of_trees = args.conllu is not None
+    file = args.conllu if of_trees else args.edges
+    read = (read_conllu if of_trees else read_edges)(file, args.max_examples)
     tokenizer, max_length = load_tokenizer(args.model), model.config.max_tokens
     kept = read if args.on_long == "error" else fitting(tokenizer, read, max_length)
     if not kept:
         raise UsageError(
-            f"--conllu {args.conllu}: each of its {len(read):,} sentences is longer than {max_length} "
-            "tokens, or has a word of which the tokenizer leaves nothing"
+            f"--{'conllu' if of_trees else 'edges'} {file}: each of its {len(read):,} sentences is longer "
+            f"than {max_length} tokens, or has a word of which the tokenizer leaves nothing"
         )
     return kept, as_examples(tokenizer, kept, max_length), len(read) - len(kept)
 
@@ -435,5 +450,7 @@ _ANALYSES = {
     "effective": _effective,
     "geometry": _geometry,
 }
-# of treebanks: they get the sentences too
-_OF_TREEBANKS = {"syntax": _syntax}
+# of files that come in words: they get those too
+_OF_WORDS = {"syntax": _syntax, "probe": probe}
+# which files they read; all others read examples
+_READS = {"syntax": ("conllu",), "probe": ("conllu", "edges")}

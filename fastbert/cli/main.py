@@ -310,20 +310,39 @@ def _add_analyze(commands: Any) -> None:
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
         "head, and how many can go. change: how a second model differs. effective: the part of attention "
         "that reaches the output. geometry: how contextual words are. syntax: on a treebank, attention by "
-        "part of speech and relation, and which heads find the heads of words. The output directory has "
-        "numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at all.",
+        "part of speech and relation, and which heads find the heads of words. probe: what each layer knows "
+        "of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures (.svg, .png); "
+        "it appears whole at the end, or not at all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry", "syntax")
-    add("kind", choices=kinds, help="what to compute")
+    add("kind", choices=(*kinds, "probe"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
         metavar="FILE",
         help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"; default: none, which '
-        "syntax alone takes",
+        "syntax and probe alone take",
     )
-    add("--conllu", metavar="FILE", help="syntax: a treebank in the CoNLL-U format; default: none")
+    add("--conllu", metavar="FILE", help="syntax, probe: a treebank in the CoNLL-U format; default: none")
+    add(
+        "--edges",
+        metavar="FILE",
+        help='probe: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: none',
+    )
+    add(
+        "--probe",
+        choices=("edge", "mdl", "control", "structural"),
+        default="edge",
+        help="probe: of labels, by F1, description length or beside a control task; or of trees "
+        "(default edge)",
+    )
+    add(
+        "--label",
+        choices=("upos", "relation"),
+        default="upos",
+        help="probe: what of a treebank is told, of each word (default upos)",
+    )
     add("--output", required=True, metavar="DIR", help="is created")
     add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
     add("--pairs", action="store_true", help='pairs of texts, with a tab between or as "pair"')

@@ -1,4 +1,4 @@
-"""Probes of spans: against a loop over probes, on features where the answer is known; splits, codes, controls."""
+"""Probes of spans: against a loop, on features where the answer is known; splits, codes, control tasks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_all_probes_at_once_are_each_by_hand(inner, spans, mixes):
     bounds = np.array([[[0, 3], [4, 5]], [[2, 4], [2, 9]], [[10, 11], [0, 1]], [[5, 11], [1, 3]]])[:, :spans]
     found = probes(states, bounds)
     for number in range(len(mixes)):
-        torch.testing.assert_close(found[number], by_hand(probes, number, states, bounds), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            found[number], by_hand(probes, number, states, bounds), rtol=1e-10, atol=1e-12
+        )
     torch.testing.assert_close(probes.logits(states, bounds, batch=3), found.detach())
 
 
@@ -116,7 +118,7 @@ def test_a_probe_sees_its_layers_alone():
 
 
 def known(seed, n=400, classes=3, width=12):
-    """(states of 3 layers, labels): layer 0 is noise, layer 1 says the label, layer 2 too, but less clearly."""
+    """(states of 3 layers, labels): layer 0 is noise, layer 1 says the label, layer 2 less clearly."""
     draw = np.random.default_rng(seed)
     labels = draw.integers(0, classes, n)
     states = draw.normal(size=(3, n, width))
@@ -145,7 +147,8 @@ def test_a_probe_keeps_its_best_epoch():
     draw = np.random.default_rng(0)
     states, _ = known(0, n=80)
     train, held_out = (
-        spans_of([[[i, i + 1]] for i in rows], draw.integers(0, 3, 40), 3) for rows in (range(40), range(40, 80))
+        spans_of([[[i, i + 1]] for i in rows], draw.integers(0, 3, 40), 3)
+        for rows in (range(40), range(40, 80))
     )
     labels = torch.from_numpy(held_out.labels)
     held = []
@@ -208,11 +211,14 @@ def test_an_edge_probe_finds_the_layer(loss):
     scores = found.scores()
     assert scores[1] > 0.97 > scores[2] > 0.5 > scores[0]
     up_to = found.scores_up_to()
-    assert up_to[0] == scores[0] and up_to[1] > 0.97
+    assert up_to[0] == scores[0]
+    assert up_to[1] > 0.97
     assert 0.8 < found.expected_layer() < 1.2
-    assert found.weights.argmax() == 1 and found.weights.sum() == pytest.approx(1)
+    assert found.weights.argmax() == 1
+    assert found.weights.sum() == pytest.approx(1)
     assert found.centre() == pytest.approx(found.weights[1] + 2 * found.weights[2])
-    assert sum(found.targets) == 400 and found.targets[1:] == (40, 40)
+    assert sum(found.targets) == 400
+    assert found.targets[1:] == (40, 40)
     interval = found.interval(1)
     assert interval.mean == pytest.approx(scores[1])
     assert interval.low <= interval.mean <= interval.high
@@ -259,16 +265,30 @@ def test_labels_that_are_seen_are_compressed():
     states, labels = known(2)
     found = online_code(states, targets_of(labels), recipe=SHORT)
     compression = found.compression()
-    assert compression[1] > 3 > compression[2] > compression[0] and compression[0] < 1.05
+    assert compression[1] > 3 > compression[2] > compression[0]
+    assert compression[0] < 1.05
     assert found.interval(1).mean == pytest.approx(compression[1])
     # the first block is coded without a probe
     first = np.random.default_rng(0).permutation(100)[: found.blocks[0]]
     np.testing.assert_allclose(found.bits[:, first], 4 * math.log2(3))
-    assert found.blocks[-1] == 100 and found.targets.sum() == 400
+    assert found.blocks[-1] == 100
+    assert found.targets.sum() == 400
+
+
+def test_a_code_does_not_know_what_it_codes():
+    """Over all labels that a target of the last block may have, the probabilities of its code add up to 1."""
+    states, labels = known(0, n=40)
+    last = np.random.default_rng(0).permutation(40)[-1]
+    share = 0.0
+    for label in range(3):
+        labels[last] = label
+        targets = targets_of(labels, per_example=1, classes=3)
+        share += 2.0 ** -online_code(states, targets, recipe=SHORT._replace(epochs=5)).bits[:, last]
+    np.testing.assert_allclose(share, 1.0, rtol=1e-6)
 
 
 def test_a_label_of_the_word_type_is_not_selective():
-    """Vectors that say the word type alone: the control task is as easy. With a label by context it is not."""
+    """Where vectors say the word type alone the control task is as easy; a label by context is another."""
     draw = np.random.default_rng(0)
     n, types = 600, draw.integers(0, 12, 600)
     context = draw.integers(0, 2, n)
@@ -278,9 +298,11 @@ def test_a_label_of_the_word_type_is_not_selective():
     states = torch.from_numpy(states)
     recipe = Recipe(inner=0, lr=0.05, epochs=40, batch=64)
     of_type = control_task(states, targets_of(types % 3, types), recipe=recipe)
-    assert (of_type.accuracy() > 0.99).all() and (abs(of_type.selectivity()) < 0.02).all()
+    assert (of_type.accuracy() > 0.99).all()
+    assert (abs(of_type.selectivity()) < 0.02).all()
     of_context = control_task(states, targets_of(context, types), recipe=recipe)
-    assert of_context.accuracy()[1] > 0.99 and of_context.accuracy()[0] < 0.75
+    assert of_context.accuracy()[1] > 0.99
+    assert of_context.accuracy()[0] < 0.75
     assert of_context.interval(1).n == of_context.right.shape[1] == 15
 
 
@@ -289,7 +311,8 @@ def test_a_control_label_is_of_the_type():
     control = targets.control(0)
     for number in range(50):
         assert len(np.unique(control.labels[control.types == number].argmax(1))) == 1
-    assert (control.labels.sum(1) == 1).all() and not (control.labels == targets.labels).all()
+    assert (control.labels.sum(1) == 1).all()
+    assert not (control.labels == targets.labels).all()
     assert len(np.unique(control.labels.argmax(1))) == 3
     assert (targets.control(1).labels != control.labels).any()
 
@@ -302,15 +325,24 @@ def test_a_split_is_of_examples():
     parts = targets.split(4)
     assert sorted(np.concatenate(parts)) == list(range(203))
     sets = [set(targets.example[part]) for part in parts]
-    assert not sets[0] & sets[1] and not sets[0] & sets[2] and not sets[1] & sets[2]
+    assert not sets[0] & sets[1]
+    assert not sets[0] & sets[2]
+    assert not sets[1] & sets[2]
     assert [len(s) for s in sets] == [56, 6, 6]
-    assert any((a != b).any() for a, b in zip(parts[1:], targets.split(5)[1:], strict=True) if len(a) == len(b))
+    assert any(
+        (a != b).any() for a, b in zip(parts[1:], targets.split(5)[1:], strict=True) if len(a) == len(b)
+    )
     with pytest.raises(ValueError, match="examples: a split needs 10 with a target at least, got 9"):
         targets_of(np.zeros(27, int), per_example=3, classes=2).split(0)
 
 
 SENTENCES = [
-    tree("the cats sat in a house", "DET NOUN VERB ADP DET NOUN", [2, 3, 0, 6, 6, 3], "det nsubj root case det obl:in"),
+    tree(
+        "the cats sat in a house",
+        "DET NOUN VERB ADP DET NOUN",
+        [2, 3, 0, 6, 6, 3],
+        "det nsubj root case det obl:in",
+    ),
     tree("it rained", "PRON VERB", [2, 0], "nsubj root"),
 ]
 
@@ -323,9 +355,17 @@ def test_targets_of_a_treebank(tokenizer):
     assert [words.label_names[i] for i in words.labels.argmax(1)] == [*SENTENCES[0].upos, *SENTENCES[1].upos]
     np.testing.assert_array_equal(words.tokens[:, 0], np.stack([starts, ends], 1))
     np.testing.assert_array_equal(words.example, [0] * 6 + [1] * 2)
-    assert words.types[0] != words.types[1] and len(set(words.types)) == 8
+    assert words.types[0] != words.types[1]
+    assert len(set(words.types)) == 8
     arcs = of_treebank(SENTENCES, examples, "relation")
-    assert [arcs.label_names[i] for i in arcs.labels.argmax(1)] == ["det", "nsubj", "case", "det", "obl", "nsubj"]
+    assert [arcs.label_names[i] for i in arcs.labels.argmax(1)] == [
+        "det",
+        "nsubj",
+        "case",
+        "det",
+        "obl",
+        "nsubj",
+    ]
     heads = [1, 2, 5, 5, 2, 7]
     np.testing.assert_array_equal(arcs.tokens[:, 1], np.stack([starts[heads], ends[heads]], 1))
     # cats and rained have two pieces, and special tokens none
@@ -353,7 +393,8 @@ def test_edges_of_a_file(tokenizer, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = read_edges(file)
     assert texts[0] == LabelledText(("the", "cats", "sat"), (((0, 2), (2, 3)),), (("x", "y"),))
-    assert len(texts) == 3 and len(read_edges(file, max_examples=1)) == 1
+    assert len(texts) == 3
+    assert len(read_edges(file, max_examples=1)) == 1
     examples = as_examples(tokenizer, texts)
     targets = of_texts(texts, examples)
     assert targets.label_names == ("x", "y", "z")
@@ -371,7 +412,10 @@ def test_edges_of_a_file(tokenizer, tmp_path):
         ("{", "line 2: no JSON"),
         ('{"text": "a b"}', "line 2: expected an object with a 'text' and a list of 'targets'"),
         ('{"text": " ", "targets": []}', "line 2: text: expected one word at least"),
-        ('{"text": "a b", "targets": [3]}', "line 2: targets: expected objects with 'span1' and 'label', got 3"),
+        (
+            '{"text": "a b", "targets": [3]}',
+            "line 2: targets: expected objects with 'span1' and 'label', got 3",
+        ),
         (
             '{"text": "a b", "targets": [{"span1": [0, 3], "label": "x"}]}',
             r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[0, 3\]",
@@ -386,7 +430,7 @@ def test_edges_of_a_file(tokenizer, tmp_path):
         ),
         (
             '{"text": "a b", "targets": [{"span1": [0, 1], "span2": [0, 1], "label": "x"}]}',
-            "line 2: a target has 2 spans; expected 1, as those before",
+            "line 2: a target of 2 spans; expected 1, as those before",
         ),
     ],
 )
@@ -400,10 +444,10 @@ def test_edges_that_are_none(tmp_path, line, message):
 def test_a_file_without_targets(tmp_path):
     file = tmp_path / "edges.jsonl"
     file.write_text('{"text": "a b", "targets": []}\n')
-    with pytest.raises(ValueError, match="edges.jsonl: expected one target at least, found none"):
+    with pytest.raises(ValueError, match=r"edges\.jsonl: expected one target at least, found none"):
         read_edges(file)
     file.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match="edges.jsonl: not UTF-8"):
+    with pytest.raises(ValueError, match=r"edges\.jsonl: not UTF-8"):
         read_edges(file)
 
 

@@ -83,8 +83,8 @@ def test_spearman_in_closed_form():
 def treebank(seed, count=60, with_punctuation=True):
     """(sentences, examples, states): layer 1 holds the trees exactly, layer 0 says nothing.
 
-    A word is the sum of unit vectors of the edges on its path to the root, so the square of two words' distance
-    is the number of edges between them. A word of the first sentence has two pieces, whose mean it is.
+    A word is the sum of unit vectors of the edges on its path to the root, so two words' distance,
+    squared, is the number of edges between them. A word of the first sentence has two pieces, whose mean it is.
     """
     draw = np.random.default_rng(seed)
     sentences, vectors, words = [], [], []
@@ -122,13 +122,15 @@ def treebank(seed, count=60, with_punctuation=True):
 def test_a_tree_that_is_there_is_found():
     sentences, examples, states = treebank(0)
     found = structural_probe(states, sentences, examples, **SCHOOL)
-    assert found.uuas()[1] > 0.97 and found.uuas()[0] < 0.6
+    assert found.uuas()[1] > 0.97
+    assert found.uuas()[0] < 0.6
     assert found.root_accuracy()[1] > 0.8
     assert found.distance_spearman()[1] > 0.95 > 0.6 > found.distance_spearman()[0]
     assert found.depth_spearman()[1] > 0.9
     assert found.sentences == (48, 6, 6)
     interval = found.interval(1)
-    assert interval.mean == pytest.approx(found.uuas()[1]) and interval.n == 6
+    assert interval.mean == pytest.approx(found.uuas()[1])
+    assert interval.n == 6
 
 
 def test_the_map_itself_scores_one():
@@ -148,10 +150,13 @@ def test_the_map_itself_scores_one():
     of_distance, of_depth = trees.losses(probes, states, numbers)
     torch.testing.assert_close(of_distance[1], torch.zeros(60), rtol=0, atol=1e-4)
     torch.testing.assert_close(of_depth[1], torch.zeros(60), rtol=0, atol=1e-4)
-    assert (of_distance[0] > 1).all() and starts[1] == counts[0] + 1
+    assert (of_distance[0] > 1).all()
+    assert starts[1] == counts[0] + 1
     found = module._scored(probes, states, trees, numbers, (0, 0, 60), 40, 0)
-    assert found.uuas()[1] == 1 and found.root[1].all()
-    assert found.distance_spearman()[1] == pytest.approx(1) and found.depth_spearman()[1] == pytest.approx(1)
+    assert found.uuas()[1] == 1
+    assert found.root[1].all()
+    assert found.distance_spearman()[1] == pytest.approx(1)
+    assert found.depth_spearman()[1] == pytest.approx(1)
     # punctuation, a leaf here, is in no counted edge
     assert found.edges.sum() == counts.sum() - 2 * 60
 
@@ -187,7 +192,8 @@ def test_a_chain_is_the_baseline():
     examples = Examples(*_blank(60, 10))
     states = torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(0))
     found = structural_probe(states, many, examples, rank=4, epochs=1)
-    assert found.linear_uuas() == 1 and found.linear_spearman() == pytest.approx(1)
+    assert found.linear_uuas() == 1
+    assert found.linear_spearman() == pytest.approx(1)
     assert found.edges.tolist() == [5]
 
 

@@ -97,8 +97,8 @@ FAULTS = (
     Fault(
         "a code by a probe that knows the block",
         _PROBING,
-        "known = np.flatnonzero(of_target < begin)",
-        "known = np.flatnonzero(of_target < end)",
+        "targets.spans(known[~late])",
+        "targets.spans(np.concatenate([known[~late], coded]))",
     ),
     Fault(
         "the control task is the task",
