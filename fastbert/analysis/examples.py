@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
@@ -132,7 +132,18 @@ def tokenized(
             raise ValueError(f"max_length: expected an integer >= {least}, got {max_length!r}")
         own.enable_truncation(max_length)
     encoded = own.encode_batch(list(texts) if pairs is None else list(zip(texts, pairs, strict=True)))
-    frame = own.encode("").ids
+    return of_encodings(own, encoded, labels)
+
+
+def of_encodings(tokenizer: Tokenizer, encoded: Sequence[Encoding], labels: Any = None) -> Examples:
+    """The examples of what a tokenizer made of texts.
+
+    Args:
+        tokenizer: which adds the same special tokens to an empty text.
+        encoded: one per example.
+        labels: one per example, or None.
+    """
+    frame = tokenizer.encode("").ids
     starts = np.concatenate([[0], np.cumsum([len(e) for e in encoded])]).astype(np.int64)
     parts = [_places(e, frame[0] if frame else -1) for e in encoded]
     segments, kinds, words = (

@@ -19,8 +19,8 @@ Source: entropy of attention as in Ghader and Monz 2017; the identities follow f
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,33 +148,59 @@ class Probabilities:
         if self.bias is None:
             keys, lse = self._keys_and_lse
             return (lse - self.scale * (self.q * keys).sum(-1)).clamp_min(0.0)
-        found = [torch.special.entr(maps).sum(-1) for maps in self._maps()]
-        return torch.cat([rows.transpose(1, 2).reshape(-1, rows.shape[1]) for rows in found])
+        lengths, found = self.cu_seqlens.diff(), []
+        for first, last, maps in self.maps():
+            rows = torch.special.entr(maps).sum(-1).transpose(1, 2)  # (sequences, S, nheads)
+            place = torch.arange(rows.shape[1], device=rows.device)
+            found.append(rows[place < lengths[first:last, None]])
+        return torch.cat(found)
 
-    def _maps(self):
-        """The maps of one sequence after the other, each (1, nheads, length, length)."""
-        ends = self.cu_seqlens.tolist()
-        heads = self.q.shape[1]
-        for i, (first, last) in enumerate(itertools.pairwise(ends)):
-            length = last - first
-            needed = heads * length * length * self.q.element_size()
-            if needed > self.max_bytes:
+    def maps(self) -> Iterator[tuple[int, int, Tensor]]:
+        """The probabilities themselves, of as many sequences at a time as `max_bytes` hold.
+
+        Yields:
+            (first, last, P): P is (last - first, nheads, S, S), of the sequences first to last - 1 of the
+            batch, S the length of the longest of them; 0 outside each sequence.
+
+        Raises:
+            ValueError: `max_bytes` do not hold those of one sequence.
+        """
+        lengths = self.cu_seqlens.diff().tolist()
+        cell = self.q.shape[1] * self.q.element_size()
+        first = 0
+        while first < len(lengths):
+            last, longest = first + 1, lengths[first]
+            while last < len(lengths):
+                longer = max(longest, lengths[last])
+                if (last + 1 - first) * longer**2 * cell > self.max_bytes:
+                    break
+                last, longest = last + 1, longer
+            if longest**2 * cell > self.max_bytes:
                 raise ValueError(
-                    f"max_bytes: {self.max_bytes:,} are too few for the attention maps of {length} tokens, "
-                    f"{needed:,} bytes, which entropy under an attention bias needs"
+                    f"max_bytes: {self.max_bytes:,} are too few for the attention maps of {longest} tokens, "
+                    f"{longest**2 * cell:,} bytes"
                 )
-            bias = self.bias
-            if bias is not None:
-                bias = bias[i : i + 1] if bias.dim() == 4 and bias.shape[0] > 1 else bias
-                bias = bias[..., :length] if bias.shape[-1] > 1 else bias
-                bias = bias[..., :length, :] if bias.shape[-2] > 1 else bias
-            yield attention(
-                *(t[None, first:last] for t in (self.q, self.k, self.k)),
-                softmax_scale=self.scale,
-                causal=self.causal,
-                bias=bias,
-                return_probs=True,
-            )[1]
+            yield first, last, self._maps(first, last, longest)
+            first = last
+
+    def _maps(self, first: int, last: int, longest: int) -> Tensor:
+        """(last - first, nheads, longest, longest): those of these sequences."""
+        ends = self.cu_seqlens[first : last + 1]
+        start, end = (int(each) for each in ends[[0, -1]])
+        bias = self._grid_bias()
+        if bias is not None:
+            bias = bias[first:last] if bias.shape[0] > 1 else bias
+            bias = bias[..., :longest] if bias.shape[-1] > 1 else bias
+            bias = bias[..., :longest, :] if bias.shape[-2] > 1 else bias
+        return attention(
+            *(t[start:end] for t in (self.q, self.k, self.k)),
+            ends - start,
+            longest,
+            softmax_scale=self.scale,
+            causal=self.causal,
+            bias=bias,
+            return_probs=True,
+        )[1]
 
     def collision(self) -> Tensor:
         """Σ_j P_ij², (total, nheads); its inverse is how many keys a row looks at."""

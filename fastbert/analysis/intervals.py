@@ -60,3 +60,24 @@ def paired_p(change: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -
     sign = np.sign(change.mean(0))
     against = (means * sign <= 0).mean(0)
     return np.where(sign == 0, 1.0, np.clip(2 * against, 1 / resamples, 1.0))
+
+
+def ratio_interval(
+    above: np.ndarray, below: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
+    """Σ above / Σ below over examples, (n,) each, with its 95% percentile bootstrap interval over them.
+
+    Such as right answers over questions, where examples have several. 0 / 0 is 0.
+
+    Raises:
+        ValueError: fewer than two examples.
+    """
+    means = resampled_means(np.stack([above, below], 1), seed=seed, resamples=resamples)
+
+    def ratio(pair: np.ndarray) -> np.ndarray:
+        some = pair[..., 1] != 0
+        return np.divide(pair[..., 0], pair[..., 1], out=np.zeros(pair.shape[:-1]), where=some)
+
+    low, high = np.percentile(ratio(means), [2.5, 97.5])
+    whole = ratio(np.array([np.sum(above), np.sum(below)], np.float64))
+    return Interval(float(whole), float(low), float(high), len(above), seed)

@@ -133,3 +133,41 @@ def curves(
     axes.legend(fontsize=7, frameon=False)
     axes.set_title(title, fontsize=9)
     return figure
+
+
+def bars(
+    groups: Mapping[str, Mapping[str, float]],
+    intervals: Mapping[str, tuple[float, float]],
+    xlabel: str,
+    title: str,
+) -> Figure:
+    """Bars side by side: a group per name, in it a bar per part that the name has.
+
+    Args:
+        groups: name -> part -> value. The parts of all names are in the legend, in the order they come in.
+        intervals: name -> (low, high) of the name's first part, for those that have one.
+        xlabel, title: what is drawn.
+    """
+    parts = list(dict.fromkeys(part for each in groups.values() for part in each))
+    figure = _figure(6.5, 1.5 + (0.1 + 0.16 * len(parts)) * len(groups))
+    axes = figure.subplots()
+    height = 0.8 / len(parts)
+    for i, part in enumerate(parts):
+        places = [(y, each[part]) for y, each in enumerate(groups.values()) if part in each]
+        y = [place + (i - (len(parts) - 1) / 2) * height for place, _ in places]
+        axes.barh(y, [value for _, value in places], height, color=COLORS[i], label=part)
+    for y, (name, each) in enumerate(groups.items()):
+        if name in intervals:
+            value, (low, high) = next(iter(each.values())), intervals[name]
+            place = y - (len(parts) - 1) / 2 * height
+            ends = [[max(value - low, 0)], [max(high - value, 0)]]
+            axes.errorbar([value], [place], xerr=ends, color="black", linewidth=0.8, capsize=2)
+    axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_title(title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
+    return figure

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.analysis import change, effective, geometry, heads, pictures, results
+from fastbert.analysis import change, effective, geometry, heads, pictures, results, syntax
 from fastbert.analysis.attention import PATTERNS, THRESHOLDS, AttentionStatistics, attention_statistics
 from fastbert.analysis.examples import KINDS, Examples, masked, read, tokenized
+from fastbert.analysis.targets import LabelledText, read_edges
+from fastbert.analysis.treebank import Sentence, as_examples, fitting, read_conllu
+from fastbert.cli.analyses.probe import probe
 from fastbert.cli.usage import UsageError, device_of
 from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
@@ -21,23 +24,58 @@ from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.tokenizer import load_tokenizer
 
 RANDOM_ORDERS = 5
+# most relations that are printed and drawn
+_RELATIONS = 12
 # names of arrays: attention to the tokens of each kind
 _TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
+# options that name a file to analyze -> what is in it
+_FILES = {
+    "input": "a file of examples",
+    "conllu": "a treebank in the CoNLL-U format",
+    "edges": "a file of labelled spans",
+}
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute, save and print; returns the exit status."""
     output = results.check_free(args.output)
+    file = file_of(args)
     model = load_model(args)
-    examples = load_examples(args, model)
-    numbers, arrays, figures = _ANALYSES[args.kind](args, model, examples)
-    options = {"kind": args.kind, "seed": args.seed, "input": str(args.input)}
+    options = {"kind": args.kind, "seed": args.seed, file: str(getattr(args, file))}
+    if args.kind in _OF_WORDS:
+        texts, examples, options["left_out"] = load_words(args, model)
+        numbers, arrays, figures = _OF_WORDS[args.kind](args, model, texts, examples)
+    else:
+        examples = load_examples(args, model)
+        numbers, arrays, figures = _ANALYSES[args.kind](args, model, examples)
     numbers = results.facts(model, examples, **options) | numbers
     results.save(output, args.kind, numbers, arrays, figures)
     print(f"{output}: {args.kind} of {len(examples):,} examples, {examples.starts[-1]:,} tokens")
+    if options.get("left_out"):
+        print(f"  sentences left out, too long or with a word of no token: {options['left_out']:,}")
     for line in numbers["summary"]:
         print(f"  {line}")
     return 0
+
+
+def file_of(args: argparse.Namespace) -> str:
+    """The option, of `_FILES`, that names what the analysis reads.
+
+    Raises:
+        UsageError: it is missing, or another one is there.
+    """
+    readable = _READS.get(args.kind, ("input",))
+    given = [name for name in _FILES if getattr(args, name) is not None]
+    expected = " or ".join(f"--{name}" for name in readable)
+    if not set(given) & set(readable):
+        what = " or ".join(_FILES[name] for name in readable)
+        raise UsageError(f"{expected.replace(' or ', ', ')}: {args.kind} needs {what}")
+    for name in given:
+        if name not in readable:
+            raise UsageError(f"--{name}: {args.kind} does not read it; expected {expected} alone")
+    if len(given) > 1:
+        raise UsageError(f"--{given[1]}: {args.kind} reads one file; expected {expected} alone")
+    return given[0]
 
 
 def load_model(args: argparse.Namespace) -> PreTrainedModel:
@@ -73,14 +111,45 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
         )
     if args.labels is not None and not needs_labels:
         raise UsageError(f"--labels: {args.kind} needs none")
-    if args.max_examples < 1:
-        raise UsageError(f"--max-examples: expected an integer >= 1, got {args.max_examples}")
+    _check_most(args)
     found = read(args.input, pairs=args.pairs, labels=None if of_words else args.labels)
     found = {name: values[: args.max_examples] for name, values in found.items()}
     tokenizer = load_tokenizer(args.model)
     max_length = model.config.max_tokens if args.on_long == "truncate" else None
     examples = tokenized(tokenizer, **found, max_length=max_length)
     return masked(examples, _mask_id(tokenizer, args.model), seed=args.seed) if of_words else examples
+
+
+def load_words(
+    args: argparse.Namespace, model: PreTrainedModel
+) -> tuple[list[Sentence] | list[LabelledText], Examples, int]:
+    """(sentences of the treebank or texts with labelled spans, their examples, how many are left out).
+
+    Left out is a sentence that is longer than the model reads, or has a word of which the tokenizer leaves
+    nothing; under `--on-long error` it is an error.
+    """
+    for name in ("pairs", "labels"):
+        if getattr(args, name):
+            raise UsageError(f"--{name}: {args.kind} needs none")
+    if args.on_long == "truncate":
+        raise UsageError("--on-long: a tree is not cut; expected error, or none to leave long sentences out")
+    _check_most(args)
+    of_trees = args.conllu is not None
+    file = args.conllu if of_trees else args.edges
+    read = (read_conllu if of_trees else read_edges)(file, args.max_examples)
+    tokenizer, max_length = load_tokenizer(args.model), model.config.max_tokens
+    kept = read if args.on_long == "error" else fitting(tokenizer, read, max_length)
+    if not kept:
+        raise UsageError(
+            f"--{'conllu' if of_trees else 'edges'} {file}: each of its {len(read):,} sentences is longer "
+            f"than {max_length} tokens, or has a word of which the tokenizer leaves nothing"
+        )
+    return kept, as_examples(tokenizer, kept, max_length), len(read) - len(kept)
+
+
+def _check_most(args: argparse.Namespace) -> None:
+    if args.max_examples < 1:
+        raise UsageError(f"--max-examples: expected an integer >= 1, got {args.max_examples}")
 
 
 def _mask_id(tokenizer: Tokenizer, directory: str) -> int:
@@ -272,6 +341,106 @@ def _geometry(args: argparse.Namespace, model: PreTrainedModel, examples: Exampl
     return {"words": len(found.token_ids), "summary": summary}, arrays, figures
 
 
+def _syntax(
+    args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
+) -> tuple[dict, ...]:
+    labels = syntax.attention_by_label(model, examples, sentences, batch_tokens=args.batch_tokens)
+    parsing = syntax.parse(model, examples, sentences, batch_tokens=args.batch_tokens)
+    best = parsing.best(seed=args.seed)
+    counts, scores = labels.counts(), labels.scores()
+    to_label, share = labels.to_label.mean(1), labels.share.mean(1)
+    accuracy = np.moveaxis(parsing.accuracy(), -1, 0)
+    found = [i for i, count in enumerate(counts) if count]
+    groups, intervals = {}, {}
+    for each in best:
+        groups[each.relation] = {"best head": each.accuracy.mean, "fixed offset": each.baseline}
+        intervals[each.relation] = each.accuracy.low, each.accuracy.high
+        if each.relation in syntax.PUBLISHED:
+            published = syntax.PUBLISHED[each.relation]
+            groups[each.relation]["head, Clark et al."] = published.accuracy
+            if published.offset is not None:
+                groups[each.relation]["offset, Clark et al."] = published.offset
+    figures = {
+        "labels": pictures.heat_maps(
+            {f"to {syntax.LABELS[i]} ({share[i]:.0%} of tokens)": to_label[i] for i in found}
+        ),
+        "scores": pictures.heat_maps({f"score of {syntax.LABELS[i]}": scores[i] for i in found}),
+        "heads": pictures.heat_maps(dict(zip(syntax.DIRECTIONS, accuracy, strict=True)), low=0.0),
+    }
+    if best:
+        figures["relations"] = pictures.bars(
+            dict(list(groups.items())[:_RELATIONS]),
+            intervals,
+            "share of arcs",
+            "the best head for a relation",
+        )
+    numbers = {
+        "labels": {
+            name: {
+                "n": int(counts[i]),
+                "share_of_tokens": float(share[i]),
+                "share_of_attention": float(to_label[i].mean()),
+                "largest_score": float(scores[i].max()) if counts[i] else None,
+            }
+            for i, name in enumerate(syntax.LABELS)
+        },
+        "arcs": len(parsing.sentence),
+        "best": [_as_numbers(each) for each in best],
+        "summary": _lines(labels, best),
+    }
+    arrays = {
+        "to_label": labels.to_label,
+        "share": labels.share,
+        "score": labels.score,
+        "sentence": parsing.sentence,
+        "relation": parsing.relation,
+        "relations": np.array(parsing.relations),
+        "offset": parsing.offset,
+        "right": parsing.right,
+    }
+    return numbers, arrays, figures
+
+
+def _as_numbers(best: syntax.Best) -> dict[str, Any]:
+    published = syntax.PUBLISHED.get(best.relation)
+    return {
+        **best._asdict(),
+        "accuracy": best.accuracy._asdict(),
+        "direction": syntax.DIRECTIONS[best.direction],
+        "published": None if published is None else published._asdict(),
+    }
+
+
+def _lines(labels: syntax.AttentionByLabel, best: list[syntax.Best]) -> list[str]:
+    """What is printed of attention by label, and of the heads for the most frequent relations."""
+    found = []
+    for i, (name, n) in enumerate(zip(syntax.LABELS, labels.counts(), strict=True)):
+        line = f"{name}: in {n:,} sentences"
+        if n:
+            scores = labels.scores()[i]
+            layer, head = np.unravel_index(scores.argmax(), scores.shape)
+            line += f"; {labels.share[i].mean():.1%} of tokens, {labels.to_label[i].mean():.1%} of attention"
+            line += f"; largest score {scores.max():.3f} at {layer + 1}-{head + 1}"
+        found.append(line)
+    for each in best[:_RELATIONS]:
+        accuracy = each.accuracy
+        line = f"{each.relation}: {each.layer + 1}-{each.head + 1} finds {accuracy.mean:.1%} "
+        line += f"({accuracy.low:.1%} to {accuracy.high:.1%}) of {each.arcs:,} arcs, "
+        line += f"{syntax.DIRECTIONS[each.direction]}; offset {each.offset:+d} finds {each.baseline:.1%}"
+        published = syntax.PUBLISHED.get(each.relation)
+        if published is not None:
+            line += f"; published: {published.relation} {published.head} {published.accuracy:.1%}"
+            line += "" if published.offset is None else f" (offset {published.offset:.1%})"
+        found.append(line)
+    if best:
+        n, seed = best[0].accuracy.n, best[0].accuracy.seed
+        found.append(f"heads chosen on one half of the sentences, scored on the other {n:,}; seed {seed}")
+        found.append("published: Clark et al. 2019, bert-base-uncased, other text, labels of another scheme")
+    else:
+        found.append("heads for relations: too few arcs in each half of the sentences")
+    return found
+
+
 _ANALYSES = {
     "attention": _attention,
     "patterns": _patterns,
@@ -281,3 +450,7 @@ _ANALYSES = {
     "effective": _effective,
     "geometry": _geometry,
 }
+# of files that come in words: they get those too
+_OF_WORDS = {"syntax": _syntax, "probe": probe}
+# which files they read; all others read examples
+_READS = {"syntax": ("conllu",), "probe": ("conllu", "edges")}

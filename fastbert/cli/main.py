@@ -309,18 +309,39 @@ def _add_analyze(commands: Any) -> None:
         description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
         "head, and how many can go. change: how a second model differs. effective: the part of attention "
-        "that reaches the output. geometry: how contextual words are. The output directory has numbers "
-        "(.json), arrays (.npz) and pictures (.svg, .png); it appears whole at the end, or not at all.",
+        "that reaches the output. geometry: how contextual words are. syntax: on a treebank, attention by "
+        "part of speech and relation, and which heads find the heads of words. probe: what each layer knows "
+        "of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures (.svg, .png); "
+        "it appears whole at the end, or not at all.",
     )
     add = command.add_argument
-    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry")
-    add("kind", choices=kinds, help="what to compute")
+    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry", "syntax")
+    add("kind", choices=(*kinds, "probe"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
-        required=True,
         metavar="FILE",
-        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"',
+        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"; default: none, which '
+        "syntax and probe alone take",
+    )
+    add("--conllu", metavar="FILE", help="syntax, probe: a treebank in the CoNLL-U format; default: none")
+    add(
+        "--edges",
+        metavar="FILE",
+        help='probe: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: none',
+    )
+    add(
+        "--probe",
+        choices=("edge", "mdl", "control", "structural"),
+        default="edge",
+        help="probe: of labels, by F1, description length or beside a control task; or of trees "
+        "(default edge)",
+    )
+    add(
+        "--label",
+        choices=("upos", "relation"),
+        default="upos",
+        help="probe: what of a treebank is told, of each word (default upos)",
     )
     add("--output", required=True, metavar="DIR", help="is created")
     add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
@@ -343,8 +364,8 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--on-long",
         choices=("truncate", "error"),
-        default="error",
-        help="what to do with a text that is longer than the model reads (default error)",
+        help="what to do with a text that is longer than the model reads (default error; of a treebank such "
+        "sentences are left out)",
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
     add("--seed", type=int, default=0, metavar="N", help="of masks, random orders, resamples (default 0)")

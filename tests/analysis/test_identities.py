@@ -217,6 +217,28 @@ def test_half_precision_is_computed_in_float32():
     close(made.entropy(), rows([torch.special.entr(m).sum(-1) for m in maps(p)]), 1e-4)
 
 
+@biases
+@cases
+@pytest.mark.parametrize("max_bytes", [HEADS * 8 * 48**2, HEADS * 8 * 48**2 * 3, 256 << 20])
+def test_maps_of_some_sequences_at_a_time(max_bytes, bias, causal):
+    """Each sequence once, no more memory than allowed, nothing outside a sequence."""
+    p = of(bias=bias, causal=causal)
+    p = Probabilities(p.q, p.k, p.cu_seqlens, p.max_seqlen, p.scale, p.bias, causal, max_bytes)
+    expected, place = maps(p), 0
+    for first, last, found in p.maps():
+        assert first == place
+        assert found.nbytes <= max_bytes
+        for number in range(first, last):
+            length = LENGTHS[number]
+            each = found[number - first]
+            close(each[:, :length, :length], expected[number])
+            assert each.count_nonzero() == each[:, :length, :length].count_nonzero()
+        place = last
+    assert place == len(LENGTHS)
+    if max_bytes > 1 << 20:
+        assert first == 0
+
+
 def test_maps_too_large_are_refused():
     p = of(bias="shared")
     small = Probabilities(p.q, p.k, p.cu_seqlens, p.max_seqlen, p.scale, p.bias, max_bytes=50_000)

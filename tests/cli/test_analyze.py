@@ -15,6 +15,7 @@ import fastbert
 from fastbert.analysis import results
 from fastbert.cli.main import main
 from tests.support.hf_models import hf_config
+from tests.support.treebank import TREES, conllu
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dog ran to house . , !"
 LINES = ["the cat sat on the mat .", "a dog ran to a house , a cat ran !", "the dog sat", "a mat ."]
@@ -35,13 +36,16 @@ def folder(tmp_path_factory):
         (place / name / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "many.txt").write_text("".join(f"{line} {LINES[3]}\n{line}\n" for line in LINES[:2]))
+    (place / "trees.conllu").write_text(conllu([TREES[1]] * 4))
     rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
 
 def call(folder, kind, model, file, output, *more):
-    arguments = ["analyze", kind, "--model", folder / model, "--input", folder / file, "--output", output]
+    arguments = ["analyze", kind, "--model", folder / model, "--output", output]
+    if file is not None:
+        arguments += ["--conllu" if str(file).endswith(".conllu") else "--input", folder / file]
     return main([*map(str, arguments), "--device", "cpu", *more])
 
 
@@ -53,6 +57,7 @@ CALLS = {
     "change": ("encoder", "lines.txt", [], ["attention", "layers"]),
     "effective": ("encoder", "rows.jsonl", ["--pairs"], ["correlation", "lengths"]),
     "geometry": ("encoder", "many.txt", [], ["layers"]),
+    "syntax": ("encoder", "trees.conllu", [], ["labels", "scores", "heads", "relations"]),
 }
 
 
@@ -123,6 +128,30 @@ def test_one_seed_one_result(folder, tmp_path):
         ("change", "encoder", "lines.txt", [], "--against: change needs the directory of a second model"),
         ("geometry", "encoder", "lines.txt", [], "least: no word is in 5 contexts"),
         ("neurons", "encoder", "lines.txt", [], "invalid choice: 'neurons'"),
+        ("attention", "encoder", None, [], "--input: attention needs a file of examples"),
+        ("attention", "encoder", "trees.conllu", [], "--input: attention needs a file of examples"),
+        ("syntax", "encoder", None, [], "--conllu: syntax needs a treebank in the CoNLL-U format"),
+        ("syntax", "encoder", "lines.txt", [], "--conllu: syntax needs a treebank in the CoNLL-U format"),
+        (
+            "syntax",
+            "encoder",
+            "trees.conllu",
+            ["--input", "lines.txt"],
+            "--input: syntax does not read it; expected --conllu alone",
+        ),
+        (
+            "patterns",
+            "encoder",
+            "lines.txt",
+            ["--conllu", "trees.conllu"],
+            "--conllu: patterns does not read it; expected --input alone",
+        ),
+        ("syntax", "encoder", "nothing.conllu", [], "nothing.conllu"),
+        ("syntax", "encoder", "trees.conllu", ["--pairs"], "--pairs: syntax needs none"),
+        ("syntax", "encoder", "trees.conllu", ["--labels", "class"], "--labels: syntax needs none"),
+        ("syntax", "encoder", "trees.conllu", ["--on-long", "truncate"], "--on-long: a tree is not cut"),
+        ("syntax", "encoder", "trees.conllu", ["--max-examples", "0"], "--max-examples: expected an integer"),
+        ("syntax", "encoder", "trees.conllu", ["--max-examples", "3"], "sentences: expected 4 at least"),
     ],
 )
 def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more, expected):
@@ -140,6 +169,57 @@ def test_a_text_that_is_too_long(folder, tmp_path, capsys):
     more = ("--on-long", "truncate")
     assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out", *more) == 0
     assert json.loads((tmp_path / "out" / "attention.json").read_text())["tokens"] == 4 + 72
+
+
+def test_the_numbers_of_a_treebank(folder, tmp_path, capsys):
+    from fastbert.analysis import syntax
+    from fastbert.analysis.treebank import as_examples, read_conllu
+    from fastbert.sentences.tokenizer import load_tokenizer
+
+    file = tmp_path / "many.conllu"
+    file.write_text(conllu(TREES * 12))
+    assert call(folder, "syntax", "encoder", file, tmp_path / "out", "--seed", "3") == 0
+    said = capsys.readouterr().out
+    numbers = json.loads((tmp_path / "out" / "syntax.json").read_text())
+    arrays = np.load(tmp_path / "out" / "syntax.npz")
+    model = fastbert.AutoModel.from_pretrained(folder / "encoder").eval()
+    sentences = read_conllu(file)
+    examples = as_examples(load_tokenizer(folder / "encoder"), sentences)
+    parsing = syntax.parse(model, examples, sentences)
+    labels = syntax.attention_by_label(model, examples, sentences)
+    np.testing.assert_array_equal(arrays["right"], parsing.right)
+    np.testing.assert_allclose(arrays["score"], labels.score, rtol=1e-5)
+    assert arrays["relations"].tolist() == list(parsing.relations)
+    assert (numbers["left_out"], numbers["conllu"], numbers["n"]) == (0, str(file), 96)
+    assert numbers["arcs"] == len(parsing.sentence)
+    best = parsing.best(seed=3)
+    assert [each["relation"] for each in numbers["best"]] == [each.relation for each in best]
+    assert numbers["best"][0]["accuracy"] == best[0].accuracy._asdict()
+    (det,) = (each for each in numbers["best"] if each["relation"] == "det")
+    assert det["published"] == {"relation": "det", "head": "8-11", "accuracy": 0.943, "offset": 0.517}
+    assert "published: det 8-11 94.3% (offset 51.7%)" in said
+    assert "nouns: in 84 sentences" in said
+    assert "scored on the other 48; seed 3" in said
+    assert numbers["labels"]["nouns"]["share_of_attention"] == pytest.approx(labels.to_label[0].mean())
+
+
+def test_sentences_that_do_not_fit(folder, tmp_path, capsys):
+    """Are left out, and counted; or are an error, if that is asked for."""
+    long = " | ".join(f"the X {i} dep" for i in range(100))
+    file = tmp_path / "long.conllu"
+    file.write_text(conllu([TREES[1], long, *TREES, "a X 2 dep | \u200b X 0 root"]))
+    more = ("--on-long", "error")
+    assert call(folder, "syntax", "encoder", file, tmp_path / "out", *more) == 2
+    assert "sentences[1]: 102 tokens, expected 72 at most: 'the the" in capsys.readouterr().err
+    assert call(folder, "syntax", "encoder", file, tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "syntax of 9 examples" in said
+    assert "sentences left out, too long or with a word of no token: 2" in said
+    numbers = json.loads((tmp_path / "out" / "syntax.json").read_text())
+    assert (numbers["left_out"], numbers["n"]) == (2, 9)
+    file.write_text(conllu([long, long]))
+    assert call(folder, "syntax", "encoder", file, tmp_path / "none") == 2
+    assert "each of its 2 sentences is longer than 72 tokens" in capsys.readouterr().err
 
 
 def test_nothing_is_replaced(folder, tmp_path, capsys):

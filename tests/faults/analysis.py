@@ -10,6 +10,8 @@ _EXAMPLES = "fastbert/analysis/examples.py"
 _MEASURES = "fastbert/analysis/measures.py"
 _INTERVALS = "fastbert/analysis/intervals.py"
 _WALK = "fastbert/analysis/walk.py"
+_TREEBANK = "fastbert/analysis/treebank.py"
+_SYNTAX = "fastbert/analysis/syntax.py"
 
 
 def _fault(name: str, file: str, old: str, new: str) -> Fault:
@@ -223,6 +225,128 @@ FAULTS = (
     ),
     _fault(
         "the model stays in eval mode", _WALK, "            module.training = mode\n", "            pass\n"
+    ),
+    _fault(
+        "the bias of other sequences",
+        _IDENTITIES,
+        "bias = bias[first:last] if bias.shape[0] > 1 else bias",
+        "bias = bias[: last - first] if bias.shape[0] > 1 else bias",
+    ),
+    _fault(
+        "maps of one sequence too many",
+        _IDENTITIES,
+        "if (last + 1 - first) * longer**2 * cell",
+        "if (last - first) * longer**2 * cell",
+    ),
+    _fault(
+        "a circle of heads is a tree",
+        _TREEBANK,
+        "circle = np.flatnonzero(above[1:])",
+        "circle = np.flatnonzero(above[1:] < 0)",
+    ),
+    _fault(
+        "circles are looked for in few steps",
+        _TREEBANK,
+        "for _ in range(count.bit_length()):",
+        "for _ in range(2):",
+    ),
+    _fault("an empty node is a word", _TREEBANK, "[0-9]+[-.][0-9]+", "[0-9]+-[0-9]+"),
+    _fault(
+        "a byte-level word without its space",
+        _TREEBANK,
+        'return step.get("type") == "ByteLevel" or',
+        'return step.get("type") == "None" or',
+    ),
+    _fault(
+        "words of one number in neighbours are one",
+        _TREEBANK,
+        "(words[1:] != words[:-1]) | (example[1:] != example[:-1])",
+        "words[1:] != words[:-1]",
+    ),
+    _fault(
+        "a word ends at its last token",
+        _TREEBANK,
+        "return rows[first], rows[last] + 1",
+        "return rows[first], rows[last]",
+    ),
+    _fault(
+        "subtypes of a relation are others",
+        _SYNTAX,
+        'kind = relation.split(":")[0]',
+        "kind = relation",
+    ),
+    _fault(
+        "a word's own attention is received",
+        _SYNTAX,
+        "own = probabilities.at_offset(0) * self.of_rows",
+        "own = 0.0",
+    ),
+    _fault(
+        "the mean for the largest score",
+        _SYNTAX,
+        'some, "amax")',
+        'some, "mean", include_self=False)',
+    ),
+    _fault(
+        "examples without the label count",
+        _SYNTAX,
+        "return (self.share > 0).sum(1)",
+        "return (self.share >= 0).sum(1)",
+    ),
+    _fault(
+        "attention from tokens is summed, to them averaged",
+        _SYNTAX,
+        "clamp_min(1)[:, None, :, None]",
+        "clamp_min(1)[:, None, None, :]",
+    ),
+    _fault(
+        "a sum for the mean of a word's rows",
+        _SYNTAX,
+        "return sums / pieces.sum(1)",
+        "return sums / pieces.sum(1).clamp_max(1)",
+    ),
+    _fault(
+        "special tokens are of the last word",
+        _SYNTAX,
+        "rows = (inside & (self.words >= 0)).nonzero()[:, 0]",
+        "rows = inside.nonzero()[:, 0]",
+    ),
+    _fault(
+        "a word may be its own head",
+        _SYNTAX,
+        " | (place[:, None] == place)\n",
+        "\n",
+    ),
+    _fault("the directions are changed over", _SYNTAX, "for axis in (-1, -2)]", "for axis in (-2, -1)]"),
+    _fault(
+        "the offset is off by one",
+        _SYNTAX,
+        "offset=heads[arcs] - 1 - word[arcs]",
+        "offset=heads[arcs] - word[arcs]",
+    ),
+    _fault(
+        "the sentences are the batch's",
+        _SYNTAX,
+        "counts[batch.numbers], dependants",
+        "counts[: len(batch)], dependants",
+    ),
+    _fault(
+        "heads are chosen where they are scored",
+        _SYNTAX,
+        "accuracy = self.right[first].mean(0)",
+        "accuracy = self.right[second].mean(0)",
+    ),
+    _fault(
+        "the offset is chosen where it is scored",
+        _SYNTAX,
+        "np.unique(self.offset[first], return_counts=True)",
+        "np.unique(self.offset[second], return_counts=True)",
+    ),
+    _fault(
+        "the interval is of the half that chooses",
+        _SYNTAX,
+        "self.chooses(seed)\n        chooses, scored = half[self.sentence], np.flatnonzero(~half)",
+        "self.chooses(seed)\n        chooses, scored = half[self.sentence], np.flatnonzero(half)",
     ),
 )
 

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import torch
 
+from fastbert.analysis.treebank import Sentence
 from fastbert.models.families import FAMILIES
 from tests.support.model_pairs import build
 
@@ -32,3 +33,10 @@ def maps_of(theirs, examples, number: int) -> list[np.ndarray]:
     with torch.no_grad():
         out = theirs(**inputs_of(theirs, examples, number), output_attentions=True)
     return [layer[0].numpy() for layer in out.attentions]
+
+
+def sentence(words: str, upos: str, heads: list[int], relations: str) -> Sentence:
+    """A sentence of a treebank, from words with spaces between; heads are numbered from 1."""
+    words, upos, relations = (tuple(text.split()) for text in (words, upos, relations))
+    blank = ("_",) * len(words)
+    return Sentence(words, upos, np.array(heads), relations, blank, blank)
