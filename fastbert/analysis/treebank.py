@@ -96,7 +96,8 @@ def _blocks(path: Path) -> Iterator[list[tuple[int, str]]]:
 
 
 def _sentence(path: Path, lines: list[tuple[int, str]]) -> Sentence:
-    rows, numbers = [], []
+    rows: list[list[str]] = []
+    numbers: list[int] = []
     for number, line in lines:
         where = f"{path}, line {number}"
         columns = line.split("\t")

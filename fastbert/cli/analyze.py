@@ -365,7 +365,11 @@ def _syntax(
             {f"to {syntax.LABELS[i]} ({share[i]:.0%} of tokens)": to_label[i] for i in found}
         ),
         "scores": pictures.heat_maps({f"score of {syntax.LABELS[i]}": scores[i] for i in found}),
-        "heads": pictures.heat_maps(dict(zip(syntax.DIRECTIONS, accuracy, strict=True)), low=0.0),
+        "heads": pictures.heat_maps(
+            {f"{name} (all arcs)": accuracy[i] for i, name in enumerate(syntax.DIRECTIONS)},
+            low=0.0,
+            high=float(accuracy.max()),
+        ),
     }
     if best:
         figures["relations"] = pictures.bars(
@@ -435,7 +439,10 @@ def _lines(labels: syntax.AttentionByLabel, best: list[syntax.Best]) -> list[str
     if best:
         n, seed = best[0].accuracy.n, best[0].accuracy.seed
         found.append(f"heads chosen on one half of the sentences, scored on the other {n:,}; seed {seed}")
-        found.append("published: Clark et al. 2019, bert-base-uncased, other text, labels of another scheme")
+        found.append(
+            "published: Clark et al. 2019, bert-base-uncased on the Wall Street Journal with Stanford "
+            "dependencies; the labels here are others, though of the same meaning"
+        )
     else:
         found.append("heads for relations: too few arcs in each half of the sentences")
     return found
