@@ -120,13 +120,13 @@ def ablate(
             kept = _Kept(with_uniform=mode == "uniform")
             labels, numbers = measure.labels_of(batch), batch.numbers
             hidden, inputs_of_layers = _with_inputs(model, batch, kept)
-            base_loss[numbers], base_score[numbers] = _numbers(measure(hidden, batch.inputs, labels))
+            base_loss[numbers], base_score[numbers] = measure.arrays(hidden, batch.inputs, labels)
             for layer in range(layers):
                 for some, hidden, inputs in _variants(
                     model, batch, kept, inputs_of_layers, layer, unit, mode, units, batch_tokens
                 ):
                     repeated = labels.repeat(len(some), *(1,) * (labels.dim() - 1))
-                    found = _numbers(measure(hidden, inputs, repeated))
+                    found = measure.arrays(hidden, inputs, repeated)
                     for values, into in zip(found, (loss, score), strict=True):
                         into[numbers[:, None], layer, some] = values.reshape(len(some), -1).T
     return Ablation(unit, mode, measure.score_name, base_loss, base_score, loss, score)
@@ -216,10 +216,6 @@ def _repeated(sequences: Sequences, batch: Batch, count: int, dtype: torch.dtype
     # its ids are no longer read
     inputs = replace(batch.inputs, packing=replace(packing, batch=packing.batch * count, cu_seqlens=ends))
     return repeated, inputs
-
-
-def _numbers(values: tuple[Tensor, Tensor]) -> tuple[np.ndarray, ...]:
-    return tuple(t.double().cpu().numpy() for t in values)
 
 
 # --- importance ---------------------------------------------------------------------------------------------
@@ -362,5 +358,5 @@ def pruning_curve(
                 gates[torch.from_numpy(order[:count].astype(np.int64))] = 0
                 gates = gates.view(layers, heads).to(batch.sequence.device)
                 hidden = encode(model, batch, gates=gates if count else None)
-                score[point, batch.numbers] = _numbers(measure(hidden, batch.inputs, labels))[1]
+                score[point, batch.numbers] = measure.arrays(hidden, batch.inputs, labels)[1]
     return PruningCurve(order, removed, score, measure.score_name)

@@ -123,6 +123,11 @@ class Measure:
         loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
         return loss, ((logits > 0) == (labels > 0.5)).to(logits.dtype).mean(-1)
 
+    def arrays(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """What a call returns, as float64 on the host."""
+        loss, score = self(hidden, inputs, labels)
+        return loss.double().cpu().numpy(), score.double().cpu().numpy()
+
     def _of_tokens(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
         model = self.model
         at = (labels != IGNORED).nonzero().squeeze(1)

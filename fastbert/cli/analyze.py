@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.analysis import change, effective, geometry, heads, pictures, results
+from fastbert.analysis import change, effective, fixed, geometry, heads, pictures, results
+from fastbert.analysis.annotations import read_patterns
 from fastbert.analysis.attention import PATTERNS, THRESHOLDS, AttentionStatistics, attention_statistics
 from fastbert.analysis.examples import KINDS, Examples, masked, read, tokenized
 from fastbert.cli.usage import UsageError, device_of
@@ -21,6 +22,8 @@ from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.tokenizer import load_tokenizer
 
 RANDOM_ORDERS = 5
+# analyses that measure a loss
+_MEASURED = ("heads", "importance", "fixed")
 # names of arrays: attention to the tokens of each kind
 _TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
 
@@ -47,7 +50,7 @@ def load_model(args: argparse.Namespace) -> PreTrainedModel:
         UsageError: the analysis needs a head, and it has none.
     """
     model = model_of(args.model, args.device)
-    if args.kind in ("heads", "importance") and not isinstance(model, TaskModel):
+    if args.kind in _MEASURED and not isinstance(model, TaskModel):
         raise UsageError(
             f"--model {args.model}: {args.kind} needs a model with a head, whose loss it measures; "
             f"config.json names {type(model).__name__}"
@@ -65,7 +68,7 @@ def model_of(directory: str, device: str | None) -> PreTrainedModel:
 
 def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     """The examples of the input file, with labels where the analysis needs them."""
-    needs_labels = args.kind in ("heads", "importance")
+    needs_labels = args.kind in _MEASURED
     of_words = needs_labels and isinstance(model, BertForMaskedLM)
     if needs_labels and not of_words and args.labels is None:
         raise UsageError(
@@ -73,6 +76,8 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
         )
     if args.labels is not None and not needs_labels:
         raise UsageError(f"--labels: {args.kind} needs none")
+    if args.assignment is not None and args.kind != "fixed":
+        raise UsageError(f"--assignment: {args.kind} takes none")
     if args.max_examples < 1:
         raise UsageError(f"--max-examples: expected an integer >= 1, got {args.max_examples}")
     found = read(args.input, pairs=args.pairs, labels=None if of_words else args.labels)
@@ -200,6 +205,51 @@ def _importance(args: argparse.Namespace, model: PreTrainedModel, examples: Exam
     return numbers, arrays, figures
 
 
+def _fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    assignment = None
+    if args.assignment is not None:
+        shape = len(model.base_model.layers()), model.config.num_attention_heads
+        named = read_patterns(args.assignment, fixed.NAMES, dict(zip(("layer", "head"), shape, strict=True)))
+        assignment = np.zeros(shape, np.int8)
+        assignment[named["layer"], named["head"]] = named["pattern"]
+    found = fixed.fixed_heads(model, examples, assignment, batch_tokens=args.batch_tokens)
+    title = f"{found.count} of {found.assignment.size} heads"
+    counts = found.counts()
+    given = ", ".join(f"{name} {count}" for name, count in counts.items() if count and name != "learned")
+    summary = [
+        f"{title} attend by a pattern{': ' + given if given else ''}",
+        f"{found.score_name} of the whole model {found.base_score.mean():.4f}",
+    ]
+    numbers: dict[str, Any] = {
+        "score": found.score_name,
+        "base_score": float(found.base_score.mean()),
+        "base_loss": float(found.base_loss.mean()),
+        "counts": counts,
+        "names": list(fixed.NAMES),
+        "summary": summary,
+    }
+    shown = {}
+    for key, name in (("patterns", "with the patterns"), ("zero", "with those heads at 0")):
+        zero = key == "zero"
+        score, loss = found.score_change(zero=zero), found.loss_change(zero=zero)
+        numbers[key] = {"score_change": score, "loss_change": loss}
+        line, shown[name] = f"{name}: {found.score_name} {score:+.4f}", (score, score, score)
+        if len(found.score) > 1:
+            interval = found.interval(zero=zero, seed=args.seed)
+            shown[name] = interval[:3]
+            numbers[key] |= {"interval": interval[1:3], "p": found.p_value(zero=zero, seed=args.seed)}
+            line += f" (95%: {interval.low:+.4f} to {interval.high:+.4f})"
+        summary.append(f"{line}, loss {loss:+.4f}")
+    figures = {
+        "assignment": pictures.classes(
+            found.assignment, fixed.NAMES, "each head's pattern", pictures.MORE_COLORS
+        ),
+        "change": pictures.bars(shown, f"change of {found.score_name}", f"{title} fixed"),
+    }
+    arrays = {name: value for name, value in vars(found).items() if isinstance(value, np.ndarray)}
+    return numbers, arrays, figures
+
+
 def _change(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
     if args.against is None:
         raise UsageError("--against: change needs the directory of a second model")
@@ -277,6 +327,7 @@ _ANALYSES = {
     "patterns": _patterns,
     "heads": _heads,
     "importance": _importance,
+    "fixed": _fixed,
     "change": _change,
     "effective": _effective,
     "geometry": _geometry,

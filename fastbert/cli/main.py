@@ -308,12 +308,13 @@ def _add_analyze(commands: Any) -> None:
         help="what the heads of a model do on a text",
         description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
-        "head, and how many can go. change: how a second model differs. effective: the part of attention "
-        "that reaches the output. geometry: how contextual words are. The output directory has numbers "
-        "(.json), arrays (.npz) and pictures (.svg, .png); it appears whole at the end, or not at all.",
+        "head, and how many can go. fixed: loss and score with heads that attend by fixed patterns. change: "
+        "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
+        "contextual words are. The output directory has numbers (.json), arrays (.npz) and pictures (.svg, "
+        ".png); it appears whole at the end, or not at all.",
     )
     add = command.add_argument
-    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry")
+    kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
     add("kind", choices=kinds, help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
@@ -338,6 +339,12 @@ def _add_analyze(commands: Any) -> None:
         default="zero",
         help="heads: its output is 0, or that of looking at all tokens alike, or a "
         "layer is left out (default zero)",
+    )
+    add(
+        "--assignment",
+        metavar="FILE",
+        help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern that '
+        "each head comes nearest to",
     )
     add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
     add(

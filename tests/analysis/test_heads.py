@@ -16,7 +16,7 @@ from fastbert.analysis.heads import PruningCurve, ablate, importance, pruning_cu
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import batches, encode
 from fastbert.runtime import dispatch
-from tests.support.analysis import both, inputs_of
+from tests.support.analysis import both, inputs_of, losses
 from tests.support.hf_models import FAMILY_NAMES
 
 HEADS = 3
@@ -31,18 +31,6 @@ def labelled(pairs):
 @pytest.fixture
 def of_words(texts):
     return masked(texts, 4, share=0.4, seed=1)
-
-
-def losses(model, examples, **kwargs):
-    """The loss of each example, by the model's own forward on one padded sequence."""
-    found = []
-    for number in range(len(examples)):
-        start, end = examples.starts[number : number + 2]
-        inputs = inputs_of(model, examples, number)
-        labels = examples.labels[start:end][None] if examples.labels_tokens else examples.labels[[number]]
-        with torch.no_grad():
-            found.append(model(**inputs, labels=torch.from_numpy(labels), **kwargs).loss.item())
-    return np.array(found)
 
 
 def without_head(theirs, family, layer, head):

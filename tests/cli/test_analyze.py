@@ -50,6 +50,7 @@ CALLS = {
     "patterns": ("classes", "rows.jsonl", ["--pairs"], ["shares", "commonest"]),
     "heads": ("classes", "rows.jsonl", ["--labels", "class", "--unit", "all-but-one"], ["score", "loss"]),
     "importance": ("words", "lines.txt", ["--seed", "3"], ["importance", "pruning"]),
+    "fixed": ("classes", "rows.jsonl", ["--labels", "class"], ["assignment", "change"]),
     "change": ("encoder", "lines.txt", [], ["attention", "layers"]),
     "effective": ("encoder", "rows.jsonl", ["--pairs"], ["correlation", "lengths"]),
     "geometry": ("encoder", "many.txt", [], ["layers"]),
@@ -100,10 +101,42 @@ def test_one_seed_one_result(folder, tmp_path):
         assert clean[0] == clean[1]
 
 
+def test_an_assignment_of_ones_own(folder, tmp_path, capsys):
+    from fastbert.analysis.examples import read, tokenized
+    from fastbert.analysis.fixed import NAMES, PREVIOUS, SEPARATORS, fixed_heads
+    from fastbert.sentences.tokenizer import load_tokenizer
+
+    rows = [{"layer": 0, "head": 2, "pattern": "previous"}, {"layer": 2, "head": 1, "pattern": "separators"}]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--pairs", "--labels", "class", "--assignment", str(tmp_path / "mine.jsonl"))
+    assert call(folder, "fixed", "classes", "rows.jsonl", tmp_path / "out", *more) == 0
+    assert "2 of 9 heads attend by a pattern: previous 1, separators 1" in capsys.readouterr().out
+    arrays = np.load(tmp_path / "out" / "fixed.npz")
+    assignment = np.zeros((3, 3), np.int8)
+    assignment[0, 2], assignment[2, 1] = PREVIOUS, SEPARATORS
+    assert np.array_equal(arrays["assignment"], assignment)
+    model = fastbert.AutoModelForSequenceClassification.from_pretrained(folder / "classes").eval()
+    examples = tokenized(
+        load_tokenizer(folder / "classes"), **read(folder / "rows.jsonl", pairs=True, labels="class")
+    )
+    found = fixed_heads(model, examples, assignment)
+    np.testing.assert_allclose(arrays["loss"], found.loss, rtol=1e-5)
+    numbers = json.loads((tmp_path / "out" / "fixed.json").read_text())
+    assert numbers["names"] == list(NAMES)
+    assert numbers["patterns"]["loss_change"] == pytest.approx(found.loss_change(), rel=1e-4, abs=1e-6)
+    assert numbers["zero"]["score_change"] == pytest.approx(found.score_change(zero=True))
+    assert numbers["patterns"]["interval"] == pytest.approx(found.interval()[1:3])
+    (tmp_path / "bad.jsonl").write_text(json.dumps(rows[0] | {"pattern": "diagonal"}) + "\n")
+    more = (*more[:-1], str(tmp_path / "bad.jsonl"))
+    assert call(folder, "fixed", "classes", "rows.jsonl", tmp_path / "bad", *more) == 2
+    assert "bad.jsonl, line 1: pattern: expected one of learned, current," in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "model", "file", "more", "expected"),
     [
         ("heads", "encoder", "lines.txt", [], r"--model .*encoder: heads needs a model with a head"),
+        ("attention", "encoder", "lines.txt", ["--assignment", "a"], "--assignment: attention takes none"),
         ("heads", "classes", "rows.jsonl", [], r"--labels: heads of BertForSequenceClassification needs"),
         ("attention", "encoder", "rows.jsonl", ["--labels", "class"], "--labels: attention needs none"),
         (
@@ -167,3 +200,5 @@ def test_one_example(folder, tmp_path, capsys):
     more = ("--labels", "class", "--max-examples", "1")
     assert call(folder, "heads", "classes", "rows.jsonl", tmp_path / "out", *more) == 0
     assert "significant" not in json.loads((tmp_path / "out" / "heads.json").read_text())
+    assert call(folder, "fixed", "classes", "rows.jsonl", tmp_path / "fixed", *more) == 0
+    assert "interval" not in json.loads((tmp_path / "fixed" / "fixed.json").read_text())["patterns"]

@@ -8,6 +8,8 @@ _ATTENTION = "fastbert/analysis/attention.py"
 _HEADS = "fastbert/analysis/heads.py"
 _EXAMPLES = "fastbert/analysis/examples.py"
 _MEASURES = "fastbert/analysis/measures.py"
+_FIXED = "fastbert/analysis/fixed.py"
+_ANNOTATIONS = "fastbert/analysis/annotations.py"
 _INTERVALS = "fastbert/analysis/intervals.py"
 _WALK = "fastbert/analysis/walk.py"
 
@@ -202,6 +204,86 @@ FAULTS = (
         _MEASURES,
         "self.examples.labels[batch.numbers]",
         "self.examples.labels[: len(batch)]",
+    ),
+    _fault(
+        "the previous token is another sequence's",
+        _FIXED,
+        "torch.maximum(rows - 1, first)",
+        "(rows - 1).clamp_min(0)",
+    ),
+    _fault(
+        "the next token is another sequence's",
+        _FIXED,
+        "torch.minimum(rows + 1, last)",
+        "(rows + 1).clamp_max(total - 1)",
+    ),
+    _fault("left context with the previous token", _FIXED, "rows - 2, first", "rows - 1, first"),
+    _fault("weights of squares", _FIXED, "_column(place**3, v)", "_column(place**2, v)"),
+    _fault(
+        "running means of the whole batch",
+        _FIXED,
+        "torch.cat([part.cumsum(0) for part in weighted.split(lengths)])",
+        "weighted.cumsum(0)",
+    ),
+    _fault(
+        "running means in the values' dtype",
+        _FIXED,
+        "weighted = v.double() * _column(place**3, v)",
+        "weighted = v * _column(place**3, v).to(v.dtype)",
+    ),
+    _fault(
+        "right context is not turned back",
+        _FIXED,
+        "return found.index_select(0, mirror) if mirrored else found",
+        "return found",
+    ),
+    _fault(
+        "the start is the end",
+        _FIXED,
+        "mirrored = pattern in (RIGHT_CONTEXT, START)",
+        "mirrored = pattern == RIGHT_CONTEXT",
+    ),
+    _fault(
+        "no separator, no attention",
+        _FIXED,
+        "torch.where(_column(number[sequence] > 0, v), means[sequence], v)",
+        "means[sequence]",
+    ),
+    _fault(
+        "values of the layer before",
+        _FIXED,
+        "        self._values = v\n        return q",
+        "        self._values = self._values if layer else v\n        return q",
+    ),
+    _fault(
+        "a causal model looks ahead",
+        _FIXED,
+        "if sequences.causal and ahead:",
+        "if sequences.causal and False:",
+    ),
+    _fault(
+        "previous for current",
+        _FIXED,
+        "np.array([CURRENT, PREVIOUS, NEXT])",
+        "np.array([PREVIOUS, CURRENT, NEXT])",
+    ),
+    _fault(
+        "any vertical head gets a pattern",
+        _FIXED,
+        "(classes == VERTICAL) & (special.max(0) >= thresholds.vertical)",
+        "classes == VERTICAL",
+    ),
+    _fault(
+        "heads at 0 are the others",
+        _FIXED,
+        "from_numpy(assignment == LEARNED)",
+        "from_numpy(assignment != LEARNED)",
+    ),
+    _fault(
+        "a head is named twice",
+        _ANNOTATIONS,
+        "if first != number:",
+        "if first > number:",
     ),
     _fault(
         "resamples without replacement",

@@ -27,6 +27,18 @@ def inputs_of(model, examples, number: int) -> dict[str, torch.Tensor]:
     return inputs
 
 
+def losses(model, examples, **kwargs):
+    """The loss of each example, by the model's own forward on one padded sequence."""
+    found = []
+    for number in range(len(examples)):
+        start, end = examples.starts[number : number + 2]
+        inputs = inputs_of(model, examples, number)
+        labels = examples.labels[start:end][None] if examples.labels_tokens else examples.labels[[number]]
+        with torch.no_grad():
+            found.append(model(**inputs, labels=torch.from_numpy(labels), **kwargs).loss.item())
+    return np.array(found)
+
+
 def maps_of(theirs, examples, number: int) -> list[np.ndarray]:
     """transformers' attention maps of one example, (nheads, length, length) per layer."""
     with torch.no_grad():
