@@ -46,7 +46,7 @@ from fastbert.analysis.attention import (
 from fastbert.analysis.examples import FIRST, SEPARATOR, Examples
 from fastbert.analysis.intervals import Interval, mean_interval, paired_p
 from fastbert.analysis.measures import Measure
-from fastbert.analysis.walk import BATCH_TOKENS, at_rest, batches, encode
+from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
 from fastbert.layers.encoder import Sequences
 from fastbert.layers.packing import positions_of
 from fastbert.layers.taps import Taps
@@ -237,7 +237,9 @@ def fitting(statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS
 
 @dataclass(frozen=True)
 class FixedHeads:
-    """Every example's loss and score with heads that attend by fixed patterns.
+    """Every case's loss and score with heads that attend by fixed patterns.
+
+    A case is an example, or a pair of them for an encoder without a head; see `fastbert.analysis.measures`.
 
     Attributes:
         assignment: (layers, nheads) int8, indices into `NAMES`.
@@ -295,21 +297,23 @@ def fixed_heads(
     examples: Examples,
     assignment: np.ndarray | None = None,
     *,
+    pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> FixedHeads:
-    """Every example's loss and score with some heads fixed, beside those of the whole model.
+    """Every case's loss and score with some heads fixed, beside those of the whole model.
 
     Args:
-        model: with a head that `Measure` knows; it runs in eval mode and is not changed.
-        examples: labelled.
+        model: one that `Measure` knows; it runs in eval mode and is not changed.
+        examples: labelled, or pairs.
         assignment: (layers, nheads), indices into `NAMES`; None: as `fitting` says of these examples, where
             heads of a causal model that would look ahead stay learned.
+        pooling: of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    measure = Measure.of(model, examples)
+    measure = Measure.of(model, examples, pooling)
     shape = len(model.base_model.layers()), model.config.num_attention_heads
     causal = bool(model.config.is_decoder)
     if assignment is None:
@@ -318,17 +322,16 @@ def fixed_heads(
             assignment = np.where(np.isin(assignment, BACKWARD), assignment, LEARNED)
     assignment = check_assignment(assignment, shape)
     found = {
-        f"{which}{what}": np.zeros(len(examples))
+        f"{which}{what}": np.zeros(len(measure))
         for which in ("base_", "", "zero_")
         for what in ("loss", "score")
     }
     kept = torch.from_numpy(assignment == LEARNED).float().to(model.device)
     with at_rest(model), torch.inference_mode():
-        for batch in batches(model, examples, batch_tokens):
-            labels = measure.labels_of(batch)
+        for batch, numbers, labels in measure.batches(batch_tokens):
             taps = FixedPatterns(assignment, batch.on_device(examples.kinds) == SEPARATOR)
             for which, how in (("base_", {}), ("", {"taps": taps}), ("zero_", {"gates": kept})):
                 loss, score = measure.arrays(encode(model, batch, **how), batch.inputs, labels)
-                found[f"{which}loss"][batch.numbers] = loss
-                found[f"{which}score"][batch.numbers] = score
+                found[f"{which}loss"][numbers] = loss
+                found[f"{which}score"][numbers] = score
     return FixedHeads(assignment, measure.score_name, **found)

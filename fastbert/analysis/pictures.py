@@ -26,7 +26,7 @@ def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[viz]'") from error
+        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[analysis]'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -321,12 +321,22 @@ def _add_analyze(commands: Any) -> None:
         "--input",
         required=True,
         metavar="FILE",
-        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"',
+        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or as SQuAD\'s with a '
+        '"question" and a "context"',
     )
     add("--output", required=True, metavar="DIR", help="is created")
     add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
-    add("--pairs", action="store_true", help='pairs of texts, with a tab between or as "pair"')
-    add("--labels", metavar="KEY", help="of the labels in a .jsonl file, for a classifier; default: none")
+    add(
+        "--pairs",
+        action="store_true",
+        help='pairs of texts, with a tab between or as "pair"; an encoder without a head reads each alone',
+    )
+    add(
+        "--labels",
+        metavar="KEY",
+        help="heads, importance, fixed: key of the labels in a .jsonl file. A class; for an encoder without "
+        "a head the cosine of a pair (default none); for question answering as SQuAD's (default answers)",
+    )
     add(
         "--unit",
         choices=("head", "all-but-one", "layer"),
@@ -339,6 +349,12 @@ def _add_analyze(commands: Any) -> None:
         default="zero",
         help="heads: its output is 0, or that of looking at all tokens alike, or a "
         "layer is left out (default zero)",
+    )
+    add(
+        "--annotations",
+        metavar="FILE",
+        help='patterns: your labels, JSON lines {"example": 0, "layer": 0, "head": 3, "pattern": "block"}, '
+        "to which a classifier is fitted; default: thresholds",
     )
     add(
         "--assignment",
