@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 # one colour a pattern, also for those who do not see red beside green
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
+# for more classes, of which the first is that of heads as they are
+MORE_COLORS = (
+    *("#bbbbbb", "#332288", "#4477aa", "#66ccee", "#228833", "#44aa99"),
+    *("#ccbb44", "#999933", "#ee6677", "#aa3377"),
+)
 
 
 def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[viz]'") from error
+        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[analysis]'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -74,21 +79,21 @@ def heat_maps(
     return figure
 
 
-def classes(found: np.ndarray, names: Sequence[str], title: str) -> Figure:
+def classes(found: np.ndarray, names: Sequence[str], title: str, colors: Sequence[str] = COLORS) -> Figure:
     """A square per head in the colour of its class: (layers, nheads) of indices into `names`."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     figure = _figure(2.6 + 0.25 * found.shape[1], 1.4 + 0.25 * found.shape[0])
     axes = figure.subplots()
-    colours = ListedColormap(COLORS[: len(names)])
+    colours = ListedColormap(colors[: len(names)])
     axes.imshow(found, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, aspect="equal")
     axes.set_xticks(np.arange(-0.5, found.shape[1]), minor=True)
     axes.set_yticks(np.arange(-0.5, found.shape[0]), minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
     axes.tick_params(which="minor", length=0)
     _grid(axes, found.shape, title)
-    patches = [Patch(color=COLORS[i], label=name) for i, name in enumerate(names)]
+    patches = [Patch(color=colors[i], label=name) for i, name in enumerate(names)]
     figure.legend(handles=patches, loc="outside right center", fontsize=7, frameon=False)
     return figure
 
@@ -111,6 +116,20 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str) -> Figur
     axes.tick_params(labelsize=8)
     axes.set_title(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
+    return figure
+
+
+def intervals(values: Mapping[str, tuple[float, float, float]], xlabel: str, title: str) -> Figure:
+    """A bar per name with its interval: (value, low, high)."""
+    figure = _figure(5.2, 1.1 + 0.4 * len(values))
+    axes = figure.subplots()
+    found = np.array(list(values.values()))
+    ends = np.abs(found[:, 1:] - found[:, :1]).T
+    axes.barh(list(values), found[:, 0], xerr=ends, color=COLORS[0], ecolor="#333333", capsize=3)
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_title(title, fontsize=9)
     return figure
 
 

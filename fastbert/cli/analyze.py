@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.analysis import change, effective, geometry, heads, pictures, results, syntax
-from fastbert.analysis.attention import PATTERNS, THRESHOLDS, AttentionStatistics, attention_statistics
-from fastbert.analysis.examples import KINDS, Examples, masked, read, tokenized
+from fastbert.analysis import annotations, change, effective, fixed, geometry, heads, pictures, results, syntax
+from fastbert.analysis.attention import (
+    PATTERNS,
+    THRESHOLDS,
+    AttentionStatistics,
+    attention_statistics,
+    commonest_of,
+    shares_of,
+)
+from fastbert.analysis.examples import KINDS, Examples, masked, paired, read, spans_of, tokenized
 from fastbert.analysis.targets import LabelledText, read_edges
 from fastbert.analysis.treebank import Sentence, as_examples, fitting, read_conllu
 from fastbert.cli.analyses.probe import probe
@@ -20,12 +27,18 @@ from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.task_model import TaskModel
+from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.tokenizer import load_tokenizer
 
 RANDOM_ORDERS = 5
 # most relations that are printed and drawn
 _RELATIONS = 12
+# analyses that measure a loss
+_MEASURED = ("heads", "importance", "fixed")
+# options of one analysis -> which
+_OWN = {"assignment": "fixed", "annotations": "patterns"}
 # names of arrays: attention to the tokens of each kind
 _TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
 # options that name a file to analyze -> what is in it
@@ -40,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
     """Compute, save and print; returns the exit status."""
     output = results.check_free(args.output)
     file = file_of(args)
-    model = load_model(args)
+    for option, kind in _OWN.items():
+        if getattr(args, option) is not None and args.kind != kind:
+            raise UsageError(f"--{option}: {args.kind} takes none")
+    model = model_of(args.model, args.device)
     options = {"kind": args.kind, "seed": args.seed, file: str(getattr(args, file))}
     if args.kind in _OF_WORDS:
         texts, examples, options["left_out"] = load_words(args, model)
@@ -78,46 +94,71 @@ def file_of(args: argparse.Namespace) -> str:
     return given[0]
 
 
-def load_model(args: argparse.Namespace) -> PreTrainedModel:
-    """The model of --model.
-
-    Raises:
-        UsageError: the analysis needs a head, and it has none.
-    """
-    model = model_of(args.model, args.device)
-    if args.kind in ("heads", "importance") and not isinstance(model, TaskModel):
-        raise UsageError(
-            f"--model {args.model}: {args.kind} needs a model with a head, whose loss it measures; "
-            f"config.json names {type(model).__name__}"
-        )
-    return model
-
-
 def model_of(directory: str, device: str | None) -> PreTrainedModel:
     """The model of a directory, with the head that its config names, else the encoder; in eval mode."""
     config = EncoderConfig.from_pretrained(directory)
     named = (config.get("architectures") or [""])[0]
-    cls = class_of(config.family, named.removeprefix(config.family.class_prefix)) or AutoModel
-    return cls.from_pretrained(directory, dtype="auto", device=device_of(device)).eval()
+    cls = class_of(config.family, named.removeprefix(config.family.class_prefix))
+    options: dict[str, Any] = {}
+    if cls is None or not issubclass(cls, TaskModel):
+        # no analysis reads the pooler, and a sentence encoder's directory may have none
+        cls, options = AutoModel, {"add_pooling_layer": False}
+    return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
 
 
 def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     """The examples of the input file, with labels where the analysis needs them."""
-    needs_labels = args.kind in ("heads", "importance")
-    of_words = needs_labels and isinstance(model, BertForMaskedLM)
-    if needs_labels and not of_words and args.labels is None:
+    measured, name = args.kind in _MEASURED, type(model).__name__
+    of_words, of_answers = (
+        measured and isinstance(model, head) for head in (BertForMaskedLM, BertForQuestionAnswering)
+    )
+    of_vectors = measured and not isinstance(model, TaskModel)
+    if of_vectors and not args.pairs:
         raise UsageError(
-            f"--labels: {args.kind} of {type(model).__name__} needs the key of the labels in {args.input}"
+            f"--model {args.model}: {args.kind} of {name}, which has no head, measures the cosine of two "
+            "texts; expected --pairs"
         )
-    if args.labels is not None and not needs_labels:
+    if measured and not (of_words or of_answers or of_vectors) and args.labels is None:
+        raise UsageError(f"--labels: {args.kind} of {name} needs the key of the labels in {args.input}")
+    if args.labels is not None and not measured:
         raise UsageError(f"--labels: {args.kind} needs none")
     _check_most(args)
-    found = read(args.input, pairs=args.pairs, labels=None if of_words else args.labels)
+    labels = None if of_words else (args.labels or "answers") if of_answers else args.labels
+    found = read(args.input, pairs=args.pairs or of_answers, labels=labels)
     found = {name: values[: args.max_examples] for name, values in found.items()}
+    if of_answers:
+        found["answers"] = spans_of(found.pop("labels"), found["pairs"])
     tokenizer = load_tokenizer(args.model)
     max_length = model.config.max_tokens if args.on_long == "truncate" else None
+    if of_vectors:
+        return _pairs(args, tokenizer, found, max_length)
     examples = tokenized(tokenizer, **found, max_length=max_length)
     return masked(examples, _mask_id(tokenizer, args.model), seed=args.seed) if of_words else examples
+
+
+def _pairs(
+    args: argparse.Namespace, tokenizer: Tokenizer, found: dict[str, list], max_length: int | None
+) -> Examples:
+    """Pairs for an encoder without a head, as a directory of sentence-transformers wants its texts."""
+    settings = sentence_settings(args.model)
+    for name in ("texts", "pairs"):
+        texts = [(settings.prompt + text).strip() for text in found[name]]
+        found[name] = [text.lower() for text in texts] if settings.lower_case else texts
+    most = settings.max_length
+    if max_length is not None and most is not None:
+        max_length = min(max_length, most)
+    examples = paired(tokenizer, **found, max_length=max_length)
+    if most is not None and examples.lengths.max() > most:
+        number = int(np.argmax(examples.lengths > most))
+        raise UsageError(
+            f"examples[{number}]: {examples.lengths[number]} tokens; the encoder reads at most {most}"
+        )
+    return examples
+
+
+def _pooling(args: argparse.Namespace, model: PreTrainedModel) -> str | None:
+    """How an encoder without a head makes its vectors; None for one with a head."""
+    return None if isinstance(model, TaskModel) else sentence_settings(args.model).pooling
 
 
 def load_words(
@@ -189,23 +230,50 @@ def _attention(args: argparse.Namespace, model: PreTrainedModel, examples: Examp
 
 
 def _patterns(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    labels = None
+    if args.annotations is not None:
+        shape = len(examples), len(model.base_model.layers()), model.config.num_attention_heads
+        limits = dict(zip(("example", "layer", "head"), shape, strict=True))
+        labels = annotations.read_patterns(args.annotations, PATTERNS, limits)
+        annotations.check_labels(labels)
     found: AttentionStatistics = attention_statistics(model, examples, batch_tokens=args.batch_tokens)
-    shares = found.shares()
+    arrays = found.features()
+    numbers: dict[str, Any] = {}
+    if labels is None:
+        kinds, summary = found.patterns(), []
+        numbers["thresholds"] = THRESHOLDS._asdict()
+    else:
+        fitted = annotations.fit(found, labels, seed=args.seed)
+        kinds = fitted.patterns(found)
+        numbers["annotations"] = {
+            "file": str(args.annotations),
+            "counts": fitted.counts,
+            "folds": fitted.folds,
+            "macro_f1": fitted.macro_f1,
+            "published_f1": annotations.PUBLISHED_F1,
+        }
+        arrays |= {"classes": fitted.classes, "weights": fitted.weights, "bias": fitted.bias}
+        labelled = sum(fitted.counts.values())
+        summary = [
+            f"macro-F1 {fitted.macro_f1:.2f} over {fitted.folds} folds of {labelled} labelled maps; "
+            f"published for a network on maps of its own: {annotations.PUBLISHED_F1}"
+        ]
+    shares, commonest = shares_of(kinds), commonest_of(kinds)
     figures = {
         "shares": pictures.stacked_bars({Path(args.input).stem: shares}, "patterns of attention"),
-        "commonest": pictures.classes(found.commonest(), PATTERNS, "each head's commonest pattern"),
+        "commonest": pictures.classes(commonest, PATTERNS, "each head's commonest pattern"),
     }
-    numbers = {
-        "shares": shares,
-        "thresholds": THRESHOLDS._asdict(),
-        "summary": [f"{name}: {share:.1%}" for name, share in shares.items()],
-    }
-    arrays = {"patterns": found.patterns(), "commonest": found.commonest(), **found.features()}
+    summary += [f"{name}: {share:.1%}" for name, share in shares.items()]
+    numbers |= {"shares": shares, "summary": summary}
+    arrays |= {"patterns": kinds, "commonest": commonest}
     return numbers, arrays, figures
 
 
 def _heads(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
-    found = heads.ablate(model, examples, unit=args.unit, mode=args.mode, batch_tokens=args.batch_tokens)
+    pooling = _pooling(args, model)
+    found = heads.ablate(
+        model, examples, unit=args.unit, mode=args.mode, pooling=pooling, batch_tokens=args.batch_tokens
+    )
     title = f"{found.score_name} without {'all but the' if args.unit == 'all-but-one' else 'the'} "
     title += "layer" if args.unit == "layer" else "head"
     figures = {
@@ -224,29 +292,29 @@ def _heads(args: argparse.Namespace, model: PreTrainedModel, examples: Examples)
     numbers: dict[str, Any] = {
         "unit": args.unit,
         "mode": args.mode,
+        "pooling": pooling,
+        "cases": len(found.base_score),
         "score": found.score_name,
         "base_score": float(found.base_score.mean()),
         "base_loss": float(found.base_loss.mean()),
         "summary": summary,
     }
     arrays = {name: getattr(found, name) for name in ("base_loss", "base_score", "loss", "score")}
-    if len(examples) > 1:
+    if len(found.base_score) > 1:
         arrays["p"] = found.p_values(seed=args.seed)
         numbers["significant"] = int((arrays["p"] < 0.01).sum())
     return numbers, arrays, figures
 
 
 def _importance(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
-    found = heads.importance(model, examples, batch_tokens=args.batch_tokens)
+    how = {"pooling": _pooling(args, model), "batch_tokens": args.batch_tokens}
+    found = heads.importance(model, examples, **how)
     values = found.values()
     count = values.size
     draw = np.random.default_rng(args.seed)
     orders = {"by importance": found.order()}
     orders |= {f"random {i + 1}": draw.permutation(count) for i in range(RANDOM_ORDERS)}
-    made = {
-        name: heads.pruning_curve(model, examples, order, batch_tokens=args.batch_tokens)
-        for name, order in orders.items()
-    }
+    made = {name: heads.pruning_curve(model, examples, order, **how) for name, order in orders.items()}
     lines = {name: (curve.removed / count, curve.score.mean(1)) for name, curve in made.items()}
     score_name = made["by importance"].score_name
     figures = {
@@ -258,7 +326,8 @@ def _importance(args: argparse.Namespace, model: PreTrainedModel, examples: Exam
     layer, head = np.unravel_index(values.argmax(), values.shape)
     summary = [f"most important: {layer + 1}-{head + 1}, {values.max():.4g}"]
     numbers: dict[str, Any] = {"score": score_name, "summary": summary}
-    if len(examples) > 1:
+    numbers |= {"pooling": how["pooling"], "cases": len(found.derivatives)}
+    if len(found.derivatives) > 1:
         removable = made["by importance"].removable(seed=args.seed)
         numbers["removable"] = removable
         summary.append(f"{removable} of {count} heads can go before the {score_name} drops (p < 0.01)")
@@ -266,6 +335,55 @@ def _importance(args: argparse.Namespace, model: PreTrainedModel, examples: Exam
     arrays |= {f"order, {name}": curve.order for name, curve in made.items()}
     arrays |= {f"score, {name}": curve.score for name, curve in made.items()}
     arrays["removed"] = made["by importance"].removed
+    return numbers, arrays, figures
+
+
+def _fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict, ...]:
+    assignment = None
+    if args.assignment is not None:
+        shape = len(model.base_model.layers()), model.config.num_attention_heads
+        limits = dict(zip(("layer", "head"), shape, strict=True))
+        named = annotations.read_patterns(args.assignment, fixed.NAMES, limits)
+        assignment = np.zeros(shape, np.int8)
+        assignment[named["layer"], named["head"]] = named["pattern"]
+    pooling = _pooling(args, model)
+    found = fixed.fixed_heads(model, examples, assignment, pooling=pooling, batch_tokens=args.batch_tokens)
+    title = f"{found.count} of {found.assignment.size} heads"
+    counts = found.counts()
+    given = ", ".join(f"{name} {count}" for name, count in counts.items() if count and name != "learned")
+    summary = [
+        f"{title} attend by a pattern{': ' + given if given else ''}",
+        f"{found.score_name} of the whole model {found.base_score.mean():.4f}",
+    ]
+    numbers: dict[str, Any] = {
+        "pooling": pooling,
+        "cases": len(found.base_score),
+        "score": found.score_name,
+        "base_score": float(found.base_score.mean()),
+        "base_loss": float(found.base_loss.mean()),
+        "counts": counts,
+        "names": list(fixed.NAMES),
+        "summary": summary,
+    }
+    shown = {}
+    for key, name in (("patterns", "with the patterns"), ("zero", "with those heads at 0")):
+        zero = key == "zero"
+        score, loss = found.score_change(zero=zero), found.loss_change(zero=zero)
+        numbers[key] = {"score_change": score, "loss_change": loss}
+        line, shown[name] = f"{name}: {found.score_name} {score:+.4f}", (score, score, score)
+        if len(found.score) > 1:
+            interval = found.interval(zero=zero, seed=args.seed)
+            shown[name] = interval[:3]
+            numbers[key] |= {"interval": interval[1:3], "p": found.p_value(zero=zero, seed=args.seed)}
+            line += f" (95%: {interval.low:+.4f} to {interval.high:+.4f})"
+        summary.append(f"{line}, loss {loss:+.4f}")
+    figures = {
+        "assignment": pictures.classes(
+            found.assignment, fixed.NAMES, "each head's pattern", pictures.MORE_COLORS
+        ),
+        "change": pictures.intervals(shown, f"change of {found.score_name}", f"{title} fixed"),
+    }
+    arrays = {name: value for name, value in vars(found).items() if isinstance(value, np.ndarray)}
     return numbers, arrays, figures
 
 
@@ -453,6 +571,7 @@ _ANALYSES = {
     "patterns": _patterns,
     "heads": _heads,
     "importance": _importance,
+    "fixed": _fixed,
     "change": _change,
     "effective": _effective,
     "geometry": _geometry,

@@ -308,21 +308,22 @@ def _add_analyze(commands: Any) -> None:
         help="what the heads of a model do on a text",
         description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
-        "head, and how many can go. change: how a second model differs. effective: the part of attention "
-        "that reaches the output. geometry: how contextual words are. syntax: on a treebank, attention by "
-        "part of speech and relation, and which heads find the heads of words. probe: what each layer knows "
-        "of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures (.svg, .png); "
-        "it appears whole at the end, or not at all.",
+        "head, and how many can go. fixed: loss and score with heads that attend by fixed patterns. change: "
+        "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
+        "contextual words are. syntax: on a treebank, attention by part of speech and relation, and which "
+        "heads find the heads of words. probe: what each layer knows of labels or trees. The output directory "
+        "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at "
+        "all.",
     )
     add = command.add_argument
-    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry", "syntax")
-    add("kind", choices=(*kinds, "probe"), help="what to compute")
+    kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
+    add("kind", choices=(*kinds, "syntax", "probe"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
         metavar="FILE",
-        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"; default: none, which '
-        "syntax and probe alone take",
+        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or as SQuAD\'s with a '
+        '"question" and a "context"; default: none, which syntax and probe alone take',
     )
     add("--conllu", metavar="FILE", help="syntax, probe: a treebank in the CoNLL-U format; default: none")
     add(
@@ -345,8 +346,17 @@ def _add_analyze(commands: Any) -> None:
     )
     add("--output", required=True, metavar="DIR", help="is created")
     add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
-    add("--pairs", action="store_true", help='pairs of texts, with a tab between or as "pair"')
-    add("--labels", metavar="KEY", help="of the labels in a .jsonl file, for a classifier; default: none")
+    add(
+        "--pairs",
+        action="store_true",
+        help='pairs of texts, with a tab between or as "pair"; an encoder without a head reads each alone',
+    )
+    add(
+        "--labels",
+        metavar="KEY",
+        help="heads, importance, fixed: key of the labels in a .jsonl file. A class; for an encoder without "
+        "a head the cosine of a pair (default none); for question answering as SQuAD's (default answers)",
+    )
     add(
         "--unit",
         choices=("head", "all-but-one", "layer"),
@@ -359,6 +369,18 @@ def _add_analyze(commands: Any) -> None:
         default="zero",
         help="heads: its output is 0, or that of looking at all tokens alike, or a "
         "layer is left out (default zero)",
+    )
+    add(
+        "--annotations",
+        metavar="FILE",
+        help='patterns: your labels, JSON lines {"example": 0, "layer": 0, "head": 3, "pattern": "block"}, '
+        "to which a classifier is fitted; default: thresholds",
+    )
+    add(
+        "--assignment",
+        metavar="FILE",
+        help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern that '
+        "each head comes nearest to",
     )
     add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
     add(

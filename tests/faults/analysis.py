@@ -8,6 +8,8 @@ _ATTENTION = "fastbert/analysis/attention.py"
 _HEADS = "fastbert/analysis/heads.py"
 _EXAMPLES = "fastbert/analysis/examples.py"
 _MEASURES = "fastbert/analysis/measures.py"
+_FIXED = "fastbert/analysis/fixed.py"
+_ANNOTATIONS = "fastbert/analysis/annotations.py"
 _INTERVALS = "fastbert/analysis/intervals.py"
 _WALK = "fastbert/analysis/walk.py"
 _TREEBANK = "fastbert/analysis/treebank.py"
@@ -166,7 +168,7 @@ FAULTS = (
     _fault(
         "absolute value of the batch",
         _HEADS,
-        "return context * factors[self.batch.sequence][:, :, None]",
+        "return context * factors[self.case][:, :, None]",
         "return context * factors.mean(0)[None, :, None]",
     ),
     _fault(
@@ -202,8 +204,181 @@ FAULTS = (
     _fault(
         "labels of the batch's order",
         _MEASURES,
-        "self.examples.labels[batch.numbers]",
-        "self.examples.labels[: len(batch)]",
+        "firsts = batch.numbers[:: self.per_case]",
+        "firsts = np.arange(0, len(batch), self.per_case)",
+    ),
+    _fault(
+        "pad tokens compete for the answer",
+        _MEASURES,
+        "scores.masked_fill(~kept[..., None], -torch.inf)",
+        "scores * 1.0",
+    ),
+    _fault(
+        "one end of an answer is enough",
+        _MEASURES,
+        "(scores.argmax(-1) == labels).all(1)",
+        "(scores.argmax(-1) == labels).any(1)",
+    ),
+    _fault("the sum of both ends", _MEASURES, "return loss.mean(1), ", "return loss.sum(1), "),
+    _fault(
+        "vectors of the first texts and of the second",
+        _MEASURES,
+        "vectors.unflatten(0, (-1, 2)).unbind(1)",
+        "vectors.unflatten(0, (2, -1)).unbind(0)",
+    ),
+    _fault("pairs are parted", _MEASURES, "batch_tokens, self.per_case):", "batch_tokens):"),
+    _fault(
+        "a factor per text of a pair",
+        _HEADS,
+        "taps = _Factors(batch, measure.per_case)",
+        "taps = _Factors(batch, 1)",
+    ),
+    _fault(
+        "means of every pooling",
+        _MEASURES,
+        "pool(hidden, inputs.packing.cu_seqlens, self.pooling)",
+        'pool(hidden, inputs.packing.cu_seqlens, "mean")',
+    ),
+    _fault(
+        "a rating is left out",
+        _MEASURES,
+        "(cosine - labels.to(cosine.dtype)).square()",
+        "(cosine - 1).square()",
+    ),
+    _fault(
+        "a pair in another order",
+        _WALK,
+        "(groups[:, None] * in_a_row + np.arange(in_a_row)).ravel()",
+        "(groups[:, None] * in_a_row + np.arange(in_a_row)).ravel()[::-1].copy()",
+    ),
+    _fault(
+        "an answer in the question",
+        _EXAMPLES,
+        "owner = int(pairs is not None)",
+        "owner = 0",
+    ),
+    _fault(
+        "an answer's last token is left out",
+        _EXAMPLES,
+        "if offsets[i][0] < end and offsets[i][1] > start]",
+        "if offsets[i][0] < end - 1 and offsets[i][1] > start]",
+    ),
+    _fault(
+        "half an answer",
+        _EXAMPLES,
+        "or offsets[places[-1]][1] < end):",
+        "or offsets[places[-1]][1] < start):",
+    ),
+    _fault(
+        "pairs side by side",
+        _EXAMPLES,
+        "both = [text for pair in zip(texts, pairs, strict=True) for text in pair]",
+        "both = [*texts, *pairs]",
+    ),
+    _fault(
+        "the previous token is another sequence's",
+        _FIXED,
+        "torch.maximum(rows - 1, first)",
+        "(rows - 1).clamp_min(0)",
+    ),
+    _fault(
+        "the next token is another sequence's",
+        _FIXED,
+        "torch.minimum(rows + 1, last)",
+        "(rows + 1).clamp_max(total - 1)",
+    ),
+    _fault("left context with the previous token", _FIXED, "rows - 2, first", "rows - 1, first"),
+    _fault("weights of squares", _FIXED, "_column(place**3, v)", "_column(place**2, v)"),
+    _fault(
+        "running means of the whole batch",
+        _FIXED,
+        "torch.cat([part.cumsum(0) for part in weighted.split(lengths)])",
+        "weighted.cumsum(0)",
+    ),
+    _fault(
+        "running means in the values' dtype",
+        _FIXED,
+        "weighted = v.double() * _column(place**3, v)",
+        "weighted = v * _column(place**3, v).to(v.dtype)",
+    ),
+    _fault(
+        "right context is not turned back",
+        _FIXED,
+        "return found.index_select(0, mirror) if mirrored else found",
+        "return found",
+    ),
+    _fault(
+        "the start is the end",
+        _FIXED,
+        "mirrored = pattern in (RIGHT_CONTEXT, START)",
+        "mirrored = pattern == RIGHT_CONTEXT",
+    ),
+    _fault(
+        "no separator, no attention",
+        _FIXED,
+        "torch.where(_column(number[sequence] > 0, v), means[sequence], v)",
+        "means[sequence]",
+    ),
+    _fault(
+        "values of the layer before",
+        _FIXED,
+        "        self._values = v\n        return q",
+        "        self._values = self._values if layer else v\n        return q",
+    ),
+    _fault(
+        "a causal model looks ahead",
+        _FIXED,
+        "if sequences.causal and ahead:",
+        "if sequences.causal and False:",
+    ),
+    _fault(
+        "previous for current",
+        _FIXED,
+        "np.array([CURRENT, PREVIOUS, NEXT])",
+        "np.array([PREVIOUS, CURRENT, NEXT])",
+    ),
+    _fault(
+        "any vertical head gets a pattern",
+        _FIXED,
+        "(classes == VERTICAL) & (special.max(0) >= thresholds.vertical)",
+        "classes == VERTICAL",
+    ),
+    _fault(
+        "heads at 0 are the others",
+        _FIXED,
+        "from_numpy(assignment == LEARNED)",
+        "from_numpy(assignment != LEARNED)",
+    ),
+    _fault(
+        "folds that have seen their maps",
+        _ANNOTATIONS,
+        "_regression(features[rows], patterns[rows])",
+        "_regression(features, patterns)",
+    ),
+    _fault(
+        "of two classes the other one",
+        _ANNOTATIONS,
+        "(np.concatenate([np.zeros_like(t), t]) for t in (weights, bias))",
+        "(np.concatenate([t, np.zeros_like(t)]) for t in (weights, bias))",
+    ),
+    _fault(
+        "weights of the scaled features",
+        _ANNOTATIONS,
+        "weights = found.coef_ / scale",
+        "weights = found.coef_",
+    ),
+    _fault(
+        "classes by their places",
+        _ANNOTATIONS,
+        "self.classes[scores.argmax(-1)].astype(np.int8)",
+        "scores.argmax(-1).astype(np.int8)",
+    ),
+    _fault("the first fold is full", _ANNOTATIONS, "if counts.min() < folds:", "if counts.max() < folds:"),
+    _fault(
+        "a head is named twice",
+        _ANNOTATIONS,
+        "if first != number:",
+        "if first > number:",
     ),
     _fault(
         "resamples without replacement",
