@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
 from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
 from fastbert.layers.taps import Taps
@@ -93,6 +94,22 @@ class AttentionStatistics:
         """(n, layers, nheads): attention to special tokens."""
         return self.to_kind[FIRST] + self.to_kind[SEPARATOR]
 
+    def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
+        """Means over all heads with their 95% intervals over examples, by name.
+
+        "entropy" and "entropy of a uniform head" in nats; "to …": shares of attention; "heads over half on
+        the … token": how many heads have over half of their attention there, in the mean over examples.
+        """
+        shares = dict(zip((f"to {kind}" for kind in KINDS), self.to_kind, strict=True))
+        shares |= {"to the previous token": self.previous, "to the same token": self.itself}
+        shares |= {"to the next token": self.following, "to the own text": self.own_text}
+        found = {"entropy": estimate(self.entropy, seed=seed)}
+        found["entropy of a uniform head"] = estimate(np.log(self.lengths), seed=seed)
+        found |= {name: estimate(values, seed=seed) for name, values in shares.items()}
+        for name, values in (("previous", self.previous), ("next", self.following)):
+            found[f"heads over half on the {name} token"] = estimate(values, _over_half, seed=seed)
+        return found
+
     def features(self) -> dict[str, np.ndarray]:
         """ "v", "d", "b", "u" of the module, each (n, layers, nheads)."""
         n = self.lengths.astype(np.float64)
@@ -122,6 +139,11 @@ class AttentionStatistics:
         """Pattern -> its share of all examples, layers and heads."""
         return shares_of(self.patterns(thresholds))
 
+    def share_intervals(self, thresholds: Thresholds = THRESHOLDS, *, seed: int = 0) -> dict[str, Interval]:
+        """Pattern -> its share of layers and heads, with its 95% interval over examples."""
+        found = self.patterns(thresholds)
+        return {name: estimate(found == i, seed=seed) for i, name in enumerate(PATTERNS)}
+
     def commonest(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
         """(layers, nheads) int8: the pattern that a head has in most examples; of equals the first."""
         return commonest_of(self.patterns(thresholds))
@@ -136,6 +158,11 @@ def commonest_of(patterns: np.ndarray) -> np.ndarray:
     """(n, layers, nheads) -> (layers, nheads) int8: each head's commonest pattern; of equals the first."""
     counts = np.stack([(patterns == i).sum(0) for i in range(len(PATTERNS))])
     return counts.argmax(0).astype(np.int8)
+
+
+def _over_half(means: np.ndarray) -> np.ndarray:
+    """(some, layers, nheads) mean shares -> (some,) how many heads have more than half."""
+    return (means > 0.5).sum((1, 2))
 
 
 def _excess(share: np.ndarray, of_uniform: np.ndarray) -> np.ndarray:

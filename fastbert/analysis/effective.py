@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import LayerMath, Sequences
 from fastbert.layers.modules import part
@@ -49,6 +50,28 @@ class EffectiveAttention:
     rank: np.ndarray
     to_kind: np.ndarray
     lengths: np.ndarray
+
+    def known(self) -> tuple[np.ndarray, np.ndarray]:
+        """(the correlations with 0 for NaN, whether each is a number), both (n, layers, nheads)."""
+        known = np.isfinite(self.correlation)
+        return np.where(known, self.correlation, 0.0), known
+
+    def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
+        """Means over all heads with their 95% intervals over examples: "correlation", "known", "to …".
+
+        "correlation" is the mean of those that are numbers, "known" their share; "to …" are the shares of
+        effective attention to each kind of token.
+        """
+        filled, known = self.known()
+        both = np.stack([filled.sum((1, 2)), known.sum((1, 2))], 1)
+        found = {
+            "correlation": estimate(
+                both, lambda means: means[:, 0] / np.maximum(means[:, 1], 1e-9), seed=seed
+            ),
+            "known": estimate(known, seed=seed),
+        }
+        kinds = zip(KINDS, self.to_kind, strict=True)
+        return found | {f"to {kind}": estimate(values, seed=seed) for kind, values in kinds}
 
 
 def row_space(v: Tensor, output: Tensor | None = None) -> Tensor:

@@ -21,8 +21,12 @@ from torch.nn import functional as F
 
 from fastbert.analysis.examples import WORD, Examples
 from fastbert.analysis.features import hidden_states
+from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch
 from fastbert.models.base import PreTrainedModel
+
+# fewest contexts of a word that is followed, unless the caller says otherwise
+LEAST = 5
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,34 @@ class Geometry:
             "explained variance": self.explained.mean(0) - self.explained_baseline,
         }
 
+    def intervals(self, *, seed: int = 0) -> dict[str, list[Interval]]:
+        """`adjusted` with 95% intervals, a list of layers + 1 each.
+
+        Resampled are words, and sentences for the similarity within sentences; the baselines stay as they
+        are.
+        """
+        with_words = self.intra_similarity[np.isfinite(self.intra_similarity).all(1)]
+        of_each = {
+            "self similarity": self.self_similarity - self.anisotropy,
+            "intra-sentence similarity": with_words - self.anisotropy,
+            "explained variance": self.explained - self.explained_baseline,
+        }
+        return {
+            name: [estimate(column, seed=seed) for column in values.T] for name, values in of_each.items()
+        }
+
+
+def words_in(examples: Examples, least: int) -> np.ndarray:
+    """The ids of the tokens that are in `least` contexts or more; special tokens and punctuation are not."""
+    types, counts = np.unique(examples.ids[examples.kinds == WORD], return_counts=True)
+    return types[counts >= least]
+
 
 def geometry(
     model: PreTrainedModel,
     examples: Examples,
     *,
-    least: int = 5,
+    least: int = LEAST,
     max_types: int = 200,
     max_contexts: int = 50,
     random_tokens: int = 1000,
@@ -94,8 +120,7 @@ def geometry(
             raise ValueError(f"{name}: expected an integer >= {smallest}, got {value!r}")
     draw = np.random.default_rng(seed)
     usual = np.flatnonzero(examples.kinds == WORD)
-    types, counts = np.unique(examples.ids[usual], return_counts=True)
-    types = types[counts >= least]
+    types = words_in(examples, least)
     if not len(types):
         raise ValueError(f"least: no word is in {least} contexts; expected more text, or a smaller number")
     if len(types) > max_types:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import uniform
-from fastbert.analysis.intervals import Interval, mean_interval, paired_p
+from fastbert.analysis.intervals import Interval, estimate, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
 from fastbert.layers.encoder import LayerMath, Sequences, together
@@ -70,7 +70,18 @@ class Ablation:
 
     def interval(self, layer: int, unit: int = 0, *, seed: int = 0) -> Interval:
         """The change of the score without one unit, with its 95% interval over examples."""
-        return mean_interval(self.score[:, layer, unit] - self.base_score, seed=seed)
+        return estimate(self.score[:, layer, unit] - self.base_score, seed=seed)
+
+    def loss_interval(self, layer: int, unit: int = 0, *, seed: int = 0) -> Interval:
+        """The change of the loss without one unit, with its 95% interval over examples."""
+        return estimate(self.loss[:, layer, unit] - self.base_loss, seed=seed)
+
+    def base_intervals(self, *, seed: int = 0) -> dict[str, Interval]:
+        """ "score" and "loss" of the whole model, with their 95% intervals over examples."""
+        return {
+            "score": estimate(self.base_score, seed=seed),
+            "loss": estimate(self.base_loss, seed=seed),
+        }
 
     def p_values(self, *, seed: int = 0) -> np.ndarray:
         """(layers, units): how likely the change of the score's sign is chance; see `paired_p`."""
@@ -247,7 +258,7 @@ class Importance:
 
     def interval(self, layer: int, head: int, *, seed: int = 0) -> Interval:
         """I_h of one head, with its 95% interval over examples."""
-        return mean_interval(np.abs(self.derivatives[:, layer, head]), seed=seed)
+        return estimate(np.abs(self.derivatives[:, layer, head]), seed=seed)
 
     def order(self, *, normalized: bool = True) -> np.ndarray:
         """(layers · nheads,): the heads from the least to the most important, as layer · nheads + head."""
@@ -319,6 +330,10 @@ class PruningCurve:
     removed: np.ndarray
     score: np.ndarray
     score_name: str
+
+    def intervals(self, *, seed: int = 0) -> list[Interval]:
+        """The mean score of each point, with its 95% interval over examples."""
+        return [estimate(each, seed=seed) for each in self.score]
 
     def removable(self, *, level: float = 0.01, seed: int = 0) -> int:
         """How many heads can go before the score is significantly below the whole model's.

@@ -13,13 +13,16 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# one colour a pattern, also for those who do not see red beside green
+# one colour a pattern, also for those who do not see red beside green; and what is read on it
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
 # for more classes, of which the first is that of heads as they are
 MORE_COLORS = (
     *("#bbbbbb", "#332288", "#4477aa", "#66ccee", "#228833", "#44aa99"),
     *("#ccbb44", "#999933", "#ee6677", "#aa3377"),
 )
+_ON_COLORS = ("#fefefe", "#111111", "#fefefe", "#111111", "#111111")
+# tokens of an example whose names fit beside its map
+NAMED_TOKENS = 40
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -45,6 +48,7 @@ def heat_maps(
     maps: Mapping[str, np.ndarray],
     *,
     diverging: bool = False,
+    worse: str = "low",
     low: float | None = None,
     high: float | None = None,
     columns: int = 4,
@@ -53,7 +57,8 @@ def heat_maps(
 
     Args:
         maps: title -> values.
-        diverging: colours go both ways from 0.
+        diverging: colours go both ways from 0, red where it is worse.
+        worse: "low" or "high" numbers.
         low, high: ends of the scale; default: those of the values.
         columns: most of them side by side.
     """
@@ -66,12 +71,14 @@ def heat_maps(
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (title, values) in zip(panels, maps.items(), strict=False):
         if diverging:
-            most = max(float(np.abs(values).max()), 1e-12)
-            ends, colours = (-most, most), "RdBu"
+            most = float(np.abs(values).max()) or 1.0
+            ends, colours = (-most, most), "RdBu" if worse == "low" else "RdBu_r"
         else:
             ends = (values.min() if low is None else low, values.max() if high is None else high)
             colours = "viridis"
-        image = axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
+        image = axes.imshow(
+            values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto", interpolation="none"
+        )
         _grid(axes, values.shape, title)
         figure.colorbar(image, ax=axes, shrink=0.9).ax.tick_params(labelsize=7)
     for axes in panels[count:]:
@@ -84,23 +91,27 @@ def classes(found: np.ndarray, names: Sequence[str], title: str, colors: Sequenc
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    figure = _figure(2.6 + 0.25 * found.shape[1], 1.4 + 0.25 * found.shape[0])
+    figure = _figure(max(3.4, 0.9 + 0.22 * found.shape[1]), 1.3 + 0.22 * found.shape[0])
     axes = figure.subplots()
     colours = ListedColormap(colors[: len(names)])
-    axes.imshow(found, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, aspect="equal")
+    axes.imshow(found, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, aspect="equal", interpolation="none")
     axes.set_xticks(np.arange(-0.5, found.shape[1]), minor=True)
     axes.set_yticks(np.arange(-0.5, found.shape[0]), minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
     axes.tick_params(which="minor", length=0)
     _grid(axes, found.shape, title)
     patches = [Patch(color=colors[i], label=name) for i, name in enumerate(names)]
-    figure.legend(handles=patches, loc="outside right center", fontsize=7, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     return figure
 
 
-def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str) -> Figure:
-    """A bar per name, of shares that add up to 1, each with its percentage."""
-    figure = _figure(6.5, 1.3 + 0.4 * len(shares))
+def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width: float = 6.5) -> Figure:
+    """A bar per name, of shares that add up to 1, each with its percentage; `width` in inches.
+
+    One bar may have "" for its name.
+    """
+    narrow = width < 5
+    figure = _figure(width, 1.3 + 0.4 * len(shares))
     axes = figure.subplots()
     parts = list(next(iter(shares.values())))
     left = np.zeros(len(shares))
@@ -108,14 +119,17 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str) -> Figur
         values = np.array([each[part] for each in shares.values()])
         bars = axes.barh(list(shares), values, left=left, color=COLORS[i], label=part)
         texts = [f"{value:.0%}" if value >= 0.05 else "" for value in values]
-        axes.bar_label(bars, texts, label_type="center", fontsize=7)
+        axes.bar_label(bars, texts, label_type="center", fontsize=7, color=_ON_COLORS[i])
         left += values
     axes.set_xlim(0, 1)
     axes.invert_yaxis()
+    if not any(shares):
+        axes.set_yticks([])
     axes.set_xlabel("share of examples, layers and heads", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.set_title(title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
+    columns = 3 if narrow else len(parts)
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=7, frameon=False)
     return figure
 
 
@@ -134,22 +148,36 @@ def intervals(values: Mapping[str, tuple[float, float, float]], xlabel: str, tit
 
 
 def curves(
-    lines: Mapping[str, tuple[np.ndarray, np.ndarray]], xlabel: str, ylabel: str, title: str
+    lines: Mapping[str, tuple[np.ndarray, ...]],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    *,
+    width: float = 5.2,
 ) -> Figure:
-    """Lines over one axis; those named "random…" thin and grey."""
-    figure = _figure(5.2, 3.6)
+    """Lines over one axis; those named "random…" thin and grey.
+
+    Args:
+        lines: name -> (x, y), or (x, y, low, high) with an interval, which is shaded.
+        xlabel, ylabel, title: texts.
+        width: in inches.
+    """
+    figure = _figure(width, 0.55 * width + 0.6 + 0.08 * len(lines))
     axes = figure.subplots()
-    for name, (x, y) in lines.items():
+    for name, (x, y, *ends) in lines.items():
         if name.startswith("random"):
             label = "random orders" if name == "random 1" else None
-            axes.plot(x, y, color="#aaaaaa", linewidth=0.9, label=label)
+            axes.plot(x, y, color="#999999", linewidth=0.9, label=label)
         else:
-            axes.plot(x, y, linewidth=1.8, marker="o", markersize=3, label=name)
+            (line,) = axes.plot(x, y, linewidth=1.8, marker="o", markersize=3, label=name)
+            if ends:
+                axes.fill_between(x, *ends, color=line.get_color(), alpha=0.25, linewidth=0)
     axes.set_xlabel(xlabel, fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, frameon=False)
+    if len(lines) > 1:
+        figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
     axes.set_title(title, fontsize=9)
     return figure
 
@@ -190,3 +218,33 @@ def bars(
     axes.set_title(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
     return figure
+
+
+def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
+    """The attention of one head on one example: a row per token that looks, a column per token looked at.
+
+    Args:
+        probabilities: (length, length).
+        tokens: their names, shown up to `NAMED_TOKENS` of them.
+    """
+    length = len(tokens)
+    figure = _figure(3.6, 3.1)
+    axes = figure.subplots()
+    image = axes.imshow(probabilities, cmap="viridis", vmin=0.0, interpolation="none")
+    places = range(length) if length <= NAMED_TOKENS else ()
+    names = [_printable(token) for token in tokens] if length <= NAMED_TOKENS else ()
+    size = min(7.5, 150 / length)
+    axes.set_xticks(places, names, rotation=90, fontsize=size)
+    axes.set_yticks(places, names, fontsize=size)
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        label.set_parse_math(False)
+    axes.set_xlabel("looked at", fontsize=8)
+    axes.set_ylabel("looking", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
+    return figure
+
+
+def _printable(token: str, most: int = 14) -> str:
+    """A token as a label: short, and without what no file of XML may hold."""
+    token = "".join(c if c.isprintable() else "�" for c in token)
+    return token if len(token) <= most else token[: most - 1] + "…"

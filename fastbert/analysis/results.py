@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastbert.analysis.examples import Examples
 from fastbert.models.base import PreTrainedModel
@@ -30,6 +31,7 @@ def facts(model: PreTrainedModel, examples: Examples, **options: Any) -> dict[st
         "schema": SCHEMA,
         "fastbert": VERSION,
         "numpy": np.__version__,
+        "torch": torch.__version__,
         "model": type(model).__name__,
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
         "examples_sha256": digest.hexdigest(),
@@ -45,6 +47,7 @@ def save(
     numbers: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     figures: Mapping[str, Any],
+    page: str | None = None,
 ) -> Path:
     """Write `<name>.json`, `<name>.npz` and an SVG and a PNG per figure into a new directory.
 
@@ -54,6 +57,7 @@ def save(
         numbers: for the JSON file.
         arrays: for the NumPy file.
         figures: name -> matplotlib figure.
+        page: for `<name>.html`, or None.
 
     Raises:
         ValueError: the directory has files.
@@ -65,6 +69,8 @@ def save(
     try:
         text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         (place / f"{name}.json").write_text(text, encoding="utf-8")
+        if page is not None:
+            (place / f"{name}.html").write_text(page, encoding="utf-8")
         np.savez_compressed(place / f"{name}.npz", **arrays)
         for title, figure in figures.items():
             figure.savefig(place / f"{title}.svg", metadata={"Date": None})

@@ -310,14 +310,14 @@ def _add_analyze(commands: Any) -> None:
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
         "head, and how many can go. fixed: loss and score with heads that attend by fixed patterns. change: "
         "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
-        "contextual words are. syntax: on a treebank, attention by part of speech and relation, and which "
-        "heads find the heads of words. probe: what each layer knows of labels or trees. The output directory "
-        "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at "
-        "all.",
+        "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, attention "
+        "by part of speech and relation, and which heads find the heads of words. probe: what each layer knows "
+        "of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures (.svg, .png); "
+        "it appears whole at the end, or not at all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
-    add("kind", choices=(*kinds, "syntax", "probe"), help="what to compute")
+    add("kind", choices=(*kinds, "report", "syntax", "probe"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
@@ -345,7 +345,11 @@ def _add_analyze(commands: Any) -> None:
         help="probe: what of a treebank is told, of each word (default upos)",
     )
     add("--output", required=True, metavar="DIR", help="is created")
-    add("--against", metavar="DIR", help="change: a second model, such as the fine-tuned one; default: none")
+    add(
+        "--against",
+        metavar="DIR",
+        help="change, report: a second model, such as the fine-tuned one; default: none",
+    )
     add(
         "--pairs",
         action="store_true",
@@ -354,8 +358,9 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--labels",
         metavar="KEY",
-        help="heads, importance, fixed: key of the labels in a .jsonl file. A class; for an encoder without "
-        "a head the cosine of a pair (default none); for question answering as SQuAD's (default answers)",
+        help="heads, importance, fixed, report: key of the labels in a .jsonl file. A class; for an encoder "
+        "without a head the cosine of a pair (default none); for question answering as SQuAD's (default "
+        "answers)",
     )
     add(
         "--unit",
@@ -390,6 +395,13 @@ def _add_analyze(commands: Any) -> None:
         "sentences are left out)",
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
+    add(
+        "--max-bytes",
+        type=int,
+        default=256 << 20,
+        metavar="N",
+        help="report: most memory of the attention maps of a layer and example (default 256 MiB)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of masks, random orders, resamples (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
 

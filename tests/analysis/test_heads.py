@@ -333,8 +333,10 @@ def test_bad_orders(labelled):
         pruning_curve(ours, labelled, range(9), step=0)
 
 
-def test_an_interval_needs_two_examples(labelled):
+def test_one_example_has_no_interval(labelled):
     one = ablate(both("bert")[1], labelled.chosen([0]))
     assert one.loss.shape == (1, 3, 3)
+    assert one.interval(0, 0, seed=7) == (one.score_change()[0, 0], None, None, 1, 7)
+    assert one.loss_interval(2, 1).mean == one.loss_change()[2, 1]
     with pytest.raises(ValueError, match="values: an interval needs two examples at least, got 1"):
-        one.interval(0, 0)
+        one.p_values()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastbert.analysis.intervals import mean_interval, paired_p, resampled_means
+from fastbert.analysis.intervals import (
+    Interval,
+    bands,
+    estimate,
+    mean_interval,
+    paired_p,
+    resampled_means,
+)
 
 
 def test_an_interval_is_about_two_standard_errors_wide():
@@ -69,3 +76,39 @@ def test_one_example():
     for function in (mean_interval, resampled_means, paired_p):
         with pytest.raises(ValueError, match="values: an interval needs two examples at least, got 1"):
             function(np.ones((1, 2)))
+
+
+def test_an_estimate_is_the_mean_of_all_numbers_of_an_example():
+    values = np.random.default_rng(0).normal(size=(40, 3, 2))
+    assert estimate(values, seed=3) == pytest.approx(mean_interval(values.mean((1, 2)), seed=3))
+
+
+def test_a_statistic_of_means():
+    """A ratio of two means is resampled as a ratio, with both of an example drawn together."""
+    draw = np.random.default_rng(0)
+    below = draw.uniform(1, 3, 200)
+    found = estimate(np.stack([2 * below, below], 1), lambda means: means[:, 0] / means[:, 1])
+    assert (found.mean, found.low, found.high) == pytest.approx((2, 2, 2))
+    noisy = np.stack([2 * below + draw.normal(size=200), below], 1)
+    found = estimate(noisy, lambda means: means[:, 0] / means[:, 1])
+    assert found.low < 2 < found.high
+    assert found.mean == pytest.approx(noisy[:, 0].mean() / noisy[:, 1].mean())
+
+
+def test_an_estimate_of_one_example_has_no_ends():
+    assert estimate(np.array([[1.0, 2.0]]), seed=5) == (1.5, None, None, 1, 5)
+    for each in bands(np.array([[1.0, 2.0]])):
+        np.testing.assert_array_equal(each, [1.0, 2.0])
+
+
+def test_bands():
+    values = np.random.default_rng(0).normal(size=(50, 3))
+    means, low, high = bands(values, seed=2)
+    for i in range(3):
+        found = mean_interval(values[:, i], seed=2)
+        assert (means[i], low[i], high[i]) == pytest.approx(found[:3])
+
+
+def test_as_text():
+    assert Interval(0.5, 0.25, 0.75, 10, 0).text(".1%") == "50.0% [25.0%, 75.0%]"
+    assert Interval(0.5, None, None, 1, 0).text("+.2f") == "+0.50"

@@ -145,8 +145,8 @@ FAULTS = (
     Fault(
         "a mean of ratios",
         _INTERVALS,
-        "whole = ratio(np.array([np.sum(above), np.sum(below)], np.float64))",
-        "whole = np.mean(ratio(np.stack([above, below], 1).astype(float)))",
+        "mean = float(of(values.mean(0)[None])[0])",
+        "mean = float(of(values).mean())",
     ),
 )
 

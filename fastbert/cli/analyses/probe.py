@@ -20,6 +20,7 @@ from fastbert.analysis.probing import EdgeProbe, control_task, edge_probe, onlin
 from fastbert.analysis.structure import structural_probe
 from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank
 from fastbert.analysis.treebank import Sentence
+from fastbert.cli.analyses.found import Found
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
 
@@ -33,9 +34,6 @@ TENNEY = {
 HEWITT = {"BERT-base, layer 7": (0.798, 0.85), "BERT-large, layer 15": (0.825, 0.86)}
 # the model's line first, then that of random weights
 BOTH = ("this model", "with random weights")
-
-Found = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]
-
 
 def probe(
     args: argparse.Namespace,
@@ -80,10 +78,6 @@ def _lines(values: list[np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]
     return {name: (np.arange(len(each)), each) for name, each in zip(BOTH, values, strict=True)}
 
 
-def _told(interval: Interval, form: str = ".3f") -> str:
-    return f"{interval.mean:{form}} ({interval.low:{form}} to {interval.high:{form}})"
-
-
 def _best(
     what: str, values: list[np.ndarray], interval: Callable[[int], Interval], form: str = ".3f"
 ) -> list[str]:
@@ -91,7 +85,7 @@ def _best(
     layer = int(np.nanargmax(values[0]))
     at_random = int(np.nanargmax(values[1]))
     return [
-        f"{what}: {_told(interval(layer), form)} from layer {layer}, "
+        f"{what}: {interval(layer).text(form)} from layer {layer}, "
         f"{values[0][0]:{form}} from the embeddings",
         f"with random weights: {values[1][at_random]:{form}} from layer {at_random}",
     ]

@@ -1,0 +1,186 @@
+"""Pages: no number that the JSON file lacks, figures that leave each other alone, and texts as they are."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from fastbert.analysis import pictures
+from fastbert.analysis.report import Drawing, Published, Section, inlined, page
+from tests.support.pages import Page, is_rounding
+
+NUMBERS = {
+    "n": 3,
+    "seed": 7,
+    "sections": {
+        "one": {
+            "share": 0.12345,
+            "interval": {"mean": -0.5, "low": -1.25, "high": 0.25, "n": 3, "seed": 7},
+            "alone": {"mean": 2.0, "low": None, "high": None, "n": 1, "seed": 7},
+            "names": ["a <b> & {c}", "d"],
+            "none": [],
+            "rows": [{"value": 1234567}],
+            "zero": -0.0000004,
+            "key with spaces, and commas": 5,
+        }
+    },
+}
+
+
+def shown(template: str) -> list[tuple[str, str | None, str]]:
+    made = page("title", NUMBERS, [Section("one", "One", says=(template,))])
+    return Page(made).shown
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{share:.1%}", [("share", "0.12345", "12.3%")]),
+        ("{rows/0/value:,}", [("rows/0/value", "1234567", "1,234,567")]),
+        ("{zero:+.3f}", [("zero", "-4e-07", "0.000")]),
+        ("{key with spaces, and commas}", [("key with spaces, and commas", "5", "5")]),
+        ("{names}", [("names/0", None, "a <b> & {c}"), ("names/1", None, "d")]),
+        ("{none}", []),
+        ("{alone:.1f}", [("alone/mean", "2.0", "2.0")]),
+        (
+            "{interval:+.2f}",
+            [
+                ("interval/mean", "-0.5", "−0.50"),
+                ("interval/low", "-1.25", "−1.25"),
+                ("interval/high", "0.25", "+0.25"),
+            ],
+        ),
+    ],
+)
+def test_what_a_template_shows(template, expected):
+    assert shown(template) == [(f"sections/one/{path}", value, text) for path, value, text in expected]
+
+
+def test_a_path_from_the_top():
+    assert shown("{/n} {/seed}") == [("n", "3", "3"), ("seed", "7", "7")]
+
+
+def test_an_interval_is_in_brackets():
+    made = page("title", NUMBERS, [Section("one", "One", says=("{interval:.1f} or {none}",))])
+    assert "−0.5 [−1.2, 0.2] or none" in " ".join(Page(made).texts["p"])
+
+
+@pytest.mark.parametrize("path", ["nothing", "rows/1/value", "share/more", "names/last"])
+def test_a_number_that_is_not_there(path):
+    with pytest.raises(KeyError, match="the numbers of the page have no"):
+        page("title", NUMBERS, [Section("one", "One", rows=(("row", f"{{{path}}}"),))])
+
+
+@pytest.mark.parametrize("names", [("one", "one"), ("One",), ("a b",), ("1",), ("a<b",)])
+def test_names_that_are_none(names):
+    numbers = {"sections": {name: {} for name in names}}
+    with pytest.raises(ValueError, match="expected names of letters, digits and '-' that differ"):
+        page("title", numbers, [Section(name, "title") for name in names])
+
+
+def test_a_whole_page():
+    section = Section(
+        "one",
+        "Cats & <dogs>",
+        ("A share of {share:.0%} & more.",),
+        (Drawing("grid", "A <grid>", "{share:.1%}", small_figure(), {"a": 1}),),
+        (("row & <row>", "{share:.2%}"),),
+        (Published("what <b>", "{share:.3%}", "12% & 13%", "model <m>"),),
+        (("brief <b>", "{share}"),),
+    )
+    absent = Section("two", "Two", missing="no {braces} & no <tags>")
+    made = Page(page("A <title>", NUMBERS, [section, absent]))
+    assert made.texts["title"] == ["A <title>", "A <grid>"]
+    assert made.texts["h1"] == ["A <title>"]
+    assert made.texts["h2"] == ["In brief", "Cats & <dogs>", "Two"]
+    assert "Not computed: no {braces} & no <tags>" in made.texts["p"]
+    assert made.texts["th"] == [
+        "brief <b>",
+        "row & <row>",
+        "here",
+        "published",
+        "by whom, of which model",
+        "what <b>",
+    ]
+    assert made.texts["td"] == ["0.12345", "12.35%", "", "12.345%", "12% & 13%", "model <m>"]
+    assert made.texts["figcaption"] == ["A <grid>. 12.3% n = 3 examples, seed 7"]
+    assert section.numbers() == {"figures": {"grid": {"a": 1}}}
+    assert {"one", "two", "one-grid", "one-grid-title"} <= set(made.ids)
+    assert made.wanted <= set(made.ids)
+    assert len(set(made.ids)) == len(made.ids)
+    assert (made.loads, made.tags.get("script")) == ([], None)
+
+
+def small_figure() -> Figure:
+    return pictures.heat_maps({"": np.arange(6.0).reshape(2, 3)})
+
+
+def test_figures_have_their_own_ids():
+    """Two figures that are alike name the same clip paths and markers; on a page each has its own."""
+    names = ("a", "b")
+    made = Page(f"<!DOCTYPE html>\n{''.join(inlined(small_figure(), name, name) for name in names)}")
+    assert len(made.ids) == len(set(made.ids)) > 4
+    assert made.wanted <= set(made.ids)
+    for name in names:
+        assert any(wanted.startswith(f"{name}-") for wanted in made.wanted)
+
+
+def test_a_figure_takes_the_colours_of_the_page():
+    made = inlined(small_figure(), "a", "<title> & more")
+    assert made == inlined(small_figure(), "a", "<title> & more")
+    assert made.startswith('<svg viewBox="0 0 ')
+    assert 'aria-labelledby="a-title"' in made
+    assert '<title id="a-title">&lt;title&gt; &amp; more</title>' in made
+    assert "currentColor" in made
+    for gone in ("#000000", "fill: #ffffff", "<metadata", "<style", "<?xml", "xlink", "Date"):
+        assert gone not in made
+
+
+def test_colours_and_ids_in_a_text_are_text():
+    figure = small_figure()
+    figure.axes[0].set_title('#000000 id="x" url(#x)')
+    assert '#000000 id="x" url(#x)' in inlined(figure, "a", "a")
+
+
+def test_tokens_are_shown_as_they_are():
+    tokens = ["$x$", "<b>", "&", "日本", "{n}", "a\x00b", "a" * 40]
+    figure = pictures.token_map(np.full((7, 7), 1 / 7), tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = Page(f"<!DOCTYPE html>\n{inlined(figure, 'map', 'map')}")
+    seen = ["$x$", "<b>", "&", "日本", "{n}", "a�b", "a" * 13 + "…"]
+    assert [text for text in made.texts["text"] if text in seen] == seen * 2
+
+
+def test_many_tokens_have_no_names():
+    count = pictures.NAMED_TOKENS + 1
+    figure = pictures.token_map(np.full((count, count), 1 / count), ["name"] * count)
+    assert "name" not in Page(f"<!DOCTYPE html>\n{inlined(figure, 'map', 'map')}").texts["text"]
+
+
+def test_worse_is_red():
+    """Red is where the numbers are low, or high, as the caller says."""
+    values = np.array([[-1.0, 0.0, 1.0]])
+    for worse, column in (("low", 0), ("high", 2)):
+        (image,) = pictures.heat_maps({"": values}, diverging=True, worse=worse).axes[0].get_images()
+        red, _, blue, _ = image.to_rgba(values)[0, column]
+        assert red > 2 * blue
+    (image,) = pictures.heat_maps({"": 0 * values}, diverging=True).axes[0].get_images()
+    assert image.get_clim() == (-1, 1)
+
+
+def test_an_interval_is_shaded():
+    x = np.arange(3.0)
+    figure = pictures.curves({"a": (x, x, x - 1, x + 1), "random 1": (x, x)}, "", "", "")
+    (band,) = figure.axes[0].collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (-1, 3)
+
+
+def test_roundings():
+    for text, value in (("12.3%", 0.12345), ("−1,234.5", -1234.49), ("1.2e-05", 1.23e-5), ("+0.10", 0.1)):
+        assert is_rounding(text, value)
+        assert not is_rounding(text, value * 1.1)

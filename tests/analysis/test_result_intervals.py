@@ -1,0 +1,116 @@
+"""The intervals of results are around the numbers that the results say, over the right examples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastbert.analysis.attention import PATTERNS, attention_statistics
+from fastbert.analysis.change import Change
+from fastbert.analysis.effective import EffectiveAttention
+from fastbert.analysis.examples import KINDS
+from fastbert.analysis.geometry import Geometry, words_in
+from fastbert.analysis.heads import Ablation, PruningCurve
+from fastbert.analysis.intervals import mean_interval
+from tests.support.analysis import both
+
+
+def test_of_attention(texts):
+    found = attention_statistics(both("bert")[1], texts)
+    intervals = found.intervals(seed=4)
+    assert intervals["entropy"] == pytest.approx(mean_interval(found.entropy.mean((1, 2)), seed=4))
+    for kind, values in zip(KINDS, found.to_kind, strict=True):
+        assert intervals[f"to {kind}"].mean == pytest.approx(values.mean())
+    for name, values in (
+        ("to the previous token", found.previous),
+        ("to the same token", found.itself),
+        ("to the next token", found.following),
+        ("to the own text", found.own_text),
+        ("entropy of a uniform head", np.log(found.lengths)),
+    ):
+        assert intervals[name].mean == pytest.approx(values.mean())
+    shares = found.share_intervals(seed=4)
+    assert {name: each.mean for name, each in shares.items()} == pytest.approx(found.shares())
+    assert list(shares) == list(PATTERNS)
+    assert all(each.low <= each.mean <= each.high for each in shares.values())
+
+
+def test_heads_over_half_are_counted_in_the_mean_over_examples(texts):
+    found = attention_statistics(both("bert")[1], texts)
+    found.previous[:] = 0.0
+    found.previous[:, 0, 1] = 0.6
+    found.previous[:, 2, 2] = 0.9, 0.9, 0.9, 0.1, 0.1
+    found.previous[:, 1, 0] = 1.0, 1.0, 0.0, 0.0, 0.0
+    interval = found.intervals()["heads over half on the previous token"]
+    assert (interval.mean, interval.low, interval.high) == (2, 1, 3)
+
+
+def test_of_ablation():
+    draw = np.random.default_rng(0)
+    base, score = draw.normal(size=20), draw.normal(size=(20, 2, 3))
+    found = Ablation("head", "zero", "accuracy", base, 2 * base, score, 3 * score)
+    assert found.base_intervals(seed=1) == {
+        "loss": mean_interval(base, seed=1),
+        "score": mean_interval(2 * base, seed=1),
+    }
+    assert found.loss_interval(1, 2, seed=1) == mean_interval(score[:, 1, 2] - base, seed=1)
+    assert found.interval(1, 2, seed=1) == mean_interval(3 * score[:, 1, 2] - 2 * base, seed=1)
+
+
+def test_of_a_pruning_curve():
+    score = np.random.default_rng(0).normal(size=(3, 20))
+    found = PruningCurve(np.arange(6), np.array([0, 3, 6]), score, "accuracy").intervals(seed=2)
+    assert found == [mean_interval(each, seed=2) for each in score]
+
+
+def test_of_change():
+    draw = np.random.default_rng(0)
+    found = Change(draw.uniform(size=(9, 2, 3)), draw.uniform(size=(9, 3)), np.ones(2))
+    intervals = found.intervals()
+    assert intervals["attention"].mean == pytest.approx(found.attention.mean())
+    assert intervals["last hidden states"].mean == pytest.approx(found.hidden[:, -1].mean())
+
+
+def test_of_effective_attention():
+    """Heads without a correlation count for nothing, in the mean and in each resample."""
+    draw = np.random.default_rng(0)
+    correlation = draw.uniform(0.4, 0.6, size=(30, 2, 2))
+    correlation[:10] = np.nan
+    to_kind = draw.uniform(size=(5, 30, 2, 2))
+    found = EffectiveAttention(correlation, np.ones((30, 2, 2), int), to_kind, np.full(30, 9))
+    intervals = found.intervals()
+    assert intervals["correlation"].mean == pytest.approx(np.nanmean(correlation))
+    assert 0.4 < intervals["correlation"].low < intervals["correlation"].high < 0.6
+    assert intervals["known"].mean == pytest.approx(2 / 3)
+    assert intervals["to words"].mean == pytest.approx(to_kind[4].mean())
+    unknown = EffectiveAttention(correlation[:5], found.rank[:5], to_kind[:, :5], found.lengths[:5])
+    assert unknown.intervals()["correlation"][:3] == (0, 0, 0)
+
+
+def test_of_geometry():
+    draw = np.random.default_rng(0)
+    intra = draw.uniform(size=(7, 3))
+    intra[2] = np.nan
+    found = Geometry(
+        np.arange(9),
+        np.full(9, 5),
+        draw.uniform(size=(9, 3)),
+        draw.uniform(size=(9, 3)),
+        intra,
+        np.array([0.1, 0.2, 0.3]),
+        np.array([0.2, 0.1, 0.0]),
+        0,
+    )
+    intervals = found.intervals()
+    for name, expected in found.adjusted().items():
+        assert [each.mean for each in intervals[name]] == pytest.approx(list(expected))
+    counts = {name: each[0].n for name, each in intervals.items()}
+    assert counts == {"self similarity": 9, "intra-sentence similarity": 6, "explained variance": 9}
+
+
+def test_words_in_many_contexts(texts):
+    """Tokens 5, "the", and 24, "##s"; special tokens and punctuation do not count."""
+    assert words_in(texts, 5).tolist() == [5]
+    assert words_in(texts, 4).tolist() == [5, 24]
+    assert len(words_in(texts, 1)) > 10
+    assert len(words_in(texts, 9)) == 0

@@ -1,0 +1,322 @@
+"""`fastbert analyze report`: one page that anyone can open, with no number that is not in the JSON file."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import fastbert
+from fastbert.analysis import report as pages
+from fastbert.analysis import results
+from fastbert.analysis.attention import attention_statistics
+from fastbert.analysis.examples import masked, read, tokenized
+from fastbert.analysis.heads import ablate
+from fastbert.cli.main import main
+from fastbert.sentences.tokenizer import load_tokenizer
+from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
+from tests.support.pages import Page, is_rounding, value_at
+
+WORDS = '[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dog ran to house . , ! < > & { } $ " / b'
+LINES = ["the cat sat on the mat .", "a dog ran to a house , a cat ran !", "the dog sat", "a mat ."]
+LINES += ['the <b>cat</b> & "the $mat$ {dog}" sat .', "the cat ran to the dog , the dog ran to the cat ."]
+# a name of a directory that is none of HTML, of a template or of mathematics
+STRANGE = "a <b> & {n} $x$"
+ALWAYS = ["brief", "model", "attention", "patterns", "maps", "heads", "importance", "effective", "geometry"]
+
+
+def save(place, model):
+    model.save_pretrained(place)
+    (place / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models with a tokenizer, as transformers saves them, and files of examples."""
+    place = tmp_path_factory.mktemp("report")
+    for name, auto in (
+        ("words", "MaskedLM"),
+        ("classes", "SequenceClassification"),
+        ("spans", "QuestionAnswering"),
+    ):
+        save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
+    save(place / STRANGE, hf_model("bert", seed=1))
+    (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
+    rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def call(folder, model, file, output, *more):
+    arguments = ["analyze", "report", "--model", folder / model, "--input", folder / file, "--output", output]
+    return main([*map(str, arguments), "--device", "cpu", *map(str, more)])
+
+
+# name -> (model, file, further arguments, sections)
+RUNS = {
+    "words": (
+        "words",
+        "lines.txt",
+        ["--seed", "3", "--against", STRANGE],
+        [*ALWAYS[:7], "change", *ALWAYS[7:]],
+    ),
+    "strange": (STRANGE, "lines.txt", [], ALWAYS),
+    "classes": ("classes", "rows.jsonl", ["--pairs", "--labels", "class", "--mode", "uniform"], ALWAYS),
+    "one": ("words", "lines.txt", ["--max-examples", "1"], ALWAYS),
+}
+
+
+@pytest.fixture(scope="module")
+def made(folder, tmp_path_factory):
+    """Run name -> (text, page, numbers, arrays), made when it is asked for."""
+    kept = {}
+
+    def get(name):
+        if name not in kept:
+            model, file, more, _ = RUNS[name]
+            more = [folder / STRANGE if each == STRANGE else each for each in more]
+            output = tmp_path_factory.mktemp("out") / name
+            assert call(folder, model, file, output, *more) == 0
+            assert {path.name for path in output.iterdir()} == {
+                f"report.{e}" for e in ("html", "json", "npz")
+            }
+            text = (output / "report.html").read_text()
+            numbers = json.loads((output / "report.json").read_text())
+            kept[name] = text, Page(text), numbers, np.load(output / "report.npz")
+        return kept[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_page_is_whole_and_asks_for_nothing(made, name):
+    text, page, numbers, _ = made(name)
+    assert len(page.ids) == len(set(page.ids))
+    assert page.wanted <= set(page.ids)
+    assert page.loads == []
+    for tag in ("script", "link", "iframe", "object", "embed", "base"):
+        assert tag not in page.tags
+    assert "@import" not in text
+    assert not re.search(r"\son\w+=", re.sub(r">[^<]*<", "><", text))
+    sections = [each for each in page.ids if each in (*ALWAYS, "change")]
+    assert sections == RUNS[name][3]
+    assert list(numbers["sections"]) == sections[1:]
+    # a name for each figure, for those who do not see it
+    assert page.tags["figure"] == page.tags["svg"] == len(page.texts["title"]) - 1
+    assert all(page.texts["title"])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_number_is_in_the_json_file(made, name):
+    _, page, numbers, _ = made(name)
+    assert len(page.shown) > 100
+    for path, value, text in page.shown:
+        found = value_at(numbers, path)
+        if value is None:
+            assert found == text
+        else:
+            assert float(value) == found
+            assert is_rounding(text, found), (path, found, text)
+    # and none is written in a cell by hand
+    assert [text for text in page.bare if re.search(r"\d", text)] == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_number_of_a_figure_has_its_place(made, name):
+    """The extremes that a caption names are those of the arrays."""
+    _, page, numbers, arrays = made(name)
+    found = numbers["sections"]["attention"]["figures"]["to-words"]
+    means = arrays["attention/to_words"].mean(0)
+    assert found["lowest"]["value"] == pytest.approx(means.min())
+    assert found["highest"]["value"] == pytest.approx(means.max())
+    layer, head = np.unravel_index(means.argmax(), means.shape)
+    assert found["highest"]["head"] == f"{layer + 1}-{head + 1}"
+    captions = [text for text in page.texts["figcaption"] if text.startswith("Attention to words")]
+    assert f"highest {means.max():.1%} (head {layer + 1}-{head + 1})" in captions[0]
+
+
+def test_the_numbers_are_the_librarys(folder, made):
+    _, _, numbers, arrays = made("words")
+    model = fastbert.AutoModelForMaskedLM.from_pretrained(folder / "words").eval()
+    examples = tokenized(load_tokenizer(folder / "words"), **read(folder / "lines.txt"))
+    found = attention_statistics(model, examples)
+    np.testing.assert_allclose(arrays["attention/entropy"], found.entropy, rtol=1e-5)
+    entropy = numbers["sections"]["attention"]["intervals"]["entropy"]
+    assert entropy == pytest.approx(found.intervals(seed=3)["entropy"]._asdict())
+    assert (entropy["n"], entropy["seed"]) == (6, 3)
+    shares = numbers["sections"]["patterns"]["intervals"]
+    assert {name: each["mean"] for name, each in shares.items()} == pytest.approx(found.shares())
+    scored = ablate(model, masked(examples, 4, seed=3))
+    for name, each in numbers["sections"]["maps"]["maps"].items():
+        layer, head = (int(i) - 1 for i in each["head"].split("-"))
+        assert each["loss"]["mean"] == pytest.approx(scored.loss_change()[layer, head], abs=1e-5)
+        here = each["number"] - 1
+        change = scored.loss[here, layer, head] - scored.base_loss[here]
+        assert each["loss here"] == pytest.approx(change, abs=1e-5)
+        ids = examples.ids[examples.starts[here] : examples.starts[here + 1]]
+        assert each["tokens"] == [WORDS.split()[i] for i in ids]
+        assert arrays[f"maps/{name}"].shape == (len(ids), len(ids))
+
+
+@pytest.mark.parametrize("name", ["words", "classes"])
+def test_each_map_has_its_ablation_beside_it(made, name):
+    _, page, numbers, _ = made(name)
+    maps = numbers["sections"]["maps"]["maps"]
+    captions = [text for text in page.texts["figcaption"] if "has this pattern on" in text]
+    assert len(captions) == len(maps) > 0
+    for caption, each in zip(captions, maps.values(), strict=True):
+        change = f"{each['loss']['mean']:+.4f} [{each['loss']['low']:+.4f}, {each['loss']['high']:+.4f}]"
+        assert f"Without this head the loss changes by {change.replace('-', '−')}" in caption
+        assert "n of the change = 6 examples, seed" in caption
+
+
+def test_without_a_loss_it_says_so(made):
+    _, page, numbers, _ = made("strange")
+    missing = [text for text in page.texts["p"] if text.startswith("Not computed")]
+    assert (
+        missing
+        == ["Not computed: the model has no head (BertModel), so there is no loss that could change."] * 2
+    )
+    captions = [text for text in page.texts["figcaption"] if "has this pattern on" in text]
+    assert len(captions) == len(numbers["sections"]["maps"]["maps"]) > 0
+    assert all(
+        "Without this head: not known, since there is no loss. 1 example of 6" in each for each in captions
+    )
+    assert "loss" not in next(iter(numbers["sections"]["maps"]["maps"].values()))
+
+
+def test_names_are_text(made):
+    """Those of files, directories and tokens, whatever they look like."""
+    _, page, _, _ = made("strange")
+    assert page.texts["h1"] == [f"What the heads of {STRANGE} do"]
+    assert page.texts["title"][0] == f"What the heads of {STRANGE} do"
+    _, page, numbers, _ = made("words")
+    assert ("sections/change/against", None, STRANGE) in [
+        (path, value, text.rsplit("/", 1)[-1]) for path, value, text in page.shown
+    ]
+    # the tokens of the fifth line, where a map shows it
+    text = "".join(page.texts["text"])
+    of_fifth = [each for each in numbers["sections"]["maps"]["maps"].values() if each["number"] == 5]
+    assert all(token in text for each in of_fifth for token in each["tokens"])
+    assert "cat" not in page.texts["b"]
+
+
+def test_tokens_are_text(folder, tmp_path):
+    (tmp_path / "strange.txt").write_text(LINES[4] + "\n" + LINES[4] + "\n")
+    assert call(folder, STRANGE, tmp_path / "strange.txt", tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    for token in ("<", "b", ">", "/", "&", '"', "$", "{", "}"):
+        assert token in page.texts["text"]
+
+
+def test_one_example_has_no_intervals(folder, made, tmp_path, capsys):
+    text, _, numbers, _ = made("one")
+    assert 'class="interval"' not in text
+    assert numbers["sections"]["attention"]["intervals"]["entropy"]["low"] is None
+    assert "significant" not in numbers["sections"]["heads"]
+    assert "removable" not in numbers["sections"]["importance"]
+    capsys.readouterr()
+    assert call(folder, STRANGE, "lines.txt", tmp_path / "out", "--max-examples", "1") == 0
+    assert "one example: intervals over examples need two" in capsys.readouterr().out
+    text, _, _, _ = made("words")
+    assert text.count('class="interval"') > 40
+
+
+def test_published_numbers_name_their_model(made):
+    text, page = made("classes")[:2]
+    rows = page.texts["td"]
+    assert "32% (MRPC) to 61% (QQP)" in rows
+    assert rows.count("bert-base-uncased, fine-tuned on GLUE; Kovaleva et al. 2019") == 2
+    assert "+0.1 (STS-B) to +1.2 (MRPC) points" in rows
+    assert "One head looks at all tokens alike" in text
+
+
+def test_one_call_one_result(folder, made, tmp_path):
+    model, file, more, _ = RUNS["strange"]
+    assert call(folder, model, file, tmp_path / "out", *more) == 0
+    text, _, numbers, _ = made("strange")
+    assert (tmp_path / "out" / "report.html").read_text() == text
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == numbers
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_all_families(folder, tmp_path, monkeypatch, family):
+    """Numbers, texts and maps of each; the pictures are drawn in the tests above."""
+    monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
+    save(tmp_path / "model", hf_model(family, transformers.AutoModelForMaskedLM))
+    assert call(tmp_path, "model", folder / "lines.txt", tmp_path / "out") == 0
+    numbers = json.loads((tmp_path / "out" / "report.json").read_text())
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert [each for each in page.ids if each in ALWAYS] == ALWAYS
+    assert "Not computed" not in "".join(page.texts["p"])
+    for path, value, text in page.shown:
+        assert value is None or is_rounding(text, value_at(numbers, path))
+
+
+def test_twelve_layers_of_twelve_heads_are_a_small_file(folder, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "num_hidden_layers": 12, "num_attention_heads": 12}
+    save(tmp_path / "model", transformers.BertForMaskedLM(hf_config("bert", **sizes)))
+    assert call(tmp_path, "model", folder / "lines.txt", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "report.html").stat().st_size < 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "more", "expected"),
+    [
+        (STRANGE, "rows.jsonl", ["--labels", "class"], "--labels: the report of BertModel needs none"),
+        ("words", "rows.jsonl", ["--labels", "class"], "--labels: the report of BertForMaskedLM needs none"),
+        ("classes", "rows.jsonl", ["--labels", "text"], r"labels\[0\]: 'the cat .* is none of the config's"),
+        ("words", "lines.txt", ["--unit", "layer"], "--unit layer: the report takes out one head at a time"),
+        ("words", "lines.txt", ["--mode", "skip"], "mode: skip is for unit='layer'"),
+        ("words", "lines.txt", ["--max-bytes", "10"], "max_bytes: 10 are too few for the attention maps"),
+        ("words", "lines.txt", ["--against", "nothing"], "nothing"),
+    ],
+)
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, model, file, more, expected):
+    more = [folder / each if each == "nothing" else each for each in more]
+    assert call(folder, model, file, tmp_path / "out", *more) == 2
+    said = capsys.readouterr()
+    assert re.search(expected, said.err), said.err
+    assert len(said.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            "classes",
+            "the loss of BertForSequenceClassification needs labels, which were not given (--labels).",
+        ),
+        ("spans", "the loss of BertForQuestionAnswering is not one that this program measures per example."),
+    ],
+)
+def test_why_there_is_no_loss(folder, tmp_path, monkeypatch, model, reason):
+    monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
+    assert call(folder, model, "lines.txt", tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert page.texts["p"].count(f"Not computed: {reason}") == 2
+
+
+def test_too_little_text_for_geometry(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
+    assert call(folder, STRANGE, "lines.txt", tmp_path / "out", "--max-examples", "3") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    expected = "Not computed: no word is in 5 places of these texts; more text is needed"
+    assert page.texts["p"][-1] == expected
+
+
+def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
+    monkeypatch.setattr(results.np, "savez_compressed", full)
+    assert call(folder, STRANGE, "lines.txt", tmp_path / "out") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,110 @@
+"""Faults of reports: numbers from elsewhere, texts that are read as HTML, figures that disturb each other."""
+
+from tests.support.mutation import Fault, Suite
+
+_REPORT = "fastbert/analysis/report.py"
+_MAPS = "fastbert/analysis/maps.py"
+_COMMAND = "fastbert/cli/analyze.py"
+
+FAULTS = (
+    Fault("a text is read as HTML", _REPORT, ">{html.escape(value, quote=False)}</span>", ">{value}</span>"),
+    Fault(
+        "words between numbers are read as HTML",
+        _REPORT,
+        "made.append(html.escape(literal, quote=False))",
+        "made.append(literal)",
+    ),
+    Fault("all figures share one id", _REPORT, """f' id="{name}-{found[1]}"'""", """f' id="{found[1]}"'"""),
+    Fault(
+        "a clip path of another figure",
+        _REPORT,
+        'tag = tag.replace("url(#", f"url(#{name}-")',
+        'tag = tag.replace("url(#", "url(#a-")',
+    ),
+    Fault("ids of the moment", _REPORT, '"svg.hashsalt": name', '"svg.hashsalt": None'),
+    Fault("a figure stays black", _REPORT, 'tag.replace("#000000", "currentColor")', "tag"),
+    Fault(
+        "what a text says of colours is changed",
+        _REPORT,
+        'text = re.sub(r"<[^>]+>", lambda tag: _own_tag(tag[0], name, wanted), text)',
+        "text = _own_tag(text, name, wanted)",
+    ),
+    Fault(
+        "the low end twice",
+        _REPORT,
+        '(_shown(value[end], f"{where}/{end}", form) for end in ("low", "high"))',
+        '(_shown(value["low"], f"{where}/{end}", form) for end in ("low", "high"))',
+    ),
+    Fault("a sign before nothing", _REPORT, '        text = text.lstrip("+-")\n', "        pass\n"),
+    Fault("the map of another layer", _MAPS, "if layer == self.layer:", "if layer == 0:"),
+    Fault("rows for columns", _MAPS, "maps[0].float()", "maps[0].mT.float()"),
+    Fault("a map of any size", _MAPS, "(q, k, sequences, self.max_bytes)", "(q, k, sequences)"),
+    Fault("a head that does it once", _MAPS, "clear * has.mean(0)", "clear"),
+    Fault("a map of another pattern", _MAPS, "np.where(has[short], clear", "np.where(True, clear"),
+    Fault(
+        "a long example",
+        _MAPS,
+        "(lengths >= SHORT[0]) & (lengths <= SHORT[1])",
+        "lengths >= SHORT[0]",
+    ),
+    Fault(
+        "the ablation of another head",
+        _COMMAND,
+        "without.loss_interval(*place, seed=seed)",
+        "without.loss_interval(*place[::-1], seed=seed)",
+    ),
+    Fault(
+        "the loss of all examples for that of one",
+        _COMMAND,
+        "- without.base_loss[map_.example]",
+        "- without.base_loss.mean()",
+    ),
+    Fault(
+        "masks of no seed",
+        _COMMAND,
+        "examples = masked(examples, _mask_id(load_tokenizer(args.model), args.model), seed=args.seed)",
+        "examples = masked(examples, _mask_id(load_tokenizer(args.model), args.model))",
+    ),
+    Fault(
+        "an interval of the first head",
+        "fastbert/analysis/intervals.py",
+        "values.reshape(n, -1).mean(1)",
+        "values.reshape(n, -1)[:, 0]",
+    ),
+    Fault(
+        "heads are counted in every example",
+        "fastbert/analysis/attention.py",
+        "return (means > 0.5).sum((1, 2))",
+        "return means.sum((1, 2))",
+    ),
+    Fault(
+        "heads without a correlation have 0",
+        "fastbert/analysis/effective.py",
+        "lambda means: means[:, 0] / np.maximum(means[:, 1], 1e-9)",
+        "lambda means: means[:, 0] / self.correlation[0].size",
+    ),
+    Fault(
+        "an interval without the baseline",
+        "fastbert/analysis/geometry.py",
+        '"explained variance": self.explained - self.explained_baseline,',
+        '"explained variance": self.explained,',
+    ),
+    Fault(
+        "red where it is better",
+        "fastbert/analysis/pictures.py",
+        '"RdBu" if worse == "low" else "RdBu_r"',
+        '"RdBu"',
+    ),
+)
+
+_PAGE = "tests/cli/test_report.py::test_the_numbers_are_the_librarys"
+SUITE = Suite(
+    FAULTS,
+    tests=(
+        "tests/analysis/test_intervals.py",
+        "tests/analysis/test_result_intervals.py",
+        "tests/analysis/test_maps.py",
+        "tests/analysis/test_report.py",
+        _PAGE,
+    ),
+)
