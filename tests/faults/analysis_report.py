@@ -4,7 +4,7 @@ from tests.support.mutation import Fault, Suite
 
 _REPORT = "fastbert/analysis/report.py"
 _MAPS = "fastbert/analysis/maps.py"
-_COMMAND = "fastbert/cli/analyze.py"
+_COMMAND = "fastbert/cli/analyses/report.py"
 
 FAULTS = (
     Fault("a text is read as HTML", _REPORT, ">{html.escape(value, quote=False)}</span>", ">{value}</span>"),
@@ -62,8 +62,8 @@ FAULTS = (
     Fault(
         "masks of no seed",
         _COMMAND,
-        "examples = masked(examples, _mask_id(load_tokenizer(args.model), args.model), seed=args.seed)",
-        "examples = masked(examples, _mask_id(load_tokenizer(args.model), args.model))",
+        "examples = masked(examples, mask_id(load_tokenizer(args.model), args.model), seed=args.seed)",
+        "examples = masked(examples, mask_id(load_tokenizer(args.model), args.model))",
     ),
     Fault(
         "an interval of the first head",
