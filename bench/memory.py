@@ -105,9 +105,7 @@ def statistics_call(engine: str, model: str, lengths: tuple[int, ...]) -> Callab
     return lambda: (analysis.plain_statistics if plain else analysis.our_statistics)(both)
 
 
-def measure(
-    engine: str, model: str, lengths: tuple[int, ...], threads: int, what: str, device: str
-) -> dict:
+def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int, what: str, device: str) -> dict:
     """Load the engine's model in this process, run what is asked for and read the peak: figures of a row."""
     import torch
 

@@ -1,4 +1,4 @@
-"""Peak memory of a forward, of two training steps, of analysis, each engine in a process: see bench/memory.py.
+"""Peak memory of a forward, two training steps or analysis, each engine in its process: see bench/memory.py.
 
 On a CPU it is the process's resident memory, on a GPU what torch's allocator had given out at most.
 """

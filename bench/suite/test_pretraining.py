@@ -28,9 +28,7 @@ def cases() -> Iterator[object]:
         for name in pretraining.LOOP:
             for tag in TAGS:
                 short = model == "minilm" and name != "torch_compile" and tag == "fp32"
-                yield pytest.param(
-                    model, "8x128", f"{name}-{tag}", marks=[] if short else [pytest.mark.long]
-                )
+                yield pytest.param(model, "8x128", f"{name}-{tag}", marks=[] if short else [pytest.mark.long])
 
 
 @pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))

@@ -142,6 +142,9 @@ def tokenized(
             raise ValueError(f"max_length: expected an integer >= {least}, got {max_length!r}")
         own.enable_truncation(max_length)
     encoded = own.encode_batch(list(texts) if pairs is None else list(zip(texts, pairs, strict=True)))
+    if answers is not None:
+        owner = int(pairs is not None)
+        labels = [_tokens_of(i, e, answers[i], owner) for i, e in enumerate(encoded)]
     return of_encodings(own, encoded, labels)
 
 
@@ -156,9 +159,6 @@ def of_encodings(tokenizer: Tokenizer, encoded: Sequence[Encoding], labels: Any 
     frame = tokenizer.encode("").ids
     starts = np.concatenate([[0], np.cumsum([len(e) for e in encoded])]).astype(np.int64)
     parts = [_places(e, frame[0] if frame else -1) for e in encoded]
-    if answers is not None:
-        owner = int(pairs is not None)
-        labels = [_tokens_of(i, e, answers[i], owner) for i, e in enumerate(encoded)]
     segments, kinds, words = (
         np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, np.int64) for i in range(3)
     )

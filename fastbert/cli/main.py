@@ -310,10 +310,10 @@ def _add_analyze(commands: Any) -> None:
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
         "head, and how many can go. fixed: loss and score with heads that attend by fixed patterns. change: "
         "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
-        "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, attention "
-        "by part of speech and relation, and which heads find the heads of words. probe: what each layer knows "
-        "of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures (.svg, .png); "
-        "it appears whole at the end, or not at all.",
+        "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, "
+        "attention by part of speech and relation, and which heads find the heads of words. probe: what each "
+        "layer knows of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures "
+        "(.svg, .png); it appears whole at the end, or not at all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")

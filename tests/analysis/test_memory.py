@@ -29,7 +29,7 @@ class Counted(Live):
 
 
 def test_no_layer_outlives_its_statistics():
-    """On fake tensors, eight sequences of 512 tokens: all identities of 24 layers of BERT-large, one by one."""
+    """On fake tensors: all identities of 24 layers of BERT-large, one by one, for 8 sequences of 512 tokens."""
     sequences = 8
     total = sequences * TOKENS
     with FakeTensorMode(), Counted() as live:

@@ -84,7 +84,7 @@ def treebank(seed, count=60, with_punctuation=True):
     """(sentences, examples, states): layer 1 holds the trees exactly, layer 0 says nothing.
 
     A word is the sum of unit vectors of the edges on its path to the root, so two words' distance,
-    squared, is the number of edges between them. A word of the first sentence has two pieces, whose mean it is.
+    squared, is the number of edges between them. A word of the first sentence is the mean of two pieces.
     """
     draw = np.random.default_rng(seed)
     sentences, vectors, words = [], [], []

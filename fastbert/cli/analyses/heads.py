@@ -1,4 +1,4 @@
-"""`fastbert analyze heads`, `importance` and `fixed`: what a model loses without heads, or with fixed ones."""
+"""`fastbert analyze heads`, `importance`, `fixed`: what a model loses without heads, or with fixed ones."""
 
 from __future__ import annotations
 

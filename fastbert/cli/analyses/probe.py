@@ -35,6 +35,7 @@ HEWITT = {"BERT-base, layer 7": (0.798, 0.85), "BERT-large, layer 15": (0.825, 0
 # the model's line first, then that of random weights
 BOTH = ("this model", "with random weights")
 
+
 def probe(
     args: argparse.Namespace,
     model: PreTrainedModel,
@@ -85,8 +86,7 @@ def _best(
     layer = int(np.nanargmax(values[0]))
     at_random = int(np.nanargmax(values[1]))
     return [
-        f"{what}: {interval(layer).text(form)} from layer {layer}, "
-        f"{values[0][0]:{form}} from the embeddings",
+        f"{what}: {interval(layer).text(form)} from layer {layer}, {values[0][0]:{form}} from the embeddings",
         f"with random weights: {values[1][at_random]:{form}} from layer {at_random}",
     ]
 

@@ -104,7 +104,9 @@ def _loss_of(model: PreTrainedModel) -> str:
     return "it is that of the model's own head, with the labels of the file"
 
 
-def _of_model(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _of_model(
+    args: argparse.Namespace, model: PreTrainedModel, examples: Examples
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     lengths = examples.lengths
     numbers = {
         "directory": Path(args.model).resolve().name,
