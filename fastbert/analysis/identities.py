@@ -193,7 +193,9 @@ class Probabilities:
             bias = bias[..., :longest] if bias.shape[-1] > 1 else bias
             bias = bias[..., :longest, :] if bias.shape[-2] > 1 else bias
         return attention(
-            *(t[start:end] for t in (self.q, self.k, self.k)),
+            self.q[start:end],
+            self.k[start:end],
+            self.k[start:end],
             ends - start,
             longest,
             softmax_scale=self.scale,
