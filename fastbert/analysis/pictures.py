@@ -105,6 +105,36 @@ def classes(found: np.ndarray, names: Sequence[str], title: str, colors: Sequenc
     return figure
 
 
+def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
+    """The attention of one head on one example: a row per token that looks, a column per token looked at.
+
+    Args:
+        probabilities: (length, length).
+        tokens: their names, shown up to `NAMED_TOKENS` of them.
+    """
+    length = len(tokens)
+    figure = _figure(3.6, 3.1)
+    axes = figure.subplots()
+    image = axes.imshow(probabilities, cmap="viridis", vmin=0.0, interpolation="none")
+    places = range(length) if length <= NAMED_TOKENS else ()
+    names = [_printable(token) for token in tokens] if length <= NAMED_TOKENS else ()
+    size = min(7.5, 150 / length)
+    axes.set_xticks(places, names, rotation=90, fontsize=size)
+    axes.set_yticks(places, names, fontsize=size)
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        label.set_parse_math(False)
+    axes.set_xlabel("looked at", fontsize=8)
+    axes.set_ylabel("looking", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
+    return figure
+
+
+def _printable(token: str, most: int = 14) -> str:
+    """A token as a label: short, and without what no file of XML may hold."""
+    token = "".join(c if c.isprintable() else "�" for c in token)
+    return token if len(token) <= most else token[: most - 1] + "…"
+
+
 def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width: float = 6.5) -> Figure:
     """A bar per name, of shares that add up to 1, each with its percentage; `width` in inches.
 
@@ -218,33 +248,3 @@ def bars(
     axes.set_title(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
     return figure
-
-
-def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
-    """The attention of one head on one example: a row per token that looks, a column per token looked at.
-
-    Args:
-        probabilities: (length, length).
-        tokens: their names, shown up to `NAMED_TOKENS` of them.
-    """
-    length = len(tokens)
-    figure = _figure(3.6, 3.1)
-    axes = figure.subplots()
-    image = axes.imshow(probabilities, cmap="viridis", vmin=0.0, interpolation="none")
-    places = range(length) if length <= NAMED_TOKENS else ()
-    names = [_printable(token) for token in tokens] if length <= NAMED_TOKENS else ()
-    size = min(7.5, 150 / length)
-    axes.set_xticks(places, names, rotation=90, fontsize=size)
-    axes.set_yticks(places, names, fontsize=size)
-    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        label.set_parse_math(False)
-    axes.set_xlabel("looked at", fontsize=8)
-    axes.set_ylabel("looking", fontsize=8)
-    figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
-    return figure
-
-
-def _printable(token: str, most: int = 14) -> str:
-    """A token as a label: short, and without what no file of XML may hold."""
-    token = "".join(c if c.isprintable() else "�" for c in token)
-    return token if len(token) <= most else token[: most - 1] + "…"

@@ -46,7 +46,7 @@ def missing(name: str, reason: str) -> Section:
 
 
 def head_name(layer: int, head: int) -> str:
-    """Such as "3-7": layer and head, here from 0 and there from 1."""
+    """Such as "3-7" for layer 2 and head 6: numbers and arrays count from 0, what people read from 1."""
     return f"{layer + 1}-{head + 1}"
 
 
@@ -55,9 +55,10 @@ def _extremes(name: str, means: np.ndarray, form: str) -> tuple[dict, str]:
     found = {}
     for word, at in (("lowest", np.nanargmin(means)), ("highest", np.nanargmax(means))):
         layer, head = (int(i) for i in np.unravel_index(at, means.shape))
-        found[word] = {"head": head_name(layer, head), "value": float(means[layer, head])}
+        value = float(means[layer, head])
+        found[word] = {"name": head_name(layer, head), "layer": layer, "head": head, "value": value}
     says = ", ".join(
-        f"{word} {{figures/{name}/{word}/value:{form}}} (head {{figures/{name}/{word}/head}})"
+        f"{word} {{figures/{name}/{word}/value:{form}}} (head {{figures/{name}/{word}/name}})"
         for word in found
     )
     return found, f"L{says[1:]}."
@@ -211,7 +212,7 @@ def maps(found: Sequence[ExampleMap], tokens: Sequence[Sequence[str]], *, no_los
     drawings = []
     for map_, names in zip(found, tokens, strict=True):
         at = f"maps/{map_.name}"
-        says = f"Head {{{at}/head}} on example {{{at}/number:,}}. "
+        says = f"Head {{{at}/name}} on example {{{at}/number:,}}. "
         says += f"The head has this pattern on {{{at}/share:.0%}} of the examples. "
         if no_loss:
             says += "Without this head: not known, since there is no loss."

@@ -85,7 +85,7 @@ def test_a_whole_page():
     section = Section(
         "one",
         "Cats & <dogs>",
-        ("A share of {share:.0%} & more.",),
+        ("A <share> of {share:.0%} & more.",),
         (Drawing("grid", "A <grid>", "{share:.1%}", small_figure(), {"a": 1}),),
         (("row & <row>", "{share:.2%}"),),
         (Published("what <b>", "{share:.3%}", "12% & 13%", "model <m>"),),
@@ -95,6 +95,7 @@ def test_a_whole_page():
     made = Page(page("A <title>", NUMBERS, [section, absent]))
     assert made.texts["title"] == ["A <title>", "A <grid>"]
     assert made.texts["h1"] == ["A <title>"]
+    assert "A <share> of 12% & more." in made.texts["p"]
     assert made.texts["h2"] == ["In brief", "Cats & <dogs>", "Two"]
     assert "Not computed: no {braces} & no <tags>" in made.texts["p"]
     assert made.texts["th"] == [

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
     for name, auto in (
         ("words", "MaskedLM"),
         ("classes", "SequenceClassification"),
-        ("spans", "QuestionAnswering"),
+        ("both", "PreTraining"),
     ):
         save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
     save(place / STRANGE, hf_model("bert", seed=1))
@@ -134,7 +134,8 @@ def test_every_number_of_a_figure_has_its_place(made, name):
     assert found["lowest"]["value"] == pytest.approx(means.min())
     assert found["highest"]["value"] == pytest.approx(means.max())
     layer, head = np.unravel_index(means.argmax(), means.shape)
-    assert found["highest"]["head"] == f"{layer + 1}-{head + 1}"
+    assert found["highest"]["name"] == f"{layer + 1}-{head + 1}"
+    assert (found["highest"]["layer"], found["highest"]["head"]) == (layer, head)
     captions = [text for text in page.texts["figcaption"] if text.startswith("Attention to words")]
     assert f"highest {means.max():.1%} (head {layer + 1}-{head + 1})" in captions[0]
 
@@ -152,9 +153,11 @@ def test_the_numbers_are_the_librarys(folder, made):
     assert {name: each["mean"] for name, each in shares.items()} == pytest.approx(found.shares())
     scored = ablate(model, masked(examples, 4, seed=3))
     for name, each in numbers["sections"]["maps"]["maps"].items():
-        layer, head = (int(i) - 1 for i in each["head"].split("-"))
+        layer, head = each["layer"], each["head"]
+        assert each["name"] == f"{layer + 1}-{head + 1}"
         assert each["loss"]["mean"] == pytest.approx(scored.loss_change()[layer, head], abs=1e-5)
-        here = each["number"] - 1
+        here = each["example"]
+        assert each["number"] == here + 1
         change = scored.loss[here, layer, head] - scored.base_loss[here]
         assert each["loss here"] == pytest.approx(change, abs=1e-5)
         ids = examples.ids[examples.starts[here] : examples.starts[here + 1]]
@@ -293,7 +296,7 @@ def test_a_mistake_is_one_line(folder, tmp_path, capsys, model, file, more, expe
             "classes",
             "the loss of BertForSequenceClassification needs labels, which were not given (--labels).",
         ),
-        ("spans", "the loss of BertForQuestionAnswering is not one that this program measures per example."),
+        ("both", "the loss of BertForPreTraining is not one that this program measures per example."),
     ],
 )
 def test_why_there_is_no_loss(folder, tmp_path, monkeypatch, model, reason):

@@ -43,6 +43,8 @@ def of_heads(args: argparse.Namespace, found: analysis.Ablation) -> Found:
         worst.append(
             {
                 "name": sections.head_name(layer, unit),
+                "layer": layer,
+                "unit": unit,
                 "score": found.interval(layer, unit, seed=args.seed),
                 "loss": found.loss_interval(layer, unit, seed=args.seed),
             }
@@ -118,7 +120,7 @@ def of_importance(
     points = zip(made["by importance"].removed, made["by importance"].intervals(seed=args.seed), strict=True)
     numbers: dict[str, Any] = {
         "score": score_name,
-        "most": {"name": name, "importance": most._asdict()},
+        "most": {"name": name, "layer": layer, "head": head, "importance": most._asdict()},
         "curve": [{"removed": int(removed), **score._asdict()} for removed, score in points],
         "count": count,
         "cases": len(found.derivatives),

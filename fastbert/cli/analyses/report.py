@@ -140,7 +140,11 @@ def _of_maps(
     for map_, names in zip(maps, tokens, strict=True):
         place = map_.layer, map_.head
         numbers[map_.name] = {
-            "head": sections.head_name(*place),
+            "name": sections.head_name(*place),
+            "layer": map_.layer,
+            "head": map_.head,
+            "example": map_.example,
+            # as it is shown
             "number": map_.example + 1,
             "share": map_.share,
             "tokens": names,
