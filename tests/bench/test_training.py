@@ -432,7 +432,7 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
     args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
     assert list(gpu_training.Run(args, ROOFS).rows()) == []
     lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
-    options = {"timeout": memory.TIMEOUT_SECONDS, "head": "pretraining", "device": "cuda"}
+    options = {"timeout": memory.TIMEOUT_SECONDS, "what": "pretraining", "device": "cuda"}
     assert asked == [(("base", "full", engines, 3, lengths), options)]
 
 
