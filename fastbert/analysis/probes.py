@@ -31,6 +31,7 @@ class Recipe(NamedTuple):
             span's mean vector.
         dropout_p: of the network's inner layer.
         lr: Adam's learning rate.
+        mix_lr: the same of a mix's weights, which would hardly move in so few steps.
         batch: targets per step.
         epochs: most of them; a probe keeps its parameters of the epoch with the least loss on the held-out
             part.
@@ -40,6 +41,7 @@ class Recipe(NamedTuple):
     inner: int = 256
     dropout_p: float = 0.3
     lr: float = 1e-3
+    mix_lr: float = 1e-2
     batch: int = 256
     epochs: int = 20
     patience: int = 3
@@ -52,8 +54,9 @@ class Recipe(NamedTuple):
                 raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
         if not 0 <= self.dropout_p < 1:
             raise ValueError(f"dropout_p: expected a number in [0, 1), got {self.dropout_p!r}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr: expected a positive number, got {self.lr!r}")
+        for name in ("lr", "mix_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)!r}")
 
 
 DEFAULT = Recipe()
@@ -249,7 +252,9 @@ def fit(
             raise ValueError(f"{name}[{number}]: expected one label, got {int(some.labels[number].sum())}")
     recipe = probes.recipe
     order = np.random.default_rng(seed)
-    optimizer = torch.optim.Adam(probes.parameters(), lr=recipe.lr)
+    mix = [probes.mix, probes.factor]
+    others = [p for p in probes.parameters() if all(p is not each for each in mix)]
+    optimizer = torch.optim.Adam([{"params": mix, "lr": recipe.mix_lr}, {"params": others}], lr=recipe.lr)
     count = len(probes.mix)
     best = torch.full((count,), math.inf)
     kept = {name: value.detach().clone() for name, value in probes.named_parameters()}

@@ -180,6 +180,7 @@ def test_losses_in_closed_form():
         ({"epochs": 0}, "epochs: expected an integer >= 1, got 0"),
         ({"dropout_p": 1.0}, r"dropout_p: expected a number in \[0, 1\), got 1.0"),
         ({"lr": 0.0}, "lr: expected a positive number, got 0.0"),
+        ({"mix_lr": math.nan}, "mix_lr: expected a positive number, got nan"),
     ],
 )
 def test_recipes_that_are_none(change, message):

@@ -103,10 +103,10 @@ def _edge(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
     lines = _lines(scores) | {"mix of layers 0 to l": (depth, ours.scores_up_to())}
     figures = {
         "layers": pictures.curves(lines, "layer (0: embeddings)", "F1", "labels told from a layer"),
-        "weights": pictures.bars(
-            {f"layer {i}" if i else "embeddings": {"weight": float(w)} for i, w in enumerate(ours.weights)},
-            {},
-            "share of the mix of all layers",
+        "weights": pictures.curves(
+            {"mix of all layers": (depth, ours.weights)},
+            "layer (0: embeddings)",
+            "share",
             "what the probe of all layers reads",
         ),
     }
