@@ -43,7 +43,7 @@ class Drawing:
     says: str
     figure: Figure
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    sample: str = "n = {/n:,} examples, seed {/seed}"
+    sample: str = "examples: n = {/n:,}, seed {/seed}"
 
 
 @dataclass(frozen=True)
@@ -322,6 +322,7 @@ th[scope=row]{font-weight:400}
 @media (max-width:40rem){.wide thead{display:none}.wide tr{display:block;padding:.4rem 0;
 border-bottom:1px solid var(--line)}.wide th,.wide td{display:block;border:0;padding:.1rem 0}
 .wide th[scope=row]{font-weight:600}.wide td::before{content:attr(data-label)": ";opacity:.75}}
+@page{margin:1.5cm}
 @media print{:root{color-scheme:light}body{max-width:none;padding:0;font-size:10pt}nav{display:none}
 figure,tr{break-inside:avoid}h2,h3{break-after:avoid}.figures{grid-template-columns:1fr 1fr 1fr}}
 """

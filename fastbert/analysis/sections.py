@@ -220,7 +220,7 @@ def maps(found: Sequence[ExampleMap], tokens: Sequence[Sequence[str]], *, no_los
             says += f"Without this head the loss changes by {{{at}/loss:+.4f}}, "
             says += f"on this example by {{{at}/loss here:+.4f}}."
         picture = pictures.token_map(map_.probabilities, names)
-        sample = "1 example of {/n:,}" if no_loss else "n of the change = {/n:,} examples, seed {/seed}"
+        sample = "1 example of {/n:,}" if no_loss else "examples of the change: n = {/n:,}, seed {/seed}"
         title = PATTERNS[map_.pattern].capitalize()
         drawings.append(Drawing(map_.name, title, says, picture, sample=sample))
     says = [
@@ -366,7 +366,7 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
         drawings,
         rows,
         published,
-        tuple(rows[1:]),
+        [("Heads that can go" if i else "The most important head", row) for i, (_, row) in enumerate(rows)],
     )
 
 
@@ -519,7 +519,7 @@ def geometry(found: Geometry, *, seed: int) -> Section:
                 "Words in context, minus any two words",
                 "Shaded: the 95% interval over words, or over sentences.",
                 picture,
-                sample="n = {words:,} words in {contexts:,} contexts, {/n:,} examples, seed {/seed}",
+                sample="words: n = {words:,} in {contexts:,} contexts, examples: n = {/n:,}, seed {/seed}",
             ),
         ),
         (),

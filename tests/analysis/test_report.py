@@ -107,7 +107,7 @@ def test_a_whole_page():
         "what <b>",
     ]
     assert made.texts["td"] == ["0.12345", "12.35%", "", "12.345%", "12% & 13%", "model <m>"]
-    assert made.texts["figcaption"] == ["A <grid>. 12.3% n = 3 examples, seed 7"]
+    assert made.texts["figcaption"] == ["A <grid>. 12.3% examples: n = 3, seed 7"]
     assert section.numbers() == {"figures": {"grid": {"a": 1}}}
     assert {"one", "two", "one-grid", "one-grid-title"} <= set(made.ids)
     assert made.wanted <= set(made.ids)

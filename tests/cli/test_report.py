@@ -174,7 +174,7 @@ def test_each_map_has_its_ablation_beside_it(made, name):
     for caption, each in zip(captions, maps.values(), strict=True):
         change = f"{each['loss']['mean']:+.4f} [{each['loss']['low']:+.4f}, {each['loss']['high']:+.4f}]"
         assert f"Without this head the loss changes by {change.replace('-', '−')}" in caption
-        assert "n of the change = 6 examples, seed" in caption
+        assert "examples of the change: n = 6, seed" in caption
 
 
 def test_without_a_loss_it_says_so(made):
