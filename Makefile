@@ -61,7 +61,7 @@ lint: $(READY)
 docs: $(PAGES)
 	$(BIN)mkdocs build --strict -q
 
-# the suite, under 12 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
+# the suite, about 10 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
 bench: $(PEERS)
 	$(PY) -m fastbert bench all --save $(ARGS); status=$$?; \
 	$(PY) bench/plot.py && $(PY) bench/plot.py tables && exit $$status

@@ -1,12 +1,13 @@
-"""Peak memory of one forward, or of training steps, each engine in a fresh process of its own.
+"""Peak memory of one forward, of training steps or of analysis, each engine in a fresh process of its own.
 
     python bench/memory.py [--model base] [--workload ragged64] [--engine fastbert-fp32] [--threads 2]
-                           [--train pretraining] [--device cuda]
+                           [--what pretraining] [--device cuda]
 
 `peak_mib` is the largest resident memory of the process during the forward: Python, torch and weights
 included. `above_mib` is the part above the loaded model: activations, weights laid out as panels, working
 memory; in training also gradients and AdamW's moments. The forward is the first of the process, so what a
-library keeps from its first call counts. Training runs two steps: the first one makes the moments.
+library keeps from its first call counts. Training runs two steps: the first one makes the moments. Analysis
+is the statistics of attention of all examples; the plain way keeps transformers' maps of a batch.
 
 On a GPU both are what torch's allocator had given out at most, and `peak_mib` includes the weights.
 """
@@ -33,6 +34,8 @@ from bench.lib import workloads  # noqa: E402
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
 TRAINED = ENGINES[:4]
+ANALYSED = ENGINES[:2]
+FORWARD, STATISTICS = "forward", "statistics"  # what runs; else a head of training.HEADS, which is trained
 WORKLOAD = "ragged64"
 TIMEOUT_SECONDS = 600.0
 
@@ -88,19 +91,31 @@ def training_call(
     return lambda: (step(), step())
 
 
-def measure(
-    engine: str, model: str, lengths: tuple[int, ...], threads: int, head: str | None, device: str
-) -> dict:
-    """Load the engine's model in this process, run one forward (or train `head` for two steps) and read the
-    peak: figures of a row.
-    """
+def statistics_call(engine: str, model: str, lengths: tuple[int, ...]) -> Callable[[], object]:
+    """The statistics of attention of all heads over examples of these lengths, the model loaded."""
+    from bench.lib import analysis
+    from bench.lib.engines import MODELS
+
+    both = analysis.Both.of(MODELS[model], lengths)
+    plain = engine.startswith("transformers")
+    if plain:
+        del both.ours
+    else:
+        del both.theirs
+    return lambda: (analysis.plain_statistics if plain else analysis.our_statistics)(both)
+
+
+def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int, what: str, device: str) -> dict:
+    """Load the engine's model in this process, run what is asked for and read the peak: figures of a row."""
     import torch
 
     torch.set_num_threads(threads)
-    if head is None:
+    if what == FORWARD:
         call = forward_call(engine, model, lengths, device)
+    elif what == STATISTICS:
+        call = statistics_call(engine, model, lengths)
     else:
-        call = training_call(engine, model, lengths, head, device)
+        call = training_call(engine, model, lengths, what, device)
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         # or the forward would take memory that loading has freed, and that would not be counted
@@ -148,20 +163,21 @@ def bench_memory(
     threads: int = 1,
     lengths: tuple[int, ...] | None = None,
     timeout: float = TIMEOUT_SECONDS,
-    head: str | None = None,
+    what: str = FORWARD,
     device: str = "cpu",
 ) -> Iterator[dict]:
     """A row for each engine; one that fails, is killed or is missing is a row with the reason.
 
-    With a `head` of training.HEADS it is the peak of training it, without one of a forward.
+    `what` is FORWARD, STATISTICS (on a CPU), or a head of training.HEADS, which is trained.
     """
     lengths = lengths or workloads.lengths(workload)
-    step = "memory" if head is None else "training_memory"
+    step = {FORWARD: "memory", STATISTICS: "analysis_memory"}.get(what, "training_memory")
+    head = what if step == "training_memory" else None
     for engine in engines:
         row = {"step": step, "name": "-".join(filter(None, (step, engine, model, workload, head)))}
         facts = {"model": model, "workload": workload, "candidate": engine, "tokens": sum(lengths)}
         facts |= {} if head is None else {"head": head}
-        job = json.dumps([engine, model, lengths, threads, head, device])
+        job = json.dumps([engine, model, lengths, threads, what, device])
         command = [sys.executable, str(Path(__file__).resolve()), "--child", job]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -194,7 +210,10 @@ def main() -> int:
     parser.add_argument("--engine", choices=known, action="append", help="may be repeated; default: all")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--train", metavar="HEAD", help="pretraining or classification, in place of a forward"
+        "--what",
+        choices=(FORWARD, STATISTICS, "pretraining", "classification"),
+        default=FORWARD,
+        help="runs; a head is trained (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # this process is the one that is measured
@@ -202,8 +221,10 @@ def main() -> int:
     if args.child is not None:
         print(json.dumps(measure(*json.loads(args.child))))
         return 0
-    engines = tuple(args.engine or (ENGINES if args.train is None else TRAINED))
-    options = {"head": args.train, "device": args.device}
+    if args.what == STATISTICS and args.device != "cpu":
+        parser.error("--device: statistics are measured on a CPU")
+    engines = tuple(args.engine or {FORWARD: ENGINES, STATISTICS: ANALYSED}.get(args.what, TRAINED))
+    options = {"what": args.what, "device": args.device}
     for row in bench_memory(args.model, args.workload, engines, args.threads, **options):
         print(line(row), flush=True)
     return 0

@@ -250,7 +250,7 @@ class Run(groups.Run):
         if group.step == "training_memory":
             engines = tuple(f"{name}-{group.tag}" for name in group.candidates)
             timeout = min(memory.TIMEOUT_SECONDS, max(1.0, self.left()))
-            options = {"timeout": timeout, "head": group.head, "device": args.device}
+            options = {"timeout": timeout, "what": group.head, "device": args.device}
             yield from memory.bench_memory(
                 group.model, group.workload, engines, args.threads, lengths, **options
             )

@@ -21,12 +21,7 @@ pytestmark = pytest.mark.cpu
 CASES = (("minilm", "1x16"), ("base", "1x128"), ("base", "8x128"), ("base", "ragged16"))
 # (kind, model, workload): the candidates that `make bench` has time for; --everything adds the rest
 SHORT = {
-    ("neighbour", "minilm", "1x16"): load.CANDIDATES[:6],
-    # four processes of transformers take the longest to start
-    ("processes", "minilm", "1x16"): ("fastbert-fp32", "openvino-fp32", "onnxruntime-fp32"),
-    ("threads", "minilm", "1x16"): load.CANDIDATES[:6],
-    # transformers takes seconds per call beside a neighbour
-    ("neighbour", "base", "1x128"): ("fastbert-fp32", "openvino-fp32", "onnxruntime-fp32"),
+    (kind, "minilm", "1x16"): ("fastbert-fp32", "openvino-fp32", "onnxruntime-fp32") for kind in load.KINDS
 }
 
 

@@ -16,16 +16,14 @@ from bench.lib import mlperf, workloads
 
 pytestmark = pytest.mark.cpu
 
-SHORT = ("fastbert-fp32", "fastbert-int8", "transformers-fp32")
-ENGINES = (*SHORT, "fastbert-bf16", "transformers-bf16")
+ENGINES = ("fastbert-fp32", "fastbert-int8", "transformers-fp32", "fastbert-bf16", "transformers-bf16")
 TRAINED = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16")
 
 
 def cases() -> Iterator[object]:
     """(model, workload, candidate)."""
     for candidate in ENGINES:
-        marks = [] if candidate in SHORT else [pytest.mark.long]
-        yield pytest.param("large", "squad", candidate, marks=marks)
+        yield pytest.param("large", "squad", candidate, marks=[pytest.mark.long])
     for candidate in TRAINED:
         yield pytest.param("large", "train", candidate, marks=[pytest.mark.long])
 

@@ -23,11 +23,12 @@ def test_prepare(in_turns, few, request, candidate):
 
 
 def cases() -> Iterator[object]:
-    """(model, workload, candidate)."""
-    for name in pretraining.LOOP:
-        marks = [pytest.mark.long] if name == "torch_compile" else []
-        for tag in TAGS:
-            yield pytest.param("base", "8x128", f"{name}-{tag}", marks=marks)
+    """(model, workload, candidate); a short run has MiniLM in fp32, without torch.compile."""
+    for model in ("minilm", "base"):
+        for name in pretraining.LOOP:
+            for tag in TAGS:
+                short = model == "minilm" and name != "torch_compile" and tag == "fp32"
+                yield pytest.param(model, "8x128", f"{name}-{tag}", marks=[] if short else [pytest.mark.long])
 
 
 @pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))

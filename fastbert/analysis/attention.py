@@ -137,8 +137,7 @@ class AttentionStatistics:
 
     def shares(self, thresholds: Thresholds = THRESHOLDS) -> dict[str, float]:
         """Pattern -> its share of all examples, layers and heads."""
-        found = self.patterns(thresholds)
-        return {name: float((found == i).mean()) for i, name in enumerate(PATTERNS)}
+        return shares_of(self.patterns(thresholds))
 
     def share_intervals(self, thresholds: Thresholds = THRESHOLDS, *, seed: int = 0) -> dict[str, Interval]:
         """Pattern -> its share of layers and heads, with its 95% interval over examples."""
@@ -147,9 +146,18 @@ class AttentionStatistics:
 
     def commonest(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
         """(layers, nheads) int8: the pattern that a head has in most examples; of equals the first."""
-        found = self.patterns(thresholds)
-        counts = np.stack([(found == i).sum(0) for i in range(len(PATTERNS))])
-        return counts.argmax(0).astype(np.int8)
+        return commonest_of(self.patterns(thresholds))
+
+
+def shares_of(patterns: np.ndarray) -> dict[str, float]:
+    """Pattern -> its share of (n, layers, nheads) indices into `PATTERNS`."""
+    return {name: float((patterns == i).mean()) for i, name in enumerate(PATTERNS)}
+
+
+def commonest_of(patterns: np.ndarray) -> np.ndarray:
+    """(n, layers, nheads) -> (layers, nheads) int8: each head's commonest pattern; of equals the first."""
+    counts = np.stack([(patterns == i).sum(0) for i in range(len(PATTERNS))])
+    return counts.argmax(0).astype(np.int8)
 
 
 def _over_half(means: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
@@ -33,7 +34,7 @@ class Examples:
         kinds: (total,) int8, an index into `KINDS`.
         words: (total,) int64, the number of the word in its example; -1 for a special token.
         labels: (n, …) for examples, (total,) for tokens, or None. `fastbert.models.labels.IGNORED` (-100)
-            does not count.
+            does not count. What each kind of model needs is in `fastbert.analysis.measures`.
     """
 
     ids: np.ndarray
@@ -101,6 +102,7 @@ def tokenized(
     pairs: Sequence[str] | None = None,
     labels: Any = None,
     *,
+    answers: Sequence[tuple[int, int] | None] | None = None,
     max_length: int | None = None,
 ) -> Examples:
     """The examples of texts, with the special tokens that the tokenizer adds.
@@ -110,19 +112,27 @@ def tokenized(
         texts: one per example.
         pairs: the second text of each example, or None.
         labels: one per example, or None.
+        answers: in place of labels, the (start, end) of an answer per example, in characters of the second
+            text, if there are pairs, else of the text; or None where there is no answer. They become labels
+            (n, 2), the first and the last token. Without an answer, or if it was cut off, both are 0.
         max_length: most tokens of an example; a longer one is cut, a pair at its longer text. None cuts none.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
     count = len(texts)
-    for name, given in (("pairs", pairs), ("labels", labels)):
+    if answers is not None and labels is not None:
+        raise ValueError("labels: expected None beside answers, which become the labels")
+    for name, given in (("pairs", pairs), ("labels", labels), ("answers", answers)):
         if given is not None and len(given) != count:
             raise ValueError(f"{name}: expected {count}, one per text, got {len(given)}")
     for name, given in (("texts", texts), ("pairs", pairs or ())):
         wrong = next((i for i, text in enumerate(given) if not isinstance(text, str)), None)
         if wrong is not None:
             raise ValueError(f"{name}[{wrong}]: expected a str, got {type(given[wrong]).__name__}")
+    answers = (
+        None if answers is None else [_trimmed(i, a, (pairs or texts)[i]) for i, a in enumerate(answers)]
+    )
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
@@ -132,7 +142,21 @@ def tokenized(
             raise ValueError(f"max_length: expected an integer >= {least}, got {max_length!r}")
         own.enable_truncation(max_length)
     encoded = own.encode_batch(list(texts) if pairs is None else list(zip(texts, pairs, strict=True)))
-    frame = own.encode("").ids
+    if answers is not None:
+        owner = int(pairs is not None)
+        labels = [_tokens_of(i, e, answers[i], owner) for i, e in enumerate(encoded)]
+    return of_encodings(own, encoded, labels)
+
+
+def of_encodings(tokenizer: Tokenizer, encoded: Sequence[Encoding], labels: Any = None) -> Examples:
+    """The examples of what a tokenizer made of texts.
+
+    Args:
+        tokenizer: which adds the same special tokens to an empty text.
+        encoded: one per example.
+        labels: one per example, or None.
+    """
+    frame = tokenizer.encode("").ids
     starts = np.concatenate([[0], np.cumsum([len(e) for e in encoded])]).astype(np.int64)
     parts = [_places(e, frame[0] if frame else -1) for e in encoded]
     segments, kinds, words = (
@@ -147,6 +171,100 @@ def tokenized(
         words,
         None if labels is None else np.asarray(labels),
     )
+
+
+def paired(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    pairs: Sequence[str],
+    labels: Sequence[float] | None = None,
+    *,
+    max_length: int | None = None,
+) -> Examples:
+    """Pairs of texts for an encoder that reads each text alone: examples 2i and 2i + 1 are pair i.
+
+    Args:
+        tokenizer: see `tokenized`.
+        texts: the first of each pair.
+        pairs: the second of each pair.
+        labels: one per pair, or None.
+        max_length: see `tokenized`.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    for name, given in (("pairs", pairs), ("labels", labels)):
+        if given is not None and len(given) != len(texts):
+            raise ValueError(f"{name}: expected {len(texts)}, one per text, got {len(given)}")
+    both = [text for pair in zip(texts, pairs, strict=True) for text in pair]
+    of_both = None if labels is None else np.repeat(np.asarray(labels), 2)
+    return tokenized(tokenizer, both, labels=of_both, max_length=max_length)
+
+
+def _trimmed(number: int, answer: Any, text: str) -> tuple[int, int] | None:
+    """An answer without the white space at its ends."""
+    if answer is None:
+        return None
+    try:
+        start, end = map(operator.index, answer)
+    except (TypeError, ValueError):
+        raise ValueError(f"answers[{number}]: expected a start and an end, got {answer!r}") from None
+    if not 0 <= start < end <= len(text) or text[start:end].isspace():
+        raise ValueError(
+            f"answers[{number}]: {start} to {end} are no words of a text of {len(text)} characters"
+        )
+    words = text[start:end]
+    return start + len(words) - len(words.lstrip()), end - len(words) + len(words.rstrip())
+
+
+def _tokens_of(number: int, encoding: Any, answer: tuple[int, int] | None, owner: int) -> tuple[int, int]:
+    """The first and the last token of an answer in text `owner` of an example."""
+    if answer is None:
+        return 0, 0
+    start, end = answer
+    places = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence == owner]
+    offsets = encoding.offsets
+    if encoding.overflowing and (not places or offsets[places[-1]][1] < end):
+        return 0, 0
+    inside = [i for i in places if offsets[i][0] < end and offsets[i][1] > start]
+    if not inside:
+        raise ValueError(f"answers[{number}]: no token has any of the characters {start} to {end}")
+    return inside[0], inside[-1]
+
+
+def spans_of(answers: Sequence[Any], contexts: Sequence[str]) -> list[tuple[int, int] | None]:
+    """Answers as SQuAD's files have them -> `answers` of `tokenized`; of several the first.
+
+    Args:
+        answers: each {"text": […], "answer_start": […]}, or a list of {"text": …, "answer_start": …}, or a
+            start and an end in characters, or nothing: an empty one, or None.
+        contexts: the text that each answer is from.
+
+    Raises:
+        ValueError: naming the answer, what came and what was expected.
+    """
+    return [_span_of(f"answers[{i}]", a, c) for i, (a, c) in enumerate(zip(answers, contexts, strict=True))]
+
+
+def _span_of(where: str, answer: Any, context: str) -> tuple[int, int] | None:
+    if answer is None or answer == []:
+        return None
+    if isinstance(answer, list) and len(answer) == 2 and all(type(number) is int for number in answer):
+        return answer[0], answer[1]
+    of_one = isinstance(answer, list) and isinstance(answer[0], dict)
+    columns = {name: [value] for name, value in answer[0].items()} if of_one else answer
+    found = [columns.get(name) if isinstance(columns, dict) else None for name in ("text", "answer_start")]
+    if found == [[], []]:
+        return None
+    if not all(isinstance(column, list) and column for column in found):
+        raise ValueError(
+            f'{where}: expected {{"text": […], "answer_start": […]}}, or a start and an end, got {answer!r}'
+        )
+    text, start = (column[0] for column in found)
+    known = isinstance(text, str) and type(start) is int and start >= 0
+    if not known or not context.startswith(text, start):
+        raise ValueError(f"{where}: {text!r} is not at character {start!r} of its context")
+    return start, start + len(text)
 
 
 def _places(encoding: Any, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -204,7 +322,7 @@ def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) ->
 
     Args:
         path: .txt or .tsv, an example per line (a pair: two texts with a tab between); or .jsonl, objects
-            with a "text" (a pair: also a "pair").
+            with a "text" (a pair: also a "pair"), or as SQuAD names them, "question" and "context".
         pairs: whether each example is a pair of texts.
         labels: the key of the labels in a .jsonl file, or None.
 
@@ -248,7 +366,11 @@ def _fields(path: Path, number: int, line: str, pairs: bool, labels: str | None)
         values = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: no JSON ({error})") from None
-    keys = {"texts": "text"} | ({"pairs": "pair"} if pairs else {}) | ({"labels": labels} if labels else {})
+    squad = isinstance(values, dict) and pairs and "text" not in values and "question" in values
+    names = ("question", "context") if squad else ("text", "pair")
+    keys = (
+        {"texts": names[0]} | ({"pairs": names[1]} if pairs else {}) | ({"labels": labels} if labels else {})
+    )
     missing = next((k for k in keys.values() if not isinstance(values, dict) or k not in values), None)
     if missing is not None:
         raise ValueError(f"{where}: expected an object with {missing!r}")

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.analysis.examples import WORD, Examples
+from fastbert.analysis.features import hidden_states
 from fastbert.analysis.intervals import Interval, estimate
-from fastbert.analysis.walk import BATCH_TOKENS, at_rest, batches
+from fastbert.analysis.walk import BATCH_TOKENS, Batch
 from fastbert.models.base import PreTrainedModel
 
 # fewest contexts of a word that is followed, unless the caller says otherwise
@@ -149,27 +150,17 @@ def _vectors(
     model: PreTrainedModel, examples: Examples, rows: np.ndarray, batch_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(hidden states of `rows`, (len(rows), layers + 1, hidden); IntraSim of all examples)."""
-    layers, width = len(model.base_model.layers()) + 1, model.config.hidden_size
-    found = np.empty((len(rows), layers, width), np.float32)
-    intra = np.empty((len(examples), layers))
-    # where each row of the examples is wanted; one may be wanted twice
-    order = np.argsort(rows, kind="stable")
-    ordered = rows[order]
-    with at_rest(model), torch.inference_mode():
-        for batch in batches(model, examples, batch_tokens):
-            first, last = (np.searchsorted(ordered, batch.rows, side) for side in ("left", "right"))
-            count = last - first
-            places = np.repeat(np.arange(len(batch.rows)), count)
-            into = order[
-                np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)]).astype(int)
-            ]
-            words = batch.on_device(examples.kinds == WORD)
-            states = model.base_model.encode_inputs(batch.inputs, None, False, True, False)[1]
-            for layer, hidden in enumerate(states):
-                hidden = hidden.float() if hidden.dtype != torch.float64 else hidden
-                found[into, layer] = hidden[torch.from_numpy(places).to(hidden.device)].cpu().numpy()
-                intra[batch.numbers, layer] = _intra(batch.sums, hidden, words, batch.sequence)
-    return found, intra
+    intra = np.empty((len(examples), len(model.base_model.layers()) + 1))
+
+    def seen(batch: Batch, layer: int, hidden: Tensor) -> None:
+        words = batch.on_device(examples.kinds == WORD)
+        hidden = hidden.float() if hidden.dtype != torch.float64 else hidden
+        intra[batch.numbers, layer] = _intra(batch.sums, hidden, words, batch.sequence)
+
+    unique, where = np.unique(rows, return_inverse=True)
+    options = {"dtype": torch.float32, "batch_tokens": batch_tokens, "seen": seen}
+    found = hidden_states(model, examples, unique, **options)
+    return found.transpose(0, 1)[torch.from_numpy(where)].numpy(), intra
 
 
 def _intra(sums, hidden: Tensor, words: Tensor, sequence: Tensor) -> np.ndarray:

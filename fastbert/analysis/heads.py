@@ -27,7 +27,7 @@ from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import uniform
 from fastbert.analysis.intervals import Interval, estimate, paired_p
 from fastbert.analysis.measures import Measure
-from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
 from fastbert.layers.encoder import LayerMath, Sequences, together
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
@@ -41,7 +41,9 @@ MODES = ("zero", "uniform", "skip")
 
 @dataclass(frozen=True)
 class Ablation:
-    """Every example's loss and score without each unit.
+    """Every case's loss and score without each unit.
+
+    A case is an example, or a pair of them for an encoder without a head; see `fastbert.analysis.measures`.
 
     Attributes:
         unit, mode: see `ablate`.
@@ -99,17 +101,19 @@ def ablate(
     *,
     unit: str = "head",
     mode: str = "zero",
+    pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Ablation:
-    """Every example's loss and score without each head or layer.
+    """Every case's loss and score without each head or layer.
 
     Args:
-        model: with a head that `Measure` knows; it runs in eval mode.
-        examples: labelled.
+        model: one that `Measure` knows; it runs in eval mode.
+        examples: labelled, or pairs.
         unit: "head": without one head; "all-but-one": with one head of a layer alone; "layer": without a
             layer's heads.
         mode: "zero": the output of a head that is taken out is 0; "uniform": it looks at all tokens alike;
             "skip", for unit "layer": the layer's output is its input.
+        pooling: of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time. The kept inputs and attention outputs take 8 bytes
             (float32) per token, hidden unit and layer.
 
@@ -121,23 +125,22 @@ def ablate(
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     if mode == "skip" and unit != "layer":
         raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
-    measure = Measure.of(model, examples)
-    n, layers = len(examples), len(model.base_model.layers())
+    measure = Measure.of(model, examples, pooling)
+    n, layers = len(measure), len(model.base_model.layers())
     units = 1 if unit == "layer" else model.config.num_attention_heads
     loss, score = (np.zeros((n, layers, units)) for _ in range(2))
     base_loss, base_score = np.zeros(n), np.zeros(n)
     with at_rest(model), torch.inference_mode():
-        for batch in batches(model, examples, batch_tokens):
+        for batch, numbers, labels in measure.batches(batch_tokens):
             kept = _Kept(with_uniform=mode == "uniform")
-            labels, numbers = measure.labels_of(batch), batch.numbers
             hidden, inputs_of_layers = _with_inputs(model, batch, kept)
-            base_loss[numbers], base_score[numbers] = _numbers(measure(hidden, batch.inputs, labels))
+            base_loss[numbers], base_score[numbers] = measure.arrays(hidden, batch.inputs, labels)
             for layer in range(layers):
                 for some, hidden, inputs in _variants(
                     model, batch, kept, inputs_of_layers, layer, unit, mode, units, batch_tokens
                 ):
                     repeated = labels.repeat(len(some), *(1,) * (labels.dim() - 1))
-                    found = _numbers(measure(hidden, inputs, repeated))
+                    found = measure.arrays(hidden, inputs, repeated)
                     for values, into in zip(found, (loss, score), strict=True):
                         into[numbers[:, None], layer, some] = values.reshape(len(some), -1).T
     return Ablation(unit, mode, measure.score_name, base_loss, base_score, loss, score)
@@ -229,19 +232,15 @@ def _repeated(sequences: Sequences, batch: Batch, count: int, dtype: torch.dtype
     return repeated, inputs
 
 
-def _numbers(values: tuple[Tensor, Tensor]) -> tuple[np.ndarray, ...]:
-    return tuple(t.double().cpu().numpy() for t in values)
-
-
 # --- importance ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Importance:
-    """How much each example's loss depends on each head.
+    """How much each case's loss depends on each head.
 
     Attributes:
-        derivatives: (n, layers, nheads), ∂ loss / ∂ ξ_h of each example.
+        derivatives: (n, layers, nheads), ∂ loss / ∂ ξ_h of each case; see `Ablation`.
     """
 
     derivatives: np.ndarray
@@ -267,41 +266,49 @@ class Importance:
 
 
 class _Factors(Taps):
-    """Multiplies each head's output by 1, a number per sequence and head of which gradients are asked."""
+    """Multiplies each head's output by 1, a number per case and head of which gradients are asked."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, per_case: int) -> None:
+        self.cases = len(batch) // per_case
+        self.case = batch.sequence // per_case
         self.factors: list[Tensor] = []
 
     def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
         """See `Taps`."""
-        shape = len(self.batch), context.shape[1]
+        shape = self.cases, context.shape[1]
         factors = torch.ones(shape, dtype=context.dtype, device=context.device, requires_grad=True)
         self.factors.append(factors)
-        return context * factors[self.batch.sequence][:, :, None]
+        return context * factors[self.case][:, :, None]
 
 
-def importance(model: PreTrainedModel, examples: Examples, *, batch_tokens: int = BATCH_TOKENS) -> Importance:
-    """The derivative of every example's loss by every head's factor.
+def importance(
+    model: PreTrainedModel,
+    examples: Examples,
+    *,
+    pooling: str | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Importance:
+    """The derivative of every case's loss by every head's factor.
 
     Args:
-        model: with a head that `Measure` knows; it runs in eval mode, and no parameter gets a gradient.
-        examples: labelled.
+        model: one that `Measure` knows; it runs in eval mode, and no parameter gets a gradient.
+        examples: labelled, or pairs.
+        pooling: of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    measure = Measure.of(model, examples)
-    shape = len(examples), len(model.base_model.layers()), model.config.num_attention_heads
+    measure = Measure.of(model, examples, pooling)
+    shape = len(measure), len(model.base_model.layers()), model.config.num_attention_heads
     found = np.zeros(shape)
     with at_rest(model), torch.enable_grad():
-        for batch in batches(model, examples, batch_tokens):
-            taps = _Factors(batch)
+        for batch, numbers, labels in measure.batches(batch_tokens):
+            taps = _Factors(batch, measure.per_case)
             hidden = encode(model, batch, taps)
-            loss, _ = measure(hidden, batch.inputs, measure.labels_of(batch))
+            loss, _ = measure(hidden, batch.inputs, labels)
             grads = torch.autograd.grad(loss.sum(), taps.factors)
-            found[batch.numbers] = torch.stack(grads, 1).double().cpu().numpy()
+            found[numbers] = torch.stack(grads, 1).double().cpu().numpy()
     return Importance(found)
 
 
@@ -310,12 +317,12 @@ def importance(model: PreTrainedModel, examples: Examples, *, batch_tokens: int 
 
 @dataclass(frozen=True)
 class PruningCurve:
-    """The score of every example after more and more heads are taken out.
+    """The score of every case after more and more heads are taken out.
 
     Attributes:
         order: (layers · nheads,) the order in which heads go, as layer · nheads + head.
         removed: (points,) how many are out.
-        score: (points, n).
+        score: (points, n), of each case; see `Ablation`.
         score_name: see `Measure`.
     """
 
@@ -345,21 +352,23 @@ def pruning_curve(
     order: Sequence[int] | np.ndarray,
     *,
     step: float = 0.1,
+    pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> PruningCurve:
     """The score while heads are taken out in this order, a share of all at a time.
 
     Args:
-        model: with a head that `Measure` knows; it runs in eval mode and is not changed.
-        examples: labelled.
+        model: one that `Measure` knows; it runs in eval mode and is not changed.
+        examples: labelled, or pairs.
         order: every head once, as layer · nheads + head: `Importance.order`, or random.
         step: the share of all heads that goes from point to point, in (0, 1].
+        pooling: of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    measure = Measure.of(model, examples)
+    measure = Measure.of(model, examples, pooling)
     layers, heads = len(model.base_model.layers()), model.config.num_attention_heads
     order = np.asarray(order)
     if not np.array_equal(np.sort(order), np.arange(layers * heads)):
@@ -368,14 +377,13 @@ def pruning_curve(
         raise ValueError(f"step: expected a number in (0, 1], got {step!r}")
     points = max(1, math.ceil(1 / step - 1e-9))
     removed = np.array([min(round(i * step * len(order)), len(order)) for i in range(points + 1)])
-    score = np.zeros((len(removed), len(examples)))
+    score = np.zeros((len(removed), len(measure)))
     with at_rest(model), torch.inference_mode():
-        for batch in batches(model, examples, batch_tokens):
-            labels = measure.labels_of(batch)
+        for batch, numbers, labels in measure.batches(batch_tokens):
             for point, count in enumerate(removed):
                 gates = torch.ones(layers * heads)
                 gates[torch.from_numpy(order[:count].astype(np.int64))] = 0
                 gates = gates.view(layers, heads).to(batch.sequence.device)
                 hidden = encode(model, batch, gates=gates if count else None)
-                score[point, batch.numbers] = _numbers(measure(hidden, batch.inputs, labels))[1]
+                score[point, numbers] = measure.arrays(hidden, batch.inputs, labels)[1]
     return PruningCurve(order, removed, score, measure.score_name)

@@ -106,3 +106,17 @@ def paired_p(change: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -
     sign = np.sign(change.mean(0))
     against = (means * sign <= 0).mean(0)
     return np.where(sign == 0, 1.0, np.clip(2 * against, 1 / resamples, 1.0))
+
+
+def ratio_interval(above: np.ndarray, below: np.ndarray, *, seed: int = 0) -> Interval:
+    """Σ above / Σ below over examples, (n,) each, with its 95% interval over them; 0 / 0 is 0.
+
+    Such as right answers over questions, where examples have several.
+    """
+    return estimate(np.stack([above, below], 1), _ratio, seed=seed)
+
+
+def _ratio(means: np.ndarray) -> np.ndarray:
+    """(some, 2) -> (some,)."""
+    above, below = means.T
+    return np.divide(above, below, out=np.zeros(len(means)), where=below != 0)

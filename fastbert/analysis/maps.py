@@ -1,4 +1,4 @@
-"""Attention maps to look at: for each pattern one head on one short example, and no other map in memory.
+"""Attention maps themselves: all of one example; and for each pattern one head on one short example.
 
 A map is a picture of where a head looks, no evidence that the model uses it: `heads.ablate` says what the
 model loses without the head.
@@ -6,6 +6,7 @@ model loses without the head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,52 @@ class ExampleMap:
         return PATTERNS[self.pattern].replace("+", "-")
 
 
+def attention_maps(
+    model: PreTrainedModel,
+    examples: Examples,
+    number: int,
+    *,
+    layers: Sequence[int] | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> np.ndarray:
+    """The attention maps of one example, a row per token that looks: all that others compute from them.
+
+    bertviz's `head_view` takes them as `list(torch.from_numpy(maps)[:, None])`.
+
+    Args:
+        model: an encoder, or a model with a head.
+        examples: the texts.
+        number: of the example.
+        layers: which, from 0; None: all.
+        max_bytes: most memory of the result.
+
+    Returns:
+        (len(layers), nheads, length, length) float32.
+
+    Raises:
+        ValueError: the maps take more memory; or an argument is wrong. The message names it.
+    """
+    count = len(model.base_model.layers())
+    layers = list(range(count)) if layers is None else list(layers)
+    if not 0 <= number < len(examples):
+        raise ValueError(f"number: expected 0 to {len(examples) - 1}, an example's, got {number!r}")
+    unknown = next((layer for layer in layers if layer not in range(count)), None)
+    if unknown is not None or len(set(layers)) != len(layers):
+        raise ValueError(f"layers: expected each of 0 to {count - 1} at most once, got {layers}")
+    length = int(examples.lengths[number])
+    needed = len(layers) * model.config.num_attention_heads * length * length * 4
+    if needed > max_bytes:
+        raise ValueError(
+            f"max_bytes: {max_bytes:,} are too few for the attention maps of {len(layers)} layers and "
+            f"{length} tokens, {needed:,} bytes; expected fewer layers, or more bytes"
+        )
+    taps = _Maps(layers, max_bytes)
+    with at_rest(model), torch.inference_mode():
+        for batch in batches(model, examples.chosen([number])):
+            encode(model, batch, taps)
+    return np.stack([taps.maps[layer] for layer in layers])
+
+
 def example_maps(
     model: PreTrainedModel,
     examples: Examples,
@@ -72,12 +119,9 @@ def example_maps(
         if place is None:
             continue
         example, layer, head = place
-        taps = _Map(layer, max_bytes)
-        with at_rest(model), torch.inference_mode():
-            for batch in batches(model, examples.chosen([example])):
-                encode(model, batch, taps)
+        (maps,) = attention_maps(model, examples, example, layers=[layer], max_bytes=max_bytes)
         share = float((found.patterns()[:, layer, head] == pattern).mean())
-        made.append(ExampleMap(pattern, example, layer, head, share, taps.maps[head]))
+        made.append(ExampleMap(pattern, example, layer, head, share, maps[head]))
     return made
 
 
@@ -100,18 +144,18 @@ def _clearest(found: AttentionStatistics, pattern: int) -> tuple[int, int, int] 
     return int(short[at]), int(layer), int(head)
 
 
-class _Map(Taps):
-    """Keeps the maps of one layer for the one sequence that is run, (nheads, length, length)."""
+class _Maps(Taps):
+    """Keeps the maps of some layers for the one sequence that is run, (nheads, length, length) each."""
 
-    def __init__(self, layer: int, max_bytes: int) -> None:
-        self.layer, self.max_bytes = layer, max_bytes
-        self.maps = np.zeros((0, 0, 0), np.float32)
+    def __init__(self, layers: Sequence[int], max_bytes: int) -> None:
+        self.layers, self.max_bytes = set(layers), max_bytes
+        self.maps: dict[int, np.ndarray] = {}
 
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
-        if layer == self.layer:
+        if layer in self.layers:
             ((_, _, maps),) = Probabilities.of(q, k, sequences, self.max_bytes).maps()
-            self.maps = maps[0].float().cpu().numpy()
+            self.maps[layer] = maps[0].float().cpu().numpy()
         return q, k, v, sequences.bias

@@ -1,7 +1,27 @@
-"""What an example's result is worth: its loss and its score, by the kind of the model's head."""
+"""What a model's result is worth: loss and score of each example, by the kind of the model's head.
+
+| model | labels | loss | score |
+|---|---|---|---|
+| masked words, token classes | per token | mean cross-entropy of the example's labels | accuracy |
+| sequence classes, next sentence | per example | cross-entropy | accuracy |
+| several classes at once | (n, classes) of 0 and 1 | mean binary cross-entropy | accuracy |
+| regression | numbers | squared error | negative squared error |
+| question answering | (n, 2) tokens: start and end | mean cross-entropy of both | exact match |
+| encoder without a head | none | 1 - cosine of a pair's vectors | cosine |
+| encoder without a head | the cosine that a pair should have | squared error | negative squared error |
+
+Question answering: a token is counted from 0 in its example, special ones included. Only the example's own
+tokens compete. A match is exact if the most likely start and the most likely end are right.
+
+Encoders without a head, such as those of sentences: examples 2i and 2i + 1 are a pair, and one case. The
+vector of a text is pooled from its last hidden states. Both texts run through the changed model, and a pair
+is never split between batches. Without labels, a model that makes all texts alike has the least loss: to
+ask what a model tells apart, give labels.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,14 +30,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.walk import Batch, encoded
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encoded
+from fastbert.layers.linear import apply_linear
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.next_sentence import BertForNextSentencePrediction
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.models.heads.task_model import TaskModel
 from fastbert.models.heads.token_classification import BertForTokenClassification
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
+from fastbert.ops.pooling import MODES as POOLINGS
+from fastbert.ops.pooling import pooling as pool
 
 
 def _numbered(labels: np.ndarray, label2id: dict[str, int]) -> np.ndarray:
@@ -32,39 +57,53 @@ def _numbered(labels: np.ndarray, label2id: dict[str, int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Measure:
-    """Loss and score of examples by a model's head.
-
-    The loss of an example is the head's; of several labels the mean. The score is the share of its labels
-    that are right (accuracy); in a regression it is the negative squared error.
+    """Loss and score of each case: an example, or a pair of them for an encoder without a head.
 
     Attributes:
-        model: with a head.
-        examples: with the labels that the head needs.
-        score_name: "accuracy" or "negative squared error".
+        model: see the module.
+        examples: with the labels that the model needs.
+        score_name: see the module.
+        pooling: how an encoder without a head makes its vectors, a mode of `fastbert.ops.pooling`; None for
+            one with a head.
     """
 
     model: PreTrainedModel
     examples: Examples
     score_name: str
+    pooling: str | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, examples: Examples) -> Measure:
+    def of(cls, model: PreTrainedModel, examples: Examples, pooling: str | None = None) -> Measure:
         """The measure for a model and labelled examples.
 
+        Args:
+            model: see the module.
+            examples: labelled, or pairs.
+            pooling: of an encoder without a head, "mean", "cls" or "max"; None for one with a head.
+
         Raises:
-            TypeError: the model has no head with labels per example or token.
-            ValueError: labels are missing or do not fit the head; the message names the first.
+            TypeError: a model that the module's table does not have.
+            ValueError: labels are missing or do not fit the model; the message names the first.
         """
+        if isinstance(model, PreTrainedModel) and not isinstance(model, TaskModel):
+            return cls._of_pairs(model, examples, pooling)
         of_tokens = isinstance(model, (BertForMaskedLM, BertForTokenClassification))
-        of_examples = isinstance(model, (BertForSequenceClassification, BertForNextSentencePrediction))
+        of_examples = isinstance(
+            model, (BertForSequenceClassification, BertForNextSentencePrediction, BertForQuestionAnswering)
+        )
         if not (of_tokens or of_examples):
             raise TypeError(
-                "model: expected one with a head for masked words, tokens, sequences or next sentences, "
-                f"got {type(model).__name__}"
+                "model: expected an encoder, or one with a head for masked words, tokens, sequences, next "
+                f"sentences or answers, got {type(model).__name__}"
             )
+        if pooling is not None:
+            raise ValueError(f"pooling: {type(model).__name__} has a head; expected None, got {pooling!r}")
         labels = examples.labels
         if labels is None:
             raise ValueError(f"labels: {type(model).__name__} needs them, the examples have none")
+        if isinstance(model, BertForQuestionAnswering):
+            _check_spans(labels, examples.lengths)
+            return cls(model, examples, "exact match")
         if not np.issubdtype(labels.dtype, np.number):
             labels = _numbered(labels, model.config.label2id)
             examples = replace(examples, labels=labels)
@@ -89,15 +128,69 @@ class Measure:
             raise ValueError(f"labels[{bad[0]}]: {labels[bad[0]]} is no class; expected 0 to {classes - 1}")
         return cls(model, examples, score)
 
+    @classmethod
+    def _of_pairs(cls, model: PreTrainedModel, examples: Examples, pooling: str | None) -> Measure:
+        if pooling not in POOLINGS:
+            raise ValueError(
+                f"pooling: {type(model).__name__} has no head, whose loss would be measured; to compare the "
+                f"vectors of pairs, expected one of {', '.join(POOLINGS)}, got {pooling!r}"
+            )
+        joined = np.flatnonzero(examples.segments)
+        if len(joined):
+            number = int(np.searchsorted(examples.starts, joined[0], side="right")) - 1
+            raise ValueError(
+                f"examples[{number}]: has two texts; expected an example for each, as "
+                "fastbert.analysis.examples.paired makes them"
+            )
+        n, labels = len(examples), examples.labels
+        if n % 2:
+            raise ValueError(
+                f"examples: {type(model).__name__} has no head, so they are pairs; expected an even number, "
+                f"got {n}"
+            )
+        if labels is None:
+            return cls(model, examples, "cosine", pooling)
+        if labels.shape != (n,) or not np.issubdtype(labels.dtype, np.number):
+            raise ValueError(
+                f"labels: expected cosines, numbers of shape ({n},), got {labels.dtype} of shape "
+                f"{labels.shape}"
+            )
+        bad = np.flatnonzero(~(np.abs(labels) <= 1))
+        if len(bad):
+            raise ValueError(f"labels[{bad[0]}]: {labels[bad[0]]} is no cosine; expected -1 to 1")
+        bad = np.flatnonzero(labels[::2] != labels[1::2])
+        if len(bad):
+            first, second = labels[2 * bad[0] : 2 * bad[0] + 2]
+            raise ValueError(
+                f"labels[{2 * bad[0]}]: expected one label for both texts of a pair, got {first} and {second}"
+            )
+        return cls(model, examples, "negative squared error", pooling)
+
+    @property
+    def per_case(self) -> int:
+        """How many examples are a case."""
+        return 1 if self.pooling is None else 2
+
+    def __len__(self) -> int:
+        """How many cases there are."""
+        return len(self.examples) // self.per_case
+
+    def batches(self, batch_tokens: int = BATCH_TOKENS) -> Iterator[tuple[Batch, np.ndarray, Tensor]]:
+        """(batch, the numbers of its cases, their labels) of all examples; see `walk.batches`."""
+        for batch in batches(self.model, self.examples, batch_tokens, self.per_case):
+            yield batch, batch.numbers[:: self.per_case] // self.per_case, self.labels_of(batch)
+
     def labels_of(self, batch: Batch) -> Tensor:
-        """The labels of a batch, on its device."""
+        """The labels of a batch's tokens, or of its cases, on its device; zeros where there are none."""
+        labels = self.examples.labels
         if self.examples.labels_tokens:
-            return batch.on_device(self.examples.labels)
-        labels = torch.from_numpy(np.ascontiguousarray(self.examples.labels[batch.numbers]))
-        return labels.to(batch.sequence.device)
+            return batch.on_device(labels)
+        firsts = batch.numbers[:: self.per_case]
+        of_cases = np.zeros(len(firsts)) if labels is None else labels[firsts]
+        return torch.from_numpy(np.ascontiguousarray(of_cases)).to(batch.sequence.device)
 
     def __call__(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, score) of each sequence, both (batch,) in float32, or float64 for float64.
+        """(loss, score) of each case, both (cases,) in float32, or float64 for float64.
 
         Args:
             hidden: (total, hidden), the last hidden states.
@@ -105,10 +198,13 @@ class Measure:
             labels: as `labels_of` returns them, repeated as often.
         """
         model = self.model
+        if self.pooling is not None:
+            return self._of_vectors(pool(hidden, inputs.packing.cu_seqlens, self.pooling), labels)
         if isinstance(model, (BertForMaskedLM, BertForTokenClassification)):
             return self._of_tokens(hidden, inputs, labels)
-        logits = model.logits(encoded(model, hidden, inputs))[0]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if isinstance(model, BertForQuestionAnswering):
+            return self._of_spans(hidden, inputs, labels)
+        logits = _wide(model.logits(encoded(model, hidden, inputs))[0])
         problem = "single_label_classification"
         if isinstance(model, BertForSequenceClassification):
             problem = model.problem(labels)
@@ -123,6 +219,11 @@ class Measure:
         loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
         return loss, ((logits > 0) == (labels > 0.5)).to(logits.dtype).mean(-1)
 
+    def arrays(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """What a call returns, as float64 on the host."""
+        loss, score = self(hidden, inputs, labels)
+        return loss.double().cpu().numpy(), score.double().cpu().numpy()
+
     def _of_tokens(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
         model = self.model
         at = (labels != IGNORED).nonzero().squeeze(1)
@@ -131,7 +232,7 @@ class Measure:
             logits = model.lm_logits(some)
         else:
             logits = model.logits(encoded(model, some, inputs))[0]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = _wide(logits)
         ends = inputs.packing.cu_seqlens.long()
         sequence = torch.searchsorted(ends, at, right=True) - 1
         count = torch.bincount(sequence, minlength=inputs.packing.batch).clamp_min(1).to(logits.dtype)
@@ -142,3 +243,38 @@ class Measure:
             for values in (losses, right)
         )
         return loss, score
+
+    def _of_spans(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores, kept = inputs.packing.grid(_wide(apply_linear(self.model.qa_outputs, hidden)))
+        if kept is not None:
+            scores = scores.masked_fill(~kept[..., None], -torch.inf)
+        scores, labels = scores.transpose(1, 2), labels.long()  # (batch, 2, seqlen) and (batch, 2)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        return loss.mean(1), (scores.argmax(-1) == labels).all(1).to(loss.dtype)
+
+    def _of_vectors(self, vectors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = vectors.unflatten(0, (-1, 2)).unbind(1)
+        cosine = F.cosine_similarity(first, second, dim=-1)
+        if self.examples.labels is None:
+            return 1 - cosine, cosine.detach()
+        loss = (cosine - labels.to(cosine.dtype)).square()
+        return loss, -loss.detach()
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _check_spans(labels: np.ndarray, lengths: np.ndarray) -> None:
+    if labels.shape != (len(lengths), 2) or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(
+            f"labels: expected the tokens of start and end, integers of shape ({len(lengths)}, 2), got "
+            f"{labels.dtype} of shape {labels.shape}"
+        )
+    start, end = labels.T
+    bad = np.flatnonzero((start < 0) | (start > end) | (end >= lengths))
+    if len(bad):
+        raise ValueError(
+            f"labels[{bad[0]}]: {start[bad[0]]} to {end[bad[0]]} is no span of the example's "
+            f"{lengths[bad[0]]} tokens"
+        )

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 # one colour a pattern, also for those who do not see red beside green; and what is read on it
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
+# for more classes, of which the first is that of heads as they are
+MORE_COLORS = (
+    *("#bbbbbb", "#332288", "#4477aa", "#66ccee", "#228833", "#44aa99"),
+    *("#ccbb44", "#999933", "#ee6677", "#aa3377"),
+)
 _ON_COLORS = ("#fefefe", "#111111", "#fefefe", "#111111", "#111111")
 # tokens of an example whose names fit beside its map
 NAMED_TOKENS = 40
@@ -24,7 +29,7 @@ def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[viz]'") from error
+        raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[analysis]'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -81,21 +86,21 @@ def heat_maps(
     return figure
 
 
-def classes(found: np.ndarray, names: Sequence[str], title: str) -> Figure:
+def classes(found: np.ndarray, names: Sequence[str], title: str, colors: Sequence[str] = COLORS) -> Figure:
     """A square per head in the colour of its class: (layers, nheads) of indices into `names`."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     figure = _figure(max(3.4, 0.9 + 0.22 * found.shape[1]), 1.3 + 0.22 * found.shape[0])
     axes = figure.subplots()
-    colours = ListedColormap(COLORS[: len(names)])
+    colours = ListedColormap(colors[: len(names)])
     axes.imshow(found, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, aspect="equal", interpolation="none")
     axes.set_xticks(np.arange(-0.5, found.shape[1]), minor=True)
     axes.set_yticks(np.arange(-0.5, found.shape[0]), minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
     axes.tick_params(which="minor", length=0)
     _grid(axes, found.shape, title)
-    patches = [Patch(color=COLORS[i], label=name) for i, name in enumerate(names)]
+    patches = [Patch(color=colors[i], label=name) for i, name in enumerate(names)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     return figure
 
@@ -158,6 +163,20 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width
     return figure
 
 
+def intervals(values: Mapping[str, tuple[float, float, float]], xlabel: str, title: str) -> Figure:
+    """A bar per name with its interval: (value, low, high)."""
+    figure = _figure(5.2, 1.1 + 0.4 * len(values))
+    axes = figure.subplots()
+    found = np.array(list(values.values()))
+    ends = np.abs(found[:, 1:] - found[:, :1]).T
+    axes.barh(list(values), found[:, 0], xerr=ends, color=COLORS[0], ecolor="#333333", capsize=3)
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_title(title, fontsize=9)
+    return figure
+
+
 def curves(
     lines: Mapping[str, tuple[np.ndarray, ...]],
     xlabel: str,
@@ -190,4 +209,42 @@ def curves(
     if len(lines) > 1:
         figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
     axes.set_title(title, fontsize=9)
+    return figure
+
+
+def bars(
+    groups: Mapping[str, Mapping[str, float]],
+    intervals: Mapping[str, tuple[float, float]],
+    xlabel: str,
+    title: str,
+) -> Figure:
+    """Bars side by side: a group per name, in it a bar per part that the name has.
+
+    Args:
+        groups: name -> part -> value. The parts of all names are in the legend, in the order they come in.
+        intervals: name -> (low, high) of the name's first part, for those that have one.
+        xlabel, title: what is drawn.
+    """
+    parts = list(dict.fromkeys(part for each in groups.values() for part in each))
+    figure = _figure(6.5, 1.5 + (0.1 + 0.16 * len(parts)) * len(groups))
+    axes = figure.subplots()
+    height = 0.8 / len(parts)
+    for i, part in enumerate(parts):
+        places = [(y, each[part]) for y, each in enumerate(groups.values()) if part in each]
+        y = [place + (i - (len(parts) - 1) / 2) * height for place, _ in places]
+        axes.barh(y, [value for _, value in places], height, color=COLORS[i], label=part)
+    for y, (name, each) in enumerate(groups.items()):
+        if name in intervals:
+            value, (low, high) = next(iter(each.values())), intervals[name]
+            place = y - (len(parts) - 1) / 2 * height
+            ends = [[max(value - low, 0)], [max(high - value, 0)]]
+            axes.errorbar([value], [place], xerr=ends, color="black", linewidth=0.8, capsize=2)
+    axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_title(title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
     return figure

@@ -64,13 +64,16 @@ class Batch:
         return self.sums(values) / self.lengths.view(-1, *(1,) * (values.dim() - 1))
 
 
-def batches(model: PreTrainedModel, examples: Examples, batch_tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
+def batches(
+    model: PreTrainedModel, examples: Examples, batch_tokens: int = BATCH_TOKENS, in_a_row: int = 1
+) -> Iterator[Batch]:
     """All examples, the longest first.
 
     Args:
         model: whose encoder will read them.
         examples: checked here against the model.
-        batch_tokens: most tokens of a batch; a longer example is a batch of its own.
+        batch_tokens: most tokens of a batch; what is longer is a batch of its own.
+        in_a_row: so many examples stay together and in order, which divides their number.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -79,7 +82,8 @@ def batches(model: PreTrainedModel, examples: Examples, batch_tokens: int = BATC
         raise ValueError(f"batch_tokens: expected an integer >= 1, got {batch_tokens!r}")
     examples.check(model)
     device, segments = model.device, model.config.family.segments
-    for numbers in pack_batches(examples.lengths, batch_tokens):
+    for groups in pack_batches(examples.lengths.reshape(-1, in_a_row).sum(1), batch_tokens):
+        numbers = (groups[:, None] * in_a_row + np.arange(in_a_row)).ravel()
         rows = examples.rows(numbers)
         ends = np.concatenate([[0], np.cumsum(examples.lengths[numbers])])
         cu_seqlens = torch.from_numpy(ends.astype(np.int32))

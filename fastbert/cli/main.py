@@ -308,25 +308,60 @@ def _add_analyze(commands: Any) -> None:
         help="what the heads of a model do on a text",
         description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
         "heads: loss and score without each head or layer. importance: how much the loss depends on each "
-        "head, and how many can go. change: how a second model differs. effective: the part of attention "
-        "that reaches the output. geometry: how contextual words are. report: all of these on one page, "
-        "report.html. The output directory has numbers "
-        "(.json), arrays (.npz) and pictures (.svg, .png); it appears whole at the end, or not at all.",
+        "head, and how many can go. fixed: loss and score with heads that attend by fixed patterns. change: "
+        "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
+        "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, "
+        "attention by part of speech and relation, and which heads find the heads of words. probe: what each "
+        "layer knows of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures "
+        "(.svg, .png); it appears whole at the end, or not at all.",
     )
     add = command.add_argument
-    kinds = ("attention", "patterns", "heads", "importance", "change", "effective", "geometry", "report")
-    add("kind", choices=kinds, help="what to compute")
+    kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
+    add("kind", choices=(*kinds, "report", "syntax", "probe"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
-        required=True,
         metavar="FILE",
-        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text"',
+        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or as SQuAD\'s with a '
+        '"question" and a "context"; default: none, which syntax and probe alone take',
+    )
+    add("--conllu", metavar="FILE", help="syntax, probe: a treebank in the CoNLL-U format; default: none")
+    add(
+        "--edges",
+        metavar="FILE",
+        help='probe: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: none',
+    )
+    add(
+        "--probe",
+        choices=("edge", "mdl", "control", "structural"),
+        default="edge",
+        help="probe: of labels, by F1, description length or beside a control task; or of trees "
+        "(default edge)",
+    )
+    add(
+        "--label",
+        choices=("upos", "relation"),
+        default="upos",
+        help="probe: what of a treebank is told, of each word (default upos)",
     )
     add("--output", required=True, metavar="DIR", help="is created")
-    add("--against", metavar="DIR", help="change, report: a second model, such as the fine-tuned one")
-    add("--pairs", action="store_true", help='pairs of texts, with a tab between or as "pair"')
-    add("--labels", metavar="KEY", help="of the labels in a .jsonl file, for a classifier; default: none")
+    add(
+        "--against",
+        metavar="DIR",
+        help="change, report: a second model, such as the fine-tuned one; default: none",
+    )
+    add(
+        "--pairs",
+        action="store_true",
+        help='pairs of texts, with a tab between or as "pair"; an encoder without a head reads each alone',
+    )
+    add(
+        "--labels",
+        metavar="KEY",
+        help="heads, importance, fixed, report: key of the labels in a .jsonl file. A class; for an encoder "
+        "without a head the cosine of a pair (default none); for question answering as SQuAD's (default "
+        "answers)",
+    )
     add(
         "--unit",
         choices=("head", "all-but-one", "layer"),
@@ -340,12 +375,24 @@ def _add_analyze(commands: Any) -> None:
         help="heads: its output is 0, or that of looking at all tokens alike, or a "
         "layer is left out (default zero)",
     )
+    add(
+        "--annotations",
+        metavar="FILE",
+        help='patterns: your labels, JSON lines {"example": 0, "layer": 0, "head": 3, "pattern": "block"}, '
+        "to which a classifier is fitted; default: thresholds",
+    )
+    add(
+        "--assignment",
+        metavar="FILE",
+        help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern that '
+        "each head comes nearest to",
+    )
     add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
     add(
         "--on-long",
         choices=("truncate", "error"),
-        default="error",
-        help="what to do with a text that is longer than the model reads (default error)",
+        help="what to do with a text that is longer than the model reads (default error; of a treebank such "
+        "sentences are left out)",
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
     add(

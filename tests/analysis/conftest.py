@@ -34,6 +34,9 @@ WORDS = [
     ".",
     "!",
     "?",
+    "not",
+    "never",
+    "no",
 ]
 TEXTS = [
     "the cat sat on the mat .",

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from fastbert.analysis.examples import KINDS, masked, read, tokenized
+from fastbert.analysis.examples import KINDS, masked, paired, read, spans_of, tokenized
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from tests.support.hf_models import hf_config
@@ -191,3 +191,132 @@ def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a.txt'}: not UTF-8")):
         read(tmp_path / "a.txt")
+
+
+# -- answers and pairs ---------------------------------------------------------------------------------------
+
+QUESTION, CONTEXT = "it rained", "The cat, a big red cat, sat on  the mats."
+
+
+def words_of(tokenizer, examples, number=0):
+    start, (first, last) = examples.starts[number], examples.labels[number]
+    return [tokenizer.id_to_token(i) for i in examples.ids[start + first : start + last + 1]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("cat", "cat"),
+        ("a big red cat", "a big red cat"),
+        ("mats", "mat ##s"),
+        ("mat", "mat"),
+        # part of a word, and white space at the ends
+        ("ed ca", "red cat"),
+        (" on  ", "on"),
+        (CONTEXT, "the cat , a big red cat , sat on the mat ##s ."),
+    ],
+)
+def test_tokens_of_an_answer(tokenizer, answer, expected):
+    start = CONTEXT.index(answer)
+    examples = tokenized(
+        tokenizer, [QUESTION] * 2, [CONTEXT] * 2, answers=[None, (start, start + len(answer))]
+    )
+    assert examples.labels.shape == (2, 2)
+    assert examples.labels[0].tolist() == [0, 0]
+    assert words_of(tokenizer, examples, 1) == expected.split()
+
+
+def test_an_answer_in_the_only_text(tokenizer):
+    examples = tokenized(tokenizer, [CONTEXT], answers=[(9, 14)])
+    assert words_of(tokenizer, examples) == ["a", "big"]
+
+
+def test_an_answer_that_was_cut_off(tokenizer):
+    """Whole answers only, as transformers' scripts do it."""
+    context = "the cat sat on a mat"
+    spans = [(0, 7), (8, 14), (12, 16), (15, 20)]
+    for length, kept in ((9, 2), (10, 3), (12, 4)):
+        examples = tokenized(tokenizer, ["the dog"] * 4, [context] * 4, answers=spans, max_length=length)
+        assert [label.any() for label in examples.labels] == [i < kept for i in range(4)], length
+    assert words_of(tokenizer, examples, 3) == ["a", "mat"]
+
+
+def test_answers_of_squad():
+    """As datasets saves them, as the original file has them, by characters, and none."""
+    start = CONTEXT.index("red cat")
+    answers = [
+        {"text": ["red cat", "cat"], "answer_start": [start, 4]},
+        [{"text": "red cat", "answer_start": start}, {"text": "cat", "answer_start": 4}],
+        [start, start + 7],
+        {"text": [], "answer_start": []},
+        [],
+        None,
+    ]
+    span = (start, start + 7)
+    assert spans_of(answers, [CONTEXT] * 6) == [span, span, span, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"text": ["dog"], "answer_start": [4]}, r"answers\[0\]: 'dog' is not at character 4 of its context"),
+        ({"text": ["cat"], "answer_start": ["4"]}, r"answers\[0\]: 'cat' is not at character '4'"),
+        ({"text": ["cat"]}, r'answers\[0\]: expected {"text": \[…\], "answer_start": \[…\]}'),
+        ({"text": ["."], "answer_start": [-1]}, r"answers\[0\]: '.' is not at character -1"),
+        ([{"text": "cat"}], r"answers\[0\]: expected .*, got \[{'text': 'cat'}\]"),
+        ("cat", r"answers\[0\]: expected .*, got 'cat'"),
+        ([1, 2, 3], r"answers\[0\]: expected .*, got "),
+    ],
+)
+def test_answers_that_are_none(answer, expected):
+    with pytest.raises(ValueError, match=expected):
+        spans_of([answer], [CONTEXT])
+
+
+def test_answers_are_checked(tokenizer):
+    for answer, expected in (
+        ((4, 4), r"answers\[1\]: 4 to 4 are no words of a text of 41 characters"),
+        ((-1, 4), r"answers\[1\]: -1 to 4 are no words"),
+        ((4, 42), r"answers\[1\]: 4 to 42 are no words"),
+        ((30, 32), r"answers\[1\]: 30 to 32 are no words"),
+        ((1, 2, 3), r"answers\[1\]: expected a start and an end, got \(1, 2, 3\)"),
+        ((1.0, 2), r"answers\[1\]: expected a start and an end"),
+        (4, r"answers\[1\]: expected a start and an end, got 4"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            tokenized(tokenizer, [QUESTION] * 2, [CONTEXT] * 2, answers=[None, answer])
+    with pytest.raises(ValueError, match=r"answers\[0\]: no token has any of the characters 3 to 4"):
+        tokenized(tokenizer, [QUESTION], ["a b\x00 c"], answers=[(3, 4)])
+    with pytest.raises(ValueError, match="answers: expected 1, one per text, got 0"):
+        tokenized(tokenizer, [QUESTION], [CONTEXT], answers=[])
+    with pytest.raises(ValueError, match="labels: expected None beside answers"):
+        tokenized(tokenizer, [QUESTION], [CONTEXT], labels=[1], answers=[None])
+
+
+def test_pairs_that_are_read_alone(tokenizer):
+    examples = paired(tokenizer, ["the cat", "it"], ["a dog ran", "it rained"], [0.5, -1], max_length=4)
+    assert [part(examples, "words", i) for i in range(4)] == [
+        [-1, 0, 1, -1],
+        [-1, 0, 1, -1],
+        [-1, 0, -1],
+        [-1, 0, 1, -1],
+    ]
+    assert part(examples, "segments", 1) == [0] * 4
+    assert examples.labels.tolist() == [0.5, 0.5, -1, -1]
+    assert paired(tokenizer, ["the cat"], ["it"]).labels is None
+    for name, more in (("pairs", (["a"], None)), ("labels", (["a", "b"], [1]))):
+        with pytest.raises(ValueError, match=f"{name}: expected 2, one per text, got 1"):
+            paired(tokenizer, ["a", "b"], *more)
+
+
+def test_a_file_of_squad(tmp_path):
+    row = {"question": QUESTION, "context": CONTEXT, "answers": {"text": ["cat"], "answer_start": [4]}}
+    file = tmp_path / "squad.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    found = read(file, pairs=True, labels="answers")
+    assert found == {"texts": [QUESTION], "pairs": [CONTEXT], "labels": [row["answers"]]}
+    file.write_text(json.dumps({"question": QUESTION}) + "\n")
+    with pytest.raises(ValueError, match="line 1: expected an object with 'context'"):
+        read(file, pairs=True)
+    with pytest.raises(ValueError, match="line 1: expected an object with 'text'"):
+        read(file)

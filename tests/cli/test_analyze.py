@@ -14,7 +14,9 @@ import transformers
 import fastbert
 from fastbert.analysis import results
 from fastbert.cli.main import main
+from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import hf_config
+from tests.support.treebank import TREES, conllu
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dog ran to house . , !"
 LINES = ["the cat sat on the mat .", "a dog ran to a house , a cat ran !", "the dog sat", "a mat ."]
@@ -27,6 +29,7 @@ def folder(tmp_path_factory):
     for name, cls, options in (
         ("words", transformers.BertForMaskedLM, {}),
         ("classes", transformers.BertForSequenceClassification, {"num_labels": 2}),
+        ("answers", transformers.BertForQuestionAnswering, {}),
         ("encoder", transformers.BertModel, {}),
     ):
         torch.manual_seed(0)
@@ -35,13 +38,26 @@ def folder(tmp_path_factory):
         (place / name / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "many.txt").write_text("".join(f"{line} {LINES[3]}\n{line}\n" for line in LINES[:2]))
+    (place / "trees.conllu").write_text(conllu([TREES[1]] * 4))
     rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spans = [{"text": [line.split()[1]], "answer_start": [line.index(line.split()[1])]} for line in LINES]
+    spans[3] = {"text": [], "answer_start": []}
+    rows = [{"question": "the cat", "context": c, "answers": a} for c, a in zip(LINES, spans, strict=True)]
+    (place / "squad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "pairs.tsv").write_text("".join(f"{line}\tthe cat ran\n" for line in LINES))
+    rows = [
+        {"text": line, "pair": LINES[0], "like": like}
+        for line, like in zip(LINES, (1, 0.5, 0, -0.5), strict=True)
+    ]
+    (place / "like.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
 
 def call(folder, kind, model, file, output, *more):
-    arguments = ["analyze", kind, "--model", folder / model, "--input", folder / file, "--output", output]
+    arguments = ["analyze", kind, "--model", folder / model, "--output", output]
+    if file is not None:
+        arguments += ["--conllu" if str(file).endswith(".conllu") else "--input", folder / file]
     return main([*map(str, arguments), "--device", "cpu", *more])
 
 
@@ -50,9 +66,11 @@ CALLS = {
     "patterns": ("classes", "rows.jsonl", ["--pairs"], ["shares", "commonest"]),
     "heads": ("classes", "rows.jsonl", ["--labels", "class", "--unit", "all-but-one"], ["score", "loss"]),
     "importance": ("words", "lines.txt", ["--seed", "3"], ["importance", "pruning"]),
+    "fixed": ("classes", "rows.jsonl", ["--labels", "class"], ["assignment", "change"]),
     "change": ("encoder", "lines.txt", [], ["attention", "layers"]),
     "effective": ("encoder", "rows.jsonl", ["--pairs"], ["correlation", "lengths"]),
     "geometry": ("encoder", "many.txt", [], ["layers"]),
+    "syntax": ("encoder", "trees.conllu", [], ["labels", "scores", "heads", "relations"]),
 }
 
 
@@ -80,7 +98,6 @@ def test_a_result(folder, tmp_path, capsys, kind):
 def test_the_numbers_are_the_librarys(folder, tmp_path):
     from fastbert.analysis.attention import attention_statistics
     from fastbert.analysis.examples import read, tokenized
-    from fastbert.sentences.tokenizer import load_tokenizer
 
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 0
     arrays = np.load(tmp_path / "out" / "attention.npz")
@@ -100,10 +117,156 @@ def test_one_seed_one_result(folder, tmp_path):
         assert clean[0] == clean[1]
 
 
+MEASURED = {
+    "answers": ("answers", "squad.jsonl", [], "exact match"),
+    "answers by a key": ("answers", "squad.jsonl", ["--labels", "answers", "--pairs"], "exact match"),
+    "pairs": ("encoder", "pairs.tsv", ["--pairs"], "cosine"),
+    "rated pairs": ("encoder", "like.jsonl", ["--pairs", "--labels", "like"], "negative squared error"),
+}
+
+
+@pytest.mark.parametrize("kind", ["heads", "importance", "fixed"])
+@pytest.mark.parametrize("which", MEASURED)
+def test_answers_and_pairs(folder, tmp_path, kind, which):
+    model, file, more, score = MEASURED[which]
+    assert call(folder, kind, model, file, tmp_path / "out", *more) == 0
+    numbers = json.loads((tmp_path / "out" / f"{kind}.json").read_text())
+    assert numbers["score"] == score
+    assert (numbers["pooling"], numbers["cases"]) == ("mean" if model == "encoder" else None, 4)
+    arrays = np.load(tmp_path / "out" / f"{kind}.npz")
+    name = {"heads": "loss", "importance": "derivatives", "fixed": "loss"}[kind]
+    assert arrays[name].shape == ((4,) if kind == "fixed" else (4, 3, 3))
+
+
+def test_answers_are_where_the_file_says(folder, tmp_path):
+    """The loss is that of the words in the file: no answer is the first token."""
+    assert call(folder, "heads", "answers", "squad.jsonl", tmp_path / "out") == 0
+    model = fastbert.AutoModelForQuestionAnswering.from_pretrained(folder / "answers").eval()
+    tokenizer = load_tokenizer(folder / "answers")
+    # [CLS] the cat [SEP], then the second word of the line
+    for number, (line, place) in enumerate(zip(LINES, (5, 5, 5, 0), strict=True)):
+        encoded = tokenizer.encode("the cat", line)
+        ids, types = torch.tensor([encoded.ids]), torch.tensor([encoded.type_ids])
+        at = torch.tensor([place])
+        with torch.no_grad():
+            loss = model(ids, token_type_ids=types, start_positions=at, end_positions=at).loss
+        found = np.load(tmp_path / "out" / "heads.npz")["base_loss"][number]
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_pairs_as_the_sentence_encoder_sees_them(folder, tmp_path, capsys):
+    """Pooling, prompt, length and lower case of a sentence-transformers directory."""
+    base = fastbert.AutoModel.from_pretrained(folder / "encoder", add_pooling_layer=False)
+    settings = {"pooling": "cls", "prompt": "a dog ", "max_length": 8, "lower_case": True}
+    encoder = fastbert.SentenceEncoder(base, load_tokenizer(folder / "encoder"), **settings)
+    encoder.save_pretrained(tmp_path / "sentences")
+    more = ("--pairs", "--on-long", "truncate")
+    assert call(tmp_path, "heads", "sentences", folder / "pairs.tsv", tmp_path / "out", *more) == 0
+    assert json.loads((tmp_path / "out" / "heads.json").read_text())["pooling"] == "cls"
+    one, two = (torch.from_numpy(encoder.encode(texts)) for texts in (LINES, ["the cat ran"] * 4))
+    expected = torch.nn.functional.cosine_similarity(one, two).numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "heads.npz")["base_score"], expected, rtol=1e-4)
+    assert call(tmp_path, "heads", "sentences", folder / "pairs.tsv", tmp_path / "long", "--pairs") == 2
+    assert "examples[0]: 11 tokens; the encoder reads at most 8" in capsys.readouterr().err
+
+
+def test_annotations(folder, tmp_path, capsys):
+    """Labels by the size of a feature: the classifier finds them, and the shares are its own."""
+    pytest.importorskip("sklearn")
+    from fastbert.analysis.annotations import fit, read_patterns
+    from fastbert.analysis.attention import PATTERNS, attention_statistics, shares_of
+    from fastbert.analysis.examples import read, tokenized
+
+    model = fastbert.AutoModel.from_pretrained(folder / "encoder").eval()
+    examples = tokenized(load_tokenizer(folder / "encoder"), **read(folder / "lines.txt"))
+    statistics = attention_statistics(model, examples)
+    high = statistics.features()["d"] > np.median(statistics.features()["d"])
+    rows = [
+        {
+            "example": int(i),
+            "layer": int(j),
+            "head": int(k),
+            "pattern": "diagonal" if high[i, j, k] else "block",
+        }
+        for i, j, k in np.ndindex(high.shape)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--annotations", str(tmp_path / "mine.jsonl"), "--seed", "3")
+    assert call(folder, "patterns", "encoder", "lines.txt", tmp_path / "out", *more) == 0
+    numbers = json.loads((tmp_path / "out" / "patterns.json").read_text())
+    arrays = np.load(tmp_path / "out" / "patterns.npz")
+    named = read_patterns(tmp_path / "mine.jsonl", PATTERNS, {"example": 4, "layer": 3, "head": 3})
+    expected = fit(statistics, named, seed=3)
+    assert numbers["annotations"]["macro_f1"] == pytest.approx(expected.macro_f1)
+    assert numbers["annotations"]["macro_f1"] > 0.6
+    assert numbers["annotations"]["counts"] == expected.counts
+    assert np.array_equal(arrays["patterns"], expected.patterns(statistics))
+    assert numbers["shares"] == shares_of(arrays["patterns"])
+    assert set(np.unique(arrays["patterns"])) == {1, 3}
+    assert "thresholds" not in numbers
+    said = capsys.readouterr().out
+    assert f"macro-F1 {expected.macro_f1:.2f} over 5 folds of 36 labelled maps; published" in said
+    for line, text in (
+        (
+            json.dumps(rows[0] | {"head": 3}),
+            "bad.jsonl, line 1: head: expected an integer from 0 to 2, got 3",
+        ),
+        (json.dumps(rows[0]), "annotations: expected two patterns at least"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(line + "\n")
+        more = ("--annotations", str(tmp_path / "bad.jsonl"))
+        assert call(folder, "patterns", "encoder", "lines.txt", tmp_path / "bad", *more) == 2
+        error = capsys.readouterr().err
+        assert text in error
+        assert len(error.splitlines()) == 1
+
+
+def test_an_assignment_of_ones_own(folder, tmp_path, capsys):
+    from fastbert.analysis.examples import read, tokenized
+    from fastbert.analysis.fixed import NAMES, PREVIOUS, SEPARATORS, fixed_heads
+
+    rows = [{"layer": 0, "head": 2, "pattern": "previous"}, {"layer": 2, "head": 1, "pattern": "separators"}]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--pairs", "--labels", "class", "--assignment", str(tmp_path / "mine.jsonl"))
+    assert call(folder, "fixed", "classes", "rows.jsonl", tmp_path / "out", *more) == 0
+    assert "2 of 9 heads attend by a pattern: previous 1, separators 1" in capsys.readouterr().out
+    arrays = np.load(tmp_path / "out" / "fixed.npz")
+    assignment = np.zeros((3, 3), np.int8)
+    assignment[0, 2], assignment[2, 1] = PREVIOUS, SEPARATORS
+    assert np.array_equal(arrays["assignment"], assignment)
+    model = fastbert.AutoModelForSequenceClassification.from_pretrained(folder / "classes").eval()
+    examples = tokenized(
+        load_tokenizer(folder / "classes"), **read(folder / "rows.jsonl", pairs=True, labels="class")
+    )
+    found = fixed_heads(model, examples, assignment)
+    np.testing.assert_allclose(arrays["loss"], found.loss, rtol=1e-5)
+    numbers = json.loads((tmp_path / "out" / "fixed.json").read_text())
+    assert numbers["names"] == list(NAMES)
+    assert numbers["patterns"]["loss_change"] == pytest.approx(found.loss_change(), rel=1e-4, abs=1e-6)
+    assert numbers["zero"]["score_change"] == pytest.approx(found.score_change(zero=True))
+    assert numbers["patterns"]["interval"] == pytest.approx(found.interval()[1:3])
+    (tmp_path / "bad.jsonl").write_text(json.dumps(rows[0] | {"pattern": "diagonal"}) + "\n")
+    more = (*more[:-1], str(tmp_path / "bad.jsonl"))
+    assert call(folder, "fixed", "classes", "rows.jsonl", tmp_path / "bad", *more) == 2
+    assert "bad.jsonl, line 1: pattern: expected one of learned, current," in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "model", "file", "more", "expected"),
     [
-        ("heads", "encoder", "lines.txt", [], r"--model .*encoder: heads needs a model with a head"),
+        (
+            "heads",
+            "encoder",
+            "lines.txt",
+            [],
+            r"--model .*encoder: heads of BertModel, which has no head, .*pairs",
+        ),
+        ("heads", "encoder", "like.jsonl", ["--pairs", "--labels", "text"], "labels: expected cosines"),
+        ("heads", "answers", "rows.jsonl", [], "line 1: expected an object with 'answers'"),
+        ("heads", "answers", "rows.jsonl", ["--labels", "class"], r"answers\[0\]: expected .*, got 0"),
+        ("importance", "answers", "pairs.tsv", [], "labels: .*pairs.tsv has none; expected a .jsonl"),
+        ("attention", "encoder", "lines.txt", ["--assignment", "a"], "--assignment: attention takes none"),
+        ("heads", "words", "lines.txt", ["--annotations", "a"], "--annotations: heads takes none"),
         ("heads", "classes", "rows.jsonl", [], r"--labels: heads of BertForSequenceClassification needs"),
         ("attention", "encoder", "rows.jsonl", ["--labels", "class"], "--labels: attention needs none"),
         (
@@ -123,6 +286,30 @@ def test_one_seed_one_result(folder, tmp_path):
         ("change", "encoder", "lines.txt", [], "--against: change needs the directory of a second model"),
         ("geometry", "encoder", "lines.txt", [], "least: no word is in 5 contexts"),
         ("neurons", "encoder", "lines.txt", [], "invalid choice: 'neurons'"),
+        ("attention", "encoder", None, [], "--input: attention needs a file of examples"),
+        ("attention", "encoder", "trees.conllu", [], "--input: attention needs a file of examples"),
+        ("syntax", "encoder", None, [], "--conllu: syntax needs a treebank in the CoNLL-U format"),
+        ("syntax", "encoder", "lines.txt", [], "--conllu: syntax needs a treebank in the CoNLL-U format"),
+        (
+            "syntax",
+            "encoder",
+            "trees.conllu",
+            ["--input", "lines.txt"],
+            "--input: syntax does not read it; expected --conllu alone",
+        ),
+        (
+            "patterns",
+            "encoder",
+            "lines.txt",
+            ["--conllu", "trees.conllu"],
+            "--conllu: patterns does not read it; expected --input alone",
+        ),
+        ("syntax", "encoder", "nothing.conllu", [], "nothing.conllu"),
+        ("syntax", "encoder", "trees.conllu", ["--pairs"], "--pairs: syntax needs none"),
+        ("syntax", "encoder", "trees.conllu", ["--labels", "class"], "--labels: syntax needs none"),
+        ("syntax", "encoder", "trees.conllu", ["--on-long", "truncate"], "--on-long: a tree is not cut"),
+        ("syntax", "encoder", "trees.conllu", ["--max-examples", "0"], "--max-examples: expected an integer"),
+        ("syntax", "encoder", "trees.conllu", ["--max-examples", "3"], "sentences: expected 4 at least"),
     ],
 )
 def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more, expected):
@@ -140,6 +327,57 @@ def test_a_text_that_is_too_long(folder, tmp_path, capsys):
     more = ("--on-long", "truncate")
     assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out", *more) == 0
     assert json.loads((tmp_path / "out" / "attention.json").read_text())["tokens"] == 4 + 72
+
+
+def test_the_numbers_of_a_treebank(folder, tmp_path, capsys):
+    from fastbert.analysis import syntax
+    from fastbert.analysis.treebank import as_examples, read_conllu
+    from fastbert.sentences.tokenizer import load_tokenizer
+
+    file = tmp_path / "many.conllu"
+    file.write_text(conllu(TREES * 12))
+    assert call(folder, "syntax", "encoder", file, tmp_path / "out", "--seed", "3") == 0
+    said = capsys.readouterr().out
+    numbers = json.loads((tmp_path / "out" / "syntax.json").read_text())
+    arrays = np.load(tmp_path / "out" / "syntax.npz")
+    model = fastbert.AutoModel.from_pretrained(folder / "encoder").eval()
+    sentences = read_conllu(file)
+    examples = as_examples(load_tokenizer(folder / "encoder"), sentences)
+    parsing = syntax.parse(model, examples, sentences)
+    labels = syntax.attention_by_label(model, examples, sentences)
+    np.testing.assert_array_equal(arrays["right"], parsing.right)
+    np.testing.assert_allclose(arrays["score"], labels.score, rtol=1e-5)
+    assert arrays["relations"].tolist() == list(parsing.relations)
+    assert (numbers["left_out"], numbers["conllu"], numbers["n"]) == (0, str(file), 96)
+    assert numbers["arcs"] == len(parsing.sentence)
+    best = parsing.best(seed=3)
+    assert [each["relation"] for each in numbers["best"]] == [each.relation for each in best]
+    assert numbers["best"][0]["accuracy"] == best[0].accuracy._asdict()
+    (det,) = (each for each in numbers["best"] if each["relation"] == "det")
+    assert det["published"] == {"relation": "det", "head": "8-11", "accuracy": 0.943, "offset": 0.517}
+    assert "published: det 8-11 94.3% (offset 51.7%)" in said
+    assert "nouns: in 84 sentences" in said
+    assert "scored on the other 48; seed 3" in said
+    assert numbers["labels"]["nouns"]["share_of_attention"] == pytest.approx(labels.to_label[0].mean())
+
+
+def test_sentences_that_do_not_fit(folder, tmp_path, capsys):
+    """Are left out, and counted; or are an error, if that is asked for."""
+    long = " | ".join(f"the X {i} dep" for i in range(100))
+    file = tmp_path / "long.conllu"
+    file.write_text(conllu([TREES[1], long, *TREES, "a X 2 dep | \u200b X 0 root"]))
+    more = ("--on-long", "error")
+    assert call(folder, "syntax", "encoder", file, tmp_path / "out", *more) == 2
+    assert "sentences[1]: 102 tokens, expected 72 at most: 'the the" in capsys.readouterr().err
+    assert call(folder, "syntax", "encoder", file, tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "syntax of 9 examples" in said
+    assert "sentences left out, too long or with a word of no token: 2" in said
+    numbers = json.loads((tmp_path / "out" / "syntax.json").read_text())
+    assert (numbers["left_out"], numbers["n"]) == (2, 9)
+    file.write_text(conllu([long, long]))
+    assert call(folder, "syntax", "encoder", file, tmp_path / "none") == 2
+    assert "each of its 2 sentences is longer than 72 tokens" in capsys.readouterr().err
 
 
 def test_nothing_is_replaced(folder, tmp_path, capsys):
@@ -167,3 +405,5 @@ def test_one_example(folder, tmp_path, capsys):
     more = ("--labels", "class", "--max-examples", "1")
     assert call(folder, "heads", "classes", "rows.jsonl", tmp_path / "out", *more) == 0
     assert "significant" not in json.loads((tmp_path / "out" / "heads.json").read_text())
+    assert call(folder, "fixed", "classes", "rows.jsonl", tmp_path / "fixed", *more) == 0
+    assert "interval" not in json.loads((tmp_path / "fixed" / "fixed.json").read_text())["patterns"]

@@ -8,8 +8,12 @@ _ATTENTION = "fastbert/analysis/attention.py"
 _HEADS = "fastbert/analysis/heads.py"
 _EXAMPLES = "fastbert/analysis/examples.py"
 _MEASURES = "fastbert/analysis/measures.py"
+_FIXED = "fastbert/analysis/fixed.py"
+_ANNOTATIONS = "fastbert/analysis/annotations.py"
 _INTERVALS = "fastbert/analysis/intervals.py"
 _WALK = "fastbert/analysis/walk.py"
+_TREEBANK = "fastbert/analysis/treebank.py"
+_SYNTAX = "fastbert/analysis/syntax.py"
 
 
 def _fault(name: str, file: str, old: str, new: str) -> Fault:
@@ -164,7 +168,7 @@ FAULTS = (
     _fault(
         "absolute value of the batch",
         _HEADS,
-        "return context * factors[self.batch.sequence][:, :, None]",
+        "return context * factors[self.case][:, :, None]",
         "return context * factors.mean(0)[None, :, None]",
     ),
     _fault(
@@ -200,8 +204,181 @@ FAULTS = (
     _fault(
         "labels of the batch's order",
         _MEASURES,
-        "self.examples.labels[batch.numbers]",
-        "self.examples.labels[: len(batch)]",
+        "firsts = batch.numbers[:: self.per_case]",
+        "firsts = np.arange(0, len(batch), self.per_case)",
+    ),
+    _fault(
+        "pad tokens compete for the answer",
+        _MEASURES,
+        "scores.masked_fill(~kept[..., None], -torch.inf)",
+        "scores * 1.0",
+    ),
+    _fault(
+        "one end of an answer is enough",
+        _MEASURES,
+        "(scores.argmax(-1) == labels).all(1)",
+        "(scores.argmax(-1) == labels).any(1)",
+    ),
+    _fault("the sum of both ends", _MEASURES, "return loss.mean(1), ", "return loss.sum(1), "),
+    _fault(
+        "vectors of the first texts and of the second",
+        _MEASURES,
+        "vectors.unflatten(0, (-1, 2)).unbind(1)",
+        "vectors.unflatten(0, (2, -1)).unbind(0)",
+    ),
+    _fault("pairs are parted", _MEASURES, "batch_tokens, self.per_case):", "batch_tokens):"),
+    _fault(
+        "a factor per text of a pair",
+        _HEADS,
+        "taps = _Factors(batch, measure.per_case)",
+        "taps = _Factors(batch, 1)",
+    ),
+    _fault(
+        "means of every pooling",
+        _MEASURES,
+        "pool(hidden, inputs.packing.cu_seqlens, self.pooling)",
+        'pool(hidden, inputs.packing.cu_seqlens, "mean")',
+    ),
+    _fault(
+        "a rating is left out",
+        _MEASURES,
+        "(cosine - labels.to(cosine.dtype)).square()",
+        "(cosine - 1).square()",
+    ),
+    _fault(
+        "a pair in another order",
+        _WALK,
+        "(groups[:, None] * in_a_row + np.arange(in_a_row)).ravel()",
+        "(groups[:, None] * in_a_row + np.arange(in_a_row)).ravel()[::-1].copy()",
+    ),
+    _fault(
+        "an answer in the question",
+        _EXAMPLES,
+        "owner = int(pairs is not None)",
+        "owner = 0",
+    ),
+    _fault(
+        "an answer's last token is left out",
+        _EXAMPLES,
+        "if offsets[i][0] < end and offsets[i][1] > start]",
+        "if offsets[i][0] < end - 1 and offsets[i][1] > start]",
+    ),
+    _fault(
+        "half an answer",
+        _EXAMPLES,
+        "or offsets[places[-1]][1] < end):",
+        "or offsets[places[-1]][1] < start):",
+    ),
+    _fault(
+        "pairs side by side",
+        _EXAMPLES,
+        "both = [text for pair in zip(texts, pairs, strict=True) for text in pair]",
+        "both = [*texts, *pairs]",
+    ),
+    _fault(
+        "the previous token is another sequence's",
+        _FIXED,
+        "torch.maximum(rows - 1, first)",
+        "(rows - 1).clamp_min(0)",
+    ),
+    _fault(
+        "the next token is another sequence's",
+        _FIXED,
+        "torch.minimum(rows + 1, last)",
+        "(rows + 1).clamp_max(total - 1)",
+    ),
+    _fault("left context with the previous token", _FIXED, "rows - 2, first", "rows - 1, first"),
+    _fault("weights of squares", _FIXED, "_column(place**3, v)", "_column(place**2, v)"),
+    _fault(
+        "running means of the whole batch",
+        _FIXED,
+        "torch.cat([part.cumsum(0) for part in weighted.split(lengths)])",
+        "weighted.cumsum(0)",
+    ),
+    _fault(
+        "running means in the values' dtype",
+        _FIXED,
+        "weighted = v.double() * _column(place**3, v)",
+        "weighted = v * _column(place**3, v).to(v.dtype)",
+    ),
+    _fault(
+        "right context is not turned back",
+        _FIXED,
+        "return found.index_select(0, mirror) if mirrored else found",
+        "return found",
+    ),
+    _fault(
+        "the start is the end",
+        _FIXED,
+        "mirrored = pattern in (RIGHT_CONTEXT, START)",
+        "mirrored = pattern == RIGHT_CONTEXT",
+    ),
+    _fault(
+        "no separator, no attention",
+        _FIXED,
+        "torch.where(_column(number[sequence] > 0, v), means[sequence], v)",
+        "means[sequence]",
+    ),
+    _fault(
+        "values of the layer before",
+        _FIXED,
+        "        self._values = v\n        return q",
+        "        self._values = self._values if layer else v\n        return q",
+    ),
+    _fault(
+        "a causal model looks ahead",
+        _FIXED,
+        "if sequences.causal and ahead:",
+        "if sequences.causal and False:",
+    ),
+    _fault(
+        "previous for current",
+        _FIXED,
+        "np.array([CURRENT, PREVIOUS, NEXT])",
+        "np.array([PREVIOUS, CURRENT, NEXT])",
+    ),
+    _fault(
+        "any vertical head gets a pattern",
+        _FIXED,
+        "(classes == VERTICAL) & (special.max(0) >= thresholds.vertical)",
+        "classes == VERTICAL",
+    ),
+    _fault(
+        "heads at 0 are the others",
+        _FIXED,
+        "from_numpy(assignment == LEARNED)",
+        "from_numpy(assignment != LEARNED)",
+    ),
+    _fault(
+        "folds that have seen their maps",
+        _ANNOTATIONS,
+        "_regression(features[rows], patterns[rows])",
+        "_regression(features, patterns)",
+    ),
+    _fault(
+        "of two classes the other one",
+        _ANNOTATIONS,
+        "(np.concatenate([np.zeros_like(t), t]) for t in (weights, bias))",
+        "(np.concatenate([t, np.zeros_like(t)]) for t in (weights, bias))",
+    ),
+    _fault(
+        "weights of the scaled features",
+        _ANNOTATIONS,
+        "weights = found.coef_ / scale",
+        "weights = found.coef_",
+    ),
+    _fault(
+        "classes by their places",
+        _ANNOTATIONS,
+        "self.classes[scores.argmax(-1)].astype(np.int8)",
+        "scores.argmax(-1).astype(np.int8)",
+    ),
+    _fault("the first fold is full", _ANNOTATIONS, "if counts.min() < folds:", "if counts.max() < folds:"),
+    _fault(
+        "a head is named twice",
+        _ANNOTATIONS,
+        "if first != number:",
+        "if first > number:",
     ),
     _fault(
         "resamples without replacement",
@@ -223,6 +400,128 @@ FAULTS = (
     ),
     _fault(
         "the model stays in eval mode", _WALK, "            module.training = mode\n", "            pass\n"
+    ),
+    _fault(
+        "the bias of other sequences",
+        _IDENTITIES,
+        "bias = bias[first:last] if bias.shape[0] > 1 else bias",
+        "bias = bias[: last - first] if bias.shape[0] > 1 else bias",
+    ),
+    _fault(
+        "maps of one sequence too many",
+        _IDENTITIES,
+        "if (last + 1 - first) * longer**2 * cell",
+        "if (last - first) * longer**2 * cell",
+    ),
+    _fault(
+        "a circle of heads is a tree",
+        _TREEBANK,
+        "circle = np.flatnonzero(above[1:])",
+        "circle = np.flatnonzero(above[1:] < 0)",
+    ),
+    _fault(
+        "circles are looked for in few steps",
+        _TREEBANK,
+        "for _ in range(count.bit_length()):",
+        "for _ in range(2):",
+    ),
+    _fault("an empty node is a word", _TREEBANK, "[0-9]+[-.][0-9]+", "[0-9]+-[0-9]+"),
+    _fault(
+        "a byte-level word without its space",
+        _TREEBANK,
+        'return step.get("type") == "ByteLevel" or',
+        'return step.get("type") == "None" or',
+    ),
+    _fault(
+        "words of one number in neighbours are one",
+        _TREEBANK,
+        "(words[1:] != words[:-1]) | (example[1:] != example[:-1])",
+        "words[1:] != words[:-1]",
+    ),
+    _fault(
+        "a word ends at its last token",
+        _TREEBANK,
+        "return rows[first], rows[last] + 1",
+        "return rows[first], rows[last]",
+    ),
+    _fault(
+        "subtypes of a relation are others",
+        _SYNTAX,
+        'kind = relation.split(":")[0]',
+        "kind = relation",
+    ),
+    _fault(
+        "a word's own attention is received",
+        _SYNTAX,
+        "own = probabilities.at_offset(0) * self.of_rows",
+        "own = 0.0",
+    ),
+    _fault(
+        "the mean for the largest score",
+        _SYNTAX,
+        'some, "amax")',
+        'some, "mean", include_self=False)',
+    ),
+    _fault(
+        "examples without the label count",
+        _SYNTAX,
+        "return (self.share > 0).sum(1)",
+        "return (self.share >= 0).sum(1)",
+    ),
+    _fault(
+        "attention from tokens is summed, to them averaged",
+        _SYNTAX,
+        "clamp_min(1)[:, None, :, None]",
+        "clamp_min(1)[:, None, None, :]",
+    ),
+    _fault(
+        "a sum for the mean of a word's rows",
+        _SYNTAX,
+        "return sums / pieces.sum(1)",
+        "return sums / pieces.sum(1).clamp_max(1)",
+    ),
+    _fault(
+        "special tokens are of the last word",
+        _SYNTAX,
+        "rows = (inside & (self.words >= 0)).nonzero()[:, 0]",
+        "rows = inside.nonzero()[:, 0]",
+    ),
+    _fault(
+        "a word may be its own head",
+        _SYNTAX,
+        " | (place[:, None] == place)\n",
+        "\n",
+    ),
+    _fault("the directions are changed over", _SYNTAX, "for axis in (-1, -2)]", "for axis in (-2, -1)]"),
+    _fault(
+        "the offset is off by one",
+        _SYNTAX,
+        "offset=heads[arcs] - 1 - word[arcs]",
+        "offset=heads[arcs] - word[arcs]",
+    ),
+    _fault(
+        "the sentences are the batch's",
+        _SYNTAX,
+        "counts[batch.numbers], dependants",
+        "counts[: len(batch)], dependants",
+    ),
+    _fault(
+        "heads are chosen where they are scored",
+        _SYNTAX,
+        "accuracy = self.right[first].mean(0)",
+        "accuracy = self.right[second].mean(0)",
+    ),
+    _fault(
+        "the offset is chosen where it is scored",
+        _SYNTAX,
+        "np.unique(self.offset[first], return_counts=True)",
+        "np.unique(self.offset[second], return_counts=True)",
+    ),
+    _fault(
+        "the interval is of the half that chooses",
+        _SYNTAX,
+        "self.chooses(seed)\n        chooses, scored = half[self.sentence], np.flatnonzero(~half)",
+        "self.chooses(seed)\n        chooses, scored = half[self.sentence], np.flatnonzero(half)",
     ),
 )
 

@@ -4,7 +4,7 @@ from tests.support.mutation import Fault, Suite
 
 _REPORT = "fastbert/analysis/report.py"
 _MAPS = "fastbert/analysis/maps.py"
-_COMMAND = "fastbert/cli/analyze.py"
+_COMMAND = "fastbert/cli/analyses/report.py"
 
 FAULTS = (
     Fault("a text is read as HTML", _REPORT, ">{html.escape(value, quote=False)}</span>", ">{value}</span>"),
@@ -36,7 +36,12 @@ FAULTS = (
         '(_shown(value["low"], f"{where}/{end}", form) for end in ("low", "high"))',
     ),
     Fault("a sign before nothing", _REPORT, '        text = text.lstrip("+-")\n', "        pass\n"),
-    Fault("the map of another layer", _MAPS, "if layer == self.layer:", "if layer == 0:"),
+    Fault(
+        "maps in the order of the layers",
+        _MAPS,
+        "[taps.maps[layer] for layer in layers]",
+        "[taps.maps[layer] for layer in sorted(layers)]",
+    ),
     Fault("rows for columns", _MAPS, "maps[0].float()", "maps[0].mT.float()"),
     Fault("a map of any size", _MAPS, "(q, k, sequences, self.max_bytes)", "(q, k, sequences)"),
     Fault("a head that does it once", _MAPS, "clear * has.mean(0)", "clear"),
@@ -62,8 +67,8 @@ FAULTS = (
     Fault(
         "masks of no seed",
         _COMMAND,
-        "examples = masked(examples, _mask_id(load_tokenizer(args.model), args.model), seed=args.seed)",
-        "examples = masked(examples, _mask_id(load_tokenizer(args.model), args.model))",
+        "examples = masked(examples, mask_id(load_tokenizer(args.model), args.model), seed=args.seed)",
+        "examples = masked(examples, mask_id(load_tokenizer(args.model), args.model))",
     ),
     Fault(
         "an interval of the first head",

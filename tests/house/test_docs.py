@@ -23,6 +23,7 @@ import torch
 
 import fastbert
 from fastbert.runtime import dispatch
+from tests.support.treebank import conllu
 
 ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "docs").is_dir():
@@ -249,6 +250,7 @@ def folder(tmp_path_factory) -> Path:
     encoder = fastbert.AutoModel.from_pretrained(root / "path/to/model", add_pooling_layer=False)
     fastbert.SentenceEncoder(encoder, tokenizer).save_pretrained(root / "path/to/all-MiniLM-L6-v2")
     (root / "texts.txt").write_text("a sentence\nanother\n")
+    (root / "path/to/trees.conllu").write_text(conllu())
     return root
 
 

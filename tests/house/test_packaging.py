@@ -129,7 +129,7 @@ def test_declarations():
     project = PROJECT["project"]
     assert (project["name"], project["license"]) == ("fastbert-kernels", "Apache-2.0")
     assert "Apache License" in (ROOT / "LICENSE").read_text()
-    extras = {"hf", "st", "train", "viz", "bench", "test", "docs", "lint"}
+    extras = {"hf", "st", "train", "viz", "analysis", "bench", "test", "docs", "lint"}
     assert set(project["optional-dependencies"]) == extras
     # `make` installs a torch that is allowed, and the bound above is the release after it
     (torch,) = (line for line in project["dependencies"] if line.startswith("torch"))

@@ -1,0 +1,337 @@
+"""What a model loses when heads attend by fixed patterns, which know places only, and no words.
+
+A pattern takes the place of a head's attention probabilities P. For row i of a sequence of n tokens, special
+ones included, all counted from 0:
+
+    current         P_ii = 1
+    previous        P_i,i-1 = 1
+    next            P_i,i+1 = 1
+    left context    P_ij ∝ (j + 1)³ for j <= i - 2
+    right context   its mirror image: P_ij ∝ (n - j)³ for j >= i + 2
+    end             P_ij ∝ (j + 1)³ for all j
+    start           its mirror image: P_ij ∝ (n - j)³ for all j
+    first token     P_i0 = 1
+    separators      all separators of the sequence alike
+
+A row without a key, as the first of `previous`, looks at itself. That rule and the last two patterns are this
+package's own; the others are Raganato et al.'s, who train models with seven of them per layer.
+
+No map is made. With values v, P v is a shift, or a running mean
+
+    m_i = Σ_{j <= i} (j + 1)³ v_j / Σ_{j <= i} (j + 1)³,    Σ_{j <= i} (j + 1)³ = ((i + 1)(i + 2) / 2)²
+
+read at i - 2 (left context) or at n - 1 (end), of the sequence or of its mirror image: O(n · d) per head.
+
+Source: Raganato, Scherrer and Tiedemann 2020, "Fixed Encoder Self-Attention Patterns in Transformer-Based
+Machine Translation", sec. 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.analysis.attention import (
+    DIAGONAL,
+    THRESHOLDS,
+    VERTICAL,
+    AttentionStatistics,
+    Thresholds,
+    attention_statistics,
+)
+from fastbert.analysis.examples import FIRST, SEPARATOR, Examples
+from fastbert.analysis.intervals import Interval, mean_interval, paired_p
+from fastbert.analysis.measures import Measure
+from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
+from fastbert.layers.encoder import Sequences
+from fastbert.layers.packing import positions_of
+from fastbert.layers.taps import Taps
+from fastbert.models.base import PreTrainedModel
+
+# What a head does: it is left as it is learned, or attends by a pattern
+NAMES = (
+    "learned",
+    "current",
+    "previous",
+    "next",
+    "left context",
+    "right context",
+    "end",
+    "start",
+    "first token",
+    "separators",
+)
+(
+    LEARNED,
+    CURRENT,
+    PREVIOUS,
+    NEXT,
+    LEFT_CONTEXT,
+    RIGHT_CONTEXT,
+    END,
+    START,
+    FIRST_TOKEN,
+    SEPARATORS,
+) = range(len(NAMES))
+
+# those that look at no later token: what a causal model can have
+BACKWARD = (LEARNED, CURRENT, PREVIOUS, LEFT_CONTEXT, FIRST_TOKEN)
+
+
+def attend(pattern: int, v: Tensor, cu_seqlens: Tensor, separators: Tensor | None = None) -> Tensor:
+    """P v of one pattern, for packed sequences; gradients flow to the values.
+
+    Args:
+        pattern: an index into `NAMES`, but LEARNED.
+        v: (total, …), the values.
+        cu_seqlens: (batch + 1,), where the sequences are; total is its last number.
+        separators: (total,) bool, which tokens are separators; read by SEPARATORS alone.
+
+    Returns:
+        (total, …) in the dtype of `v`. Means are computed in float64, since the weights grow as n³.
+    """
+    total = v.shape[0]
+    if total == 0 or pattern == CURRENT:
+        return v
+    sequence, position = positions_of(cu_seqlens, total)
+    ends = cu_seqlens.long()
+    rows = torch.arange(total, device=v.device)
+    first, last = ends[:-1][sequence], ends[1:][sequence] - 1
+    if pattern == PREVIOUS:
+        return v.index_select(0, torch.maximum(rows - 1, first))
+    if pattern == NEXT:
+        return v.index_select(0, torch.minimum(rows + 1, last))
+    if pattern == FIRST_TOKEN:
+        return v.index_select(0, first)
+    if pattern == SEPARATORS:
+        return _of_separators(v, sequence, len(ends) - 1, separators)
+    mirrored = pattern in (RIGHT_CONTEXT, START)
+    mirror = first + last - rows
+    ordered = v.index_select(0, mirror) if mirrored else v
+    means = _running_means(ordered, position, ends.diff().tolist())
+    if pattern in (END, START):
+        # alike for all rows of a sequence, so it needs no turning back
+        return means.index_select(0, last).to(v.dtype)
+    before = means.index_select(0, torch.maximum(rows - 2, first)).to(v.dtype)
+    found = torch.where(_column(position >= 2, v), before, ordered)
+    return found.index_select(0, mirror) if mirrored else found
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """(total,) -> (total, 1, …), to go with (total, …)."""
+    return values.view(-1, *(1,) * (like.dim() - 1))
+
+
+def _running_means(v: Tensor, position: Tensor, lengths: list[int]) -> Tensor:
+    """m of the module, in float64; each sequence has a sum of its own, so none reaches the next."""
+    place = position.double() + 1
+    weighted = v.double() * _column(place**3, v)
+    sums = torch.cat([part.cumsum(0) for part in weighted.split(lengths)])
+    return sums / _column((place * (place + 1) / 2).square(), v)
+
+
+def _of_separators(v: Tensor, sequence: Tensor, count: int, separators: Tensor | None) -> Tensor:
+    if separators is None:
+        raise ValueError("separators: the pattern 'separators' needs to know which tokens they are; got None")
+    at = separators.nonzero().squeeze(1)
+    owner = sequence[at]
+    flat = v.index_select(0, at).double()
+    sums = flat.new_zeros(count, *v.shape[1:]).index_add(0, owner, flat)
+    number = torch.bincount(owner, minlength=count)
+    means = (sums / _column(number.clamp_min(1), v)).to(v.dtype)
+    return torch.where(_column(number[sequence] > 0, v), means[sequence], v)
+
+
+class FixedPatterns(Taps):
+    """Lets heads attend by fixed patterns, in every call inside `fastbert.models.encoder.tapped`.
+
+    Also in training: gradients flow to the values, and the queries and keys of such a head get none. Neither
+    dropout of attention nor a head mask nor an attention bias reaches it. One call runs at a time.
+
+    Args:
+        assignment: (layers, nheads), indices into `NAMES`.
+        separators: (total,) bool, which tokens of the packed batch are separators; for SEPARATORS alone.
+    """
+
+    def __init__(self, assignment: np.ndarray, separators: Tensor | None = None) -> None:
+        self.assignment = np.asarray(assignment)
+        self.separators = separators
+        self._values: Tensor | None = None
+
+    @functools.cached_property
+    def _heads(self) -> list[dict[int, list[int]]]:
+        """Per layer: pattern -> its heads."""
+        return [
+            {int(pattern): np.flatnonzero(row == pattern).tolist() for pattern in np.unique(row[row > 0])}
+            for row in self.assignment
+        ]
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        check_assignment(self.assignment, (max(len(self.assignment), layer + 1), q.shape[1]))
+        ahead = [p for p in self._heads[layer] if p not in BACKWARD]
+        if sequences.causal and ahead:
+            raise ValueError(
+                f"assignment: {NAMES[ahead[0]]!r}, but in a causal model no token sees a later one"
+            )
+        self._values = v
+        return q, k, v, sequences.bias
+
+    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+        """See `Taps`."""
+        values, self._values = self._values, None
+        for pattern, heads in self._heads[layer].items():
+            at = torch.tensor(heads, device=context.device)
+            found = attend(pattern, values.index_select(1, at), sequences.cu_seqlens, self.separators)
+            context = context.index_copy(1, at, found.to(context.dtype))
+        return context
+
+
+def check_assignment(assignment: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The assignment, if it has this shape (layers, nheads) and holds indices into `NAMES`.
+
+    Raises:
+        ValueError: naming what came and what was expected.
+    """
+    found = np.asarray(assignment)
+    if found.shape != shape or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(
+            f"assignment: expected integers of shape {shape}, got {found.dtype} of shape {found.shape}"
+        )
+    bad = np.argwhere((found < 0) | (found >= len(NAMES)))
+    if len(bad):
+        layer, head = bad[0].tolist()
+        raise ValueError(
+            f"assignment[{layer}, {head}]: {found[layer, head]} is no pattern; expected 0 to {len(NAMES) - 1}"
+        )
+    return found.astype(np.int8)
+
+
+def fitting(statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
+    """(layers, nheads) int8, indices into `NAMES`: the pattern that each head comes nearest to.
+
+    By the class that a head has in most examples. A diagonal head gets the neighbour that it looks at most:
+    itself, the previous or the next token. A vertical head gets the first token or the separators, whichever
+    it looks at more, if that is `thresholds.vertical` of its attention at least. All other heads stay
+    learned.
+
+    Args:
+        statistics: of the model's heads.
+        thresholds: of the classes; see `AttentionStatistics.patterns`.
+    """
+    classes = statistics.commonest(thresholds)
+    near = np.stack([statistics.itself, statistics.previous, statistics.following]).mean(1)
+    special = statistics.to_kind[[FIRST, SEPARATOR]].mean(1)
+    vertical = (classes == VERTICAL) & (special.max(0) >= thresholds.vertical)
+    of_diagonal = np.array([CURRENT, PREVIOUS, NEXT])[near.argmax(0)]
+    of_vertical = np.array([FIRST_TOKEN, SEPARATORS])[special.argmax(0)]
+    found = np.select([classes == DIAGONAL, vertical], [of_diagonal, of_vertical], LEARNED)
+    return found.astype(np.int8)
+
+
+@dataclass(frozen=True)
+class FixedHeads:
+    """Every case's loss and score with heads that attend by fixed patterns.
+
+    A case is an example, or a pair of them for an encoder without a head; see `fastbert.analysis.measures`.
+
+    Attributes:
+        assignment: (layers, nheads) int8, indices into `NAMES`.
+        score_name: see `Measure`.
+        base_loss, base_score: (n,), of the whole model.
+        loss, score: (n,), with the assigned heads fixed.
+        zero_loss, zero_score: (n,), with the output of the same heads at 0: what the patterns give back is
+            the difference.
+    """
+
+    assignment: np.ndarray
+    score_name: str
+    base_loss: np.ndarray
+    base_score: np.ndarray
+    loss: np.ndarray
+    score: np.ndarray
+    zero_loss: np.ndarray
+    zero_score: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """How many heads are fixed."""
+        return int((self.assignment != LEARNED).sum())
+
+    def counts(self) -> dict[str, int]:
+        """Name -> how many heads have it, LEARNED included."""
+        return {name: int((self.assignment == i).sum()) for i, name in enumerate(NAMES)}
+
+    def _change(self, zero: bool) -> np.ndarray:
+        return (self.zero_score if zero else self.score) - self.base_score
+
+    def score_change(self, *, zero: bool = False) -> float:
+        """The mean score with the patterns, or with the heads at 0, minus that of the whole model."""
+        return float(self._change(zero).mean())
+
+    def loss_change(self, *, zero: bool = False) -> float:
+        """The mean loss with the patterns, or with the heads at 0, minus that of the whole model."""
+        return float(((self.zero_loss if zero else self.loss) - self.base_loss).mean())
+
+    def interval(self, *, zero: bool = False, seed: int = 0) -> Interval:
+        """`score_change` with its 95% interval over examples.
+
+        Raises:
+            ValueError: fewer than two examples.
+        """
+        return mean_interval(self._change(zero), seed=seed)
+
+    def p_value(self, *, zero: bool = False, seed: int = 0) -> float:
+        """How likely the sign of `score_change` is chance; see `paired_p`."""
+        return float(paired_p(self._change(zero)[:, None], seed=seed)[0])
+
+
+def fixed_heads(
+    model: PreTrainedModel,
+    examples: Examples,
+    assignment: np.ndarray | None = None,
+    *,
+    pooling: str | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> FixedHeads:
+    """Every case's loss and score with some heads fixed, beside those of the whole model.
+
+    Args:
+        model: one that `Measure` knows; it runs in eval mode and is not changed.
+        examples: labelled, or pairs.
+        assignment: (layers, nheads), indices into `NAMES`; None: as `fitting` says of these examples, where
+            heads of a causal model that would look ahead stay learned.
+        pooling: of an encoder without a head; see `Measure.of`.
+        batch_tokens: most tokens that run at a time.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    measure = Measure.of(model, examples, pooling)
+    shape = len(model.base_model.layers()), model.config.num_attention_heads
+    causal = bool(model.config.is_decoder)
+    if assignment is None:
+        assignment = fitting(attention_statistics(model, examples, batch_tokens=batch_tokens))
+        if causal:
+            assignment = np.where(np.isin(assignment, BACKWARD), assignment, LEARNED)
+    assignment = check_assignment(assignment, shape)
+    found = {
+        f"{which}{what}": np.zeros(len(measure))
+        for which in ("base_", "", "zero_")
+        for what in ("loss", "score")
+    }
+    kept = torch.from_numpy(assignment == LEARNED).float().to(model.device)
+    with at_rest(model), torch.inference_mode():
+        for batch, numbers, labels in measure.batches(batch_tokens):
+            taps = FixedPatterns(assignment, batch.on_device(examples.kinds) == SEPARATOR)
+            for which, how in (("base_", {}), ("", {"taps": taps}), ("zero_", {"gates": kept})):
+                loss, score = measure.arrays(encode(model, batch, **how), batch.inputs, labels)
+                found[f"{which}loss"][numbers] = loss
+                found[f"{which}score"][numbers] = score
+    return FixedHeads(assignment, measure.score_name, **found)

@@ -1,0 +1,294 @@
+"""Small classifiers of labelled spans, one per layer or mix of layers, all trained as one batched product.
+
+A probe reads x = γ Σ_l s_l h_l, s = softmax(a) over the layers that it may see: one layer, or layers 0 to l.
+A span's vectors are projected, pooled by the softmax of a learned score within the span, and classified by a
+small network; with two spans by both pooled vectors. Every parameter has a leading dimension of probes, so
+each probe learns as if it were alone.
+
+Source: Tenney et al. 2019, "What do you learn from context?", sec. 3; the mix: Peters et al. 2018, "Deep
+contextualized word representations", eq. 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LOSSES = ("sigmoid", "softmax")
+
+
+class Recipe(NamedTuple):
+    """How probes are built and trained.
+
+    Attributes:
+        inner: width of the pooled spans and of the network's inner layer; 0: a linear classifier of the
+            span's mean vector.
+        dropout_p: of the network's inner layer.
+        lr: Adam's learning rate.
+        mix_lr: the same of a mix's weights, which would hardly move in so few steps.
+        batch: targets per step.
+        epochs: most of them; a probe keeps its parameters of the epoch with the least loss on the held-out
+            part.
+        patience: epochs without a better one, of all probes, after which training ends.
+    """
+
+    inner: int = 256
+    dropout_p: float = 0.3
+    lr: float = 1e-3
+    mix_lr: float = 1e-2
+    batch: int = 256
+    epochs: int = 20
+    patience: int = 3
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first value that cannot be."""
+        for name, least in (("inner", 0), ("batch", 1), ("epochs", 1), ("patience", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+        if not 0 <= self.dropout_p < 1:
+            raise ValueError(f"dropout_p: expected a number in [0, 1), got {self.dropout_p!r}")
+        for name in ("lr", "mix_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)!r}")
+
+
+DEFAULT = Recipe()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Labelled spans of feature rows.
+
+    Attributes:
+        bounds: (n, spans, 2) int64, first row and the one after the last; no span is empty.
+        labels: (n, classes) bool.
+    """
+
+    bounds: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def chosen(self, numbers: np.ndarray) -> Spans:
+        """The targets of these numbers, in this order."""
+        return Spans(self.bounds[numbers], self.labels[numbers])
+
+
+def one_layer_each(layers: int) -> Tensor:
+    """(layers, layers) bool, as `mixes` of `Probes`: probe l sees layer l."""
+    return torch.eye(layers, dtype=torch.bool)
+
+
+def up_to_each(layers: int) -> Tensor:
+    """(layers, layers) bool, as `mixes` of `Probes`: probe l sees layers 0 to l."""
+    return torch.ones(layers, layers, dtype=torch.bool).tril()
+
+
+class Probes(nn.Module):
+    """A probe per row of `mixes`.
+
+    Args:
+        mixes: (probes, layers) bool: the layers that each may see; at least one.
+        width: of the features.
+        spans: per target, 1 or 2.
+        classes: of labels.
+        recipe: see there.
+        seed: of the initial parameters, which are the same for every probe, and of dropout.
+    """
+
+    def __init__(
+        self, mixes: Tensor, width: int, spans: int, classes: int, recipe: Recipe = DEFAULT, seed: int = 0
+    ) -> None:
+        super().__init__()
+        recipe.check()
+        probes, layers = mixes.shape
+        if not mixes.any(1).all():
+            raise ValueError("mixes: expected one layer at least for every probe")
+        self.draw = torch.Generator().manual_seed(seed)
+        self.recipe = recipe
+        self.register_buffer("hidden_from", ~mixes)
+        self.mix = nn.Parameter(torch.zeros(probes, layers))
+        self.factor = nn.Parameter(torch.ones(probes))
+        inner = recipe.inner
+
+        def weights(rows: int, columns: int) -> nn.Parameter:
+            # torch.nn.Linear's distribution; alike for all probes, so that only what they read differs
+            bound = 1 / math.sqrt(rows)
+            one = (torch.rand(rows, columns, generator=self.draw) * 2 - 1) * bound
+            return nn.Parameter(one.expand(probes, -1, -1).clone())
+
+        def zeros(columns: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(probes, 1, columns))
+
+        if inner:
+            self.project = nn.ParameterList(weights(width, inner) for _ in range(spans))
+            self.project_bias = nn.ParameterList(zeros(inner) for _ in range(spans))
+            self.score = nn.ParameterList(weights(inner, 1) for _ in range(spans))
+            self.first = weights(spans * inner, inner)
+            self.first_bias = zeros(inner)
+            self.norm = nn.Parameter(torch.ones(probes, 1, inner))
+            self.norm_bias = zeros(inner)
+        self.last = weights(inner or spans * width, classes)
+        self.last_bias = zeros(classes)
+
+    def weights_of_layers(self) -> Tensor:
+        """s of each probe, (probes, layers): what it takes of each layer."""
+        return self.mix.masked_fill(self.hidden_from, -math.inf).softmax(1)
+
+    def forward(self, states: Tensor, bounds: np.ndarray) -> Tensor:
+        """Logits of targets.
+
+        Args:
+            states: (layers, rows, width), as `hidden_states` returns them.
+            bounds: (n, spans, 2), as in `Spans`.
+
+        Returns:
+            (probes, n, classes).
+        """
+        pooled = []
+        for slot in range(bounds.shape[1]):
+            lengths = bounds[:, slot, 1] - bounds[:, slot, 0]
+            owner = torch.from_numpy(np.repeat(np.arange(len(bounds)), lengths))
+            rows = np.repeat(bounds[:, slot, 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
+            read = states[:, torch.from_numpy(rows)].to(self.mix.device, self.mix.dtype)
+            mixed = self._mixed(read)
+            pooled.append(self._pooled(slot, mixed, owner.to(self.mix.device), len(bounds)))
+        x = torch.cat(pooled, -1)
+        if self.recipe.inner:
+            x = torch.baddbmm(self.first_bias, x, self.first).tanh()
+            x = F.layer_norm(x, x.shape[-1:]) * self.norm + self.norm_bias
+            x = self._dropped(x)
+        return torch.baddbmm(self.last_bias, x, self.last)
+
+    def _mixed(self, read: Tensor) -> Tensor:
+        """(layers, tokens, width) -> (probes, tokens, width)."""
+        seen = ~self.hidden_from
+        if (seen.sum(1) == 1).all():  # one layer each: there is nothing to weigh
+            return read[seen.int().argmax(1)] * self.factor[:, None, None]
+        weights = self.weights_of_layers() * self.factor[:, None]
+        return (weights @ read.flatten(1)).view(-1, *read.shape[1:])
+
+    def _pooled(self, slot: int, x: Tensor, owner: Tensor, count: int) -> Tensor:
+        """(probes, tokens, width) -> (probes, count, inner), or (probes, count, width) of a linear probe."""
+        if self.recipe.inner:
+            x = torch.baddbmm(self.project_bias[slot], x, self.project[slot])
+            score = (x @ self.score[slot]).squeeze(-1)
+            index = owner.expand_as(score)
+            most = score.new_full((len(score), count), -math.inf)
+            most = most.scatter_reduce(1, index, score.detach(), "amax")
+            weight = (score - most.gather(1, index)).exp()
+        else:
+            weight = x.new_ones(x.shape[:2])
+        total = weight.new_zeros(len(x), count).index_add(1, owner, weight)
+        weight = weight / total[:, owner]
+        return x.new_zeros(len(x), count, x.shape[-1]).index_add(1, owner, x * weight[..., None])
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        p = self.recipe.dropout_p
+        if not self.training or p == 0:
+            return x
+        # one mask for all probes
+        kept = torch.rand(x.shape[1:], generator=self.draw).to(x.device) >= p
+        return x * kept / (1 - p)
+
+    def logits(self, states: Tensor, bounds: np.ndarray, batch: int = 1024) -> Tensor:
+        """As `forward` in eval mode without gradients, some targets at a time; on the CPU."""
+        mode = self.training
+        self.eval()
+        with torch.no_grad():
+            parts = [self(states, bounds[i : i + batch]).cpu() for i in range(0, len(bounds), batch)]
+        self.train(mode)
+        return torch.cat(parts, 1)
+
+
+def losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
+    """The loss of each probe and target, in nats.
+
+    Args:
+        logits: (probes, n, classes).
+        labels: (n, classes) bool.
+        loss: "sigmoid", the sum over classes; or "softmax", for one label per target.
+
+    Returns:
+        (probes, n).
+    """
+    wanted = labels.to(logits.dtype).expand_as(logits)
+    if loss == "sigmoid":
+        return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(-1)
+    return -(logits.log_softmax(-1) * wanted).sum(-1)
+
+
+def fit(
+    probes: Probes, states: Tensor, train: Spans, held_out: Spans | None, *, loss: str, seed: int = 0
+) -> Probes:
+    """Train all probes at once; each keeps the parameters of its best epoch.
+
+    Args:
+        probes: are changed and returned, in eval mode.
+        states: (layers, rows, width).
+        train: to learn from.
+        held_out: on which epochs are compared; None, or empty: the last epoch counts.
+        loss: see `losses`.
+        seed: of the order of the targets.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    if loss not in LOSSES:
+        raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {loss!r}")
+    if not len(train):
+        raise ValueError("train: expected one target at least, got none")
+    for name, some in (("train", train), ("held_out", held_out)):
+        if loss == "softmax" and some is not None and (some.labels.sum(1) != 1).any():
+            number = int(np.flatnonzero(some.labels.sum(1) != 1)[0])
+            raise ValueError(f"{name}[{number}]: expected one label, got {int(some.labels[number].sum())}")
+    recipe = probes.recipe
+    order = np.random.default_rng(seed)
+    mix = [probes.mix, probes.factor]
+    others = [p for p in probes.parameters() if all(p is not each for each in mix)]
+    optimizer = torch.optim.Adam([{"params": mix, "lr": recipe.mix_lr}, {"params": others}], lr=recipe.lr)
+    count = len(probes.mix)
+    best = torch.full((count,), math.inf)
+    kept = {name: value.detach().clone() for name, value in probes.named_parameters()}
+    since = 0
+    probes.train()
+    for _ in range(recipe.epochs):
+        for numbers in np.array_split(order.permutation(len(train)), math.ceil(len(train) / recipe.batch)):
+            some = train.chosen(numbers)
+            labels = torch.from_numpy(some.labels).to(probes.mix.device)
+            found = losses(probes(states, some.bounds), labels, loss)
+            optimizer.zero_grad(set_to_none=True)
+            found.mean(1).sum().backward()
+            optimizer.step()
+        if held_out is None or not len(held_out):
+            continue
+        found = losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(
+            1
+        )
+        better = found < best
+        best = torch.where(better, found, best)
+        since = 0 if better.any() else since + 1
+        keep_better(kept, probes, better)
+        if since >= recipe.patience:
+            break
+    if held_out is not None and len(held_out):
+        with torch.no_grad():
+            for name, value in probes.named_parameters():
+                value.copy_(kept[name])
+    return probes.eval()
+
+
+def keep_better(kept: dict[str, Tensor], probes: nn.Module, better: Tensor) -> None:
+    """Copy the parameters of the probes marked in `better`, (probes,) bool, into `kept`."""
+    with torch.no_grad():
+        for name, value in probes.named_parameters():
+            which = better.to(value.device).view(-1, *(1,) * (value.dim() - 1))
+            kept[name] = torch.where(which, value, kept[name])

@@ -1,0 +1,364 @@
+"""Structural probes: whether a linear map of a layer's vectors shows the syntax tree as distances.
+
+For words i and j of a sentence, d_B(i, j)² = ‖B (h_i - h_j)‖² is to be the number of edges between them in
+the tree, and ‖B h_i‖² the depth of i. B (hidden × rank) of each layer minimises |d_tree - d_B²| over the
+square of the sentence's length; of depths the difference over the length. All layers' B are trained as one
+batched product. A word's vector is the mean of its pieces'.
+
+What is scored, without punctuation: UUAS, the share of the tree's edges that the least spanning tree of d_B²
+has; and in how many sentences the word of the least depth is the root. Then Spearman's correlation with the
+tree, of each word's distances, and of the depths of a sentence: means over sentences of each length from 5 to
+50, then over lengths.
+
+Source: Hewitt and Manning 2019, "A Structural Probe for Finding Syntax in Word Representations", sec. 2 to 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastbert.analysis.examples import Examples
+from fastbert.analysis.intervals import Interval, ratio_interval
+from fastbert.analysis.probes import keep_better
+from fastbert.analysis.treebank import Sentence, pieces_of
+
+LENGTHS = range(5, 51)
+
+
+def tree_distances(heads: np.ndarray) -> np.ndarray:
+    """Edges between all words of a tree: heads (n,), from 1, the root's 0 -> (n, n) int64."""
+    n = len(heads)
+    found = np.zeros((n, n), np.int64)
+    done: list[int] = []
+    waiting = [int(np.flatnonzero(heads == 0)[0])]
+    while waiting:
+        word = waiting.pop()
+        parent = heads[word] - 1
+        if parent >= 0:
+            found[word, done] = found[done, word] = found[parent, done] + 1
+        done.append(word)
+        waiting.extend(np.flatnonzero(heads == word + 1).tolist())
+    return found
+
+
+def spanning_trees(distances: np.ndarray) -> np.ndarray:
+    """The least spanning tree of each matrix, by Prim's algorithm.
+
+    Args:
+        distances: (k, n, n), symmetric.
+
+    Returns:
+        (k, n - 1, 2) int64, its edges.
+    """
+    k, n = distances.shape[:2]
+    each = np.arange(k)
+    reached = np.zeros((k, n), bool)
+    reached[:, 0] = True
+    nearest, by = distances[:, 0].astype(float).copy(), np.zeros((k, n), np.int64)
+    edges = np.zeros((k, max(n - 1, 0), 2), np.int64)
+    for step in range(n - 1):
+        new = np.where(reached, np.inf, nearest).argmin(1)
+        edges[:, step, 0], edges[:, step, 1] = by[each, new], new
+        reached[each, new] = True
+        closer = distances[each, new] < nearest
+        nearest = np.where(closer, distances[each, new], nearest)
+        by = np.where(closer, new[:, None], by)
+    return edges
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks within the last dimension, from 0; equal values share the mean of theirs."""
+    below = (values[..., None, :] < values[..., :, None]).sum(-1)
+    alike = (values[..., None, :] == values[..., :, None]).sum(-1)
+    return below + (alike - 1) / 2
+
+
+def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Spearman's correlation over the last dimension; NaN where one of them does not vary."""
+    a, b = (r - r.mean(-1, keepdims=True) for r in (ranks(one), ranks(other)))
+    below = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+    return np.divide((a * b).sum(-1), below, out=np.full(below.shape, np.nan), where=below > 0)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How well each layer's vectors show the trees of the tested sentences.
+
+    Attributes:
+        found: (layers + 1, sentences) int64, edges of the gold tree that the probe's has too.
+        edges: (sentences,) int64, edges of the gold trees.
+        root: (layers + 1, sentences) bool: whether the word of the least depth is the root.
+        distance_correlation, depth_correlation: (layers + 1, sentences), Spearman's; NaN where undefined.
+        lengths: (sentences,) words.
+        linear_found, linear_correlation: (sentences,): of a chain, where each word is beside the next.
+        sentences: (train, held out, test), how many.
+        rank: of B.
+        seed: of the split, the probes and the intervals.
+    """
+
+    found: np.ndarray
+    edges: np.ndarray
+    root: np.ndarray
+    distance_correlation: np.ndarray
+    depth_correlation: np.ndarray
+    lengths: np.ndarray
+    linear_found: np.ndarray
+    linear_correlation: np.ndarray
+    sentences: tuple[int, int, int]
+    rank: int
+    seed: int
+
+    def uuas(self) -> np.ndarray:
+        """(layers + 1,): the share of edges found."""
+        return self.found.sum(1) / max(int(self.edges.sum()), 1)
+
+    def linear_uuas(self) -> float:
+        """The share of edges between neighbours."""
+        return float(self.linear_found.sum() / max(int(self.edges.sum()), 1))
+
+    def interval(self, layer: int) -> Interval:
+        """UUAS of a layer with its 95% bootstrap interval over sentences."""
+        return ratio_interval(self.found[layer], self.edges, seed=self.seed)
+
+    def root_accuracy(self) -> np.ndarray:
+        """(layers + 1,): the share of sentences whose root is the word of the least depth."""
+        return self.root.mean(1)
+
+    def distance_spearman(self) -> np.ndarray:
+        """(layers + 1,): mean over lengths of the mean over sentences."""
+        return self._over_lengths(self.distance_correlation)
+
+    def depth_spearman(self) -> np.ndarray:
+        """(layers + 1,): mean over lengths of the mean over sentences."""
+        return self._over_lengths(self.depth_correlation)
+
+    def linear_spearman(self) -> float:
+        """The distances' in a chain."""
+        return float(self._over_lengths(self.linear_correlation[None])[0])
+
+    def _over_lengths(self, values: np.ndarray) -> np.ndarray:
+        means = []
+        for length in LENGTHS:
+            some = values[:, self.lengths == length]
+            known = ~np.isnan(some)
+            if known.any():
+                means.append(np.where(known, some, 0).sum(1) / np.maximum(known.sum(1), 1))
+        return np.mean(means, 0) if means else np.full(len(values), np.nan)
+
+
+class StructuralProbes(nn.Module):
+    """B of every layer, for distances and for depths."""
+
+    def __init__(self, layers: int, width: int, rank: int, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        one = torch.rand(width, rank, generator=draw) * 0.1 - 0.05
+        self.distance = nn.Parameter(one.expand(layers, -1, -1).clone())
+        self.depth = nn.Parameter(one.expand(layers, -1, -1).clone())
+
+    def distances(self, words: Tensor) -> Tensor:
+        """(layers, sentences, n, width) -> (layers, sentences, n, n)."""
+        seen = words.flatten(1, 2) @ self.distance
+        seen = seen.view(*words.shape[:3], -1)
+        square = seen.square().sum(-1)
+        found = square[..., :, None] + square[..., None, :] - 2 * seen @ seen.transpose(-1, -2)
+        return found.clamp_min(0)
+
+    def depths(self, words: Tensor) -> Tensor:
+        """(layers, sentences, n, width) -> (layers, sentences, n)."""
+        return (words.flatten(1, 2) @ self.depth).square().sum(-1).view(words.shape[:3])
+
+
+@dataclass(frozen=True)
+class _Trees:
+    """Sentences as the probes need them: where their words' pieces are, and their trees."""
+
+    sentences: Sequence[Sentence]
+    starts: np.ndarray
+    ends: np.ndarray
+    first_word: np.ndarray
+
+    def words(self, states: Tensor, numbers: np.ndarray, device: torch.device) -> Tensor:
+        """The vectors of the words of some sentences, (layers, sentences, n, width), 0 beyond the end."""
+        lengths = [len(self.sentences[i].words) for i in numbers]
+        found = torch.zeros(len(states), len(numbers), max(lengths), states.shape[-1])
+        for at, (i, length) in enumerate(zip(numbers, lengths, strict=True)):
+            begin = self.first_word[i]
+            starts, ends = (torch.from_numpy(e[begin : begin + length]) for e in (self.starts, self.ends))
+            rows = states[:, starts[0] : ends[-1]].float()
+            counts = ends - starts
+            owner = torch.repeat_interleave(torch.arange(length), counts)
+            total = rows.new_zeros(len(states), length, states.shape[-1]).index_add(1, owner, rows)
+            found[:, at, :length] = total / counts[None, :, None]
+        return found.to(device)
+
+    def distances(self, numbers: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """(distances (sentences, n, n), depths (sentences, n), lengths), -1 beyond the end."""
+        lengths = [len(self.sentences[i].words) for i in numbers]
+        most = max(lengths)
+        apart = torch.full((len(numbers), most, most), -1.0)
+        depth = torch.full((len(numbers), most), -1.0)
+        for at, (i, length) in enumerate(zip(numbers, lengths, strict=True)):
+            heads = np.asarray(self.sentences[i].heads)
+            found = torch.from_numpy(tree_distances(heads)).float()
+            apart[at, :length, :length] = found
+            depth[at, :length] = found[int(np.flatnonzero(heads == 0)[0])]
+        return apart, depth, torch.tensor(lengths, dtype=torch.float32)
+
+    def losses(self, probes: StructuralProbes, states: Tensor, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(of distances, of depths) of each layer and sentence, (layers, sentences) each."""
+        device = probes.distance.device
+        words = self.words(states, numbers, device)
+        apart, depth, lengths = (t.to(device) for t in self.distances(numbers))
+        of_distance = (probes.distances(words) - apart).abs() * (apart >= 0)
+        of_depth = (probes.depths(words) - depth).abs() * (depth >= 0)
+        return of_distance.sum((-1, -2)) / lengths.square(), of_depth.sum(-1) / lengths
+
+
+def structural_probe(
+    states: Tensor,
+    sentences: Sequence[Sentence],
+    examples: Examples,
+    *,
+    rank: int = 64,
+    lr: float = 1e-3,
+    batch: int = 20,
+    epochs: int = 20,
+    patience: int = 3,
+    seed: int = 0,
+) -> Structure:
+    """The probes of every layer, on a split of the sentences in 8 : 1 : 1.
+
+    Args:
+        states: (layers + 1, rows, hidden), the hidden states of all words' pieces, in their order.
+        sentences: with trees; those of one word are left out.
+        examples: of the same sentences, as `as_examples` returns them.
+        rank: of B, at most hidden.
+        lr: Adam's learning rate.
+        batch: sentences per step.
+        epochs, patience: as in `Recipe`.
+        seed: of the split, the probes and the intervals.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    if not isinstance(rank, int) or not 1 <= rank <= states.shape[-1]:
+        raise ValueError(f"rank: expected an integer from 1 to {states.shape[-1]}, got {rank!r}")
+    starts, ends = pieces_of(examples)
+    if states.shape[1] != (ends - starts).sum():
+        raise ValueError(
+            f"states: expected {(ends - starts).sum()} rows, the words' pieces, got {states.shape[1]}"
+        )
+    sizes = ends - starts
+    ends = np.cumsum(sizes)
+    counts = np.array([len(sentence.words) for sentence in sentences])
+    trees = _Trees(sentences, ends - sizes, ends, np.cumsum(counts) - counts)
+    usable = np.flatnonzero(counts > 1)
+    if len(usable) < 10:
+        raise ValueError(f"sentences: a split needs 10 of two words at least, got {len(usable)}")
+    drawn = np.random.default_rng(seed).permutation(usable)
+    tenth = len(drawn) // 10
+    test, held_out, train = np.sort(drawn[:tenth]), drawn[tenth : 2 * tenth], drawn[2 * tenth :]
+    probes = StructuralProbes(len(states), states.shape[-1], rank, seed)
+    _fit(probes, states, trees, train, held_out, lr, batch, epochs, patience, seed)
+    return _scored(probes, states, trees, test, (len(train), len(held_out), len(test)), rank, seed)
+
+
+def _fit(
+    probes: StructuralProbes,
+    states: Tensor,
+    trees: _Trees,
+    train: np.ndarray,
+    held_out: np.ndarray,
+    lr: float,
+    batch: int,
+    epochs: int,
+    patience: int,
+    seed: int,
+) -> None:
+    """Each layer's B for distances and B for depths keep their best epoch."""
+    optimizer = torch.optim.Adam(probes.parameters(), lr=lr)
+    order = np.random.default_rng(seed)
+    layers = len(states)
+    best = torch.full((2, layers), math.inf)
+    kept = {name: value.detach().clone() for name, value in probes.named_parameters()}
+    since = 0
+    for _ in range(epochs):
+        for some in np.array_split(order.permutation(train), math.ceil(len(train) / batch)):
+            optimizer.zero_grad(set_to_none=True)
+            sum(found.mean(1).sum() for found in trees.losses(probes, states, some)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            parts = np.array_split(held_out, math.ceil(len(held_out) / batch))
+            found = [trees.losses(probes, states, some) for some in parts]
+        sums = torch.stack([torch.cat([pair[i] for pair in found], 1).sum(1).cpu() for i in range(2)])
+        better = sums < best
+        best = torch.where(better, sums, best)
+        for i, name in enumerate(("distance", "depth")):
+            one = nn.ParameterDict({name: getattr(probes, name)})
+            keep_better(kept, one, better[i])
+        since = 0 if better.any() else since + 1
+        if since >= patience:
+            break
+    with torch.no_grad():
+        for name, value in probes.named_parameters():
+            value.copy_(kept[name])
+
+
+def _scored(
+    probes: StructuralProbes,
+    states: Tensor,
+    trees: _Trees,
+    test: np.ndarray,
+    sentences: tuple[int, int, int],
+    rank: int,
+    seed: int,
+) -> Structure:
+    layers = len(states)
+    found, root = np.zeros((layers, len(test)), np.int64), np.zeros((layers, len(test)), bool)
+    apart_r, depth_r = (np.full((layers, len(test)), np.nan) for _ in range(2))
+    edges, linear_found = (np.zeros(len(test), np.int64) for _ in range(2))
+    linear_r = np.full(len(test), np.nan)
+    for at, number in enumerate(test):
+        sentence = trees.sentences[number]
+        heads = np.asarray(sentence.heads)
+        words = trees.words(states, np.array([number]), probes.distance.device)
+        with torch.no_grad():
+            apart = probes.distances(words)[:, 0].double().cpu().numpy()
+            depth = probes.depths(words)[:, 0].double().cpu().numpy()
+        gold = tree_distances(heads)
+        chain = np.abs(np.subtract.outer(np.arange(len(heads)), np.arange(len(heads))))
+        # of words that are not punctuation
+        plain = np.array([tag != "PUNCT" for tag in sentence.upos])
+        usual = np.flatnonzero(plain)
+        wanted = {
+            (min(i, h - 1), max(i, h - 1)) for i, h in enumerate(heads) if h > 0 and plain[i] and plain[h - 1]
+        }
+        edges[at] = len(wanted)
+        if len(usual):
+            both = np.concatenate([apart, chain[None]])[:, usual][:, :, usual]
+            trees_of = usual[spanning_trees(both)]
+            counted = [sum((min(e), max(e)) in wanted for e in tree.tolist()) for tree in trees_of]
+            found[:, at], linear_found[at] = counted[:-1], counted[-1]
+            root[:, at] = heads[usual[depth[:, usual].argmin(1)]] == 0
+        apart_r[:, at] = _mean_known(spearman(apart, np.broadcast_to(gold, apart.shape)))
+        linear_r[at] = _mean_known(spearman(chain[None], gold[None]))[0]
+        depths = gold[int(np.flatnonzero(heads == 0)[0])]
+        depth_r[:, at] = spearman(depth, np.broadcast_to(depths, depth.shape))
+    lengths = np.array([len(trees.sentences[i].words) for i in test])
+    return Structure(
+        *(found, edges, root, apart_r, depth_r, lengths, linear_found, linear_r, sentences, rank, seed)
+    )
+
+
+def _mean_known(values: np.ndarray) -> np.ndarray:
+    """(k, n) -> (k,): the mean of those that are no NaN; NaN where all are."""
+    known = ~np.isnan(values)
+    total = np.where(known, values, 0).sum(-1)
+    return np.divide(total, known.sum(-1), out=np.full(total.shape, np.nan), where=known.any(-1))

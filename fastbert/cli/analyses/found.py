@@ -1,0 +1,21 @@
+"""What an analysis returns, and the names in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fastbert.analysis.examples import KINDS
+from fastbert.analysis.intervals import Interval
+
+# (numbers for the JSON file, "summary" among them; arrays; figures)
+Found = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]
+# names of arrays: attention to the tokens of each kind
+TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
+
+
+def as_numbers(intervals: Mapping[str, Interval]) -> dict[str, dict]:
+    """Intervals for a JSON file."""
+    return {name: interval._asdict() for name, interval in intervals.items()}

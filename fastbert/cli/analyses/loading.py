@@ -1,0 +1,165 @@
+"""What `fastbert analyze` reads: the model, and the file with the texts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fastbert.analysis.examples import Examples, masked, paired, read, spans_of, tokenized
+from fastbert.analysis.targets import LabelledText, read_edges
+from fastbert.analysis.treebank import Sentence, as_examples, fitting, read_conllu
+from fastbert.cli.usage import UsageError, device_of
+from fastbert.models.auto import AutoModel
+from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
+from fastbert.models.heads.task_model import TaskModel
+from fastbert.sentences.settings import sentence_settings
+from fastbert.sentences.tokenizer import load_tokenizer
+
+# analyses that measure a loss
+MEASURED = ("heads", "importance", "fixed")
+# options that name a file to analyze -> what is in it
+FILES = {
+    "input": "a file of examples",
+    "conllu": "a treebank in the CoNLL-U format",
+    "edges": "a file of labelled spans",
+}
+# analysis -> which of them it reads; all others read examples
+READS = {"syntax": ("conllu",), "probe": ("conllu", "edges")}
+
+
+def file_of(args: argparse.Namespace) -> str:
+    """The option, of `FILES`, that names what the analysis reads.
+
+    Raises:
+        UsageError: it is missing, or another one is there.
+    """
+    readable = READS.get(args.kind, ("input",))
+    given = [name for name in FILES if getattr(args, name) is not None]
+    expected = " or ".join(f"--{name}" for name in readable)
+    if not set(given) & set(readable):
+        what = " or ".join(FILES[name] for name in readable)
+        raise UsageError(f"{expected.replace(' or ', ', ')}: {args.kind} needs {what}")
+    for name in given:
+        if name not in readable:
+            raise UsageError(f"--{name}: {args.kind} does not read it; expected {expected} alone")
+    if len(given) > 1:
+        raise UsageError(f"--{given[1]}: {args.kind} reads one file; expected {expected} alone")
+    return given[0]
+
+
+def model_of(directory: str, device: str | None) -> PreTrainedModel:
+    """The model of a directory, with the head that its config names, else the encoder; in eval mode."""
+    config = EncoderConfig.from_pretrained(directory)
+    named = (config.get("architectures") or [""])[0]
+    cls = class_of(config.family, named.removeprefix(config.family.class_prefix))
+    options: dict[str, Any] = {}
+    if cls is None or not issubclass(cls, TaskModel):
+        # no analysis reads the pooler, and a sentence encoder's directory may have none
+        cls, options = AutoModel, {"add_pooling_layer": False}
+    return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
+
+
+def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
+    """The examples of the input file, with labels where the analysis needs them."""
+    measured, name = args.kind in MEASURED, type(model).__name__
+    of_words, of_answers = (
+        measured and isinstance(model, head) for head in (BertForMaskedLM, BertForQuestionAnswering)
+    )
+    of_vectors = measured and not isinstance(model, TaskModel)
+    in_report = args.kind == "report" and args.labels is not None
+    if in_report and (isinstance(model, BertForMaskedLM) or not isinstance(model, TaskModel)):
+        raise UsageError(f"--labels: the report of {name} needs none")
+    of_answers = of_answers or (in_report and isinstance(model, BertForQuestionAnswering))
+    if of_vectors and not args.pairs:
+        raise UsageError(
+            f"--model {args.model}: {args.kind} of {name}, which has no head, measures the cosine of two "
+            "texts; expected --pairs"
+        )
+    if measured and not (of_words or of_answers or of_vectors) and args.labels is None:
+        raise UsageError(f"--labels: {args.kind} of {name} needs the key of the labels in {args.input}")
+    if args.labels is not None and not measured and not in_report:
+        raise UsageError(f"--labels: {args.kind} needs none")
+    _check_most(args)
+    labels = None if of_words else (args.labels or "answers") if of_answers else args.labels
+    found = read(args.input, pairs=args.pairs or of_answers, labels=labels)
+    found = {name: values[: args.max_examples] for name, values in found.items()}
+    if of_answers:
+        found["answers"] = spans_of(found.pop("labels"), found["pairs"])
+    tokenizer = load_tokenizer(args.model)
+    max_length = model.config.max_tokens if args.on_long == "truncate" else None
+    if of_vectors:
+        return _pairs(args, tokenizer, found, max_length)
+    examples = tokenized(tokenizer, **found, max_length=max_length)
+    return masked(examples, mask_id(tokenizer, args.model), seed=args.seed) if of_words else examples
+
+
+def _pairs(
+    args: argparse.Namespace, tokenizer: Tokenizer, found: dict[str, list], max_length: int | None
+) -> Examples:
+    """Pairs for an encoder without a head, as a directory of sentence-transformers wants its texts."""
+    settings = sentence_settings(args.model)
+    for name in ("texts", "pairs"):
+        texts = [(settings.prompt + text).strip() for text in found[name]]
+        found[name] = [text.lower() for text in texts] if settings.lower_case else texts
+    most = settings.max_length
+    if max_length is not None and most is not None:
+        max_length = min(max_length, most)
+    examples = paired(tokenizer, **found, max_length=max_length)
+    if most is not None and examples.lengths.max() > most:
+        number = int(np.argmax(examples.lengths > most))
+        raise UsageError(
+            f"examples[{number}]: {examples.lengths[number]} tokens; the encoder reads at most {most}"
+        )
+    return examples
+
+
+def pooling_of(args: argparse.Namespace, model: PreTrainedModel) -> str | None:
+    """How an encoder without a head makes its vectors; None for one with a head."""
+    return None if isinstance(model, TaskModel) else sentence_settings(args.model).pooling
+
+
+def load_words(
+    args: argparse.Namespace, model: PreTrainedModel
+) -> tuple[list[Sentence] | list[LabelledText], Examples, int]:
+    """(sentences of the treebank or texts with labelled spans, their examples, how many are left out).
+
+    Left out is a sentence that is longer than the model reads, or has a word of which the tokenizer leaves
+    nothing; under `--on-long error` it is an error.
+    """
+    for name in ("pairs", "labels"):
+        if getattr(args, name):
+            raise UsageError(f"--{name}: {args.kind} needs none")
+    if args.on_long == "truncate":
+        raise UsageError("--on-long: a tree is not cut; expected error, or none to leave long sentences out")
+    _check_most(args)
+    of_trees = args.conllu is not None
+    file = args.conllu if of_trees else args.edges
+    read = (read_conllu if of_trees else read_edges)(file, args.max_examples)
+    tokenizer, max_length = load_tokenizer(args.model), model.config.max_tokens
+    kept = read if args.on_long == "error" else fitting(tokenizer, read, max_length)
+    if not kept:
+        raise UsageError(
+            f"--{'conllu' if of_trees else 'edges'} {file}: each of its {len(read):,} sentences is longer "
+            f"than {max_length} tokens, or has a word of which the tokenizer leaves nothing"
+        )
+    return kept, as_examples(tokenizer, kept, max_length), len(read) - len(kept)
+
+
+def _check_most(args: argparse.Namespace) -> None:
+    if args.max_examples < 1:
+        raise UsageError(f"--max-examples: expected an integer >= 1, got {args.max_examples}")
+
+
+def mask_id(tokenizer: Tokenizer, directory: str) -> int:
+    """The id of the mask token. Raises UsageError where the tokenizer has none."""
+    for token in ("[MASK]", "<mask>"):
+        found = tokenizer.token_to_id(token)
+        if found is not None:
+            return found
+    raise UsageError(f"--model {directory}: its tokenizer has no mask token")

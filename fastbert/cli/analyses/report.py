@@ -1,0 +1,158 @@
+"""`fastbert analyze report`: all analyses of a model and a text on one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastbert.analysis import change, effective, geometry, heads, report, sections
+from fastbert.analysis.attention import attention_statistics
+from fastbert.analysis.examples import Examples, masked
+from fastbert.analysis.maps import ExampleMap, example_maps
+from fastbert.analysis.measures import Measure
+from fastbert.cli.analyses.attention import of_attention, of_effective, of_patterns
+from fastbert.cli.analyses.heads import of_heads, of_importance, pruned
+from fastbert.cli.analyses.layers import of_change, of_geometry
+from fastbert.cli.analyses.loading import mask_id, model_of
+from fastbert.cli.usage import UsageError
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.task_model import TaskModel
+from fastbert.sentences.tokenizer import load_tokenizer
+
+
+def whole(
+    args: argparse.Namespace, model: PreTrainedModel, examples: Examples, facts: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
+    """(numbers, arrays, page) of all analyses; those that share a result run the model for it once."""
+    if args.unit != "head":
+        raise UsageError(f"--unit {args.unit}: the report takes out one head at a time")
+    options, seed = {"batch_tokens": args.batch_tokens}, args.seed
+    scored, no_loss = _scored(args, model, examples)
+    against = None if args.against is None else model_of(args.against, args.device)
+    shown: list[report.Section] = []
+    numbers: dict[str, dict] = {}
+    arrays: dict[str, np.ndarray] = {}
+
+    def add(section: report.Section, found: tuple[dict, ...] = ({}, {})) -> None:
+        shown.append(section)
+        numbers[section.name] = found[0] | section.numbers()
+        arrays.update({f"{section.name}/{name}": array for name, array in found[1].items()})
+
+    add(sections.model(), _of_model(args, model, examples))
+    plain = attention_statistics(model, examples, **options)
+    add(sections.attention(plain, seed=seed), of_attention(args, plain))
+    add(sections.patterns(plain), of_patterns(args, plain))
+    maps = example_maps(model, examples, plain, max_bytes=args.max_bytes)
+    tokens = _tokens(args, examples, maps)
+    without = None if scored is None else heads.ablate(model, scored, mode=args.mode, **options)
+    add(sections.maps(maps, tokens, no_loss=no_loss), _of_maps(maps, tokens, without, seed=seed))
+    if without is None:
+        add(sections.missing("heads", no_loss))
+        add(sections.missing("importance", no_loss))
+    else:
+        add(sections.ablation(without, _loss_of(model), seed=seed), of_heads(args, without))
+        found = heads.importance(model, scored, **options)
+        curves = pruned(found, model, scored, seed=seed, **options)
+        add(sections.importance(found, curves, seed=seed), of_importance(args, found, curves))
+    if against is not None:
+        found = change.change(model, against, examples, **options)
+        add(sections.change(found, seed=seed), of_change(args, found))
+    found = effective.effective_attention(model, examples, **options)
+    of_all, more, _ = of_effective(args, found, plain)
+    of_all["head width"] = model.base_model.layers()[0].form.head_dim
+    add(sections.effective(found), (of_all, more))
+    if len(geometry.words_in(examples, geometry.LEAST)):
+        found = geometry.geometry(model, examples, seed=seed, **options)
+        add(sections.geometry(found, seed=seed), of_geometry(args, found))
+    else:
+        reason = f"no word is in {geometry.LEAST} places of these texts; more text is needed"
+        add(sections.missing("geometry", reason))
+    summary = [f"{name}: {each['summary'][0]}" for name, each in numbers.items() if "summary" in each]
+    numbers = facts | {"sections": numbers, "summary": summary}
+    title = f"What the heads of {Path(args.model).resolve().name} do"
+    return numbers, arrays, report.page(title, numbers, shown)
+
+
+def _scored(
+    args: argparse.Namespace, model: PreTrainedModel, examples: Examples
+) -> tuple[Examples | None, str]:
+    """(the examples with what a loss needs, ""), or (None, why there is no loss)."""
+    name = type(model).__name__
+    if not isinstance(model, TaskModel):
+        return None, f"the model has no head ({name}), so there is no loss that could change."
+    if isinstance(model, BertForMaskedLM):
+        examples = masked(examples, mask_id(load_tokenizer(args.model), args.model), seed=args.seed)
+    try:
+        Measure.of(model, examples)
+    except TypeError:
+        return None, f"the loss of {name} is not one that this program measures per example."
+    except ValueError:
+        if args.labels is None:
+            return None, f"the loss of {name} needs labels, which were not given (--labels)."
+        raise
+    return examples, ""
+
+
+def _loss_of(model: PreTrainedModel) -> str:
+    """What the loss of a report's ablation is."""
+    if isinstance(model, BertForMaskedLM):
+        return "15% of each text's tokens are masked, and it is the cross-entropy of guessing them, in nats"
+    return "it is that of the model's own head, with the labels of the file"
+
+
+def _of_model(
+    args: argparse.Namespace, model: PreTrainedModel, examples: Examples
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    lengths = examples.lengths
+    numbers = {
+        "directory": Path(args.model).resolve().name,
+        "family": model.config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": len(model.base_model.layers()),
+        "heads": model.config.num_attention_heads,
+        "count": len(model.base_model.layers()) * model.config.num_attention_heads,
+        "hidden size": model.config.hidden_size,
+        "texts": Path(args.input).name + (", pairs of texts" if args.pairs else ""),
+        "lengths": {
+            "least": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "most": int(lengths.max()),
+        },
+    }
+    return numbers, {"lengths": lengths}
+
+
+def _tokens(args: argparse.Namespace, examples: Examples, maps: list[ExampleMap]) -> list[list[str]]:
+    """The names of the tokens of each map's example."""
+    tokenizer = load_tokenizer(args.model)
+    of_each = (examples.ids[examples.rows(np.array([map_.example]))] for map_ in maps)
+    return [[tokenizer.id_to_token(int(i)) or "?" for i in ids] for ids in of_each]
+
+
+def _of_maps(
+    maps: list[ExampleMap], tokens: list[list[str]], without: heads.Ablation | None, *, seed: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    numbers = {}
+    for map_, names in zip(maps, tokens, strict=True):
+        place = map_.layer, map_.head
+        numbers[map_.name] = {
+            "name": sections.head_name(*place),
+            "layer": map_.layer,
+            "head": map_.head,
+            "example": map_.example,
+            # as it is shown
+            "number": map_.example + 1,
+            "share": map_.share,
+            "tokens": names,
+        }
+        if without is not None:
+            here = without.loss[(map_.example, *place)] - without.base_loss[map_.example]
+            numbers[map_.name] |= {
+                "loss": without.loss_interval(*place, seed=seed)._asdict(),
+                "loss here": float(here),
+            }
+    return {"maps": numbers}, {map_.name: map_.probabilities for map_ in maps}

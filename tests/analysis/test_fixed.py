@@ -1,0 +1,396 @@
+"""Fixed patterns against maps that are written cell by cell, and against transformers with those maps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.analysis import fixed
+from fastbert.analysis.attention import AttentionStatistics, attention_statistics
+from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR
+from fastbert.analysis.fixed import NAMES, FixedPatterns, attend, fitting, fixed_heads
+from fastbert.layers.modules import part
+from fastbert.models.encoder import layers_of, tapped
+from fastbert.models.families import FAMILIES
+from tests.support.analysis import both, inputs_of, losses
+from tests.support.hf_models import FAMILY_NAMES
+
+PATTERNS = [i for i, name in enumerate(NAMES) if name != "learned"]
+HEADS = 3
+CLOSE = dict(rtol=1e-9, atol=1e-11)
+LENGTHS = [[1], [2], [3], [1, 2, 3], [7, 1, 0, 33, 2, 64], [0, 5], [200, 3]]
+
+
+def dense(pattern, n, separators):
+    """The map of a pattern for one sequence, (n, n) in float64, cell by cell."""
+    weights = np.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            weights[i, j] = {
+                fixed.CURRENT: j == i,
+                fixed.PREVIOUS: j == i - 1,
+                fixed.NEXT: j == i + 1,
+                fixed.LEFT_CONTEXT: (j + 1) ** 3 * (j <= i - 2),
+                fixed.RIGHT_CONTEXT: (n - j) ** 3 * (j >= i + 2),
+                fixed.END: (j + 1) ** 3,
+                fixed.START: (n - j) ** 3,
+                fixed.FIRST_TOKEN: j == 0,
+                fixed.SEPARATORS: separators[j],
+            }[pattern]
+        if not weights[i].any():
+            weights[i, i] = 1
+    return weights / weights.sum(1, keepdims=True)
+
+
+def ends_of(lengths):
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+def packed(lengths, seed=0):
+    """(values, cu_seqlens, separators): some sequences have separators, some have none."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(sum(lengths), 2, 3, generator=draw, dtype=torch.float64)
+    separators = torch.rand(sum(lengths), generator=draw) < 0.15
+    return values, ends_of(lengths), separators
+
+
+def by_maps(pattern, values, lengths, separators):
+    found = []
+    for v, at in zip(values.split(lengths), separators.split(lengths), strict=True):
+        weights = torch.from_numpy(dense(pattern, len(v), at.numpy()))
+        found.append(torch.einsum("ij,jhd->ihd", weights, v))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
+def test_as_its_map(pattern, lengths):
+    values, ends, separators = packed(lengths)
+    found = attend(pattern, values, ends, separators)
+    expected = by_maps(pattern, values, lengths, separators)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_patterns_say_of_four_tokens():
+    """The weights, spelled out: (j + 1)³ before i - 1, mirrored, and rows without a key."""
+    values = torch.eye(4, dtype=torch.float64)[:, None]
+    ends = ends_of([4])
+    left = attend(fixed.LEFT_CONTEXT, values, ends)[:, 0]
+    expected = [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [1 / 9, 8 / 9, 0, 0]]
+    torch.testing.assert_close(left, torch.tensor(expected, dtype=torch.float64))
+    right = attend(fixed.RIGHT_CONTEXT, values, ends)[:, 0]
+    torch.testing.assert_close(right, left.flip(0).flip(1))
+    end = attend(fixed.END, values, ends)[:, 0]
+    torch.testing.assert_close(end, torch.tensor([[1, 8, 27, 64]], dtype=torch.float64).expand(4, 4) / 100)
+    torch.testing.assert_close(attend(fixed.START, values, ends)[:, 0], end.flip(1))
+    assert attend(fixed.PREVIOUS, values, ends)[:, 0].argmax(1).tolist() == [0, 0, 1, 2]
+    assert attend(fixed.NEXT, values, ends)[:, 0].argmax(1).tolist() == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
+def test_no_sequence_sees_another(pattern):
+    """To the bit, and also if the other one is not a number."""
+    lengths = [5, 1, 40, 2]
+    values, ends, separators = packed(lengths)
+    whole = attend(pattern, values, ends, separators).split(lengths)
+    for i, (v, at) in enumerate(zip(values.split(lengths), separators.split(lengths), strict=True)):
+        assert torch.equal(attend(pattern, v, ends_of([len(v)]), at), whole[i])
+        others = values.clone()
+        others[: ends[i]] = others[ends[i + 1] :] = torch.nan
+        assert torch.equal(attend(pattern, others, ends, separators).split(lengths)[i], whole[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
+def test_one_rounding(pattern, dtype):
+    """Also of long sequences, whose weights are large."""
+    values, ends, separators = packed([3000, 5])
+    values = values.to(dtype)
+    exact = attend(pattern, values.double(), ends, separators)
+    assert torch.equal(attend(pattern, values, ends, separators), exact.to(dtype))
+    ones = attend(pattern, torch.ones_like(values), ends, separators)
+    assert torch.equal(ones, torch.ones_like(values)), "weights do not add up to 1"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
+def test_gradients(pattern):
+    values, ends, separators = packed([1, 2, 6])
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: attend(pattern, v, ends, separators), values)
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def assignment_of(layers, seed=0):
+    """Every pattern, and learned heads too."""
+    found = np.resize(np.random.default_rng(seed).permutation(len(NAMES)), (layers, HEADS))
+    return found.astype(np.int8)
+
+
+@contextlib.contextmanager
+def with_maps(theirs, assignment, kinds):
+    """transformers' model with heads that multiply their values by maps, for one sequence."""
+    family = FAMILIES[theirs.config.model_type]
+    base, number, values = theirs.base_model, [0], []
+    separators = (kinds == SEPARATOR).tolist()
+
+    def keep(module, inputs, output):
+        values[:] = [output]
+
+    def put(module, inputs):
+        (context,) = inputs
+        context = context.clone()
+        n, width = context.shape[1], context.shape[2] // HEADS
+        for head, pattern in enumerate(assignment[number[0]]):
+            if pattern != fixed.LEARNED:
+                columns = slice(head * width, (head + 1) * width)
+                weights = torch.from_numpy(dense(pattern, n, separators))
+                context[..., columns] = weights @ values[0][..., columns]
+        number[0] = (number[0] + 1) % len(assignment)
+        return (context,)
+
+    hooks = []
+    for layer in dict.fromkeys(layers_of(base, theirs.config, family)):
+        hooks.append(part(layer, family.layer.value).register_forward_hook(keep))
+        hooks.append(part(layer, family.layer.attention_output).register_forward_pre_hook(put))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def losses_with_maps(theirs, examples, assignment):
+    found = []
+    for number in range(len(examples)):
+        start, end = examples.starts[number : number + 2]
+        with with_maps(theirs, assignment, examples.kinds[start:end]):
+            found.append(losses(theirs, examples.chosen([number])).item())
+    return np.array(found)
+
+
+@pytest.fixture
+def labelled(pairs):
+    return replace(pairs, labels=np.array([0, 2, 1, 1, 0]))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 4096])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_as_transformers_with_maps(labelled, family, tokens):
+    theirs, ours = both(family)
+    layers = len(ours.base_model.layers())
+    assignment = assignment_of(layers)
+    found = fixed_heads(ours, labelled, assignment, batch_tokens=tokens)
+    np.testing.assert_allclose(found.base_loss, losses(theirs, labelled), **CLOSE)
+    np.testing.assert_allclose(found.loss, losses_with_maps(theirs, labelled, assignment), **CLOSE)
+    mask = torch.from_numpy(assignment == fixed.LEARNED).double()
+    np.testing.assert_allclose(found.zero_loss, losses(ours, labelled, head_mask=mask), **CLOSE)
+    assert (
+        found.count
+        == int((assignment != 0).sum())
+        == sum(found.counts().values()) - found.counts()["learned"]
+    )
+    assert np.abs(found.loss - found.base_loss).max() > 1e-3
+
+
+def test_all_heads_of_all_layers(labelled):
+    theirs, ours = both("bert")
+    for seed in range(3):
+        assignment = 1 + np.random.default_rng(seed).integers(0, len(NAMES) - 1, (3, HEADS))
+        found = fixed_heads(ours, labelled, assignment)
+        np.testing.assert_allclose(found.loss, losses_with_maps(theirs, labelled, assignment), **CLOSE)
+        assert found.count == 9
+
+
+def test_heads_that_attend_so_already_lose_nothing(labelled):
+    """Queries that meet their own key alone: `current` is what they do, and `fitting` finds it."""
+    model = copy.deepcopy(both("bert")[1])
+    embeddings, attention = model.bert.embeddings, model.bert.encoder.layer[0].attention.self
+    with torch.no_grad():
+        # a code per place, in which no two share the part of a head
+        code = torch.randn(72, 48, generator=torch.Generator().manual_seed(0)).sign()
+        embeddings.position_embeddings.weight.copy_(code)
+        for table in (embeddings.word_embeddings, embeddings.token_type_embeddings):
+            table.weight.mul_(0.05)
+        embeddings.LayerNorm.weight.fill_(1)
+        embeddings.LayerNorm.bias.zero_()
+        for linear in (attention.query, attention.key):
+            linear.weight.copy_(10 * torch.eye(48))
+            linear.bias.zero_()
+    assignment = fitting(attention_statistics(model, labelled))
+    assert (assignment[0] == fixed.CURRENT).all()
+    first = np.where([[True], [False], [False]], assignment, fixed.LEARNED)
+    found = fixed_heads(model, labelled, first)
+    np.testing.assert_allclose(found.loss, found.base_loss, rtol=1e-5)
+    assert np.abs(found.zero_loss - found.base_loss).max() > 0.05
+    given = fixed_heads(model, labelled)
+    assert np.array_equal(given.assignment, assignment)
+    np.testing.assert_array_equal(given.loss, fixed_heads(model, labelled, assignment).loss)
+
+
+def test_changes_and_intervals(labelled):
+    found = fixed_heads(both("bert")[1], labelled, assignment_of(3))
+    for zero, loss, score in ((False, found.loss, found.score), (True, found.zero_loss, found.zero_score)):
+        change = score.mean() - found.base_score.mean()
+        assert found.score_change(zero=zero) == pytest.approx(change)
+        assert found.loss_change(zero=zero) == pytest.approx(loss.mean() - found.base_loss.mean())
+        interval = found.interval(zero=zero)
+        assert interval.mean == pytest.approx(change)
+        assert interval.low <= interval.mean <= interval.high
+        assert 0 < found.p_value(zero=zero) <= 1
+    with pytest.raises(ValueError, match="an interval needs two examples at least, got 1"):
+        fixed_heads(both("bert")[1], labelled.chosen([0]), assignment_of(3)).interval()
+
+
+def test_the_model_is_left_alone(labelled):
+    ours = both("bert")[1]
+    before = losses(ours, labelled)
+    fixed_heads(ours, labelled, assignment_of(3))
+    np.testing.assert_array_equal(losses(ours, labelled), before)
+    assert ours.base_model.taps is None
+
+
+def test_in_training(labelled):
+    """Values learn; queries and keys of fixed heads do not."""
+    theirs, ours = (copy.deepcopy(model) for model in both("bert"))
+    assignment = np.full((3, HEADS), fixed.LEFT_CONTEXT)
+    assignment[1] = [fixed.PREVIOUS, fixed.END, fixed.LEARNED]
+    one = labelled.chosen([1])
+    labels = torch.from_numpy(one.labels)
+    with tapped(ours.base_model, FixedPatterns(assignment)):
+        ours(**inputs_of(ours, one, 0), labels=labels).loss.backward()
+    with with_maps(theirs, assignment, one.kinds):
+        theirs(**inputs_of(theirs, one, 0), labels=labels).loss.backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if expected[name].grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-8, atol=1e-12, msg=name)
+    attention = ours.bert.encoder.layer[1].attention.self
+    assert (attention.query.weight.grad[:32] == 0).all()
+    assert (attention.query.weight.grad[32:] != 0).any()
+
+
+def test_in_a_padded_batch(labelled):
+    """Pad tokens are no tokens: the last one of a sequence is its own."""
+    theirs, ours = both("bert")
+    assignment = np.full((3, HEADS), fixed.NEXT)
+    some = labelled.chosen([1, 4])
+    ids = [torch.from_numpy(some.ids[a:b]) for a, b in zip(some.starts[:-1], some.starts[1:], strict=True)]
+    types = [
+        torch.from_numpy(some.types[a:b]) for a, b in zip(some.starts[:-1], some.starts[1:], strict=True)
+    ]
+    padded, padded_types = (torch.nn.utils.rnn.pad_sequence(t, batch_first=True) for t in (ids, types))
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in ids], batch_first=True)
+    with torch.no_grad(), tapped(ours.base_model, FixedPatterns(assignment)):
+        found = ours(padded, mask, padded_types).logits
+    for row, number in enumerate((1, 4)):
+        kinds = some.kinds[some.starts[row] : some.starts[row + 1]]
+        with torch.no_grad(), with_maps(theirs, assignment, kinds):
+            expected = theirs(**inputs_of(theirs, labelled, number)).logits[0]
+        torch.testing.assert_close(found[row], expected, rtol=1e-9, atol=1e-9)
+
+
+# -- which pattern -------------------------------------------------------------------------------------------
+
+
+def statistics(**heads):
+    """Of 3 examples of 30 tokens and one layer, a head per name: numbers per feature, 0 if not given."""
+    names = ("entropy", "previous", "itself", "following", "own_text", "most_received", "spread")
+    arrays = {name: np.zeros((3, 1, len(heads)), np.float32) for name in names}
+    to_kind = np.zeros((len(KINDS), 3, 1, len(heads)), np.float32)
+    for i, given in enumerate(heads.values()):
+        for name, values in given.items():
+            where = (
+                to_kind[{"first": FIRST, "separator": SEPARATOR}[name]] if name not in names else arrays[name]
+            )
+            where[:, 0, i] = values
+    share = np.zeros((len(KINDS), 3), np.float32)
+    share[[FIRST, SEPARATOR]] = [[1 / 30], [1 / 30]]
+    return AttentionStatistics(
+        **arrays,
+        to_kind=to_kind,
+        lengths=np.full(3, 30),
+        share_of_kind=share,
+        share_of_text=np.ones(3, np.float32),
+        texts=np.ones(3, np.int64),
+    )
+
+
+def test_the_fitting_pattern():
+    heads = {
+        "previous": {"previous": 0.8, "itself": 0.1},
+        "current": {"itself": 0.6, "previous": 0.2, "following": 0.15},
+        "next": {"following": [0.9, 0.2, 0.9], "itself": [0.0, 0.7, 0.0]},
+        "first token": {"first": 0.7, "separator": 0.2},
+        "separators": {"first": 0.1, "separator": 0.8},
+        # vertical by a column that is no special token
+        "learned": {"most_received": 0.9, "first": 0.2},
+        "both": {"previous": 0.5, "separator": 0.5},
+        "block": {"spread": 0.9},
+        # vertical in one example of three
+        "seldom": {"first": [0.9, 0.1, 0.1]},
+    }
+    found = fitting(statistics(**heads))
+    assert found.dtype == np.int8
+    expected = [name if name in NAMES else "learned" for name in heads]
+    assert [NAMES[i] for i in found[0]] == expected
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        (
+            np.zeros((2, 3), int),
+            r"assignment: expected integers of shape \(3, 3\), got int64 of shape \(2, 3\)",
+        ),
+        (np.zeros((3, 3)), r"assignment: expected integers of shape \(3, 3\), got float64"),
+        (np.eye(3, dtype=int) * 10, r"assignment\[0, 0\]: 10 is no pattern; expected 0 to 9"),
+        (-np.eye(3, dtype=int), r"assignment\[0, 0\]: -1 is no pattern"),
+    ],
+)
+def test_bad_assignments(labelled, assignment, expected):
+    ours = both("bert")[1]
+    with pytest.raises(ValueError, match=expected):
+        fixed_heads(ours, labelled, assignment)
+    with (
+        pytest.raises(ValueError, match=expected.replace("(3", "(.")),
+        tapped(ours.base_model, FixedPatterns(assignment)),
+    ):
+        ours(**inputs_of(ours, labelled, 0))
+
+
+def test_separators_must_be_known(labelled):
+    ours = both("bert")[1]
+    taps = FixedPatterns(np.full((3, HEADS), fixed.SEPARATORS))
+    with (
+        pytest.raises(ValueError, match="separators: the pattern 'separators' needs"),
+        tapped(ours.bert, taps),
+    ):
+        ours(**inputs_of(ours, labelled, 0))
+
+
+def test_a_causal_model_has_no_later_token(labelled):
+    ours = both("bert", is_decoder=True)[1]
+    for pattern in PATTERNS:
+        assignment = np.zeros((3, HEADS), int)
+        assignment[2, 1] = pattern
+        if pattern in fixed.BACKWARD:
+            assert fixed_heads(ours, labelled, assignment).count == 1
+        else:
+            with pytest.raises(ValueError, match=f"assignment: '{NAMES[pattern]}', but in a causal model"):
+                fixed_heads(ours, labelled, assignment)
+    assert np.isin(fixed_heads(ours, labelled).assignment, fixed.BACKWARD).all()
+
+
+def test_a_head_is_needed(labelled):
+    with pytest.raises(ValueError, match="labels: BertForSequenceClassification needs them"):
+        fixed_heads(both("bert")[1], replace(labelled, labels=None))
