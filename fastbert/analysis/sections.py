@@ -36,6 +36,8 @@ TITLES = {
     "effective": "The part of attention that reaches the output",
     "geometry": "How much a word's vector depends on its text",
 }
+# n of what a loss measures: two texts are one case where pairs are compared
+CASES = "examples: n = {cases:,}, seed {/seed}"
 # inches: as wide as the column of a phone
 WIDTH = 3.5
 
@@ -65,7 +67,14 @@ def _extremes(name: str, means: np.ndarray, form: str) -> tuple[dict, str]:
 
 
 def _heat(
-    name: str, title: str, values: np.ndarray, form: str, seed: int, says: str = "", **options
+    name: str,
+    title: str,
+    values: np.ndarray,
+    form: str,
+    seed: int,
+    says: str = "",
+    sample: str = Drawing.sample,
+    **options,
 ) -> Drawing:
     """A heat map of the means of (n, layers, nheads) values; options of `pictures.heat_maps`."""
     means = np.asarray(values, np.float64).mean(0)
@@ -80,7 +89,7 @@ def _heat(
             for of in ("median", "largest")
         )
         says += " 95% interval of a head: ±{} in the median, ±{} at most.".format(*widths)
-    return Drawing(name, title, says, pictures.heat_maps({"": means}, **options), numbers)
+    return Drawing(name, title, says, pictures.heat_maps({"": means}, **options), numbers, sample)
 
 
 def model() -> Section:
@@ -220,7 +229,8 @@ def maps(found: Sequence[ExampleMap], tokens: Sequence[Sequence[str]], *, no_los
             says += f"Without this head the loss changes by {{{at}/loss:+.4f}}, "
             says += f"on this example by {{{at}/loss here:+.4f}}."
         picture = pictures.token_map(map_.probabilities, names)
-        sample = "1 example of {/n:,}" if no_loss else "examples of the change: n = {/n:,}, seed {/seed}"
+        of_change = f"examples of the change: n = {{{at}/loss/n:,}}, seed {{/seed}}"
+        sample = "1 example of {/n:,}" if no_loss else of_change
         title = PATTERNS[map_.pattern].capitalize()
         drawings.append(Drawing(map_.name, title, says, picture, sample=sample))
     says = [
@@ -250,6 +260,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
             "+.4f",
             seed,
             "Red: the model is worse without it.",
+            CASES,
             diverging=True,
             worse="high",
         ),
@@ -260,6 +271,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
             "+.4f",
             seed,
             "Red: the model is worse without it.",
+            CASES,
             diverging=True,
         ),
     )
@@ -327,12 +339,14 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
             ".3g",
             seed,
             "How fast the loss of an example changes, up or down, as the head's output is scaled.",
+            CASES,
         ),
         Drawing(
             "pruning",
             f"The {score} while heads go",
             "The least important heads go first; grey: in random orders. Shaded: the 95% interval.",
             pictures.curves(lines, "share of heads taken out", score, "", width=WIDTH),
+            sample=CASES,
         ),
     )
     rows = [("the most important head", "{most/name}: {most/importance:.3g}")]

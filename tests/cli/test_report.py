@@ -14,7 +14,7 @@ import fastbert
 from fastbert.analysis import report as pages
 from fastbert.analysis import results
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.examples import masked, read, tokenized
+from fastbert.analysis.examples import masked, paired, read, tokenized
 from fastbert.analysis.heads import ablate
 from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
@@ -66,6 +66,7 @@ RUNS = {
     ),
     "strange": (STRANGE, "lines.txt", [], ALWAYS),
     "classes": ("classes", "rows.jsonl", ["--pairs", "--labels", "class", "--mode", "uniform"], ALWAYS),
+    "pairs": (STRANGE, "rows.jsonl", ["--pairs"], ALWAYS),
     "one": ("words", "lines.txt", ["--max-examples", "1"], ALWAYS),
 }
 
@@ -182,7 +183,8 @@ def test_without_a_loss_it_says_so(made):
     missing = [text for text in page.texts["p"] if text.startswith("Not computed")]
     assert (
         missing
-        == ["Not computed: the model has no head (BertModel), so there is no loss that could change."] * 2
+        == ["Not computed: the model has no head (BertModel), and no pairs of texts were given (--pairs)."]
+        * 2
     )
     captions = [text for text in page.texts["figcaption"] if "has this pattern on" in text]
     assert len(captions) == len(numbers["sections"]["maps"]["maps"]) > 0
@@ -190,6 +192,25 @@ def test_without_a_loss_it_says_so(made):
         "Without this head: not known, since there is no loss. 1 example of 6" in each for each in captions
     )
     assert "loss" not in next(iter(numbers["sections"]["maps"]["maps"].values()))
+
+
+def test_pairs_of_an_encoder_are_compared(folder, made):
+    """Each text is read alone, two are one case, and what a map's text loses is that of its pair."""
+    _, page, numbers, _ = made("pairs")
+    model = fastbert.AutoModel.from_pretrained(folder / STRANGE, add_pooling_layer=False).eval()
+    examples = paired(load_tokenizer(folder / STRANGE), **read(folder / "rows.jsonl", pairs=True))
+    scored = ablate(model, examples, pooling="mean")
+    assert (numbers["n"], numbers["sections"]["heads"]["cases"], len(scored.base_loss)) == (12, 6, 6)
+    for each in numbers["sections"]["maps"]["maps"].values():
+        layer, head, case = each["layer"], each["head"], each["example"] // 2
+        change = scored.loss[:, layer, head] - scored.base_loss
+        assert each["loss"]["mean"] == pytest.approx(change.mean(), abs=1e-5)
+        assert each["loss here"] == pytest.approx(change[case], abs=1e-5)
+        assert each["loss"]["n"] == 6
+    captions = [text for text in page.texts["figcaption"] if "without each head" in text]
+    assert len(captions) == 2
+    assert all("examples: n = 6, seed 0" in text for text in captions)
+    assert "1 minus the cosine of the vectors of the two texts of a pair" in "".join(page.texts["p"])
 
 
 def test_names_are_text(made):

@@ -61,8 +61,14 @@ FAULTS = (
     Fault(
         "the loss of all examples for that of one",
         _COMMAND,
-        "- without.base_loss[map_.example]",
+        "- without.base_loss[case]",
         "- without.base_loss.mean()",
+    ),
+    Fault(
+        "the pair of another text",
+        _COMMAND,
+        "case = map_.example * len(without.base_loss) // n",
+        "case = min(map_.example, len(without.base_loss) - 1)",
     ),
     Fault(
         "masks of no seed",
@@ -102,7 +108,7 @@ FAULTS = (
     ),
 )
 
-_PAGE = "tests/cli/test_report.py::test_the_numbers_are_the_librarys"
+_PAGES = "tests/cli/test_report.py"
 SUITE = Suite(
     FAULTS,
     tests=(
@@ -110,6 +116,7 @@ SUITE = Suite(
         "tests/analysis/test_result_intervals.py",
         "tests/analysis/test_maps.py",
         "tests/analysis/test_report.py",
-        _PAGE,
+        f"{_PAGES}::test_the_numbers_are_the_librarys",
+        f"{_PAGES}::test_pairs_of_an_encoder_are_compared",
     ),
 )

@@ -71,9 +71,11 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     of_words, of_answers = (
         measured and isinstance(model, head) for head in (BertForMaskedLM, BertForQuestionAnswering)
     )
-    of_vectors = measured and not isinstance(model, TaskModel)
+    compared = measured or (args.kind == "report" and args.pairs)
+    of_vectors = compared and not isinstance(model, TaskModel)
     in_report = args.kind == "report" and args.labels is not None
-    if in_report and (isinstance(model, BertForMaskedLM) or not isinstance(model, TaskModel)):
+    takes_labels = of_vectors or (isinstance(model, TaskModel) and not isinstance(model, BertForMaskedLM))
+    if in_report and not takes_labels:
         raise UsageError(f"--labels: the report of {name} needs none")
     of_answers = of_answers or (in_report and isinstance(model, BertForQuestionAnswering))
     if of_vectors and not args.pairs:

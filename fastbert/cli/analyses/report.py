@@ -16,7 +16,7 @@ from fastbert.analysis.measures import Measure
 from fastbert.cli.analyses.attention import of_attention, of_effective, of_patterns
 from fastbert.cli.analyses.heads import of_heads, of_importance, pruned
 from fastbert.cli.analyses.layers import of_change, of_geometry
-from fastbert.cli.analyses.loading import mask_id, model_of
+from fastbert.cli.analyses.loading import mask_id, model_of, pooling_of
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
@@ -48,15 +48,17 @@ def whole(
     add(sections.patterns(plain), of_patterns(args, plain))
     maps = example_maps(model, examples, plain, max_bytes=args.max_bytes)
     tokens = _tokens(args, examples, maps)
-    without = None if scored is None else heads.ablate(model, scored, mode=args.mode, **options)
-    add(sections.maps(maps, tokens, no_loss=no_loss), _of_maps(maps, tokens, without, seed=seed))
+    measured = options | {"pooling": None if scored is None else pooling_of(args, model)}
+    without = None if scored is None else heads.ablate(model, scored, mode=args.mode, **measured)
+    of_maps = _of_maps(maps, tokens, without, n=len(examples), seed=seed)
+    add(sections.maps(maps, tokens, no_loss=no_loss), of_maps)
     if without is None:
         add(sections.missing("heads", no_loss))
         add(sections.missing("importance", no_loss))
     else:
-        add(sections.ablation(without, _loss_of(model), seed=seed), of_heads(args, without))
-        found = heads.importance(model, scored, **options)
-        curves = pruned(found, model, scored, seed=seed, **options)
+        add(sections.ablation(without, _loss_of(args, model), seed=seed), of_heads(args, without))
+        found = heads.importance(model, scored, **measured)
+        curves = pruned(found, model, scored, seed=seed, **measured)
         add(sections.importance(found, curves, seed=seed), of_importance(args, found, curves))
     if against is not None:
         found = change.change(model, against, examples, **options)
@@ -83,7 +85,10 @@ def _scored(
     """(the examples with what a loss needs, ""), or (None, why there is no loss)."""
     name = type(model).__name__
     if not isinstance(model, TaskModel):
-        return None, f"the model has no head ({name}), so there is no loss that could change."
+        if args.pairs:
+            Measure.of(model, examples, pooling_of(args, model))
+            return examples, ""
+        return None, f"the model has no head ({name}), and no pairs of texts were given (--pairs)."
     if isinstance(model, BertForMaskedLM):
         examples = masked(examples, mask_id(load_tokenizer(args.model), args.model), seed=args.seed)
     try:
@@ -97,8 +102,12 @@ def _scored(
     return examples, ""
 
 
-def _loss_of(model: PreTrainedModel) -> str:
+def _loss_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
     """What the loss of a report's ablation is."""
+    if not isinstance(model, TaskModel):
+        if args.labels is None:
+            return "it is 1 minus the cosine of the vectors of the two texts of a pair"
+        return "it is the square of the cosine of a pair's vectors minus the one that the file says"
     if isinstance(model, BertForMaskedLM):
         return "15% of each text's tokens are masked, and it is the cross-entropy of guessing them, in nats"
     return "it is that of the model's own head, with the labels of the file"
@@ -134,8 +143,9 @@ def _tokens(args: argparse.Namespace, examples: Examples, maps: list[ExampleMap]
 
 
 def _of_maps(
-    maps: list[ExampleMap], tokens: list[list[str]], without: heads.Ablation | None, *, seed: int
+    maps: list[ExampleMap], tokens: list[list[str]], without: heads.Ablation | None, *, n: int, seed: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The numbers of `sections.maps`, and the maps; n is the number of examples."""
     numbers = {}
     for map_, names in zip(maps, tokens, strict=True):
         place = map_.layer, map_.head
@@ -150,7 +160,9 @@ def _of_maps(
             "tokens": names,
         }
         if without is not None:
-            here = without.loss[(map_.example, *place)] - without.base_loss[map_.example]
+            # two texts are one case where pairs are compared
+            case = map_.example * len(without.base_loss) // n
+            here = without.loss[(case, *place)] - without.base_loss[case]
             numbers[map_.name] |= {
                 "loss": without.loss_interval(*place, seed=seed)._asdict(),
                 "loss here": float(here),
