@@ -349,10 +349,17 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
             sample=CASES,
         ),
     )
-    rows = [("the most important head", "{most/name}: {most/importance:.3g}")]
+    last = len(curves["by importance"].removed) - 1
+    rows = [
+        ("the most important head", "{most/name}: {most/importance:.3g}"),
+        (f"{score} with all heads, and without any", f"{{curve/0:.4f}} and {{curve/{last}:.4f}}"),
+    ]
+    brief = [("The most important head", rows[0][1])]
     published = []
-    if found.derivatives.shape[0] > 1:
+    # the cosine of a pair is largest where all texts are alike: it says nothing of how many heads are needed
+    if found.derivatives.shape[0] > 1 and score != "cosine":
         rows.append((f"heads that can go before the {score} drops (p < 0.01)", "{removable:,} of {count:,}"))
+        brief.append(("Heads that can go", rows[-1][1]))
         published = [
             Published(
                 "share of heads that can go",
@@ -380,7 +387,7 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
         drawings,
         rows,
         published,
-        [("Heads that can go" if i else "The most important head", row) for i, (_, row) in enumerate(rows)],
+        brief,
     )
 
 

@@ -210,7 +210,21 @@ def test_pairs_of_an_encoder_are_compared(folder, made):
     captions = [text for text in page.texts["figcaption"] if "without each head" in text]
     assert len(captions) == 2
     assert all("examples: n = 6, seed 0" in text for text in captions)
-    assert "1 minus the cosine of the vectors of the two texts of a pair" in "".join(page.texts["p"])
+    said = "".join(page.texts["p"])
+    assert "1 minus the cosine of the vectors of the two texts of a pair. A model that makes all" in said
+    assert not any("can go" in text for text in page.texts["th"])
+
+
+def test_cosines_of_the_file_are_a_measure(folder, tmp_path, monkeypatch):
+    """With the cosine that each pair should have, it is told how many heads can go."""
+    monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
+    rows = [{"text": line, "pair": LINES[0], "cosine": 1 - i / 5} for i, line in enumerate(LINES)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--pairs", "--labels", "cosine")
+    assert call(folder, STRANGE, tmp_path / "rows.jsonl", tmp_path / "out", *more) == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "the square of the cosine of a pair's vectors" in "".join(page.texts["p"])
+    assert "heads that can go before the negative squared error drops (p < 0.01)" in page.texts["th"]
 
 
 def test_names_are_text(made):

@@ -106,7 +106,10 @@ def _loss_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
     """What the loss of a report's ablation is."""
     if not isinstance(model, TaskModel):
         if args.labels is None:
-            return "it is 1 minus the cosine of the vectors of the two texts of a pair"
+            return (
+                "it is 1 minus the cosine of the vectors of the two texts of a pair. A model that makes all "
+                "texts alike has the least, so to learn which heads tell texts apart takes labels (--labels)"
+            )
         return "it is the square of the cosine of a pair's vectors minus the one that the file says"
     if isinstance(model, BertForMaskedLM):
         return "15% of each text's tokens are masked, and it is the cross-entropy of guessing them, in nats"
