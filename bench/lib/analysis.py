@@ -13,6 +13,7 @@ Both compute the same numbers on the same weights: `cosine` compares them before
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -24,7 +25,7 @@ import fastbert
 from bench.lib import workloads
 from bench.lib.engines import config_of, needed
 from bench.lib.probe_steps import reason_of
-from bench.lib.timing import Timing, interleave
+from bench.lib.timing import Timing, interleave, summarise
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import FIRST, SEPARATOR, WORD, Examples
 from fastbert.analysis.heads import ablate, importance
@@ -257,7 +258,7 @@ def bench_analysis(
         workload: a batch of bench/lib/workloads.py, whose sequences are the examples.
         what: of WHAT.
         wanted: of CANDIDATES.
-        samples: of each candidate.
+        samples: of each candidate, after one that warms up; 1: the first call counts.
         lengths: the examples', if not `workload`'s own.
     """
     lengths = workloads.lengths(workload) if lengths is None else lengths
@@ -277,10 +278,17 @@ def bench_analysis(
             }
         return
     functions = dict(zip(CANDIDATES, CALLS[what], strict=True))
-    results = {name: functions[name](both) for name in CANDIDATES}  # also warms up
+    results, first = {}, {}
+    for name in CANDIDATES:  # also warms up
+        begin = time.perf_counter()
+        results[name] = functions[name](both)
+        first[name] = (time.perf_counter() - begin) * 1e3
     cosine = compared(what, *results.values())
-    calls = {name: (lambda f=functions[name]: f(both)) for name in wanted}
-    timings = interleave(calls, "cpu", samples=(samples, samples), warmup=0, inner=1)
+    if samples == 1:  # a call of many minutes is its own warm-up
+        timings = {name: summarise([first[name]], 1, "wall") for name in wanted}
+    else:
+        calls = {name: (lambda f=functions[name]: f(both)) for name in wanted}
+        timings = interleave(calls, "cpu", samples=(samples, samples), warmup=0, inner=1)
     heads = model.layers * model.heads
     for name, timing in timings.items():
         plain_ablations = what == "ablation" and name == CANDIDATES[1]
