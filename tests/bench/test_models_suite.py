@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib import mlperf, mlperf_records, turns, workloads
+from bench.lib import analysis, mlperf, mlperf_records, turns, workloads
 from tests.support.benches import ROOFS, ROOT, TINY
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -89,6 +89,22 @@ def test_train_rows_have_packs_per_second_and_failed_ones_none(monkeypatch):
         assert rows[name]["head"] == "pretraining"
     assert rows["transformers-bf16"]["status"] == "error"
     assert "packs_per_s" not in rows["transformers-bf16"]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_ablation_is_compared_and_timed(samples):
+    """With one sample the call whose result is compared is the timed one."""
+    pytest.importorskip("transformers")
+    rows = list(analysis.bench_analysis(TINY, "a", "ablation", samples=samples, lengths=(9, 17, 30)))
+    ours, plain = rows
+    assert [row["candidate"] for row in rows] == list(analysis.CANDIDATES)
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["cosine"] > 0.9999
+        assert len(row["samples_ms"]) == samples
+        assert row["median_ms"] > 0
+    assert "timed_share" not in ours
+    assert plain["timed_share"] == analysis.HEADS_TIMED / (TINY.layers * TINY.heads)
 
 
 # --- whole files --------------------------------------------------------------------------------------------
