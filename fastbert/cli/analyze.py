@@ -27,16 +27,22 @@ _OF_EXAMPLES = {
 }
 # of files that come in words: they get those too
 _OF_WORDS = {"syntax": syntax, "probe": probe}
-# options of one analysis -> which
-_OWN = {"assignment": "fixed", "annotations": "patterns"}
+# options that some analyses take -> which
+_OWN = {
+    "against": ("change", "report"),
+    "assignment": ("fixed",),
+    "annotations": ("patterns",),
+    "probe": ("probe",),
+    "label": ("probe",),
+}
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute, save and print; returns the exit status."""
     output = results.check_free(args.output)
     file = file_of(args)
-    for option, kind in _OWN.items():
-        if getattr(args, option) is not None and args.kind != kind:
+    for option, kinds in _OWN.items():
+        if getattr(args, option) is not None and args.kind not in kinds:
             raise UsageError(f"--{option}: {args.kind} takes none")
     model = model_of(args.model, args.device)
     options: dict[str, Any] = {"kind": args.kind, "seed": args.seed, file: str(getattr(args, file))}

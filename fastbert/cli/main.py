@@ -334,14 +334,12 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--probe",
         choices=("edge", "mdl", "control", "structural"),
-        default="edge",
         help="probe: of labels, by F1, description length or beside a control task; or of trees "
         "(default edge)",
     )
     add(
         "--label",
         choices=("upos", "relation"),
-        default="upos",
         help="probe: what of a treebank is told, of each word (default upos)",
     )
     add("--output", required=True, metavar="DIR", help="is created")
@@ -400,7 +398,7 @@ def _add_analyze(commands: Any) -> None:
         type=int,
         default=256 << 20,
         metavar="N",
-        help="report: most memory of the attention maps of a layer and example (default 256 MiB)",
+        help="report, syntax: most memory of the attention maps of a layer (default 256 MiB)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of masks, random orders, resamples (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")

@@ -27,7 +27,7 @@ def test_they_are_those_of_transformers(pairs, family):
         assert patterns[m.example, m.layer, m.head] == m.pattern
         assert m.share == (patterns[:, m.layer, m.head] == m.pattern).mean()
         expected = maps_of(theirs, pairs, m.example)[m.layer][m.head]
-        np.testing.assert_allclose(m.probabilities, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(m.probabilities, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_names():
@@ -81,7 +81,7 @@ def test_all_maps_of_an_example(pairs, family):
     theirs, ours = both(family)
     expected = maps_of(theirs, pairs, 3)
     found = attention_maps(ours, pairs, 3)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
     some = attention_maps(ours, pairs, 3, layers=[2, 0])
     np.testing.assert_array_equal(some, found[[2, 0]])
 

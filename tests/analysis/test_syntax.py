@@ -114,11 +114,11 @@ def test_labels_as_the_maps_of_transformers_say(family, examples, sentences):
     theirs, ours = both(family)
     found = attention_by_label(ours, examples, sentences)
     to_label, share, score = by_maps(lambda i: maps_of(theirs, examples, i), examples, sentences)
-    np.testing.assert_allclose(found.to_label, to_label, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(found.to_label, to_label, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(found.share, share, rtol=1e-6)
-    np.testing.assert_allclose(found.score, score, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(found.score, score, rtol=1e-6, atol=1e-7)
     assert found.counts().tolist() == [7, 4, 6, 5, 4, 3]
-    np.testing.assert_allclose(found.scores(), np.nanmean(score, 1), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(found.scores(), np.nanmean(score, 1), rtol=1e-6, atol=1e-7)
 
 
 def test_a_label_that_no_sentence_has(tokenizer, sentences):

@@ -130,6 +130,8 @@ def test_random_weights_are_of_the_same_form(folder):
         (["--edges", "edges.jsonl", "--probe", "mdl"], r"targets\[0\]: expected one label, got 2"),
         (["--conllu", "trees.conllu", "--max-examples", "9"], "examples: a split needs 10 with a target"),
         (["--edges", "nothing.jsonl"], "nothing.jsonl"),
+        (["--edges", "edges.jsonl", "--label", "upos"], "--label: --edges takes none"),
+        (["--conllu", "trees.conllu", "--probe", "structural", "--label", "upos"], "structural takes none"),
     ],
 )
 def test_a_mistake_is_one_line(folder, tmp_path, capsys, more, expected):

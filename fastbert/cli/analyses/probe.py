@@ -43,19 +43,23 @@ def probe(
     examples: Examples,
 ) -> Found:
     """(numbers, arrays, figures) of `--probe`."""
-    of_trees = args.conllu is not None
-    if args.probe == "structural" and not of_trees:
+    of_trees, kind = args.conllu is not None, args.probe or "edge"
+    if kind == "structural" and not of_trees:
         raise UsageError("--probe structural: needs trees; expected --conllu")
-    if args.probe == "structural":
+    if args.label is not None and (kind == "structural" or not of_trees):
+        what = "--probe structural" if kind == "structural" else "--edges"
+        raise UsageError(f"--label: {what} takes none")
+    if kind == "structural":
         rows = np.flatnonzero(examples.words >= 0)
         return _structural(args, _each(args, model, examples, rows), texts, examples)
-    targets = of_treebank(texts, examples, args.label) if of_trees else of_texts(texts, examples)
+    label = args.label or "upos"
+    targets = of_treebank(texts, examples, label) if of_trees else of_texts(texts, examples)
     states = _each(args, model, examples, targets.rows)
-    found = {"edge": _edge, "mdl": _mdl, "control": _control}[args.probe](args, states, targets)
+    found = {"edge": _edge, "mdl": _mdl, "control": _control}[kind](args, states, targets)
     numbers, arrays, figures = found
-    numbers |= {"probe": args.probe, "labels": list(targets.label_names), "targets": len(targets)}
+    numbers |= {"probe": kind, "labels": list(targets.label_names), "targets": len(targets)}
     if of_trees:
-        numbers["label"] = args.label
+        numbers["label"] = label
     return numbers, arrays, figures
 
 
@@ -116,7 +120,7 @@ def _edge(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
         f"mix of all layers: F1 {ours.scores_up_to()[-1]:.3f}; {where}",
     ]
     if args.conllu is not None:
-        name, expected, centre = TENNEY[args.label]
+        name, expected, centre = TENNEY[args.label or "upos"]
         summary.append(f"published: {expected} and {centre} for {name}, BERT-large; Tenney et al. 2019")
     train, held_out, test = ours.targets
     summary.append(f"{train:,} targets to learn from, {held_out:,} held out, {test:,} tested")

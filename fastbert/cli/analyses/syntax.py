@@ -23,7 +23,8 @@ def syntax(
 ) -> Found:
     """Attention by label, and heads as parsers, on a treebank."""
     labels = analysis.attention_by_label(model, examples, sentences, batch_tokens=args.batch_tokens)
-    parsing = analysis.parse(model, examples, sentences, batch_tokens=args.batch_tokens)
+    options = {"batch_tokens": args.batch_tokens, "max_bytes": args.max_bytes}
+    parsing = analysis.parse(model, examples, sentences, **options)
     best = parsing.best(seed=args.seed)
     counts, scores = labels.counts(), labels.scores()
     to_label, share = labels.to_label.mean(1), labels.share.mean(1)
