@@ -93,8 +93,8 @@ class Team;
 thread_local bool t_in_task = false;
 
 // Whether a core of the machine is idle, by the fourth number of /proc/loadavg: the running and runnable
-// threads, including this one. Costs 15 us.
-bool has_idle_core() {
+// threads, including this one; `waiting` of them are known to wait for the core of another one. Costs 15 us.
+bool has_idle_core(int waiting = 0) {
     char text[128];
     const int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
     if (file < 0) return false;
@@ -102,7 +102,8 @@ bool has_idle_core() {
     close(file);
     text[std::max<ssize_t>(size, 0)] = 0;
     long running = LONG_MAX;
-    return std::sscanf(text, "%*s %*s %*s %ld", &running) == 1 && running < sysconf(_SC_NPROCESSORS_ONLN);
+    return std::sscanf(text, "%*s %*s %*s %ld", &running) == 1 &&
+           running - waiting < sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 // Beside a busy neighbour the scheduler may put all threads of a process on one core. There they only take
@@ -114,7 +115,7 @@ class Crowd {
         if (g_always_alone.load(std::memory_order_relaxed)) return true;
         if (length_ == Clock::duration::zero() || !g_may_be_alone.load(std::memory_order_relaxed))
             return false;
-        if (!lends_) look();
+        if (Clock::now() >= lent_ + kSettled) look();
         return Clock::now() < until_;
     }
     // Ends the time alone if a core is idle. Called while the team's other threads sleep.
@@ -124,11 +125,10 @@ class Crowd {
         next_look_ = now + kLook;
         if (has_idle_core()) until_ = now;
     }
-    // From now on the other threads wake up for lent tasks. After their region libgomp lets them spin, and no
-    // core looks idle: only inside the region is it worth a look.
-    void lend() { lends_ = true; }
+    // The other threads wake up for lent tasks. After their region libgomp lets them spin, and no core looks
+    // idle: until they sleep again, only inside the region is it worth a look.
+    void lend() { lent_ = Clock::now(); }
     void note(bool crowded) {
-        lends_ = false;
         if (!crowded) {
             length_ = Clock::duration::zero();
             return;
@@ -143,9 +143,10 @@ class Crowd {
     static constexpr Clock::duration kFirst = std::chrono::milliseconds(1),
                                      kLast = std::chrono::milliseconds(4096),
                                      kLook = std::chrono::milliseconds(8);
+    // Twice libgomp's spinning.
+    static constexpr Clock::duration kSettled = std::chrono::milliseconds(30);
     Clock::duration length_{0};  // of the time alone
-    bool lends_ = false;
-    Clock::time_point until_{}, next_look_{};
+    Clock::time_point lent_{}, until_{}, next_look_{};
 };
 thread_local Crowd t_crowd;
 
@@ -195,6 +196,36 @@ struct Worker {
         time = now.tv_sec * 1'000'000'000 + now.tv_nsec;
         return time != before;
     }
+};
+
+// A worker's way off the owner's core, where the scheduler often wakes it up, to a core that is idle. Used by
+// the worker itself.
+class Aside {
+  public:
+    // False, and nothing done, if the thread may run on no other core or none is idle.
+    bool step(int core, const Worker* self) {
+        if (g_may_be_alone.load(std::memory_order_relaxed) && !has_idle_core(1)) return false;
+        if (!stepped_) {
+            if (self != nullptr && self->thread.load(std::memory_order_relaxed) != 0)
+                allowed_ = self->allowed;
+            else if (sched_getaffinity(0, sizeof allowed_, &allowed_) != 0)
+                return false;
+        }
+        cpu_set_t elsewhere = allowed_;
+        CPU_CLR(core, &elsewhere);
+        if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) != 0)
+            return false;
+        stepped_ = true;
+        return true;
+    }
+    // From now on the thread may again run on all the cores that it came with.
+    void leave() {
+        if (stepped_) sched_setaffinity(0, sizeof allowed_, &allowed_);
+    }
+
+  private:
+    cpu_set_t allowed_;
+    bool stepped_ = false;
 };
 
 // The threads of one parallel region: the thread that opened it, worker 0, hands out jobs of tasks.
@@ -291,6 +322,7 @@ class Team {
     void serve(int worker) {
         Worker* const self = workers_ != nullptr && worker < kTracked ? &workers_[worker] : nullptr;
         if (self != nullptr) self->take();
+        Aside aside;
         std::uint64_t ticket = 0;
         const auto ready = [&] {
             ticket = ticket_.load(std::memory_order_acquire);
@@ -305,12 +337,17 @@ class Team {
             });
             if (ticket == kClosed) break;
             note_core(worker);
-            if (!lent_.load(std::memory_order_relaxed) && shares_core(worker))
-                met_.store(true, std::memory_order_relaxed);
+            if (!lent_.load(std::memory_order_relaxed) && shares_core(worker)) {
+                if (aside.step(cores_[0].load(std::memory_order_relaxed), self))
+                    note_core(worker);
+                else
+                    met_.store(true, std::memory_order_relaxed);
+            }
             if (self != nullptr) self->in_task.store(true, std::memory_order_relaxed);
             take(worker);
             if (self != nullptr) self->in_task.store(false, std::memory_order_relaxed);
         }
+        aside.leave();
         if (self != nullptr) self->leave();
         left_.fetch_add(1);
         end_.wake();

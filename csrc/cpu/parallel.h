@@ -12,6 +12,9 @@
 // that has taken none, and a thread that waits longer than a moment sleeps. `open_team` keeps the region open
 // over many calls, because libgomp's own spinning begins as soon as a region ends.
 //
+// After a rest the scheduler often wakes the other threads on the core of the one that calls them. A thread
+// that finds itself there goes to another core, if one is idle, until the region ends.
+//
 // Beside a busy neighbour the scheduler puts all threads onto one core: a core for each of the two programs
 // is fair to it. The thread that has the tasks then works alone, and lends tasks of long jobs: the other
 // threads are bound to the other cores, where they run each time that the neighbour's turn is over. A thread

@@ -22,6 +22,8 @@ thread_local std::vector<std::thread> region;
 std::atomic<bool> bound{false};
 thread_local bool in_region = false;
 std::atomic<bool> lent{false};  // every task of a worker is a lent one
+// A region's threads begin on the core of its owner; one of them was seen bound to other cores.
+std::atomic<bool> together{false}, aside{false};
 thread_local cpu_set_t own_cores;
 
 cpu_set_t cores() {
@@ -38,10 +40,18 @@ int random_core(const cpu_set_t& set, unsigned seed) {
 
 void begin_region(void (*work)(void*), void* argument, unsigned threads, unsigned) {
     region_size = static_cast<int>(threads);
+    const int owners = sched_getcpu();
     for (unsigned i = 1; i < threads; ++i) {
         region.emplace_back([=] {
             in_region = true;
             own_cores = cores();
+            if (together) {
+                cpu_set_t one;
+                CPU_ZERO(&one);
+                CPU_SET(owners, &one);
+                sched_setaffinity(0, sizeof one, &one);
+                sched_setaffinity(0, sizeof own_cores, &own_cores);
+            }
             if (bound && i % 2 == 1) {
                 const int first = random_core(own_cores, i);
                 CPU_ZERO(&own_cores);
@@ -93,6 +103,10 @@ int job(std::mt19937& random, int threads) {
         if (in_region && lent && CPU_COUNT(&own_cores) > 1) {
             const cpu_set_t now = cores();
             require(!CPU_EQUAL(&now, &own_cores), "a thread with a lent task is not free to join the owner");
+        }
+        if (in_region && together) {
+            const cpu_set_t now = cores();
+            if (!CPU_EQUAL(&now, &own_cores)) aside = true;
         }
         if (worker == 0) core = sched_getcpu();
         if (worker != 0 && core >= 0 && core != sched_getcpu()) apart = true;
@@ -166,6 +180,13 @@ int main() {
     set_may_be_alone(false);  // on a busy machine the others would get nothing to do
     shared += jobs(1, 2, 200);
     shared += jobs(2, 5, 200);
+    together = true;  // workers that wake up beside the owner
+    for (unsigned seed = 10; several && !aside && seed < 40; ++seed) jobs(seed, 2, 5);
+    require(!several || aside, "a worker steps aside");
+    jobs(40, 4, 20);
+    bound = true;  // odd ones have no core to go to
+    jobs(41, 4, 20, std::chrono::seconds(2));
+    bound = together = false;
     std::thread first([] { jobs(3, 3, 100); });  // two threads, each with a team of its own
     jobs(4, 3, 100);
     first.join();
