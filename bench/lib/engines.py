@@ -190,6 +190,8 @@ def onnxruntime_forward(path: Path, threads: int, int8: bool) -> Forward:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    # its threads spin within a run, but not after it beside whatever is measured next: docs/notes/others.md
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda inputs: torch.from_numpy(session.run(None, arrays(inputs))[0])
 
