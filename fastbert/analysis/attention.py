@@ -39,6 +39,7 @@ from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
+from fastbert.layers.linear import passing_panels
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
@@ -172,6 +173,8 @@ def _excess(share: np.ndarray, of_uniform: np.ndarray) -> np.ndarray:
     return np.divide(share - of_uniform, room, out=np.zeros_like(share), where=room > 1e-6)
 
 
+# most tokens at a time on a CPU: more take more memory and no less time (csrc/cpu/NOTES.md)
+CPU_TOKENS = 1024
 _MEANS = ("entropy", "previous", "itself", "following", "own_text", "spread")
 
 
@@ -193,7 +196,9 @@ def attention_statistics(
     shape = n, layers, config.num_attention_heads
     found = {name: np.zeros(shape, np.float32) for name in (*_MEANS, "most_received")}
     to_kind = np.zeros((len(KINDS), *shape), np.float32)
-    with at_rest(model), torch.inference_mode():
+    if model.device.type == "cpu":
+        batch_tokens = min(batch_tokens, CPU_TOKENS)
+    with at_rest(model), passing_panels(), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             encode(model, batch, _Statistics(examples, batch, found, to_kind))
     number = np.repeat(np.arange(n), examples.lengths)

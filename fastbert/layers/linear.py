@@ -7,7 +7,9 @@ replaces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,10 +29,38 @@ from fastbert.ops.linear_norm import pays as joining_pays
 from fastbert.runtime import prepared
 
 
+class _Panels(threading.local):
+    """What concerns one thread's panels.
+
+    Attributes:
+        kept: whether they outlive the call that made them.
+    """
+
+    kept = True
+
+
+_panels = _Panels()
+
+
+@contextlib.contextmanager
+def passing_panels() -> Iterator[None]:
+    """A context in which this thread keeps no new panels: it makes them for each product.
+
+    For many large batches in a row, which gain little from panels that take as much memory as the weights:
+    3% of the time of BERT-base at 1,024 rows (csrc/cpu/NOTES.md).
+    """
+    before, _panels.kept = _panels.kept, False
+    try:
+        yield
+    finally:
+        _panels.kept = before
+
+
 def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     """Panels of the module's weight for the serving backend, made at the first call and kept for inference.
 
-    None in training, under torch.compile, and if the backend keeps no panels for this many rows.
+    In `passing_panels` they are not kept. None in training, under torch.compile, and if the backend keeps no
+    panels for this many rows.
     """
     if module.training or torch.compiler.is_compiling():
         return None
@@ -46,7 +76,7 @@ def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
         checks.float_tensor("weight", module.weight)
         return make_panels(module.weight.to(dtype).contiguous())
 
-    return prepared.derived(module, ("panels", dtype), (module.weight,), build)
+    return prepared.derived(module, ("panels", dtype), (module.weight,), build, keep=_panels.kept)
 
 
 def float_product(

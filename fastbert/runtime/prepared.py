@@ -239,7 +239,12 @@ class _Seal:
 
 
 def derived(
-    owner: nn.Module, name: Hashable, sources: tuple[Tensor, ...], build: Callable[[], object]
+    owner: nn.Module,
+    name: Hashable,
+    sources: tuple[Tensor, ...],
+    build: Callable[[], object],
+    *,
+    keep: bool = True,
 ) -> object:
     """`build()`, remembered for `owner` under `name` until one of `sources` changes.
 
@@ -248,6 +253,7 @@ def derived(
         name: what is derived; one owner may have several.
         sources: the parameters that `build` reads.
         build: makes the derived value; called under `torch.no_grad()`.
+        keep: whether to remember a new value. One that is there already is returned either way.
 
     Returns:
         The value. It is not remembered if a source has no version counter (inference tensors), or if FSDP
@@ -262,7 +268,7 @@ def derived(
     # that is still there after its marks were read is right.
     if found is not None and found.seal.holds(sources) and entries.get(name) is found:
         value = found.value
-    elif any(map(Tensor.is_inference, sources)):
+    elif not keep or any(map(Tensor.is_inference, sources)):
         with torch.no_grad():
             return build()
     else:

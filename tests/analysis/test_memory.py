@@ -13,6 +13,7 @@ from fastbert.analysis.effective import effective_attention
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.heads import importance
 from fastbert.analysis.identities import MAX_BYTES, Probabilities
+from fastbert.runtime import prepared
 
 LAYERS, HEADS, TOKENS, WIDTH = 24, 16, 512, 64
 MAPS = HEADS * TOKENS * TOKENS * 4  # bytes of the attention maps of a layer and sequence
@@ -78,6 +79,12 @@ def whole_model():
         np.array([1]),
     )
     return model, texts
+
+
+def test_statistics_keep_no_panels():
+    model, texts = whole_model()
+    attention_statistics(model, texts)
+    assert prepared.remembered(model) == []
 
 
 def test_no_map_is_made_on_the_way():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -175,6 +176,45 @@ def test_not_for_many_rows(module, made):
             assert prepared.remembered(module) == []
         layers.apply_linear(module, randn(many - 1, 24))
         assert len(made) == 1
+
+
+@torch.no_grad()
+def test_made_for_each_product_where_they_pass(module, made):
+    x = randn(5, 24)
+    with layers.passing_panels():
+        passing = [layers.apply_linear(module, x) for _ in range(2)]
+    assert len(made) == 2
+    assert prepared.remembered(module) == []
+    kept = layers.apply_linear(module, x)
+    assert prepared.remembered(module) == held(FLOAT)
+    for one in passing:
+        assert_same_bits(one, kept)
+    # those that are there are used
+    with layers.passing_panels():
+        assert_same_bits(layers.apply_linear(module, x), kept)
+    assert len(made) == 3
+    assert prepared.remembered(module) == held(FLOAT)
+
+
+def test_a_block_of_passing_panels_ends_with_its_thread_and_its_errors(module):
+    other, x = copy.deepcopy(module), randn(5, 24)
+    thread = threading.Thread(target=layers.apply_linear, args=(other, x))
+
+    def fail():
+        with layers.passing_panels():
+            with layers.passing_panels():
+                pass
+            layers.apply_linear(module, x)
+            thread.start()
+            thread.join()
+            raise KeyError
+
+    with torch.no_grad(), pytest.raises(KeyError):
+        fail()
+    assert (prepared.remembered(module), prepared.remembered(other)) == ([], held(FLOAT))
+    with torch.no_grad():
+        layers.apply_linear(module, x)
+    assert prepared.remembered(module) == held(FLOAT)
 
 
 def test_replaced_and_hooked_modules_are_called_instead(module, made):

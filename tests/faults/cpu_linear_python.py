@@ -12,6 +12,7 @@ from tests.support.mutation import Fault, Suite
 _PYTHON = "fastbert/backends/cpu/linear.py"
 _INT8 = "fastbert/backends/cpu/linear_int8.py"
 _LAYERS = "fastbert/layers/linear.py"
+_PREPARED = "fastbert/runtime/prepared.py"
 _SIZES = "fastbert/backends/cpu/sizes.py"
 # The tests need one instruction set: AVX-512 where there is one.
 _ONE_ISA = " and not avx2" if "AVX512" in torch.backends.cpu.get_cpu_capability() else ""
@@ -40,6 +41,10 @@ FAULTS = (
     _fault("rows of one sequence counted", "dtype, x.shape[:-1].numel())", "dtype, x.shape[-2])", _LAYERS),
     _fault("the same panels for every dtype", '("panels", dtype), (module.weight,)', '"panels", (module.weight,)', _LAYERS),
     _fault("changes of the weight not seen", '("panels", dtype), (module.weight,)', '("panels", dtype), ()', _LAYERS),
+    _fault("passing panels are kept", "build, keep=_panels.kept)", "build)", _LAYERS),
+    _fault("panels pass for ever", "        _panels.kept = before\n", "        pass\n", _LAYERS),
+    _fault("panels pass in every thread", "class _Panels(threading.local):", "class _Panels:", _LAYERS),
+    _fault("what is not to be kept is never looked up", "if found is not None and found.seal", "if keep and found is not None and found.seal", _PREPARED),
     _fault("panels in half for float64 under autocast", "if dtype != torch.float64:", "if True:", _LAYERS),
     _fault("8-bit panels of any weight as it lies", "(out, depth), weight = weight.shape, plain(weight).contiguous()", "out, depth = weight.shape", _INT8),
     _fault("8-bit panels of any layout taken", "panels.numel() != _C.cpu_linear_int8_panels_size(depth, out)", "False", _INT8),
