@@ -213,7 +213,9 @@ def check_assignment(assignment: np.ndarray, shape: tuple[int, int]) -> np.ndarr
     return found.astype(np.int8)
 
 
-def fitting(statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
+def fitting(
+    statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS, *, causal: bool = False
+) -> np.ndarray:
     """(layers, nheads) int8, indices into `NAMES`: the pattern that each head comes nearest to.
 
     By the class that a head has in most examples. A diagonal head gets the neighbour that it looks at most:
@@ -224,6 +226,7 @@ def fitting(statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS
     Args:
         statistics: of the model's heads.
         thresholds: of the classes; see `AttentionStatistics.patterns`.
+        causal: whether no token sees a later one: heads that would look ahead stay learned.
     """
     classes = statistics.commonest(thresholds)
     near = np.stack([statistics.itself, statistics.previous, statistics.following]).mean(1)
@@ -232,6 +235,8 @@ def fitting(statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS
     of_diagonal = np.array([CURRENT, PREVIOUS, NEXT])[near.argmax(0)]
     of_vertical = np.array([FIRST_TOKEN, SEPARATORS])[special.argmax(0)]
     found = np.select([classes == DIAGONAL, vertical], [of_diagonal, of_vertical], LEARNED)
+    if causal:
+        found = np.where(np.isin(found, BACKWARD), found, LEARNED)
     return found.astype(np.int8)
 
 
@@ -268,16 +273,21 @@ class FixedHeads:
         """Name -> how many heads have it, LEARNED included."""
         return {name: int((self.assignment == i).sum()) for i, name in enumerate(NAMES)}
 
-    def _change(self, zero: bool) -> np.ndarray:
+    def score_changes(self, *, zero: bool = False) -> np.ndarray:
+        """(n,): the score with the patterns, or with the heads at 0, minus that of the whole model."""
         return (self.zero_score if zero else self.score) - self.base_score
 
+    def loss_changes(self, *, zero: bool = False) -> np.ndarray:
+        """(n,): the loss with the patterns, or with the heads at 0, minus that of the whole model."""
+        return (self.zero_loss if zero else self.loss) - self.base_loss
+
     def score_change(self, *, zero: bool = False) -> float:
-        """The mean score with the patterns, or with the heads at 0, minus that of the whole model."""
-        return float(self._change(zero).mean())
+        """The mean of `score_changes`."""
+        return float(self.score_changes(zero=zero).mean())
 
     def loss_change(self, *, zero: bool = False) -> float:
-        """The mean loss with the patterns, or with the heads at 0, minus that of the whole model."""
-        return float(((self.zero_loss if zero else self.loss) - self.base_loss).mean())
+        """The mean of `loss_changes`."""
+        return float(self.loss_changes(zero=zero).mean())
 
     def interval(self, *, zero: bool = False, seed: int = 0) -> Interval:
         """`score_change` with its 95% interval over examples.
@@ -285,11 +295,11 @@ class FixedHeads:
         Raises:
             ValueError: fewer than two examples.
         """
-        return mean_interval(self._change(zero), seed=seed)
+        return mean_interval(self.score_changes(zero=zero), seed=seed)
 
     def p_value(self, *, zero: bool = False, seed: int = 0) -> float:
         """How likely the sign of `score_change` is chance; see `paired_p`."""
-        return float(paired_p(self._change(zero)[:, None], seed=seed)[0])
+        return float(paired_p(self.score_changes(zero=zero)[:, None], seed=seed)[0])
 
 
 def fixed_heads(
@@ -315,11 +325,9 @@ def fixed_heads(
     """
     measure = Measure.of(model, examples, pooling)
     shape = len(model.base_model.layers()), model.config.num_attention_heads
-    causal = bool(model.config.is_decoder)
     if assignment is None:
-        assignment = fitting(attention_statistics(model, examples, batch_tokens=batch_tokens))
-        if causal:
-            assignment = np.where(np.isin(assignment, BACKWARD), assignment, LEARNED)
+        plain = attention_statistics(model, examples, batch_tokens=batch_tokens)
+        assignment = fitting(plain, causal=bool(model.config.is_decoder))
     assignment = check_assignment(assignment, shape)
     found = {
         f"{which}{what}": np.zeros(len(measure))

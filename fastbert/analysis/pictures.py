@@ -163,9 +163,11 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width
     return figure
 
 
-def intervals(values: Mapping[str, tuple[float, float, float]], xlabel: str, title: str) -> Figure:
-    """A bar per name with its interval: (value, low, high)."""
-    figure = _figure(5.2, 1.1 + 0.4 * len(values))
+def intervals(
+    values: Mapping[str, tuple[float, float, float]], xlabel: str, title: str, *, width: float = 5.2
+) -> Figure:
+    """A bar per name with its interval: (value, low, high); `width` in inches."""
+    figure = _figure(width, 1.1 + 0.4 * len(values))
     axes = figure.subplots()
     found = np.array(list(values.values()))
     ends = np.abs(found[:, 1:] - found[:, :1]).T
@@ -217,6 +219,8 @@ def bars(
     intervals: Mapping[str, tuple[float, float]],
     xlabel: str,
     title: str,
+    *,
+    width: float = 6.5,
 ) -> Figure:
     """Bars side by side: a group per name, in it a bar per part that the name has.
 
@@ -224,9 +228,10 @@ def bars(
         groups: name -> part -> value. The parts of all names are in the legend, in the order they come in.
         intervals: name -> (low, high) of the name's first part, for those that have one.
         xlabel, title: what is drawn.
+        width: in inches.
     """
     parts = list(dict.fromkeys(part for each in groups.values() for part in each))
-    figure = _figure(6.5, 1.5 + (0.1 + 0.16 * len(parts)) * len(groups))
+    figure = _figure(width, 1.5 + (0.1 + 0.16 * len(parts)) * len(groups))
     axes = figure.subplots()
     height = 0.8 / len(parts)
     for i, part in enumerate(parts):
@@ -246,5 +251,6 @@ def bars(
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", alpha=0.25)
     axes.set_title(title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=len(parts), fontsize=7, frameon=False)
+    columns = 2 if width < 5 else len(parts)
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=7, frameon=False)
     return figure

@@ -1,5 +1,7 @@
 """What the sections of a report say: each is a function from a result to plain sentences and figures.
 
+Those of what a loss measures are in `sections_of_loss`, those of a treebank in `sections_of_trees`.
+
 A published number names its model and its source. It is no target for another model or text.
 """
 
@@ -15,14 +17,12 @@ from fastbert.analysis.change import Change
 from fastbert.analysis.effective import EffectiveAttention
 from fastbert.analysis.examples import KINDS
 from fastbert.analysis.geometry import Geometry
-from fastbert.analysis.heads import Ablation, Importance, PruningCurve
 from fastbert.analysis.intervals import bands, resampled_means
 from fastbert.analysis.maps import ExampleMap
 from fastbert.analysis.report import Drawing, Published, Section
 
 CLARK = "bert-base-uncased, Wikipedia; Clark et al. 2019"
 KOVALEVA = "bert-base-uncased, fine-tuned on GLUE; Kovaleva et al. 2019"
-MICHEL = "Michel et al. 2019"
 BRUNNER = "BERT; Brunner et al. 2020, fig. 1"
 ETHAYARAJH = "BERT; Ethayarajh 2019"
 TITLES = {
@@ -32,12 +32,13 @@ TITLES = {
     "maps": "Maps to look at",
     "heads": "What the model loses without a head",
     "importance": "Which heads matter, and how many can go",
+    "fixed": "What a head could do without words",
     "change": "What differs in the second model",
     "effective": "The part of attention that reaches the output",
     "geometry": "How much a word's vector depends on its text",
+    "syntax": "Which heads find what a word belongs to",
+    "probe": "What each layer knows of grammar",
 }
-# n of what a loss measures: two texts are one case where pairs are compared
-CASES = "examples: n = {cases:,}, seed {/seed}"
 # inches: as wide as the column of a phone
 WIDTH = 3.5
 
@@ -52,7 +53,7 @@ def head_name(layer: int, head: int) -> str:
     return f"{layer + 1}-{head + 1}"
 
 
-def _extremes(name: str, means: np.ndarray, form: str) -> tuple[dict, str]:
+def extremes(name: str, means: np.ndarray, form: str) -> tuple[dict, str]:
     """(numbers, template) of the lowest and the highest head of (layers, nheads) means."""
     found = {}
     for word, at in (("lowest", np.nanargmin(means)), ("highest", np.nanargmax(means))):
@@ -66,7 +67,7 @@ def _extremes(name: str, means: np.ndarray, form: str) -> tuple[dict, str]:
     return found, f"L{says[1:]}."
 
 
-def _heat(
+def heat(
     name: str,
     title: str,
     values: np.ndarray,
@@ -78,7 +79,7 @@ def _heat(
 ) -> Drawing:
     """A heat map of the means of (n, layers, nheads) values; options of `pictures.heat_maps`."""
     means = np.asarray(values, np.float64).mean(0)
-    numbers, of_extremes = _extremes(name, means, form)
+    numbers, of_extremes = extremes(name, means, form)
     says = f"{says} {of_extremes}".strip()
     if len(values) > 1:
         low, high = np.percentile(resampled_means(values, seed=seed), [2.5, 97.5], axis=0)
@@ -125,7 +126,7 @@ def attention(found: AttentionStatistics, *, seed: int) -> Section:
     shares |= {"to the previous token": found.previous, "to the same token": found.itself}
     shares |= {"to the next token": found.following}
     drawings = [
-        _heat(
+        heat(
             "entropy",
             "Entropy of attention, in nats",
             found.entropy,
@@ -135,7 +136,7 @@ def attention(found: AttentionStatistics, *, seed: int) -> Section:
         )
     ]
     drawings += [
-        _heat(name.replace(" ", "-"), f"Attention {name}", values, ".1%", seed, low=0.0)
+        heat(name.replace(" ", "-"), f"Attention {name}", values, ".1%", seed, low=0.0)
         for name, values in shares.items()
     ]
     names = ("entropy", "entropy of a uniform head")
@@ -244,153 +245,6 @@ def maps(found: Sequence[ExampleMap], tokens: Sequence[Sequence[str]], *, no_los
     return Section("maps", TITLES["maps"], says, drawings)
 
 
-def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
-    """What the model loses without each head."""
-    change = found.loss - found.base_loss[:, None, None]
-    of_score = found.score - found.base_score[:, None, None]
-    score = found.score_name
-    out = (
-        "The output of one head is set to 0" if found.mode == "zero" else "One head looks at all tokens alike"
-    )
-    drawings = (
-        _heat(
-            "loss",
-            "Change of the loss without each head",
-            change,
-            "+.4f",
-            seed,
-            "Red: the model is worse without it.",
-            CASES,
-            diverging=True,
-            worse="high",
-        ),
-        _heat(
-            "score",
-            f"Change of the {score} without each head",
-            of_score,
-            "+.4f",
-            seed,
-            "Red: the model is worse without it.",
-            CASES,
-            diverging=True,
-        ),
-    )
-    rows = [
-        ("loss of the whole model", "{intervals/loss:.4f}"),
-        (f"{score} of the whole model", "{intervals/score:.4f}"),
-        ("heads without which the loss falls", "{loss falls without:,} of {count:,}"),
-    ]
-    ranks = ("the head most needed", "the second", "the third", "the fourth", "the fifth")
-    rows += [
-        (rank, f"{{worst/{i}/name}}: loss {{worst/{i}/loss:+.4f}}, {score} {{worst/{i}/score:+.4f}}")
-        for i, rank in enumerate(ranks[: change[0].size])
-    ]
-    published = []
-    if len(change) > 1:
-        published = [
-            Published(
-                f"heads without which the {score} changes (p < 0.01)",
-                "{significant:,} of {count:,}",
-                "8 of 96, 4 of them for the better",
-                f"encoder of a WMT translation model; {MICHEL}",
-            )
-        ]
-    if found.mode == "uniform":
-        published.append(
-            Published(
-                f"largest gain of the {score} with one uniform head",
-                "{figures/score/highest/value:+.4f}",
-                "+0.1 (STS-B) to +1.2 (MRPC) points",
-                KOVALEVA,
-            )
-        )
-    return Section(
-        "heads",
-        TITLES["heads"],
-        (
-            f"{out}, and the model is run again. The loss says how wrong the model is: {loss}. The maps "
-            "show, for each head, the loss and the score without it, minus those of the whole model.",
-            "Other heads can do the work of one that is missing. So a change near 0 says that the model can "
-            "do without this head, not that the head does nothing.",
-        ),
-        drawings,
-        rows,
-        published,
-        (
-            ("The head most needed", "{worst/0/name}: loss {worst/0/loss:+.4f}"),
-            ("Heads without which the loss falls", "{loss falls without:,} of {count:,}"),
-        ),
-    )
-
-
-def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int) -> Section:
-    """How much the loss depends on each head, and how many can go."""
-    count = found.values().size
-    lines = {}
-    for name, curve in curves.items():
-        ends = () if name.startswith("random") else bands(curve.score.T, seed=seed)[1:]
-        lines[name] = (curve.removed / count, curve.score.mean(1), *ends)
-    score = curves["by importance"].score_name
-    drawings = (
-        _heat(
-            "importance",
-            "Importance of each head",
-            np.abs(found.derivatives),
-            ".3g",
-            seed,
-            "How fast the loss of an example changes, up or down, as the head's output is scaled.",
-            CASES,
-        ),
-        Drawing(
-            "pruning",
-            f"The {score} while heads go",
-            "The least important heads go first; grey: in random orders. Shaded: the 95% interval.",
-            pictures.curves(lines, "share of heads taken out", score, "", width=WIDTH),
-            sample=CASES,
-        ),
-    )
-    last = len(curves["by importance"].removed) - 1
-    rows = [
-        ("the most important head", "{most/name}: {most/importance:.3g}"),
-        (f"{score} with all heads, and without any", f"{{curve/0:.4f}} and {{curve/{last}:.4f}}"),
-    ]
-    brief = [("The most important head", rows[0][1])]
-    published = []
-    # the cosine of a pair is largest where all texts are alike: it says nothing of how many heads are needed
-    if found.derivatives.shape[0] > 1 and score != "cosine":
-        rows.append((f"heads that can go before the {score} drops (p < 0.01)", "{removable:,} of {count:,}"))
-        brief.append(("Heads that can go", rows[-1][1]))
-        published = [
-            Published(
-                "share of heads that can go",
-                "{removable share:.0%}",
-                "MNLI 40%, CoLA 50%, MRPC 50%, SST-2 60%",
-                f"BERT, fine-tuned; {MICHEL}",
-            ),
-            Published(
-                "the same of a translation model",
-                "{removable share:.0%}",
-                "20%",
-                f"WMT model; {MICHEL}",
-            ),
-        ]
-    return Section(
-        "importance",
-        TITLES["importance"],
-        (
-            "Importance asks each example how much its loss would change if a head spoke a little louder or "
-            "lower. All heads are measured at once, so this is quick and approximate, while the section "
-            "above takes them out one by one.",
-            "The curve takes out more and more heads, the least important first. Where it stays flat, the "
-            "model does not need them. If it lies above the grey ones, the order is better than chance.",
-        ),
-        drawings,
-        rows,
-        published,
-        brief,
-    )
-
-
 def change(found: Change, *, seed: int) -> Section:
     """How a second model differs."""
     depth = np.arange(found.hidden.shape[1])
@@ -399,7 +253,7 @@ def change(found: Change, *, seed: int) -> Section:
         "attention": (depth[1:], *bands(found.attention.mean(2), seed=seed)),
     }
     drawings = (
-        _heat(
+        heat(
             "attention",
             "How alike a head's attention is in both models",
             found.attention,
@@ -451,7 +305,7 @@ def effective(found: EffectiveAttention) -> Section:
     lengths = np.unique(found.lengths[of_each > 0])
     drawings = []
     if len(lengths):
-        numbers, says = _extremes("correlation", means, ".3f")
+        numbers, says = extremes("correlation", means, ".3f")
         picture = pictures.heat_maps({"": means}, low=float(np.nanmin(means)), high=1.0)
         title = "Correlation of attention and effective attention"
         drawings.append(

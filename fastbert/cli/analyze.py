@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import signal
+from dataclasses import asdict
 from typing import Any
 
 from fastbert.analysis import results
+from fastbert.analysis import starts as training
+from fastbert.analysis.identities import MAX_BYTES
 from fastbert.cli.analyses.attention import attention, effective, patterns
 from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
 from fastbert.cli.analyses.loading import file_of, load_examples, load_words, model_of
 from fastbert.cli.analyses.probe import probe
 from fastbert.cli.analyses.report import whole
+from fastbert.cli.analyses.starts import starts
 from fastbert.cli.analyses.syntax import syntax
-from fastbert.cli.usage import UsageError
+from fastbert.cli.usage import UsageError, say
+from fastbert.training.loop import Interrupted
 
 _OF_EXAMPLES = {
     "attention": attention,
@@ -24,6 +30,7 @@ _OF_EXAMPLES = {
     "change": change,
     "effective": effective,
     "geometry": geometry,
+    "starts": starts,
 }
 # of files that come in words: they get those too
 _OF_WORDS = {"syntax": syntax, "probe": probe}
@@ -34,7 +41,15 @@ _OWN = {
     "annotations": ("patterns",),
     "probe": ("probe",),
     "label": ("probe",),
+    "unit": ("heads",),
+    "mode": ("heads", "report"),
+    "max_bytes": ("report", "syntax"),
+    "epochs": ("starts",),
+    "batch_size": ("starts",),
+    "lr": ("starts",),
 }
+# what they are if they are not given
+_DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(training.DEFAULT)}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,9 +58,14 @@ def run(args: argparse.Namespace) -> int:
     file = file_of(args)
     for option, kinds in _OWN.items():
         if getattr(args, option) is not None and args.kind not in kinds:
-            raise UsageError(f"--{option}: {args.kind} takes none")
+            raise UsageError(f"--{option.replace('_', '-')}: {args.kind} takes none")
+    for option, default in _DEFAULTS.items():
+        if getattr(args, option) is None:
+            setattr(args, option, default)
     model = model_of(args.model, args.device)
     options: dict[str, Any] = {"kind": args.kind, "seed": args.seed, file: str(getattr(args, file))}
+    if args.conllu is not None:
+        options["conllu"] = str(args.conllu)
     figures, page = {}, None
     if args.kind in _OF_WORDS:
         texts, examples, options["left_out"] = load_words(args, model)
@@ -57,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
         if args.kind == "report":
             numbers, arrays, page = whole(args, model, examples, facts)
         else:
-            numbers, arrays, figures = _OF_EXAMPLES[args.kind](args, model, examples)
+            try:
+                numbers, arrays, figures = _OF_EXAMPLES[args.kind](args, model, examples)
+            except Interrupted as stopped:  # of a training, which notes signals itself
+                say(f"stopped by {signal.Signals(stopped.number).name}")
+                return 128 + stopped.number
             numbers = facts | numbers
     results.save(output, args.kind, numbers, arrays, figures, page)
     print(f"{output}: {args.kind} of {len(examples):,} examples, {examples.starts[-1]:,} tokens")

@@ -312,12 +312,12 @@ def _add_analyze(commands: Any) -> None:
         "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
         "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, "
         "attention by part of speech and relation, and which heads find the heads of words. probe: what each "
-        "layer knows of labels or trees. The output directory has numbers (.json), arrays (.npz), pictures "
-        "(.svg, .png); it appears whole at the end, or not at all.",
+        "layer knows of labels or trees. starts: what a task gains from pre-training. The output directory "
+        "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
-    add("kind", choices=(*kinds, "report", "syntax", "probe"), help="what to compute")
+    add("kind", choices=(*kinds, "report", "syntax", "probe", "starts"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
@@ -325,7 +325,11 @@ def _add_analyze(commands: Any) -> None:
         help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or as SQuAD\'s with a '
         '"question" and a "context"; default: none, which syntax and probe alone take',
     )
-    add("--conllu", metavar="FILE", help="syntax, probe: a treebank in the CoNLL-U format; default: none")
+    add(
+        "--conllu",
+        metavar="FILE",
+        help="syntax, probe, report: a treebank in the CoNLL-U format; default: none",
+    )
     add(
         "--edges",
         metavar="FILE",
@@ -356,21 +360,19 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--labels",
         metavar="KEY",
-        help="heads, importance, fixed, report: key of the labels in a .jsonl file. A class; for an encoder "
-        "without a head the cosine of a pair (default none); for question answering as SQuAD's (default "
-        "answers)",
+        help="heads, importance, fixed, report, starts: key of the labels in a .jsonl file. A class; for an "
+        "encoder without a head the cosine of a pair (default none); for question answering as SQuAD's "
+        "(default answers)",
     )
     add(
         "--unit",
         choices=("head", "all-but-one", "layer"),
-        default="head",
         help="heads: what is taken out (default head)",
     )
     add(
         "--mode",
         choices=("zero", "uniform", "skip"),
-        default="zero",
-        help="heads: its output is 0, or that of looking at all tokens alike, or a "
+        help="heads, report: its output is 0, or that of looking at all tokens alike, or a "
         "layer is left out (default zero)",
     )
     add(
@@ -385,6 +387,9 @@ def _add_analyze(commands: Any) -> None:
         help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern that '
         "each head comes nearest to",
     )
+    add("--epochs", type=int, metavar="N", help="starts: how often an example is seen (default 3)")
+    add("--batch-size", type=int, metavar="N", help="starts: examples per step (default 32)")
+    add("--lr", type=float, metavar="X", help="starts: the largest learning rate (default 2e-5)")
     add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
     add(
         "--on-long",
@@ -396,7 +401,6 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--max-bytes",
         type=int,
-        default=256 << 20,
         metavar="N",
         help="report, syntax: most memory of the attention maps of a layer (default 256 MiB)",
     )

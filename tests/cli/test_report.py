@@ -15,18 +15,24 @@ from fastbert.analysis import report as pages
 from fastbert.analysis import results
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import masked, paired, read, tokenized
+from fastbert.analysis.fixed import fitting, fixed_heads
 from fastbert.analysis.heads import ablate
+from fastbert.analysis.syntax import parse
+from fastbert.analysis.treebank import as_examples, read_conllu
 from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
 from tests.support.pages import Page, is_rounding, value_at
+from tests.support.treebank import TREES, conllu
 
 WORDS = '[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dog ran to house . , ! < > & { } $ " / b'
 LINES = ["the cat sat on the mat .", "a dog ran to a house , a cat ran !", "the dog sat", "a mat ."]
 LINES += ['the <b>cat</b> & "the $mat$ {dog}" sat .', "the cat ran to the dog , the dog ran to the cat ."]
 # a name of a directory that is none of HTML, of a template or of mathematics
 STRANGE = "a <b> & {n} $x$"
-ALWAYS = ["brief", "model", "attention", "patterns", "maps", "heads", "importance", "effective", "geometry"]
+ALWAYS = ["brief", "model", "attention", "patterns", "maps", "heads", "importance", "fixed"]
+ALWAYS += ["effective", "geometry"]
+OF_TREES = ["syntax", "probe"]
 
 
 def save(place, model):
@@ -46,6 +52,7 @@ def folder(tmp_path_factory):
         save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
     save(place / STRANGE, hf_model("bert", seed=1))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
+    (place / "trees.conllu").write_text(conllu(TREES * 8))
     rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
@@ -61,8 +68,8 @@ RUNS = {
     "words": (
         "words",
         "lines.txt",
-        ["--seed", "3", "--against", STRANGE],
-        [*ALWAYS[:7], "change", *ALWAYS[7:]],
+        ["--seed", "3", "--against", STRANGE, "--conllu", "trees.conllu"],
+        [*ALWAYS[:8], "change", *ALWAYS[8:], *OF_TREES],
     ),
     "strange": (STRANGE, "lines.txt", [], ALWAYS),
     "classes": ("classes", "rows.jsonl", ["--pairs", "--labels", "class", "--mode", "uniform"], ALWAYS),
@@ -79,7 +86,7 @@ def made(folder, tmp_path_factory):
     def get(name):
         if name not in kept:
             model, file, more, _ = RUNS[name]
-            more = [folder / STRANGE if each == STRANGE else each for each in more]
+            more = [folder / each if each in (STRANGE, "trees.conllu") else each for each in more]
             output = tmp_path_factory.mktemp("out") / name
             assert call(folder, model, file, output, *more) == 0
             assert {path.name for path in output.iterdir()} == {
@@ -103,7 +110,7 @@ def test_a_page_is_whole_and_asks_for_nothing(made, name):
         assert tag not in page.tags
     assert "@import" not in text
     assert not re.search(r"\son\w+=", re.sub(r">[^<]*<", "><", text))
-    sections = [each for each in page.ids if each in (*ALWAYS, "change")]
+    sections = [each for each in page.ids if each in (*ALWAYS, "change", *OF_TREES)]
     assert sections == RUNS[name][3]
     assert list(numbers["sections"]) == sections[1:]
     # a name for each figure, for those who do not see it
@@ -184,7 +191,7 @@ def test_without_a_loss_it_says_so(made):
     assert (
         missing
         == ["Not computed: the model has no head (BertModel), and no pairs of texts were given (--pairs)."]
-        * 2
+        * 3
     )
     captions = [text for text in page.texts["figcaption"] if "has this pattern on" in text]
     assert len(captions) == len(numbers["sections"]["maps"]["maps"]) > 0
@@ -309,10 +316,13 @@ def test_twelve_layers_of_twelve_heads_are_a_small_file(folder, tmp_path):
         (STRANGE, "rows.jsonl", ["--labels", "class"], "--labels: the report of BertModel needs none"),
         ("words", "rows.jsonl", ["--labels", "class"], "--labels: the report of BertForMaskedLM needs none"),
         ("classes", "rows.jsonl", ["--labels", "text"], r"labels\[0\]: 'the cat .* is none of the config's"),
-        ("words", "lines.txt", ["--unit", "layer"], "--unit layer: the report takes out one head at a time"),
+        ("words", "lines.txt", ["--unit", "layer"], "--unit: report takes none"),
         ("words", "lines.txt", ["--mode", "skip"], "mode: skip is for unit='layer'"),
         ("words", "lines.txt", ["--max-bytes", "10"], "max_bytes: 10 are too few for the attention maps"),
         ("words", "lines.txt", ["--against", "nothing"], "nothing"),
+        ("words", "lines.txt", ["--conllu", "nothing"], "nothing"),
+        ("words", "lines.txt", ["--edges", "nothing"], "--edges: report does not read it"),
+        ("words", "lines.txt", ["--probe", "edge"], "--probe: report takes none"),
     ],
 )
 def test_a_mistake_is_one_line(folder, tmp_path, capsys, model, file, more, expected):
@@ -338,7 +348,7 @@ def test_why_there_is_no_loss(folder, tmp_path, monkeypatch, model, reason):
     monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
     assert call(folder, model, "lines.txt", tmp_path / "out") == 0
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert page.texts["p"].count(f"Not computed: {reason}") == 2
+    assert page.texts["p"].count(f"Not computed: {reason}") == 3
 
 
 def test_too_little_text_for_geometry(folder, tmp_path, monkeypatch):
@@ -347,6 +357,70 @@ def test_too_little_text_for_geometry(folder, tmp_path, monkeypatch):
     page = Page((tmp_path / "out" / "report.html").read_text())
     expected = "Not computed: no word is in 5 places of these texts; more text is needed"
     assert page.texts["p"][-1] == expected
+
+
+def test_a_treebank_of_the_report(folder, made):
+    """The numbers and arrays are those of the analyses by themselves."""
+    _, page, numbers, arrays = made("words")
+    model = fastbert.AutoModelForMaskedLM.from_pretrained(folder / "words").eval()
+    sentences = read_conllu(folder / "trees.conllu")
+    examples = as_examples(load_tokenizer(folder / "words"), sentences)
+    parsing = parse(model, examples, sentences)
+    found = numbers["sections"]["syntax"]
+    assert (found["sentences"], found["left out"], found["arcs"]) == (64, 0, len(parsing.sentence))
+    np.testing.assert_array_equal(arrays["syntax/right"], parsing.right)
+    best = parsing.best(seed=3)
+    assert len(best) == len(found["best"]) > 1
+    for ours, theirs in zip(best, found["best"], strict=True):
+        assert theirs["name"] == f"{ours.layer + 1}-{ours.head + 1}"
+        assert theirs["accuracy"]["mean"] == pytest.approx(ours.accuracy.mean)
+    assert found["figures"]["arcs"]["highest"]["value"] == pytest.approx(parsing.accuracy().max())
+    assert "head 8-11: 94.3%; offset: 51.7%" in page.texts["td"]
+    probes = numbers["sections"]["probe"]
+    counts = arrays["probe/edge/counts"].sum(1)
+    f1 = 2 * counts[:, 0] / (counts[:, 1] + counts[:, 2])
+    np.testing.assert_allclose(probes["edge"]["f1"], f1)
+    assert probes["edge"]["best"]["score"]["mean"] == pytest.approx(f1.max())
+    assert probes["edge"]["best"]["layer"] == f1.argmax()
+    uuas = arrays["probe/structural/found"].sum(1) / arrays["probe/structural/edges"].sum()
+    np.testing.assert_allclose(probes["structural"]["uuas"], uuas)
+    at_random = arrays["probe/structural/found_random_weights"].sum(1)
+    assert probes["structural"]["random"]["layer"] == at_random.argmax()
+    assert len(probes["summary"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("trees", "expected"),
+    [
+        (TREES[:5], {"syntax": "that the model can read", "probe": "that the model can read"}),
+        ((*TREES[:4], *(TREES[3],) * 12), {"probe": "of two words or more"}),
+    ],
+)
+def test_too_few_trees(folder, tmp_path, monkeypatch, trees, expected):
+    monkeypatch.setattr(pages, "inlined", lambda figure, name, title: "<svg></svg>\n")
+    (tmp_path / "few.conllu").write_text(conllu(trees))
+    assert call(folder, STRANGE, "lines.txt", tmp_path / "out", "--conllu", tmp_path / "few.conllu") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    reasons = [text for text in page.texts["p"] if text.startswith("Not computed: the treebank has fewer")]
+    assert len(reasons) == len(expected)
+    for text, what in zip(reasons, expected.values(), strict=True):
+        assert text == f"Not computed: the treebank has fewer than 10 sentences {what}"
+
+
+def test_fixed_heads_of_the_report(folder, made):
+    """The patterns of the report's own statistics, scored on the masked examples."""
+    _, _, numbers, arrays = made("words")
+    model = fastbert.AutoModelForMaskedLM.from_pretrained(folder / "words").eval()
+    examples = tokenized(load_tokenizer(folder / "words"), **read(folder / "lines.txt"))
+    assignment = fitting(attention_statistics(model, examples))
+    found = fixed_heads(model, masked(examples, 4, seed=3), assignment)
+    np.testing.assert_array_equal(arrays["fixed/assignment"], assignment)
+    np.testing.assert_allclose(arrays["fixed/loss"], found.loss, atol=1e-6)
+    ours = numbers["sections"]["fixed"]
+    assert (ours["count"], ours["heads"]) == (found.count, assignment.size)
+    for key, zero in (("patterns", False), ("zero", True)):
+        assert ours[key]["intervals"]["score"]["mean"] == pytest.approx(found.score_change(zero=zero))
+        assert ours[key]["intervals"]["loss"]["mean"] == pytest.approx(found.loss_change(zero=zero))
 
 
 def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):

@@ -14,6 +14,7 @@ _INTERVALS = "fastbert/analysis/intervals.py"
 _WALK = "fastbert/analysis/walk.py"
 _TREEBANK = "fastbert/analysis/treebank.py"
 _SYNTAX = "fastbert/analysis/syntax.py"
+_STARTS = "fastbert/analysis/starts.py"
 
 
 def _fault(name: str, file: str, old: str, new: str) -> Fault:
@@ -139,6 +140,7 @@ FAULTS = (
     _fault(
         "the excess of nothing", _ATTENTION, "np.divide(share - of_uniform, room,", "np.divide(share, room,"
     ),
+    _fault("statistics keep panels", _ATTENTION, "at_rest(model), passing_panels(), ", "at_rest(model), "),
     _fault("the mean row for the largest column", _ATTENTION, '"amax")', '"mean")'),
     _fault(
         "both is never asked first",
@@ -522,6 +524,47 @@ FAULTS = (
         _SYNTAX,
         "self.chooses(seed)\n        chooses, scored = half[self.sentence], np.flatnonzero(~half)",
         "self.chooses(seed)\n        chooses, scored = half[self.sentence], np.flatnonzero(half)",
+    ),
+    _fault(
+        "the frozen start learns all",
+        _STARTS,
+        "requires_grad_(pooler is not None and name.startswith(pooler))",
+        "requires_grad_(True)",
+    ),
+    _fault("random weights are the model's", _STARTS, "if number != RANDOM:", "if True:"),
+    _fault("the model's own head goes on", _STARTS, "model.state_dict() | head", "model.state_dict()"),
+    _fault(
+        "no start has the model's weights", _STARTS, "model.state_dict() | head", "head | fresh.state_dict()"
+    ),
+    _fault(
+        "scored on what it has learned from", _STARTS, "Measure.of(one, held_out)", "Measure.of(one, known)"
+    ),
+    _fault(
+        "the baseline knows what is held out",
+        _STARTS,
+        "np.unique(known, return_counts=True)",
+        "np.unique(held_out, return_counts=True)",
+    ),
+    _fault("a cut batch is a step", _STARTS, "micro_batches=parts", "micro_batches=1"),
+    _fault(
+        "an epoch less", _STARTS, "-(-recipe.epochs * count // size)", "-(-recipe.epochs * count // size) - 1"
+    ),
+    _fault("no warm-up", _STARTS, "warmup=0.1 if steps > 1 else 0", "warmup=0"),
+    _fault("a lone step with a rate of 0", _STARTS, "warmup=0.1 if steps > 1 else 0", "warmup=0.1"),
+    _fault(
+        "labels of other examples",
+        _STARTS,
+        "self.examples.labels[numbers],",
+        "self.examples.labels[: len(numbers)],",
+    ),
+    _fault(
+        "the caller's random numbers are spent",
+        _STARTS,
+        "torch.random.fork_rng(devices=devices)",
+        "__import__('contextlib').nullcontext()",
+    ),
+    _fault(
+        "the start stays in training mode", _STARTS, "    model.eval()\n    return steps", "    return steps"
     ),
 )
 

@@ -5,6 +5,7 @@ from tests.support.mutation import Fault, Suite
 _REPORT = "fastbert/analysis/report.py"
 _MAPS = "fastbert/analysis/maps.py"
 _COMMAND = "fastbert/cli/analyses/report.py"
+_PROBE = "fastbert/cli/analyses/probe.py"
 
 FAULTS = (
     Fault("a text is read as HTML", _REPORT, ">{html.escape(value, quote=False)}</span>", ">{value}</span>"),
@@ -101,6 +102,36 @@ FAULTS = (
         '"explained variance": self.explained,',
     ),
     Fault(
+        "fixed patterns are scored on texts without masks",
+        _COMMAND,
+        "fixed.fixed_heads(model, scored, assignment",
+        "fixed.fixed_heads(model, masked(examples, 4), assignment",
+    ),
+    Fault(
+        "heads of trees by the report's default seed",
+        _COMMAND,
+        "best = parsing.best(seed=args.seed)",
+        "best = parsing.best()",
+    ),
+    Fault(
+        "the best layer of random weights",
+        _PROBE,
+        '"random": _named(values[1], found[1].interval),\n        "correlation',
+        '"random": _named(values[0], found[0].interval),\n        "correlation',
+    ),
+    Fault(
+        "the worst layer",
+        _PROBE,
+        "layer = int(np.nanargmax(values))\n    return",
+        "layer = int(np.nanargmin(values))\n    return",
+    ),
+    Fault(
+        "the score of the loss",
+        "fastbert/cli/analyses/heads.py",
+        '"loss": estimate(found.loss_changes(zero=zero)',
+        '"loss": estimate(found.score_changes(zero=zero)',
+    ),
+    Fault(
         "red where it is better",
         "fastbert/analysis/pictures.py",
         '"RdBu" if worse == "low" else "RdBu_r"',
@@ -118,5 +149,7 @@ SUITE = Suite(
         "tests/analysis/test_report.py",
         f"{_PAGES}::test_the_numbers_are_the_librarys",
         f"{_PAGES}::test_pairs_of_an_encoder_are_compared",
+        f"{_PAGES}::test_a_treebank_of_the_report",
+        f"{_PAGES}::test_fixed_heads_of_the_report",
     ),
 )

@@ -11,7 +11,7 @@ from fastbert.analysis import annotations, pictures, sections
 from fastbert.analysis import fixed as patterns
 from fastbert.analysis import heads as analysis
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.intervals import Interval
+from fastbert.analysis.intervals import Interval, estimate
 from fastbert.cli.analyses.found import Found, as_numbers
 from fastbert.cli.analyses.loading import pooling_of
 from fastbert.models.base import PreTrainedModel
@@ -148,6 +148,12 @@ def fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) 
         assignment[named["layer"], named["head"]] = named["pattern"]
     pooling = pooling_of(args, model)
     found = patterns.fixed_heads(model, examples, assignment, pooling=pooling, batch_tokens=args.batch_tokens)
+    numbers, arrays, figures = of_fixed(args, found)
+    return numbers | {"pooling": pooling}, arrays, figures
+
+
+def of_fixed(args: argparse.Namespace, found: patterns.FixedHeads) -> Found:
+    """Numbers, arrays and figures of fixed heads."""
     title = f"{found.count} of {found.assignment.size} heads"
     counts = found.counts()
     given = ", ".join(f"{name} {count}" for name, count in counts.items() if count and name != "learned")
@@ -156,11 +162,12 @@ def fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) 
         f"{found.score_name} of the whole model {found.base_score.mean():.4f}",
     ]
     numbers: dict[str, Any] = {
-        "pooling": pooling,
         "cases": len(found.base_score),
         "score": found.score_name,
         "base_score": float(found.base_score.mean()),
         "base_loss": float(found.base_loss.mean()),
+        "count": found.count,
+        "heads": found.assignment.size,
         "counts": counts,
         "names": list(patterns.NAMES),
         "summary": summary,
@@ -170,6 +177,12 @@ def fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) 
         zero = key == "zero"
         score, loss = found.score_change(zero=zero), found.loss_change(zero=zero)
         numbers[key] = {"score_change": score, "loss_change": loss}
+        numbers[key]["intervals"] = as_numbers(
+            {
+                "score": estimate(found.score_changes(zero=zero), seed=args.seed),
+                "loss": estimate(found.loss_changes(zero=zero), seed=args.seed),
+            }
+        )
         line, shown[name] = f"{name}: {found.score_name} {score:+.4f}", (score, score, score)
         if len(found.score) > 1:
             interval = found.interval(zero=zero, seed=args.seed)

@@ -23,6 +23,8 @@ from fastbert.sentences.tokenizer import load_tokenizer
 
 # analyses that measure a loss
 MEASURED = ("heads", "importance", "fixed")
+# those that train a head of their own for the labels
+LEARNING = ("starts",)
 # options that name a file to analyze -> what is in it
 FILES = {
     "input": "a file of examples",
@@ -31,6 +33,8 @@ FILES = {
 }
 # analysis -> which of them it reads; all others read examples
 READS = {"syntax": ("conllu",), "probe": ("conllu", "edges")}
+# analysis -> what it may read beside that
+ALSO_READS = {"report": ("conllu",)}
 
 
 def file_of(args: argparse.Namespace) -> str:
@@ -39,8 +43,8 @@ def file_of(args: argparse.Namespace) -> str:
     Raises:
         UsageError: it is missing, or another one is there.
     """
-    readable = READS.get(args.kind, ("input",))
-    given = [name for name in FILES if getattr(args, name) is not None]
+    readable, also = READS.get(args.kind, ("input",)), ALSO_READS.get(args.kind, ())
+    given = [name for name in FILES if getattr(args, name) is not None and name not in also]
     expected = " or ".join(f"--{name}" for name in readable)
     if not set(given) & set(readable):
         what = " or ".join(FILES[name] for name in readable)
@@ -67,6 +71,8 @@ def model_of(directory: str, device: str | None) -> PreTrainedModel:
 
 def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     """The examples of the input file, with labels where the analysis needs them."""
+    if args.kind in LEARNING:
+        return _labelled(args, model)
     measured, name = args.kind in MEASURED, type(model).__name__
     of_words, of_answers = (
         measured and isinstance(model, head) for head in (BertForMaskedLM, BertForQuestionAnswering)
@@ -99,6 +105,17 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
         return _pairs(args, tokenizer, found, max_length)
     examples = tokenized(tokenizer, **found, max_length=max_length)
     return masked(examples, mask_id(tokenizer, args.model), seed=args.seed) if of_words else examples
+
+
+def _labelled(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
+    """Examples with the file's own labels, whatever the model's head is for."""
+    if args.labels is None:
+        raise UsageError(f"--labels: {args.kind} needs the key of the labels in {args.input}")
+    _check_most(args)
+    found = read(args.input, pairs=args.pairs, labels=args.labels)
+    found = {name: values[: args.max_examples] for name, values in found.items()}
+    max_length = model.config.max_tokens if args.on_long == "truncate" else None
+    return tokenized(load_tokenizer(args.model), **found, max_length=max_length)
 
 
 def _pairs(
@@ -139,6 +156,13 @@ def load_words(
             raise UsageError(f"--{name}: {args.kind} needs none")
     if args.on_long == "truncate":
         raise UsageError("--on-long: a tree is not cut; expected error, or none to leave long sentences out")
+    return words_of(args, model)
+
+
+def words_of(
+    args: argparse.Namespace, model: PreTrainedModel
+) -> tuple[list[Sentence] | list[LabelledText], Examples, int]:
+    """What `load_words` returns, whatever the other options are."""
     _check_most(args)
     of_trees = args.conllu is not None
     file = args.conllu if of_trees else args.edges

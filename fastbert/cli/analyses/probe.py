@@ -17,7 +17,7 @@ from fastbert.analysis.examples import Examples
 from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.intervals import Interval
 from fastbert.analysis.probing import EdgeProbe, control_task, edge_probe, online_code
-from fastbert.analysis.structure import structural_probe
+from fastbert.analysis.structure import Structure, structural_probe
 from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found
@@ -50,13 +50,14 @@ def probe(
         what = "--probe structural" if kind == "structural" else "--edges"
         raise UsageError(f"--label: {what} takes none")
     if kind == "structural":
-        rows = np.flatnonzero(examples.words >= 0)
-        return _structural(args, _each(args, model, examples, rows), texts, examples)
+        return of_structural(args, structural(args, model, texts, examples))
     label = args.label or "upos"
     targets = of_treebank(texts, examples, label) if of_trees else of_texts(texts, examples)
-    states = _each(args, model, examples, targets.rows)
-    found = {"edge": _edge, "mdl": _mdl, "control": _control}[kind](args, states, targets)
-    numbers, arrays, figures = found
+    if kind == "edge":
+        numbers, arrays, figures = of_edge(args, edge(args, model, examples, targets))
+    else:
+        states = _each(args, model, examples, targets.rows)
+        numbers, arrays, figures = {"mdl": _mdl, "control": _control}[kind](args, states, targets)
     numbers |= {"probe": kind, "labels": list(targets.label_names), "targets": len(targets)}
     if of_trees:
         numbers["label"] = label
@@ -95,12 +96,26 @@ def _best(
     ]
 
 
+def _named(values: np.ndarray, interval: Callable[[int], Interval]) -> dict[str, Any]:
+    """The best layer and its score, for a JSON file."""
+    layer = int(np.nanargmax(values))
+    return {"layer": layer, "score": interval(layer)._asdict()}
+
+
 def _seeded(n: int, what: str, seed: int) -> str:
     return f"in brackets: 95% bootstrap intervals over {n:,} {what}; seed {seed}"
 
 
-def _edge(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
-    found: list[EdgeProbe] = each(lambda states: edge_probe(states, targets, seed=args.seed))
+def edge(
+    args: argparse.Namespace, model: PreTrainedModel, examples: Examples, targets: Targets
+) -> list[EdgeProbe]:
+    """Of the model, and of one with random weights."""
+    each = _each(args, model, examples, targets.rows)
+    return each(lambda states: edge_probe(states, targets, seed=args.seed))
+
+
+def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
+    """Numbers, arrays and figures of what `edge` returns."""
     ours = found[0]
     scores = [one.scores() for one in found]
     depth = np.arange(len(scores[0]))
@@ -130,6 +145,9 @@ def _edge(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
         "f1": scores[0].tolist(),
         "f1_random_weights": scores[1].tolist(),
         "f1_up_to": ours.scores_up_to().tolist(),
+        "best": _named(scores[0], ours.interval),
+        "random": _named(scores[1], found[1].interval),
+        "tested": test,
         "expected_layer": None if math.isnan(expected) else expected,
         "centre": ours.centre(),
         "intervals": [ours.interval(layer)._asdict() for layer in depth],
@@ -192,15 +210,21 @@ def _control(args: argparse.Namespace, each: Callable, targets: Targets) -> Foun
         "summary": summary,
     }
     arrays = {"right": ours.right, "right_control": ours.right_control, "targets": ours.targets}
+    of_random = {"right": found[1].right, "right_control": found[1].right_control}
+    arrays |= {f"{name}_random_weights": array for name, array in of_random.items()}
     return numbers, arrays, figures
 
 
-def _structural(
-    args: argparse.Namespace, each: Callable, sentences: list[Sentence], examples: Examples
-) -> Found:
-    found = each(
-        lambda states: structural_probe(states, sentences, examples, seed=args.seed, **_rank(states))
-    )
+def structural(
+    args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
+) -> list[Structure]:
+    """Of the model, and of one with random weights."""
+    each = _each(args, model, examples, np.flatnonzero(examples.words >= 0))
+    return each(lambda states: structural_probe(states, sentences, examples, seed=args.seed, **_rank(states)))
+
+
+def of_structural(args: argparse.Namespace, found: list[Structure]) -> Found:
+    """Numbers, arrays and figures of what `structural` returns."""
     ours = found[0]
     values = [one.uuas() for one in found]
     depth = np.arange(len(values[0]))
@@ -237,13 +261,22 @@ def _structural(
         "uuas": values[0].tolist(),
         "uuas_random_weights": values[1].tolist(),
         "uuas_linear": ours.linear_uuas(),
+        "best": _named(values[0], ours.interval),
+        "random": _named(values[1], found[1].interval),
+        "correlation_of_distances": _known(ours.distance_spearman()),
+        "correlation_of_depths": _known(ours.depth_spearman()),
         "root_accuracy": ours.root_accuracy().tolist(),
         "sentences": list(ours.sentences),
         "intervals": [ours.interval(int(i))._asdict() for i in depth],
         "summary": summary,
     }
     arrays = {name: value for name, value in vars(ours).items() if isinstance(value, np.ndarray)}
-    return numbers, arrays, figures
+    return numbers, arrays | {"found_random_weights": found[1].found}, figures
+
+
+def _known(values: np.ndarray) -> list[float | None]:
+    """Numbers for a JSON file, None for what is not defined."""
+    return [None if math.isnan(value) else float(value) for value in values]
 
 
 def _rank(states: Tensor) -> dict[str, int]:

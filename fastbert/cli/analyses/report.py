@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fastbert.analysis import change, effective, geometry, heads, report, sections
+from fastbert.analysis import (
+    change,
+    effective,
+    fixed,
+    geometry,
+    heads,
+    report,
+    sections,
+    sections_of_loss,
+    sections_of_trees,
+)
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import Examples, masked
 from fastbert.analysis.maps import ExampleMap, example_maps
 from fastbert.analysis.measures import Measure
+from fastbert.analysis.targets import of_treebank
+from fastbert.analysis.treebank import Sentence
+from fastbert.cli.analyses import probe, syntax
 from fastbert.cli.analyses.attention import of_attention, of_effective, of_patterns
-from fastbert.cli.analyses.heads import of_heads, of_importance, pruned
+from fastbert.cli.analyses.heads import of_fixed, of_heads, of_importance, pruned
 from fastbert.cli.analyses.layers import of_change, of_geometry
-from fastbert.cli.analyses.loading import mask_id, model_of, pooling_of
-from fastbert.cli.usage import UsageError
+from fastbert.cli.analyses.loading import mask_id, model_of, pooling_of, words_of
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.tokenizer import load_tokenizer
+
+# fewest sentences of a treebank: a split for probes needs ten
+SENTENCES = 10
 
 
 def whole(
     args: argparse.Namespace, model: PreTrainedModel, examples: Examples, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
     """(numbers, arrays, page) of all analyses; those that share a result run the model for it once."""
-    if args.unit != "head":
-        raise UsageError(f"--unit {args.unit}: the report takes out one head at a time")
     options, seed = {"batch_tokens": args.batch_tokens}, args.seed
     scored, no_loss = _scored(args, model, examples)
     against = None if args.against is None else model_of(args.against, args.device)
+    # what is wrong in the treebank is said before the work begins
+    of_words = None if args.conllu is None else words_of(args, model)
     shown: list[report.Section] = []
     numbers: dict[str, dict] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -53,13 +69,17 @@ def whole(
     of_maps = _of_maps(maps, tokens, without, n=len(examples), seed=seed)
     add(sections.maps(maps, tokens, no_loss=no_loss), of_maps)
     if without is None:
-        add(sections.missing("heads", no_loss))
-        add(sections.missing("importance", no_loss))
+        for name in ("heads", "importance", "fixed"):
+            add(sections.missing(name, no_loss))
     else:
-        add(sections.ablation(without, _loss_of(args, model), seed=seed), of_heads(args, without))
+        loss = _loss_of(args, model)
+        add(sections_of_loss.ablation(without, loss, seed=seed), of_heads(args, without))
         found = heads.importance(model, scored, **measured)
         curves = pruned(found, model, scored, seed=seed, **measured)
-        add(sections.importance(found, curves, seed=seed), of_importance(args, found, curves))
+        add(sections_of_loss.importance(found, curves, seed=seed), of_importance(args, found, curves))
+        assignment = fixed.fitting(plain, causal=bool(model.config.is_decoder))
+        found = fixed.fixed_heads(model, scored, assignment, **measured)
+        add(sections_of_loss.fixed(found, seed=seed), of_fixed(args, found))
     if against is not None:
         found = change.change(model, against, examples, **options)
         add(sections.change(found, seed=seed), of_change(args, found))
@@ -73,10 +93,48 @@ def whole(
     else:
         reason = f"no word is in {geometry.LEAST} places of these texts; more text is needed"
         add(sections.missing("geometry", reason))
+    if of_words is not None:
+        _add_trees(args, model, *of_words, add)
     summary = [f"{name}: {each['summary'][0]}" for name, each in numbers.items() if "summary" in each]
     numbers = facts | {"sections": numbers, "summary": summary}
     title = f"What the heads of {Path(args.model).resolve().name} do"
     return numbers, arrays, report.page(title, numbers, shown)
+
+
+def _add_trees(
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    sentences: list[Sentence],
+    examples: Examples,
+    left_out: int,
+    add: Callable[..., None],
+) -> None:
+    """The sections of a treebank; `examples` are its sentences."""
+    if len(sentences) < SENTENCES:
+        reason = f"the treebank has fewer than {SENTENCES} sentences that the model can read"
+        for name in ("syntax", "probe"):
+            add(sections.missing(name, reason))
+        return
+    labels, parsing = syntax.on_trees(args, model, sentences, examples)
+    best = parsing.best(seed=args.seed)
+    numbers, arrays, _ = syntax.of_syntax(labels, parsing, best)
+    numbers["left out"] = left_out
+    add(sections_of_trees.of_syntax(labels, parsing, best), (numbers, arrays))
+    if sum(len(sentence) > 1 for sentence in sentences) < SENTENCES:
+        reason = f"the treebank has fewer than {SENTENCES} sentences of two words or more"
+        add(sections.missing("probe", reason))
+        return
+    targets = of_treebank(sentences, examples, "upos")
+    found = {
+        "edge": (probe.edge(args, model, examples, targets), probe.of_edge),
+        "structural": (probe.structural(args, model, sentences, examples), probe.of_structural),
+    }
+    made = {name: of(args, both) for name, (both, of) in found.items()}
+    numbers = {name: each[0] for name, each in made.items()}
+    numbers["summary"] = [each["summary"][0] for each in numbers.values()]
+    arrays = {f"{name}/{key}": array for name, each in made.items() for key, array in each[1].items()}
+    section = sections_of_trees.of_probes(*(both for both, _ in found.values()))
+    add(section, (numbers, arrays))
 
 
 def _scored(

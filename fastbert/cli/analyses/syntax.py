@@ -10,6 +10,7 @@ import numpy as np
 from fastbert.analysis import pictures
 from fastbert.analysis import syntax as analysis
 from fastbert.analysis.examples import Examples
+from fastbert.analysis.sections import head_name
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found
 from fastbert.models.base import PreTrainedModel
@@ -22,10 +23,23 @@ def syntax(
     args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
 ) -> Found:
     """Attention by label, and heads as parsers, on a treebank."""
+    labels, parsing = on_trees(args, model, sentences, examples)
+    return of_syntax(labels, parsing, parsing.best(seed=args.seed))
+
+
+def on_trees(
+    args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
+) -> tuple[analysis.AttentionByLabel, analysis.Parsing]:
+    """Attention by label, and heads as parsers."""
     labels = analysis.attention_by_label(model, examples, sentences, batch_tokens=args.batch_tokens)
     options = {"batch_tokens": args.batch_tokens, "max_bytes": args.max_bytes}
-    parsing = analysis.parse(model, examples, sentences, **options)
-    best = parsing.best(seed=args.seed)
+    return labels, analysis.parse(model, examples, sentences, **options)
+
+
+def of_syntax(
+    labels: analysis.AttentionByLabel, parsing: analysis.Parsing, best: list[analysis.Best]
+) -> Found:
+    """Numbers, arrays and figures of what `on_trees` returns; `best` of its heads as parsers."""
     counts, scores = labels.counts(), labels.scores()
     to_label, share = labels.to_label.mean(1), labels.share.mean(1)
     accuracy = np.moveaxis(parsing.accuracy(), -1, 0)
@@ -68,6 +82,7 @@ def syntax(
             for i, name in enumerate(analysis.LABELS)
         },
         "arcs": len(parsing.sentence),
+        "sentences": parsing.sentences,
         "best": [_as_numbers(each) for each in best],
         "summary": _lines(labels, best),
     }
@@ -88,6 +103,7 @@ def _as_numbers(best: analysis.Best) -> dict[str, Any]:
     published = analysis.PUBLISHED.get(best.relation)
     return {
         **best._asdict(),
+        "name": head_name(best.layer, best.head),
         "accuracy": best.accuracy._asdict(),
         "direction": analysis.DIRECTIONS[best.direction],
         "published": None if published is None else published._asdict(),
