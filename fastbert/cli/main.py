@@ -313,7 +313,8 @@ def _add_analyze(commands: Any) -> None:
         "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, "
         "attention by part of speech and relation, and which heads find the heads of words. probe: what each "
         "layer knows of labels or trees. starts: what a task gains from pre-training. The output directory "
-        "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at all.",
+        "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at "
+        "all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
