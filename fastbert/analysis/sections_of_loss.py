@@ -187,8 +187,8 @@ def fixed(found: FixedHeads, *, seed: int) -> Section:
         title = f"Change of the {score}"
         says = "Beside that of the whole model. The lines are the 95% intervals."
         drawings.append(Drawing("change", title, says, picture, sample=CASES))
-    rows = [(name, f"{{counts/{name}:,}} heads") for name in patterns.NAMES]
-    rows = [row for row, name in zip(rows, patterns.NAMES, strict=True) if found.counts()[name]]
+    counts = found.counts()
+    rows = [(f"heads: {name}", f"{{counts/{name}:,}}") for name in patterns.NAMES if counts[name]]
     for name, key in (("with the patterns", "patterns"), ("with those heads at 0", "zero")):
         changes = f"{score} {{{key}/intervals/score:+.4f}}, loss {{{key}/intervals/loss:+.4f}}"
         rows.append((name, changes))
@@ -199,8 +199,8 @@ def fixed(found: FixedHeads, *, seed: int) -> Section:
             "Some heads look at places and not at words: always at the previous token, say, or at the "
             "separators. Such a head needs no learned queries and keys. Here every head that mostly does so "
             "gets the pattern that it comes nearest to, on every text, and keeps its values.",
-            "If the model stays as good as it was, that pattern was all that the head did. The second row "
-            "shows what the same heads are worth at all: there their output is 0.",
+            "If the model stays as good as it was, that pattern was all that these heads did. The second bar "
+            "shows what they are worth at all: there their output is 0.",
         ),
         drawings,
         rows,

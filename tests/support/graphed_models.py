@@ -90,7 +90,7 @@ def frozen(model, parameters, derived):
     now = [(table, name, table[name]) for table, name, _ in parameters if name in table]
     make = prepared.derived
 
-    def recorded(owner, name, sources, build):
+    def recorded(owner, name, sources, build, *, keep=True):
         return derived[id(owner), name]
 
     for table, name, value in parameters:
