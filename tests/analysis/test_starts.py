@@ -107,7 +107,11 @@ def changed(one, other) -> set[str]:
     return {name for name, value in one.items() if not torch.equal(value, other[name].to(value.dtype))}
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+def others_in_the_sweep(family: str):
+    return family if family in ("bert", "roberta") else pytest.param(family, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize("family", [others_in_the_sweep(name) for name in FAMILY_NAMES])
 def test_what_each_start_changes(seen, family):
     model = classifier(family)
     whole = copy.deepcopy(model.state_dict())
@@ -157,6 +161,15 @@ def test_scores_are_those_of_the_others(seen):
     assert list(intervals) == [*STARTS, "baseline"]
     assert intervals["frozen"].mean == found.score[0].mean()
     assert (intervals["frozen"].n, intervals["frozen"].seed) == (4, 1)
+
+
+def test_the_baseline_is_of_what_was_learned_from():
+    known, held_out = np.array([1, 1, 0]), np.array([0, 0, 1])
+    np.testing.assert_array_equal(module._baseline(known, held_out, "accuracy"), [0, 0, 1])
+    several = module._baseline(np.array([[1, 0], [1, 0], [0, 0]]), np.array([[0, 0], [1, 1]]), "accuracy")
+    np.testing.assert_array_equal(several, [0.5, 0.5])
+    numbers = module._baseline(np.array([1.0, 3.0]), np.array([0.0]), "negative squared error")
+    np.testing.assert_array_equal(numbers, [-4.0])
 
 
 def test_numbers(seen):

@@ -50,8 +50,8 @@ FITTED = {
     (OPTIMIZER, "bench_cpu.json"): ("8x128",),
 }
 AFTER_A_REST = (
-    "the benchmark rests before each call; after 30 ms of rest a call takes 2 to 5 ms longer there, which "
-    "the model does not count; back to back it took {}"
+    "measured beside ONNX Runtime's threads, which spun on after its runs then (docs/notes/others.md); "
+    "back to back it took {}"
 )
 # outside WITHIN, and why; `check` prints them and does not hold them
 KNOWN = {
