@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 
@@ -15,10 +16,12 @@ from fastbert.analysis import report as pages
 from fastbert.analysis import results
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import masked, paired, read, tokenized
-from fastbert.analysis.fixed import fitting, fixed_heads
+from fastbert.analysis.fixed import FixedHeads, fitting, fixed_heads
 from fastbert.analysis.heads import ablate
+from fastbert.analysis.intervals import estimate
 from fastbert.analysis.syntax import parse
 from fastbert.analysis.treebank import as_examples, read_conllu
+from fastbert.cli.analyses.heads import of_fixed
 from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
@@ -385,7 +388,9 @@ def test_a_treebank_of_the_report(folder, made):
     uuas = arrays["probe/structural/found"].sum(1) / arrays["probe/structural/edges"].sum()
     np.testing.assert_allclose(probes["structural"]["uuas"], uuas)
     at_random = arrays["probe/structural/found_random_weights"].sum(1)
-    assert probes["structural"]["random"]["layer"] == at_random.argmax()
+    at_random = at_random / arrays["probe/structural/edges"].sum()
+    found = probes["structural"]["random"]
+    assert (found["layer"], found["score"]["mean"]) == (at_random.argmax(), pytest.approx(at_random.max()))
     assert len(probes["summary"]) == 2
 
 
@@ -421,6 +426,17 @@ def test_fixed_heads_of_the_report(folder, made):
     for key, zero in (("patterns", False), ("zero", True)):
         assert ours[key]["intervals"]["score"]["mean"] == pytest.approx(found.score_change(zero=zero))
         assert ours[key]["intervals"]["loss"]["mean"] == pytest.approx(found.loss_change(zero=zero))
+
+
+def test_the_numbers_of_fixed_heads():
+    base_loss, base_score, loss, score, zero_loss, zero_score = np.random.default_rng(0).normal(size=(6, 8))
+    parts = base_loss, base_score, loss, score, zero_loss, zero_score
+    found = of_fixed(argparse.Namespace(seed=2), FixedHeads(np.array([[1, 0]]), "accuracy", *parts))[0]
+    for key, losses, scores in (("patterns", loss, score), ("zero", zero_loss, zero_score)):
+        intervals = found[key]["intervals"]
+        assert intervals["loss"] == estimate(losses - base_loss, seed=2)._asdict()
+        assert intervals["score"] == estimate(scores - base_score, seed=2)._asdict()
+    assert (found["count"], found["heads"], found["cases"]) == (1, 2, 8)
 
 
 def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):

@@ -151,5 +151,6 @@ SUITE = Suite(
         f"{_PAGES}::test_pairs_of_an_encoder_are_compared",
         f"{_PAGES}::test_a_treebank_of_the_report",
         f"{_PAGES}::test_fixed_heads_of_the_report",
+        f"{_PAGES}::test_the_numbers_of_fixed_heads",
     ),
 )

@@ -54,5 +54,5 @@ SUITE = Suite(
     tests=("tests/cpu/test_threads.py", "-x"),
     build=(sys.executable, "setup.py", "build_ext", "--inplace"),
     environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
-    timeout_s=150.0,
+    timeout_s=240.0,
 )
