@@ -36,9 +36,7 @@ FAULTS = (
     _fault("short jobs are lent", "* static_cast<double>(left) >= worth)", ">= 0 * worth)"),
     _fault("nobody waits for lent tasks", "if (!ready()) end_.wait(ready, false, [] {});\n        return true;", "return ready() || true;"),
     # stepping aside
-    _fault("workers stay where they wake up", "if (aside.step(cores_[0].load(std::memory_order_relaxed), self))", "if (false)"),
     _fault("a worker stays aside", "if (stepped_) sched_setaffinity(0, sizeof allowed_, &allowed_);", ""),
-    _fault("a worker steps onto the owner's core", "CPU_CLR(core, &elsewhere);", "CPU_ZERO(&elsewhere), CPU_SET(core, &elsewhere);"),
     _fault("a worker steps where it may not go", "cpu_set_t elsewhere = allowed_;", "cpu_set_t elsewhere = allowed_;\n        for (int i = 0; i < 64; ++i) CPU_SET(i, &elsewhere);"),
     # teams
     _fault("an open team is opened again", "if (t_open != nullptr || threads <= 1", "if (threads <= 1"),
