@@ -9,8 +9,9 @@ layer is drawn anew, alike for all. The loop, its optimizer and its order are th
 AdamW, weight decay 0.01, a learning rate that rises over a tenth of the steps and falls linearly to 0,
 gradients clipped at 1.
 
-Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.3 and table 1; the schedule is that
-of Devlin et al. 2018, "BERT", appendix A.3.
+Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.3 and table 1, also for the epochs
+and the batch; the learning rate is one of Devlin et al. 2018, "BERT", sec. 4.1, and the schedule that of
+google-research/bert's run_classifier.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
+from fastbert.layers.quantized import is_quantized
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.training.draws import key_of
@@ -247,6 +249,8 @@ def starts(
         raise TypeError(
             f"model: expected one with a head for sequence classification, got {type(model).__name__}"
         )
+    if is_quantized(model):
+        raise ValueError("model: is quantised, and cannot learn; expected floating-point weights")
     examples.check(model)
     measure = Measure.of(model, examples)
     examples = measure.examples

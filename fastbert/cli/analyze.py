@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fastbert.analysis import results
-from fastbert.analysis import starts as training
 from fastbert.analysis.identities import MAX_BYTES
+from fastbert.analysis.starts import DEFAULT as RECIPE
 from fastbert.cli.analyses.attention import attention, effective, patterns
 from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
@@ -49,7 +49,7 @@ _OWN = {
     "lr": ("starts",),
 }
 # what they are if they are not given
-_DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(training.DEFAULT)}
+_DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(RECIPE)}
 
 
 def run(args: argparse.Namespace) -> int:

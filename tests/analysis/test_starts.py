@@ -206,6 +206,8 @@ def test_bad_input():
     examples = labelled(12)
     with pytest.raises(TypeError, match="model: expected one with a head for sequence classification"):
         starts(both("bert", "ForMaskedLM")[1], examples)
+    with pytest.raises(ValueError, match="model: is quantised, and cannot learn"):
+        starts(classifier().quantize("int8"), examples)
     with pytest.raises(ValueError, match=r"examples: expected 10 at least, .* got 9"):
         starts(classifier(), examples.chosen(range(9)))
     with pytest.raises(ValueError, match=r"labels\[1\]: 2 is no class; expected 0 to 1"):
