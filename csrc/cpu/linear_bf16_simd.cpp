@@ -11,6 +11,7 @@
 //            and residual in float, rounded once. Subnormal elements count as 0 (vec_avx512_bf16.h).
 // Source     Intel, "Intel Architecture Instruction Set Extensions Programming Reference", VDPBF16PS.
 #include "linear_simd.h"
+#include "pace.h"
 
 namespace fastbert {
 namespace avx512 {
@@ -30,8 +31,8 @@ FASTBERT_INLINE Pairs broadcast_pair(const bf16* p) {
 }
 
 // c (kRows x kPanel) = or += a times `depth` rows of a panel, an even number. Meanwhile it prefetches from
-// `ahead` on, `ahead_step` bytes per pair of rows.
-template <int kRows>
+// `ahead` on, `ahead_step` bytes per pair of rows, kLines lines at a time.
+template <int kRows, int kLines>
 __attribute__((noinline)) void tile(const bf16* a, std::int64_t row_stride, std::int64_t pair_stride,
                                     const Pair* b, std::int64_t depth, float* c, bool accumulate,
                                     const char* ahead, std::int64_t ahead_step) {
@@ -41,7 +42,8 @@ __attribute__((noinline)) void tile(const bf16* a, std::int64_t row_stride, std:
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
     for (std::int64_t k = 0; k < depth; k += 2, a += pair_stride, b += kPanel, ahead += ahead_step) {
-        __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 8
+        for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * kLine, 0, 2);
         Pairs right[kVectors];
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) right[v] = load(b + v * kLanes, kLanes);
@@ -63,7 +65,10 @@ __attribute__((noinline)) void tile(const bf16* a, std::int64_t row_stride, std:
 
 using Tile = void (*)(const bf16*, std::int64_t, std::int64_t, const Pair*, std::int64_t, float*, bool,
                       const char*, std::int64_t);
-constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+constexpr Tile kTiles[3][kTileRows] = {
+    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>},
+    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>},
+    {tile<1, 4>, tile<2, 4>, tile<3, 4>, tile<4, 4>, tile<5, 4>, tile<6, 4>}};
 
 // Rows of b as a run of a panel: pairs of rows, with zeros after the last column and an odd last row.
 void pair_rows(const bf16* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, Pair* out) {
@@ -104,23 +109,21 @@ void pair_columns(const bf16* a, std::int64_t depth_stride, std::int64_t rows, s
     }
 }
 
-// What tiles prefetch of the next run. Two rows of a panel fill four lines of the cache; each of the first
-// four tiles takes one line of every two rows, the others none.
-struct Ahead {
+// What tiles prefetch of the next run where it is rows of b. Two rows of 64 columns fill four lines of the
+// cache; each of the first four tiles takes one line of every two rows, the others none.
+struct Quarters {
     const char* from;
     std::int64_t step;
-    // `stride`: of b, or 0 in panels.
-    Ahead(const bf16* run, std::int64_t stride)
-        : from(reinterpret_cast<const char*>(run)),
-          step(stride == 0 ? 4 * kLine : 4 * stride),
-          across_(stride == 0 ? kLine : 2 * stride - kLine) {}
-    void next_quarter() {
+    // `stride`: of b.
+    Quarters(const bf16* run, std::int64_t stride)
+        : from(reinterpret_cast<const char*>(run)), step(4 * stride), across_(2 * stride - kLine) {}
+    void next(std::int64_t) {
         if (++quarter_ == 4) step = 0;
         if (quarter_ < 4) from += quarter_ == 2 ? across_ : kLine;
     }
+    static int kind() { return 0; }
 
   private:
-    static constexpr std::int64_t kLine = 64;
     std::int64_t across_;  // from the second line to the third
     int quarter_ = 0;
 };
@@ -183,18 +186,27 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
                           run);
                 next = b + next_k * args.b_stride + next_j;
             }
-            std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-            Ahead ahead(next, args.panels != nullptr ? 0 : args.b_stride);
-            for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
-                n = tile_height(rows - i, tiles);
-                const bf16* const tile_a = by_rows ? a + i * row_stride + k : a + i * padded + k * n;
-                float* const c = sums + (padded > kRunDepth ? i * kPanel : 0);
-                kTiles[n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c, k > 0, ahead.from,
-                              ahead.step);
-                ahead.next_quarter();
-                if (last)
-                    kFinish<bf16>[static_cast<int>(args.activation)](args, bias, c, kPanel, row + i, n, j,
-                                                                     columns);
+            const std::int64_t count = (rows + kTileRows - 1) / kTileRows;
+            const auto go = [&](auto ahead) __attribute__((always_inline)) {
+                std::int64_t tiles = count;
+                for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
+                    n = tile_height(rows - i, tiles);
+                    const bf16* const tile_a = by_rows ? a + i * row_stride + k : a + i * padded + k * n;
+                    float* const c = sums + (padded > kRunDepth ? i * kPanel : 0);
+                    kTiles[ahead.kind()][n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c,
+                                                k > 0, ahead.from, ahead.step);
+                    ahead.next(depth / 2);
+                    if (last)
+                        kFinish<bf16>[static_cast<int>(args.activation)](args, bias, c, kPanel, row + i, n, j,
+                                                                         columns);
+                }
+            };
+            if (args.panels != nullptr) {
+                // Four lines per pair of rows, and more where this run is shorter than the next one
+                const std::int64_t next_depth = less(kRunDepth, padded - next_k);
+                go(Pace(next, (4 * next_depth + depth - 1) / depth, count));
+            } else {
+                go(Quarters(next, args.b_stride));
             }
         }
     }

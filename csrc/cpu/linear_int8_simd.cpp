@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "linear_int8.h"
+#include "pace.h"
 
 namespace fastbert {
 namespace FASTBERT_ISA {
@@ -56,7 +57,7 @@ FASTBERT_INLINE void store_shorts(std::uint16_t* p, UVec v) {
 
 // sums (kRows x kTileColumns) of `groups` rows of a panel. `ahead`: as in linear_simd.cpp.
 #define FASTBERT_TILE_INT8(NAME, DOT, ...)                                                            \
-    template <int kRows>                                                                              \
+    template <int kRows, int kLines>                                                                  \
     __VA_ARGS__ __attribute__((noinline)) void NAME(                                                  \
         const std::uint32_t* a, std::int64_t a_stride, const std::uint8_t* b, std::int64_t groups,    \
         std::int32_t* sums, const char* ahead, std::int64_t ahead_step) {                             \
@@ -64,7 +65,8 @@ FASTBERT_INLINE void store_shorts(std::uint16_t* p, UVec v) {
         _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r)                                       \
             _Pragma("GCC unroll 8") for (int v = 0; v < kTileVectors; ++v) acc[r][v] = broadcast(0u); \
         for (std::int64_t k = 0; k < groups; ++k, b += 4 * kPanel, ahead += ahead_step) {             \
-            __builtin_prefetch(ahead, 0, 2);                                                          \
+            _Pragma("GCC unroll 8") for (int i = 0; i < kLines; ++i)                                  \
+                __builtin_prefetch(ahead + i * kLine, 0, 2);                                          \
             UVec right[kTileVectors];                                                                 \
             _Pragma("GCC unroll 8") for (int v = 0; v < kTileVectors; ++v) right[v] =                 \
                 load_bits(b + 4 * v * kLanes);                                                        \
@@ -90,14 +92,22 @@ using Tile = void (*)(const std::uint32_t*, std::int64_t, const std::uint8_t*, s
 
 template <int kGroup>
 struct Tiles {
-    static constexpr Tile kAll[kTileRows] = {tile_pairs<1>, tile_pairs<2>, tile_pairs<3>,
-                                             tile_pairs<4>, tile_pairs<5>, tile_pairs<6>};
+    static constexpr Tile kAll[3][kTileRows] = {{tile_pairs<1, 1>, tile_pairs<2, 1>, tile_pairs<3, 1>,
+                                                 tile_pairs<4, 1>, tile_pairs<5, 1>, tile_pairs<6, 1>},
+                                                {tile_pairs<1, 2>, tile_pairs<2, 2>, tile_pairs<3, 2>,
+                                                 tile_pairs<4, 2>, tile_pairs<5, 2>, tile_pairs<6, 2>},
+                                                {tile_pairs<1, 4>, tile_pairs<2, 4>, tile_pairs<3, 4>,
+                                                 tile_pairs<4, 4>, tile_pairs<5, 4>, tile_pairs<6, 4>}};
 };
 #ifdef __AVX512F__
 template <>
 struct Tiles<4> {
-    static constexpr Tile kAll[kTileRows] = {tile_vnni<1>, tile_vnni<2>, tile_vnni<3>,
-                                             tile_vnni<4>, tile_vnni<5>, tile_vnni<6>};
+    static constexpr Tile kAll[3][kTileRows] = {{tile_vnni<1, 1>, tile_vnni<2, 1>, tile_vnni<3, 1>,
+                                                 tile_vnni<4, 1>, tile_vnni<5, 1>, tile_vnni<6, 1>},
+                                                {tile_vnni<1, 2>, tile_vnni<2, 2>, tile_vnni<3, 2>,
+                                                 tile_vnni<4, 2>, tile_vnni<5, 2>, tile_vnni<6, 2>},
+                                                {tile_vnni<1, 4>, tile_vnni<2, 4>, tile_vnni<3, 4>,
+                                                 tile_vnni<4, 4>, tile_vnni<5, 4>, tile_vnni<6, 4>}};
 };
 #endif
 
@@ -139,15 +149,14 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
     for (std::int64_t j = column; j < column_end; j += kPanel) {
         const std::uint8_t* const panel = args.panels + j / kPanel * panel_bytes;
         std::int64_t tiles = (row_end - row + kTileRows - 1) / kTileRows;
-        const std::int64_t pace = (4 * kPanel + tiles - 1) / tiles;
-        const char* ahead = reinterpret_cast<const char*>(
-            args.panels + (j + kPanel < column_end ? j + kPanel : next_column) / kPanel * panel_bytes);
+        Pace ahead(args.panels + (j + kPanel < column_end ? j + kPanel : next_column) / kPanel * panel_bytes,
+                   4 * kPanel / kLine, tiles);
         for (std::int64_t i = row, n; i < row_end; i += n, --tiles) {
             n = (row_end - i + tiles - 1) / tiles;
             for (int part = 0; part < kPanel; part += kTileColumns)
-                Tiles<kGroup>::kAll[n - 1](groups + i * count, count, panel + 4 * part, count, buffer + part,
-                                           ahead, pace);
-            ahead += count * pace;
+                Tiles<kGroup>::kAll[ahead.kind()][n - 1](groups + i * count, count, panel + 4 * part, count,
+                                                         buffer + part, ahead.from, ahead.step);
+            ahead.next(count);
             kFinish<T>[static_cast<int>(args.activation)](args, quantized, scale, bias, column_sums, buffer,
                                                           i, n, j, less(kPanel, args.columns - j));
         }

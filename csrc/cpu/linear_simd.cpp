@@ -2,6 +2,7 @@
 // instruction set.
 #include "linear_simd.h"
 
+#include "pace.h"
 #include "transpose.h"
 
 namespace fastbert {
@@ -32,8 +33,8 @@ std::int64_t product_scratch(const Product& args, std::int64_t rows, std::int64_
 
 // c (kRows x kTileColumns) = or += a times `depth` rows of a panel. The new sum starts from zero: float loses
 // less in many short sums than in a long one. Meanwhile it prefetches the next panel from `ahead` on,
-// `ahead_step` bytes per row.
-template <int kRows>
+// `ahead_step` bytes per row, kLines lines at a time.
+template <int kRows, int kLines>
 __attribute__((noinline)) void tile(const float* a, std::int64_t row_stride, std::int64_t depth_stride,
                                     const float* b, std::int64_t depth, float* c, std::int64_t c_stride,
                                     bool accumulate, const char* ahead, std::int64_t ahead_step) {
@@ -43,7 +44,8 @@ __attribute__((noinline)) void tile(const float* a, std::int64_t row_stride, std
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v) sums[r][v] = zero();
     for (std::int64_t k = 0; k < depth; ++k, a += depth_stride, b += kPanel, ahead += ahead_step) {
-        __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 8
+        for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * kLine, 0, 2);
         Vec right[kTileVectors];
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v) right[v] = load(b + v * kLanes, kLanes);
@@ -76,7 +78,10 @@ FASTBERT_INLINE void add_pass(const float* pass, std::int64_t rows, bool accumul
 
 using Tile = void (*)(const float*, std::int64_t, std::int64_t, const float*, std::int64_t, float*,
                       std::int64_t, bool, const char*, std::int64_t);
-constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+constexpr Tile kTiles[3][kTileRows] = {
+    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>},
+    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>},
+    {tile<1, 4>, tile<2, 4>, tile<3, 4>, tile<4, 4>, tile<5, 4>, tile<6, 4>}};
 
 template <class T>
 FASTBERT_INLINE void widen(const T* from, std::int64_t count, float* to) {
@@ -175,9 +180,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                         widen_panel(stored, depth, wide_b);
                 }
                 std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-                const std::int64_t pace =
-                    (kPanel * static_cast<std::int64_t>(sizeof(T)) + tiles - 1) / tiles;  // bytes per row
-                const char* ahead = reinterpret_cast<const char*>(next);
+                Pace ahead(next, kPanel * sizeof(T) / kLine, tiles);
                 for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
                     n = tile_height(rows - i, tiles);
                     const std::int64_t row_stride = !by_rows ? 1 : kIsFloat<T> ? args.row_stride : step;
@@ -187,10 +190,11 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                     std::int64_t c_stride = kPanel;
                     for (std::int64_t d = 0; d < depth; d += kSumDepth)
                         for (int part = 0; part < kPanel; part += kTileColumns)
-                            kTiles[n - 1](tile_a + d * depth_stride, row_stride, depth_stride,
-                                          panel + d * kPanel + part, less(kSumDepth, depth - d), c + part,
-                                          c_stride, d > 0, ahead + d * pace, pace);
-                    ahead += depth * pace;
+                            kTiles[ahead.kind()][n - 1](tile_a + d * depth_stride, row_stride, depth_stride,
+                                                        panel + d * kPanel + part, less(kSumDepth, depth - d),
+                                                        c + part, c_stride, d > 0,
+                                                        ahead.from + d * ahead.step, ahead.step);
+                    ahead.next(depth);
                     if (!once) {
                         c = sums + i * width + j - first;
                         c_stride = width;

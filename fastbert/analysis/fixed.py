@@ -1,26 +1,7 @@
 """What a model loses when heads attend by fixed patterns, which know places only, and no words.
 
-A pattern takes the place of a head's attention probabilities P. For row i of a sequence of n tokens, special
-ones included, all counted from 0:
-
-    current         P_ii = 1
-    previous        P_i,i-1 = 1
-    next            P_i,i+1 = 1
-    left context    P_ij ∝ (j + 1)³ for j <= i - 2
-    right context   its mirror image: P_ij ∝ (n - j)³ for j >= i + 2
-    end             P_ij ∝ (j + 1)³ for all j
-    start           its mirror image: P_ij ∝ (n - j)³ for all j
-    first token     P_i0 = 1
-    separators      all separators of the sequence alike
-
-A row without a key, as the first of `previous`, looks at itself. That rule and the last two patterns are this
-package's own; the others are Raganato et al.'s, who train models with seven of them per layer.
-
-No map is made. With values v, P v is a shift, or a running mean
-
-    m_i = Σ_{j <= i} (j + 1)³ v_j / Σ_{j <= i} (j + 1)³,    Σ_{j <= i} (j + 1)³ = ((i + 1)(i + 2) / 2)²
-
-read at i - 2 (left context) or at n - 1 (end), of the sequence or of its mirror image: O(n · d) per head.
+What a pattern is, and how it is computed without a map, is in `fastbert.layers.patterns`; models that are
+trained with patterns are in `fastbert.models.fixed_heads`.
 
 Source: Raganato, Scherrer and Tiedemann 2020, "Fixed Encoder Self-Attention Patterns in Transformer-Based
 Machine Translation", sec. 3.
@@ -48,102 +29,20 @@ from fastbert.analysis.intervals import Interval, mean_interval, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
 from fastbert.layers.encoder import Sequences
-from fastbert.layers.packing import positions_of
+from fastbert.layers.patterns import (
+    BACKWARD,
+    CURRENT,
+    FIRST_TOKEN,
+    LEARNED,
+    NAMES,
+    NEXT,
+    PREVIOUS,
+    SEPARATORS,
+    Rows,
+    attend,
+)
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
-
-# What a head does: it is left as it is learned, or attends by a pattern
-NAMES = (
-    "learned",
-    "current",
-    "previous",
-    "next",
-    "left context",
-    "right context",
-    "end",
-    "start",
-    "first token",
-    "separators",
-)
-(
-    LEARNED,
-    CURRENT,
-    PREVIOUS,
-    NEXT,
-    LEFT_CONTEXT,
-    RIGHT_CONTEXT,
-    END,
-    START,
-    FIRST_TOKEN,
-    SEPARATORS,
-) = range(len(NAMES))
-
-# those that look at no later token: what a causal model can have
-BACKWARD = (LEARNED, CURRENT, PREVIOUS, LEFT_CONTEXT, FIRST_TOKEN)
-
-
-def attend(pattern: int, v: Tensor, cu_seqlens: Tensor, separators: Tensor | None = None) -> Tensor:
-    """P v of one pattern, for packed sequences; gradients flow to the values.
-
-    Args:
-        pattern: an index into `NAMES`, but LEARNED.
-        v: (total, …), the values.
-        cu_seqlens: (batch + 1,), where the sequences are; total is its last number.
-        separators: (total,) bool, which tokens are separators; read by SEPARATORS alone.
-
-    Returns:
-        (total, …) in the dtype of `v`. Means are computed in float64, since the weights grow as n³.
-    """
-    total = v.shape[0]
-    if total == 0 or pattern == CURRENT:
-        return v
-    sequence, position = positions_of(cu_seqlens, total)
-    ends = cu_seqlens.long()
-    rows = torch.arange(total, device=v.device)
-    first, last = ends[:-1][sequence], ends[1:][sequence] - 1
-    if pattern == PREVIOUS:
-        return v.index_select(0, torch.maximum(rows - 1, first))
-    if pattern == NEXT:
-        return v.index_select(0, torch.minimum(rows + 1, last))
-    if pattern == FIRST_TOKEN:
-        return v.index_select(0, first)
-    if pattern == SEPARATORS:
-        return _of_separators(v, sequence, len(ends) - 1, separators)
-    mirrored = pattern in (RIGHT_CONTEXT, START)
-    mirror = first + last - rows
-    ordered = v.index_select(0, mirror) if mirrored else v
-    means = _running_means(ordered, position, ends.diff().tolist())
-    if pattern in (END, START):
-        # alike for all rows of a sequence, so it needs no turning back
-        return means.index_select(0, last).to(v.dtype)
-    before = means.index_select(0, torch.maximum(rows - 2, first)).to(v.dtype)
-    found = torch.where(_column(position >= 2, v), before, ordered)
-    return found.index_select(0, mirror) if mirrored else found
-
-
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    """(total,) -> (total, 1, …), to go with (total, …)."""
-    return values.view(-1, *(1,) * (like.dim() - 1))
-
-
-def _running_means(v: Tensor, position: Tensor, lengths: list[int]) -> Tensor:
-    """m of the module, in float64; each sequence has a sum of its own, so none reaches the next."""
-    place = position.double() + 1
-    weighted = v.double() * _column(place**3, v)
-    sums = torch.cat([part.cumsum(0) for part in weighted.split(lengths)])
-    return sums / _column((place * (place + 1) / 2).square(), v)
-
-
-def _of_separators(v: Tensor, sequence: Tensor, count: int, separators: Tensor | None) -> Tensor:
-    if separators is None:
-        raise ValueError("separators: the pattern 'separators' needs to know which tokens they are; got None")
-    at = separators.nonzero().squeeze(1)
-    owner = sequence[at]
-    flat = v.index_select(0, at).double()
-    sums = flat.new_zeros(count, *v.shape[1:]).index_add(0, owner, flat)
-    number = torch.bincount(owner, minlength=count)
-    means = (sums / _column(number.clamp_min(1), v)).to(v.dtype)
-    return torch.where(_column(number[sequence] > 0, v), means[sequence], v)
 
 
 class FixedPatterns(Taps):
@@ -186,9 +85,10 @@ class FixedPatterns(Taps):
     def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
         """See `Taps`."""
         values, self._values = self._values, None
+        rows = Rows.of(sequences.cu_seqlens, values.shape[0], sequences.max_seqlen)
         for pattern, heads in self._heads[layer].items():
             at = torch.tensor(heads, device=context.device)
-            found = attend(pattern, values.index_select(1, at), sequences.cu_seqlens, self.separators)
+            found = attend(pattern, values.index_select(1, at), rows, self.separators)
             context = context.index_copy(1, at, found.to(context.dtype))
         return context
 

@@ -29,6 +29,7 @@ from fastbert.layers.linear import (
     takes_rounded,
 )
 from fastbert.layers.modules import attach, is_hooked, part
+from fastbert.layers.patterns import Heads, Rows
 from fastbert.layers.quantized import copy_of
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
@@ -90,12 +91,14 @@ class LayerForm:
         nheads, head_dim: the number of heads and the size of each.
         activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
             module's own code knows it.
+        heads: which heads attend by fixed patterns, if some do: those have no queries and keys.
     """
 
     names: LayerNames
     nheads: int
     head_dim: int
     activation: str | None
+    heads: Heads | None = None
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[list[str], type], ...]:
@@ -177,6 +180,7 @@ class LayerMath(FusedLayer):
             and not torch.compiler.is_compiling()
             and self.fuses_norm
             and self.form.activation is not None
+            and self.form.heads is None
             and not self.int8
             and not any(self.dropout_rates())
         )
@@ -184,8 +188,11 @@ class LayerMath(FusedLayer):
     def _forward(self, hidden, sequences, gate, site, first_only=False):
         if first_only:
             starts = packing.starts(sequences.cu_seqlens, hidden.shape[0])
-            attention_p = self.dropout_rates()[0]
-            context = self._first_context(hidden, starts, sequences, gate, attention_p, site)
+            if self.form.heads is None:
+                attention_p = self.dropout_rates()[0]
+                context = self._first_context(hidden, starts, sequences, gate, attention_p, site)
+            else:
+                context = self._attend(hidden, sequences, gate, site)[0].index_select(0, starts)
             return self.after_attention(hidden.index_select(0, starts), context, sequences, site), None
         context, probs = self._attend(hidden, sequences, gate, site)
         return self.after_attention(hidden, context, sequences, site), probs
@@ -193,10 +200,41 @@ class LayerMath(FusedLayer):
     def _attend(self, hidden, sequences, gate, site):
         """The output of self-attention, (total, nheads, headdim), and its probabilities or None."""
         q, k, v = self._qkv(hidden)
-        bias, taps = sequences.bias, sequences.taps
+        taps, heads = sequences.taps, self.form.heads
+        if heads is not None:
+            if taps is not None and type(taps).qkv is not Taps.qkv:
+                raise ValueError(
+                    "model: has heads with fixed patterns (config fixed_heads), which have no queries and "
+                    "keys to look at"
+                )
+            found = self._attend_fixed(heads, q, k, v, sequences, gate, site)
+        else:
+            bias = sequences.bias
+            if taps is not None:
+                q, k, v, bias = taps.qkv(self._number(site), q, k, v, sequences)
+            found = self._attend_learned(q, k, v, bias, sequences, gate, site)
+        context, probs = found if sequences.return_probs else (found, None)
         if taps is not None:
-            q, k, v, bias = taps.qkv(self._number(site), q, k, v, sequences)
-        found = attention(
+            context = taps.context(self._number(site), context, sequences)
+        return context, probs
+
+    def _attend_fixed(self, heads, q, k, v, sequences, gate, site):
+        """As `_attend_learned`, with heads of which some attend by patterns."""
+        rows = Rows.of(sequences.cu_seqlens, v.shape[0], sequences.max_seqlen)
+        own = (
+            heads.of_learned(v, 1),
+            heads.of_learned(sequences.bias, 1),
+            sequences,
+            heads.of_learned(gate, 0),
+        )
+        found = self._attend_learned(q, k, *own, site)
+        context, probs = found if sequences.return_probs else (found, None)
+        context = heads.joined(context, v, rows, gate)
+        return context if probs is None else (context, heads.all_probabilities(probs, rows))
+
+    def _attend_learned(self, q, k, v, bias, sequences, gate, site):
+        """The output of attention, with `return_probs` and its probabilities."""
+        return attention(
             q,
             k,
             v,
@@ -212,10 +250,6 @@ class LayerMath(FusedLayer):
             return_probs=sequences.return_probs,
             places=sequences.fitting_places(),
         )
-        context, probs = found if sequences.return_probs else (found, None)
-        if taps is not None:
-            context = taps.context(self._number(site), context, sequences)
-        return context, probs
 
     def after_attention(self, hidden: Tensor, context: Tensor, sequences: Sequences, site: int = 1) -> Tensor:
         """The layer's output from what attention has computed.
@@ -324,7 +358,7 @@ class LayerMath(FusedLayer):
         return context.index_select(0, starts).flatten(1)
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, each (total, nheads, head_dim).
+        """Query, key and value, each (total, nheads, head_dim); the first two only of heads that have them.
 
         One product with [Wq; Wk; Wv] if that is cheaper than three.
         """
@@ -332,6 +366,11 @@ class LayerMath(FusedLayer):
         modules = [self.linear_at(path) for path in (names.query, names.key, names.value)]
         shape = (x.shape[0], self.form.nheads, self.form.head_dim)
         joined = apply_joined(self, modules, x)
+        if self.form.heads is not None:
+            columns = self.form.head_dim * len(self.form.heads.learned)
+            parts = (columns, columns, shape[1] * shape[2])
+            each = [apply_linear(m, x) for m in modules] if joined is None else joined.split(parts, 1)
+            return tuple(t.reshape(shape[0], t.shape[1] // shape[2], shape[2]) for t in each)
         if joined is None:
             return tuple(apply_linear(m, x).reshape(shape) for m in modules)
         return split(joined.reshape(x.shape[0], 3, *shape[1:]))
@@ -388,18 +427,26 @@ def _with_team(hidden: Tensor) -> Iterator[None]:
 
 
 class EncoderLayer(LayerMath, nn.Module):
-    """One encoder layer with parameters of its own."""
+    """One encoder layer with parameters of its own.
 
-    def __init__(self, config: EncoderConfig):
+    Args:
+        config: of the model.
+        heads: which heads attend by fixed patterns, if some do.
+    """
+
+    def __init__(self, config: EncoderConfig, heads: Heads | None = None):
         super().__init__()
         family, hidden = config.family, config.hidden_size
-        names = family.layer
-        self.form = LayerForm(names, config.num_attention_heads, config.head_dim, config.activation_name)
+        names, nheads = family.layer, config.num_attention_heads
+        self.form = LayerForm(names, nheads, config.head_dim, config.activation_name, heads)
         hidden_p = config.hidden_dropout_prob
         self.attention_dropout_p = config.attention_probs_dropout_prob
         self.hidden_dropout_p = hidden_p if family.attention_output_dropout else 0.0
         self.ffn_dropout_p = hidden_p if family.ffn_dropout else 0.0
-        for path in (names.query, names.key, names.value, names.attention_output):
+        columns = hidden if heads is None else len(heads.learned) * config.head_dim
+        for path in (names.query, names.key):
+            attach(self, path, nn.Linear(hidden, columns))
+        for path in (names.value, names.attention_output):
             attach(self, path, nn.Linear(hidden, hidden))
         attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
         attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))

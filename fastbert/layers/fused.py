@@ -78,6 +78,7 @@ class FusedLayer:
             or sequences.causal
             or sequences.return_probs
             or sequences.taps is not None
+            or self.form.heads is not None
             or torch.compiler.is_compiling()
             or checks.autocast_dtype(x) is not None
         ):

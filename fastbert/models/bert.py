@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.modules import attach
+from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
@@ -274,6 +275,12 @@ class BertModel(PreTrainedModel):
             causal = bool(config.is_decoder)
         elif not isinstance(causal, bool):
             raise TypeError(f"causal: expected True, False or None, got {causal!r}")
+        if causal and config.fixed_heads is not None:
+            ahead = [NAMES[p] for row in config.fixed_patterns() for p in row if p not in BACKWARD]
+            if ahead:
+                raise ValueError(
+                    f"causal: got True, but config fixed_heads has {ahead[0]!r}, which looks ahead"
+                )
 
         def embed(seed: Tensor | None) -> Tensor:
             return self.embeddings(
@@ -298,12 +305,17 @@ class BertModel(PreTrainedModel):
 
 
 def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
-    inside = config.family.group_layers
+    inside, heads = config.family.group_layers, config.fixed_patterns()
     if inside is None:
-        return nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
+        count = config.num_hidden_layers
+        # a family's own class need not know of fixed heads
+        each = [()] * count if heads is None else [(Heads(patterns),) for patterns in heads]
+        return nn.ModuleList(layer_class(config, *which) for which in each)
+    alike = () if heads is None else (Heads(heads[0]),)
     groups = []
     for _ in range(config.num_hidden_groups):
         group = nn.Module()
-        attach(group, inside, nn.ModuleList(layer_class(config) for _ in range(config.inner_group_num)))
+        layers = [layer_class(config, *alike) for _ in range(config.inner_group_num)]
+        attach(group, inside, nn.ModuleList(layers))
         groups.append(group)
     return nn.ModuleList(groups)

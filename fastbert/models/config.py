@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.checkpoint import files, hub
+from fastbert.layers.patterns import NAMES
 from fastbert.models import arguments
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, brief, check_config
 from fastbert.models.families import FAMILIES, Family, family_of
@@ -22,6 +23,7 @@ _ABSENT: dict[str, Any] = {
     "bos_token_id": None,
     "dtype": None,
     "eos_token_id": None,
+    "fixed_heads": None,
     "is_encoder_decoder": False,
     "sep_token_id": None,
     "torch_dtype": None,
@@ -64,6 +66,7 @@ class EncoderConfig:
     add_cross_attention: bool
     tie_word_embeddings: bool
     chunk_size_feed_forward: int
+    fixed_heads: list[str] | list[list[str]] | None
     output_hidden_states: bool
     output_attentions: bool
     return_dict: bool
@@ -149,6 +152,17 @@ class EncoderConfig:
         reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
         return self.max_position_embeddings - reserved
 
+    def fixed_patterns(self) -> list[tuple[int, ...]] | None:
+        """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None: none is.
+
+        The key is a list with a name per head, for all layers alike, or a list of such lists, one per layer.
+        """
+        given = self.fixed_heads
+        if given is None:
+            return None
+        rows = [given] * self.num_hidden_layers if isinstance(given[0], str) else given
+        return [tuple(NAMES.index(name) for name in row) for row in rows]
+
     def mathematics(self) -> dict[str, Any]:
         """The values that change the result of a forward in eval mode and that no weight's shape shows.
 
@@ -168,6 +182,10 @@ class EncoderConfig:
             values["pad_token_id"] = self.pad_token_id
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)
+        if patterns := self.fixed_patterns():
+            alike = all(row == patterns[0] for row in patterns)
+            names = [[NAMES[pattern] for pattern in row] for row in patterns]
+            values["fixed_heads"] = names[0] if alike else names
         return values
 
     # -- checks ----------------------------------------------------------------------------------------------

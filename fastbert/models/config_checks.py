@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from fastbert.layers.patterns import BACKWARD, LEARNED, NAMES, SEPARATORS
 from fastbert.ops.activation import SPELLINGS
 
 if TYPE_CHECKING:
@@ -112,6 +113,41 @@ def check_config(config: EncoderConfig) -> None:
             f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {config.problem_type!r}"
         )
     _refuse_other_mathematics(config)
+    _check_fixed_heads(config)
+
+
+def _check_fixed_heads(config: EncoderConfig) -> None:
+    """See `EncoderConfig.fixed_patterns`."""
+    given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
+    if given is None:
+        return
+    rows = [given] if isinstance(given, (list, tuple)) and given and isinstance(given[0], str) else given
+    if (
+        not isinstance(rows, (list, tuple))
+        or len(rows) not in ({layers} if rows is given else {1})
+        or any(not isinstance(row, (list, tuple)) or len(row) != heads for row in rows)
+    ):
+        raise ValueError(
+            f"config fixed_heads: expected None, {heads} names for all layers or {layers} lists of {heads} "
+            f"names, got {brief(given)}"
+        )
+    names = [name for name in NAMES if name != NAMES[SEPARATORS]]
+    for layer, row in enumerate(rows):
+        where = "config fixed_heads" if rows is not given else f"config fixed_heads[{layer}]"
+        if unknown := [name for name in row if name not in names]:
+            raise ValueError(f"{where}: expected names of {', '.join(names)}, got {brief(unknown[0])}")
+        if NAMES[LEARNED] not in row:
+            raise ValueError(f"{where}: expected at least one {NAMES[LEARNED]!r} head, got none")
+        ahead = [name for name in row if NAMES.index(name) not in BACKWARD]
+        if config.is_decoder and ahead:
+            raise ValueError(
+                f"{where}: {ahead[0]!r}, but with is_decoder True no token sees a later one; expected names "
+                f"of {', '.join(NAMES[i] for i in BACKWARD)}"
+            )
+    if config.family.shared_layers and any(list(row) != list(rows[0]) for row in rows):
+        raise ValueError(
+            f"config fixed_heads: {config.model_type} shares its layers' weights, so all layers must be alike"
+        )
 
 
 def _refuse_other_mathematics(config: EncoderConfig) -> None:

@@ -323,6 +323,11 @@ def _masks(
         return mask if mask.dtype == torch.bool else mask != 0, None
     heads = config.num_attention_heads
     if mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
+        if config.fixed_heads is not None:
+            raise ValueError(
+                "attention_mask: expected 2-D, got 4-D; heads with fixed patterns (config fixed_heads) know "
+                "places only, and would look at what it hides"
+            )
         b, h, *rest = mask.shape
         if b not in (1, batch) or h not in (1, heads) or rest not in ([seqlen, seqlen], [1, seqlen]):
             raise ValueError(

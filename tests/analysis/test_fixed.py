@@ -1,4 +1,4 @@
-"""Fixed patterns against maps that are written cell by cell, and against transformers with those maps."""
+"""Heads with fixed patterns against transformers with the patterns' maps."""
 
 from __future__ import annotations
 
@@ -10,118 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert.analysis import fixed
 from fastbert.analysis.attention import AttentionStatistics, attention_statistics
 from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR
-from fastbert.analysis.fixed import NAMES, FixedPatterns, attend, fitting, fixed_heads
+from fastbert.analysis.fixed import NAMES, FixedPatterns, fitting, fixed_heads
+from fastbert.layers import patterns as fixed
 from fastbert.layers.modules import part
 from fastbert.models.encoder import layers_of, tapped
 from fastbert.models.families import FAMILIES
 from tests.support.analysis import both, inputs_of, losses
 from tests.support.hf_models import FAMILY_NAMES
+from tests.support.pattern_maps import ALL, dense
 
-PATTERNS = [i for i, name in enumerate(NAMES) if name != "learned"]
 HEADS = 3
 CLOSE = dict(rtol=1e-9, atol=1e-11)
-LENGTHS = [[1], [2], [3], [1, 2, 3], [7, 1, 0, 33, 2, 64], [0, 5], [200, 3]]
-
-
-def dense(pattern, n, separators):
-    """The map of a pattern for one sequence, (n, n) in float64, cell by cell."""
-    weights = np.zeros((n, n))
-    for i in range(n):
-        for j in range(n):
-            weights[i, j] = {
-                fixed.CURRENT: j == i,
-                fixed.PREVIOUS: j == i - 1,
-                fixed.NEXT: j == i + 1,
-                fixed.LEFT_CONTEXT: (j + 1) ** 3 * (j <= i - 2),
-                fixed.RIGHT_CONTEXT: (n - j) ** 3 * (j >= i + 2),
-                fixed.END: (j + 1) ** 3,
-                fixed.START: (n - j) ** 3,
-                fixed.FIRST_TOKEN: j == 0,
-                fixed.SEPARATORS: separators[j],
-            }[pattern]
-        if not weights[i].any():
-            weights[i, i] = 1
-    return weights / weights.sum(1, keepdims=True)
-
-
-def ends_of(lengths):
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-
-
-def packed(lengths, seed=0):
-    """(values, cu_seqlens, separators): some sequences have separators, some have none."""
-    draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(sum(lengths), 2, 3, generator=draw, dtype=torch.float64)
-    separators = torch.rand(sum(lengths), generator=draw) < 0.15
-    return values, ends_of(lengths), separators
-
-
-def by_maps(pattern, values, lengths, separators):
-    found = []
-    for v, at in zip(values.split(lengths), separators.split(lengths), strict=True):
-        weights = torch.from_numpy(dense(pattern, len(v), at.numpy()))
-        found.append(torch.einsum("ij,jhd->ihd", weights, v))
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
-def test_as_its_map(pattern, lengths):
-    values, ends, separators = packed(lengths)
-    found = attend(pattern, values, ends, separators)
-    expected = by_maps(pattern, values, lengths, separators)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_what_the_patterns_say_of_four_tokens():
-    """The weights, spelled out: (j + 1)³ before i - 1, mirrored, and rows without a key."""
-    values = torch.eye(4, dtype=torch.float64)[:, None]
-    ends = ends_of([4])
-    left = attend(fixed.LEFT_CONTEXT, values, ends)[:, 0]
-    expected = [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [1 / 9, 8 / 9, 0, 0]]
-    torch.testing.assert_close(left, torch.tensor(expected, dtype=torch.float64))
-    right = attend(fixed.RIGHT_CONTEXT, values, ends)[:, 0]
-    torch.testing.assert_close(right, left.flip(0).flip(1))
-    end = attend(fixed.END, values, ends)[:, 0]
-    torch.testing.assert_close(end, torch.tensor([[1, 8, 27, 64]], dtype=torch.float64).expand(4, 4) / 100)
-    torch.testing.assert_close(attend(fixed.START, values, ends)[:, 0], end.flip(1))
-    assert attend(fixed.PREVIOUS, values, ends)[:, 0].argmax(1).tolist() == [0, 0, 1, 2]
-    assert attend(fixed.NEXT, values, ends)[:, 0].argmax(1).tolist() == [1, 2, 3, 3]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
-def test_no_sequence_sees_another(pattern):
-    """To the bit, and also if the other one is not a number."""
-    lengths = [5, 1, 40, 2]
-    values, ends, separators = packed(lengths)
-    whole = attend(pattern, values, ends, separators).split(lengths)
-    for i, (v, at) in enumerate(zip(values.split(lengths), separators.split(lengths), strict=True)):
-        assert torch.equal(attend(pattern, v, ends_of([len(v)]), at), whole[i])
-        others = values.clone()
-        others[: ends[i]] = others[ends[i + 1] :] = torch.nan
-        assert torch.equal(attend(pattern, others, ends, separators).split(lengths)[i], whole[i])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
-def test_one_rounding(pattern, dtype):
-    """Also of long sequences, whose weights are large."""
-    values, ends, separators = packed([3000, 5])
-    values = values.to(dtype)
-    exact = attend(pattern, values.double(), ends, separators)
-    assert torch.equal(attend(pattern, values, ends, separators), exact.to(dtype))
-    ones = attend(pattern, torch.ones_like(values), ends, separators)
-    assert torch.equal(ones, torch.ones_like(values)), "weights do not add up to 1"
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda i: NAMES[i])
-def test_gradients(pattern):
-    values, ends, separators = packed([1, 2, 6])
-    values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: attend(pattern, v, ends, separators), values)
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -380,7 +281,7 @@ def test_separators_must_be_known(labelled):
 
 def test_a_causal_model_has_no_later_token(labelled):
     ours = both("bert", is_decoder=True)[1]
-    for pattern in PATTERNS:
+    for pattern in ALL:
         assignment = np.zeros((3, HEADS), int)
         assignment[2, 1] = pattern
         if pattern in fixed.BACKWARD:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert.analysis import fixed
 from fastbert.analysis.examples import paired, tokenized
 from fastbert.analysis.fixed import fixed_heads
 from fastbert.analysis.heads import ablate, importance, pruning_curve
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import batches
+from fastbert.layers import patterns as fixed
 from tests.analysis.conftest import PAIRS, TEXTS, make_tokenizer
 from tests.support.analysis import both, cosines, inputs_of, losses, without_head
 from tests.support.hf_models import FAMILY_NAMES

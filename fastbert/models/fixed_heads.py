@@ -1,0 +1,87 @@
+"""Models whose heads attend by fixed patterns, to be trained: `config.fixed_heads`, and `fix_heads`.
+
+A head with a pattern has values and its part of the attention's output, but no queries and keys, so its
+layer's two linear layers have fewer rows. Patterns of a trained model are tried first by
+`fastbert.analysis.fixed`, which changes no weight.
+
+Source: Raganato, Scherrer and Tiedemann 2020, "Fixed Encoder Self-Attention Patterns in Transformer-Based
+Machine Translation".
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fastbert.layers.modules import attach, is_plain, part
+from fastbert.layers.patterns import Heads
+from fastbert.models.base import PreTrainedModel
+
+
+def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequence[str]]) -> PreTrainedModel:
+    """A copy of `model` in which some heads attend by fixed patterns, without their queries and keys.
+
+    Args:
+        model: of this package, not quantised, with learned heads only. It is not changed.
+        patterns: `config.fixed_heads` of the copy: a name of `fastbert.layers.patterns.NAMES` per head, for
+            all layers alike, or a list of such lists, one per layer. At least one head of a layer is
+            "learned"; none is "separators", which a layer does not see.
+
+    Returns:
+        The copy. `save_pretrained` and `from_pretrained` know it; transformers does not.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
+    if model.config.fixed_heads is not None:
+        raise ValueError("model: expected one with learned heads only, but it has config fixed_heads")
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise TypeError(f"patterns: expected a list of names, or a list of them per layer, got {patterns!r}")
+    as_lists = [name if isinstance(name, str) else list(name) for name in patterns]
+    config = type(model.config).from_dict(model.config.to_dict(), fixed_heads=as_lists)
+    layers = model.base_model.layers()
+    for i, layer in enumerate(layers):
+        names = layer.form.names
+        for path in (names.query, names.key):
+            if layer.int8 or not is_plain(part(layer, path), nn.Linear):
+                raise ValueError(
+                    f"model: expected plain linear layers, but {path} of layer {i} is "
+                    f"{type(part(layer, path)).__name__}"
+                )
+    found = copy.deepcopy(model)
+    rows = config.fixed_patterns()
+    done: set[nn.Module] = set()
+    for i, layer in enumerate(found.base_model.layers()):
+        # a shared layer appears once per use
+        if layer in done:
+            continue
+        done.add(layer)
+        heads = Heads(rows[i % len(rows)])
+        layer.form = replace(layer.form, heads=heads)
+        for path in (layer.form.names.query, layer.form.names.key):
+            attach(layer, path, _learned_rows(part(layer, path), heads, layer.form.head_dim))
+    for module in found.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config = config
+    return found
+
+
+def _learned_rows(module: nn.Linear, heads: Heads, head_dim: int) -> nn.Linear:
+    """The rows of a query's or key's linear layer that belong to learned heads."""
+    weight = module.weight
+    rows = [head * head_dim + i for head in heads.learned for i in range(head_dim)]
+    smaller = nn.Linear(
+        module.in_features, len(rows), module.bias is not None, device=weight.device, dtype=weight.dtype
+    )
+    at = torch.tensor(rows, device=weight.device)
+    for name, own in smaller.named_parameters():
+        whole = getattr(module, name)
+        own.requires_grad_(False).copy_(whole.detach().index_select(0, at))
+        own.requires_grad_(whole.requires_grad)
+    return smaller.train(module.training)
