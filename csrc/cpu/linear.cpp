@@ -78,15 +78,15 @@ const char* cpu_linear_product(const Product& args, int threads) {
     if (args.rows == 0) return nullptr;
     const std::int64_t panels = ceil_div(args.columns, kPanel);
     const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
-    // A few tasks per thread balance the threads, even where other work shares a core. A task has at least
-    // two panels. A transposed a is gathered by every task that has its rows, so these tasks take all
-    // columns.
+    // A few tasks per thread balance the threads, even where other work shares a core; tasks of one panel
+    // where there are few panels (NOTES.md). A transposed a is gathered by every task that has its rows, so
+    // these tasks take all columns.
     const std::int64_t fewest =
         args.depth_stride == 1 ? 1 : std::min<std::int64_t>(4 * team, ceil_div(args.rows, 48));
     const std::int64_t row_blocks = std::max(fewest, ceil_div(args.rows, block_rows(args.dtype)));
     const std::int64_t rows = ceil_div(args.rows, row_blocks);
     const std::int64_t wanted = team == 1 ? 1 : ceil_div(4 * team, row_blocks);
-    const std::int64_t column_blocks = std::min(wanted, ceil_div(panels, 2));
+    const std::int64_t column_blocks = std::min(wanted, panels);
     const std::int64_t columns = ceil_div(panels, column_blocks) * kPanel;
     const std::int64_t scratch = (simd->product_scratch(args, rows, columns) + 15) / 16 * 16;
     const std::int64_t padded = panels * kPanel;

@@ -90,7 +90,13 @@ def _f1(counts: np.ndarray) -> np.ndarray:
 
 
 def edge_probe(
-    states: Tensor, targets: Targets, *, recipe: Recipe = DEFAULT, loss: str | None = None, seed: int = 0
+    states: Tensor,
+    targets: Targets,
+    *,
+    recipe: Recipe = DEFAULT,
+    loss: str | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> EdgeProbe:
     """Probes of every layer and of the mixes of layers 0 to l, on a split of the examples in 8 : 1 : 1.
 
@@ -101,6 +107,7 @@ def edge_probe(
         loss: "softmax" for one label per target: the most likely is predicted; "sigmoid": all above 1/2 are.
             None: softmax where every target has one label.
         seed: of the split, the probes and the intervals.
+        device: where the probes learn; `states` may be anywhere.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -113,6 +120,7 @@ def edge_probe(
     # the mix of layer 0 alone is its own probe
     mixes = torch.cat([one_layer_each(layers), up_to_each(layers)[1:]])
     probes = Probes(mixes, states.shape[-1], train.bounds.shape[1], len(targets.label_names), recipe, seed)
+    probes.to(device)
     fit(probes, states, train, held_out, loss=loss, seed=seed)
     logits = probes.logits(states, test.bounds)
     counts = _counts(logits, test, loss, targets.example[parts[2]])
@@ -183,7 +191,14 @@ class OnlineCode:
         return self.targets * math.log2(len(self.label_names))
 
 
-def online_code(states: Tensor, targets: Targets, *, recipe: Recipe = DEFAULT, seed: int = 0) -> OnlineCode:
+def online_code(
+    states: Tensor,
+    targets: Targets,
+    *,
+    recipe: Recipe = DEFAULT,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> OnlineCode:
     """The description length of the labels by the probes of every layer.
 
     Args:
@@ -191,6 +206,7 @@ def online_code(states: Tensor, targets: Targets, *, recipe: Recipe = DEFAULT, s
         targets: with one label each, of two classes at least.
         recipe: of the probes. Of what each has to learn from, a tenth of the examples decides on the epoch.
         seed: of the order, the probes and the intervals.
+        device: where the probes learn; `states` may be anywhere.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -217,7 +233,7 @@ def online_code(states: Tensor, targets: Targets, *, recipe: Recipe = DEFAULT, s
         late = of_target[known] >= begin - begin // 10
         learned, held_out = targets.spans(known[~late]), targets.spans(known[late])
         mixes = one_layer_each(len(states))
-        probes = Probes(mixes, states.shape[-1], learned.bounds.shape[1], classes, recipe, seed)
+        probes = Probes(mixes, states.shape[-1], learned.bounds.shape[1], classes, recipe, seed).to(device)
         fit(probes, states, learned, held_out, loss="softmax", seed=seed)
         spans = targets.spans(coded)
         logits = probes.logits(states, spans.bounds).double()
@@ -259,7 +275,14 @@ class ControlTask:
         return ratio_interval(change, self.targets, seed=self.seed)
 
 
-def control_task(states: Tensor, targets: Targets, *, recipe: Recipe = LINEAR, seed: int = 0) -> ControlTask:
+def control_task(
+    states: Tensor,
+    targets: Targets,
+    *,
+    recipe: Recipe = LINEAR,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> ControlTask:
     """The accuracy of the probes of every layer on a task and on its control task.
 
     Args:
@@ -267,6 +290,7 @@ def control_task(states: Tensor, targets: Targets, *, recipe: Recipe = LINEAR, s
         targets: with one label each.
         recipe: of the probes; by default linear ones, which the source recommends.
         seed: of the labels, the split, the probes and the intervals.
+        device: where the probes learn; `states` may be anywhere.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -279,6 +303,7 @@ def control_task(states: Tensor, targets: Targets, *, recipe: Recipe = LINEAR, s
         train, held_out, test = (task.spans(numbers) for numbers in parts)
         mixes = one_layer_each(len(states))
         probes = Probes(mixes, states.shape[-1], train.bounds.shape[1], task.labels.shape[1], recipe, seed)
+        probes.to(device)
         fit(probes, states, train, held_out, loss="softmax", seed=seed)
         guess = probes.logits(states, test.bounds).argmax(-1).numpy()
         right.append(_by_example((guess == test.labels.argmax(1)).astype(np.int64), example))

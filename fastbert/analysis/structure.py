@@ -232,6 +232,7 @@ def structural_probe(
     epochs: int = 20,
     patience: int = 3,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Structure:
     """The probes of every layer, on a split of the sentences in 8 : 1 : 1.
 
@@ -244,6 +245,7 @@ def structural_probe(
         batch: sentences per step.
         epochs, patience: as in `Recipe`.
         seed: of the split, the probes and the intervals.
+        device: where the probes learn; `states` may be anywhere.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -265,7 +267,7 @@ def structural_probe(
     drawn = np.random.default_rng(seed).permutation(usable)
     tenth = len(drawn) // 10
     test, held_out, train = np.sort(drawn[:tenth]), drawn[tenth : 2 * tenth], drawn[2 * tenth :]
-    probes = StructuralProbes(len(states), states.shape[-1], rank, seed)
+    probes = StructuralProbes(len(states), states.shape[-1], rank, seed).to(device)
     _fit(probes, states, trees, train, held_out, lr, batch, epochs, patience, seed)
     return _scored(probes, states, trees, test, (len(train), len(held_out), len(test)), rank, seed)
 

@@ -587,6 +587,7 @@ def _on(value: Any, device: torch.device) -> Any:
         value = torch.from_numpy(value)
         if device.type == "cuda":
             return value.pin_memory().to(device, non_blocking=True)
+        return value.to(device)
     return value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import math
 import subprocess
@@ -780,6 +782,35 @@ def test_the_extension_refuses_what_would_crash_elsewhere():
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 9, 0, 0, 1)
     with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 0, 0, 0, 0)
+
+
+# --- what is prefetched -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pace_lines(lines, tiles, rows):
+    """How often each line of the next panel is prefetched, and of as many lines after it."""
+    asked = (ctypes.c_int * (2 * lines * rows))()
+    longs = [ctypes.c_int64(n) for n in (lines, tiles, rows)]
+    ctypes.CDLL(str(cpu_build.pace())).pace_lines(*longs, asked, ctypes.c_int64(len(asked)))
+    return list(asked)
+
+
+@pytest.mark.parametrize("lines", [2, 4, 8])
+@pytest.mark.parametrize("tiles", [2, 3, 4, 5, 8, 9, 27])
+def test_few_tiles_and_many_prefetch_all_of_the_next_panel(tiles, lines):
+    """Whole lines once each; parts of lines where there are more tiles than a row has lines."""
+    rows = 128
+    asked = pace_lines(lines, tiles, rows)
+    assert min(asked[: lines * rows]) >= 1
+    if tiles <= lines and lines % tiles == 0:
+        assert asked == [1] * lines * rows + [0] * lines * rows
+    # the last tile may go on into the panel after that
+    assert sum(asked[lines * rows :]) <= rows
+
+
+def test_a_lone_tile_leaves_most_lines_to_the_processor():
+    assert pace_lines(4, 1, 32) == [1, 0, 0, 0] * 32 + [0] * 128
 
 
 # --- the sources under sanitizers -------------------------------------------------------------------------

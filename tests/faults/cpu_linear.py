@@ -12,6 +12,7 @@ _TRANSPOSE = "csrc/cpu/transpose.h"
 _ACTIVATION = "csrc/cpu/activation.h"
 _WIDENED = "csrc/cpu/widened.h"
 _SHARED = "csrc/cpu/linear_simd.h"
+_PACE = "csrc/cpu/pace.h"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
@@ -21,12 +22,12 @@ def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
 FAULTS = (
     # the product: tiles, sums, passes
     _fault("a product left out of a long sum", "less(kSumDepth, depth - d)", "less(kSumDepth - 1, depth - d)"),
-    _fault("sums of a pass overwritten", "c_stride, d > 0, ahead", "c_stride, false, ahead"),
+    _fault("sums of a pass overwritten", "c_stride, d > 0,", "c_stride, false,"),
     _fault("long sums overwritten", "add_pass(buffer, n, k > 0, c", "add_pass(buffer, n, false, c"),
-    _fault("passes run on in one sum", "c_stride, d > 0, ahead", "c_stride, k + d > 0, ahead"),
+    _fault("passes run on in one sum", "c_stride, d > 0,", "c_stride, k + d > 0,"),
     _fault("one long sum in float", "kSumDepth = 128;", "kSumDepth = 1 << 20;"),
     _fault("second run of a sum from the first panel row", "panel + d * kPanel + part", "panel + part"),
-    _fault("second run of a sum from a's first element", "kTiles[n - 1](tile_a + d * depth_stride,", "kTiles[n - 1](tile_a,"),
+    _fault("second run of a sum from a's first element", "[n - 1](tile_a + d * depth_stride,", "[n - 1](tile_a,"),
     _fault("later passes from b's first row", "+ j * padded + k * kPanel;", "+ j * padded;"),
     _fault("later passes from b's first row, unpacked", "static_cast<const T*>(args.b) + k * args.b_stride + j;", "static_cast<const T*>(args.b) + j;"),
     _fault("later passes from a's first column", "left = reinterpret_cast<const float*>(a + k);", "left = reinterpret_cast<const float*>(a);"),
@@ -72,6 +73,12 @@ FAULTS = (
     # tasks
     _fault("last block of rows lost", "if (row >= args.rows) return;\n        if (task < team", "if (row + rows > args.rows && row > 0) return;\n        if (task < team", _TASKS),
     _fault("last columns lost", "const std::int64_t tasks = row_blocks * ceil_div(padded, columns);", "const std::int64_t tasks = row_blocks * std::max<std::int64_t>(1, padded / columns);", _TASKS),
+    # what is prefetched: no result shows it
+    _fault("lines left out", "const std::int64_t share = (left_ + tiles_ - 1) / tiles_", "const std::int64_t share = left_ / tiles_", _PACE),
+    _fault("two lines count as one", "lines == 2 ? 1 : 2", "lines == 2 ? 0 : 2", _PACE),
+    _fault("the first part again", "from += rows * step;", "from += 0 * rows * step;", _PACE),
+    _fault("many tiles in whole lines", "tiles > lines ? 0 : lines", "false ? 0 : lines", _PACE),
+    _fault("a lone tile asks for everything", "tiles == 1 || tiles > lines", "tiles > lines", _PACE),
     _fault("workers share their scratch", "workspace.data() + padded + worker * scratch", "workspace.data() + padded + 0 * worker * scratch", _TASKS),
     _fault("scratch over the bias", "workspace.data() + padded + worker * scratch", "workspace.data() + worker * scratch", _TASKS),
     # activations

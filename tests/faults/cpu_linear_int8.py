@@ -32,7 +32,7 @@ FAULTS = (
     _fault("steps multiplied in another order", "mul(to_float(acc), mul(step, load(scale + column + j, kLanes)))", "mul(mul(to_float(acc), step), load(scale + column + j, kLanes))"),
     _fault("8-bit bias of the first panel", "if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));", "if (bias != nullptr) z = add(z, load(bias + j, kLanes));"),
     _fault("8-bit groups one row apart", "(groups + i * count, count, panel", "(groups + i * (count + 1), count, panel"),
-    _fault("last group left out", "count, panel + 4 * part, count, buffer + part,", "count, panel + 4 * part, count - (count > 9), buffer + part,"),
+    _fault("last group left out", "panel + 4 * part, count,", "panel + 4 * part, count - (count > 9),"),
     _fault("AVX-512's pairs lose a bit", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, b))", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, _mm512_slli_epi16(_mm512_srli_epi16(b, 1), 1)))"),
     _fault("AVX2's pairs lose a bit", "_mm256_add_epi32(sums, _mm256_madd_epi16(a, b))", "_mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_slli_epi16(_mm256_srli_epi16(a, 1), 1), b))"),
     _fault("signed and unsigned bytes swapped", "DOT(acc[r][v], left, right[v]);", "DOT(acc[r][v], right[v], left);"),

@@ -149,6 +149,13 @@ def exponential() -> Path:
     return ninja_build("exponential", objects, "libexponential.so", ["-shared"])
 
 
+def pace() -> Path:
+    """Shared library of tests/cpu/cpp/pace.cpp: what the tiles of a product prefetch."""
+    return ninja_build(
+        "pace", {"pace": (CPP / "pace.cpp", ["-O1", "-DFASTBERT_ISA=avx512"])}, "libpace.so", ["-shared"]
+    )
+
+
 def cuda_on_host_check() -> Path:
     """Shared library of cuda_on_host_check.cpp: small kernels, right ones and faulty ones, on the host."""
     objects = {"check": (CPP / "cuda_on_host_check.cpp", ["-O1", "-mf16c"])}

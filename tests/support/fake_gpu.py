@@ -19,6 +19,9 @@ NAME = "fakegpu"
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
 
+# autocast asks
+torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+
 # names of operations that return a value or a size from the device to the host
 _WAITING = {
     "_local_scalar_dense",
@@ -62,6 +65,23 @@ class FakeTensor(torch.Tensor):
     def tolist(self):
         _seen.append("tolist")
         return self.raw.tolist()
+
+
+# what PyTorch's own code asks for by itself, as for the list in `t[[0, 2]]`
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl(
+    "empty_strided",
+    lambda size, stride, dtype=None, **_: FakeTensor(torch.empty_strided(size, stride, dtype=dtype)),
+    "PrivateUse1",
+)
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _raw(target).copy_(_raw(source))
+    return target
+
+
+_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 class _Factories(TorchDispatchMode):

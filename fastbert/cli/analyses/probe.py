@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastbert.analysis import pictures
@@ -67,14 +68,17 @@ def probe(
 def _each(
     args: argparse.Namespace, model: PreTrainedModel, examples: Examples, rows: np.ndarray
 ) -> Callable[[Callable[[Tensor], Any]], list[Any]]:
-    """What a function makes of the hidden states of the model, and of one with random weights."""
+    """What a function makes of the hidden states of the model, and of one with random weights.
 
-    def each(compute: Callable[[Tensor], Any]) -> list[Any]:
+    It is called with them and with the device for its probes.
+    """
+
+    def each(compute: Callable[[Tensor, torch.device], Any]) -> list[Any]:
         found = []
         for one in (model, with_random_weights(model, args.seed)):
             with tempfile.TemporaryDirectory() as folder:
                 options = {"path": Path(folder, "states"), "batch_tokens": args.batch_tokens}
-                found.append(compute(hidden_states(one, examples, rows, **options)))
+                found.append(compute(hidden_states(one, examples, rows, **options), model.device))
         return found
 
     return each
@@ -111,7 +115,7 @@ def edge(
 ) -> list[EdgeProbe]:
     """Of the model, and of one with random weights."""
     each = _each(args, model, examples, targets.rows)
-    return each(lambda states: edge_probe(states, targets, seed=args.seed))
+    return each(lambda states, device: edge_probe(states, targets, seed=args.seed, device=device))
 
 
 def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
@@ -158,7 +162,7 @@ def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
 
 
 def _mdl(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
-    found = each(lambda states: online_code(states, targets, seed=args.seed))
+    found = each(lambda states, device: online_code(states, targets, seed=args.seed, device=device))
     ours = found[0]
     values = [one.compression() for one in found]
     figures = {
@@ -184,7 +188,7 @@ def _mdl(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
 
 
 def _control(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
-    found = each(lambda states: control_task(states, targets, seed=args.seed))
+    found = each(lambda states, device: control_task(states, targets, seed=args.seed, device=device))
     ours = found[0]
     depth = np.arange(len(ours.right))
     lines = {
@@ -220,7 +224,12 @@ def structural(
 ) -> list[Structure]:
     """Of the model, and of one with random weights."""
     each = _each(args, model, examples, np.flatnonzero(examples.words >= 0))
-    return each(lambda states: structural_probe(states, sentences, examples, seed=args.seed, **_rank(states)))
+
+    def probe(states: Tensor, device: torch.device) -> Structure:
+        options = {"seed": args.seed, "device": device, **_rank(states)}
+        return structural_probe(states, sentences, examples, **options)
+
+    return each(probe)
 
 
 def of_structural(args: argparse.Namespace, found: list[Structure]) -> Found:
