@@ -253,6 +253,19 @@ class Probabilities:
         found[rows] = torch.where(alike, (scores - self.lse[rows]).exp(), 0.0)
         return found
 
+    def between(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """P of some pairs of tokens, (pairs, nheads).
+
+        Args:
+            rows, keys: (pairs,) int64, rows of the packed batch; those of a pair are of one sequence.
+        """
+        scores = self.scale * self.q[rows].mul(self.k[keys]).sum(-1)
+        if self.bias is not None:
+            sequence, position = self._places
+            scores = scores + self._bias_at(sequence[rows], position[rows], position[keys])
+        found = (scores - self.lse[rows]).exp()
+        return torch.where((keys > rows)[:, None], 0.0, found) if self.causal else found
+
     @functools.cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
         """(sequence, position within it) of each row, both (total,)."""

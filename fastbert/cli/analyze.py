@@ -13,6 +13,7 @@ from fastbert.analysis.starts import DEFAULT as RECIPE
 from fastbert.cli.analyses.attention import attention, effective, patterns
 from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
+from fastbert.cli.analyses.links import links
 from fastbert.cli.analyses.loading import file_of, load_examples, load_words, model_of
 from fastbert.cli.analyses.probe import probe
 from fastbert.cli.analyses.report import whole
@@ -33,7 +34,7 @@ _OF_EXAMPLES = {
     "starts": starts,
 }
 # of files that come in words: they get those too
-_OF_WORDS = {"syntax": syntax, "probe": probe}
+_OF_WORDS = {"syntax": syntax, "probe": probe, "links": links}
 # options that some analyses take -> which
 _OWN = {
     "against": ("change", "report"),

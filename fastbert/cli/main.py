@@ -312,19 +312,20 @@ def _add_analyze(commands: Any) -> None:
         "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
         "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, "
         "attention by part of speech and relation, and which heads find the heads of words. probe: what each "
-        "layer knows of labels or trees. starts: what a task gains from pre-training. The output directory "
+        "layer knows of labels or trees. links: how much each head attends between words that a file links. "
+        "starts: what a task gains from pre-training. The output directory "
         "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at "
         "all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
-    add("kind", choices=(*kinds, "report", "syntax", "probe", "starts"), help="what to compute")
+    add("kind", choices=(*kinds, "report", "syntax", "probe", "links", "starts"), help="what to compute")
     add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
     add(
         "--input",
         metavar="FILE",
         help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or as SQuAD\'s with a '
-        '"question" and a "context"; default: none, which syntax and probe alone take',
+        '"question" and a "context"; default: none, which syntax, probe and links alone take',
     )
     add(
         "--conllu",
@@ -334,7 +335,8 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--edges",
         metavar="FILE",
-        help='probe: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: none',
+        help='probe, links: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: '
+        "none",
     )
     add(
         "--probe",

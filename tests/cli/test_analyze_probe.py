@@ -116,6 +116,41 @@ def test_random_weights_are_of_the_same_form(folder):
             assert not torch.equal(fresh, other.state_dict()[name])
 
 
+def test_links(folder, tmp_path, capsys):
+    from fastbert.analysis.links import links
+    from fastbert.analysis.targets import of_texts, read_edges
+
+    file, output = folder / "edges.jsonl", tmp_path / "out"
+    arguments = ["analyze", "links", "--model", folder / "encoder", "--output", output, "--edges", file]
+    assert main([*map(str, arguments), "--device", "cpu", "--seed", "3"]) == 0
+    said = capsys.readouterr().out
+    assert {path.name for path in output.iterdir()} == {
+        *(f"links.{end}" for end in ("json", "npz")),
+        *(f"scores.{end}" for end in ("svg", "png")),
+    }
+    numbers, arrays = json.loads((output / "links.json").read_text()), np.load(output / "links.npz")
+    texts = read_edges(file)
+    model = fastbert.AutoModel.from_pretrained(folder / "encoder").eval()
+    examples = as_examples(load_tokenizer(folder / "encoder"), texts)
+    found = links(model, examples, of_texts(texts, examples), seed=3)
+    np.testing.assert_allclose(arrays["score"], found.score, rtol=1e-5)
+    best = found.best()
+    assert numbers["best"]["score"] == pytest.approx(best.score._asdict(), rel=1e-5)
+    assert (numbers["links"], numbers["examples_with_links"]) == (20, 20)
+    assert f"largest score {found.scores().max():.3f} at " in said
+    assert "published: 1-2 0.201, 7-6 0.209 (Kovaleva" in said
+    for given, expected in (
+        (["--edges", "nothing.jsonl"], "nothing.jsonl"),
+        ([], "--edges: links needs a file of labelled spans"),
+        (["--edges", str(file), "--input", "x"], "--input: links does not read it; expected --edges alone"),
+        (["--edges", str(file), "--max-examples", "3"], "expected 4 with links at least"),
+    ):
+        out = ["--output", str(tmp_path / "none")]
+        assert main(["analyze", "links", "--model", str(folder / "encoder"), *out, *given]) == 2
+        assert expected in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [

@@ -15,6 +15,7 @@ _WALK = "fastbert/analysis/walk.py"
 _TREEBANK = "fastbert/analysis/treebank.py"
 _SYNTAX = "fastbert/analysis/syntax.py"
 _STARTS = "fastbert/analysis/starts.py"
+_LINKS = "fastbert/analysis/links.py"
 
 
 def _fault(name: str, file: str, old: str, new: str) -> Fault:
@@ -521,6 +522,44 @@ FAULTS = (
     ),
     _fault(
         "the start stays in training mode", _STARTS, "    model.eval()\n    return steps", "    return steps"
+    ),
+    _fault(
+        "links in one direction",
+        _LINKS,
+        "found.setdefault(int(example), []).extend(both)",
+        "found.setdefault(int(example), []).append(both[0])",
+    ),
+    _fault("a token is its own link", _LINKS, "one, other = one[one != other], other[one != other]", "pass"),
+    _fault("the mean link", _LINKS, 'values, "amax")', 'values, "mean")'),
+    _fault(
+        "links move out of the text",
+        _LINKS,
+        "examples.words[start:end] >= 0",
+        "examples.words[start:end] >= -1",
+    ),
+    _fault(
+        "links that do not move",
+        _LINKS,
+        "for shift in range(low, high + 1) if shift]",
+        "for shift in range(low, high + 1)]",
+    ),
+    _fault(
+        "scored where it was chosen",
+        _LINKS,
+        "np.sort(order[(n + 1) // 2 :])",
+        "np.sort(order[: (n + 1) // 2])",
+    ),
+    _fault(
+        "a pair without its bias",
+        _IDENTITIES,
+        "position[rows], position[keys])",
+        "position[rows], position[rows])",
+    ),
+    _fault(
+        "a causal pair looks ahead",
+        _IDENTITIES,
+        "torch.where((keys > rows)[:, None], 0.0, found) if self.causal else found",
+        "found",
     ),
 )
 

@@ -74,7 +74,7 @@ FAULTS = (
     _fault("last block of rows lost", "if (row >= args.rows) return;\n        if (task < team", "if (row + rows > args.rows && row > 0) return;\n        if (task < team", _TASKS),
     _fault("last columns lost", "const std::int64_t tasks = row_blocks * ceil_div(padded, columns);", "const std::int64_t tasks = row_blocks * std::max<std::int64_t>(1, padded / columns);", _TASKS),
     # what is prefetched: no result shows it
-    _fault("lines left out", "const std::int64_t share = (left_ + tiles_ - 1) / tiles_", "const std::int64_t share = left_ / tiles_", _PACE),
+    _fault("lines left out", "const std::int64_t share = (left_ + tiles_ - 1) / tiles_", "const std::int64_t share = left_ > 0", _PACE),
     _fault("two lines count as one", "lines == 2 ? 1 : 2", "lines == 2 ? 0 : 2", _PACE),
     _fault("the first part again", "from += rows * step;", "from += 0 * rows * step;", _PACE),
     _fault("many tiles in whole lines", "tiles > lines ? 0 : lines", "false ? 0 : lines", _PACE),

@@ -52,6 +52,7 @@ NEW_MEMBERS = {
     "as_output",
     "embeddings_class",
     "encode_inputs",
+    "fixed_patterns",
     "layer_class",
     "logits_and_loss",
     "padded_output",

@@ -1,4 +1,4 @@
-"""Every analysis with the model on a device that is not the CPU: the same numbers, no tensor on the wrong one.
+"""Every analysis with the model on a device that is not the CPU: the same numbers, every tensor in its place.
 
 The device is tests/support/fake_gpu.py, which refuses an operation of tensors on two devices.
 tests/analysis/test_device.py runs this in a process of its own.

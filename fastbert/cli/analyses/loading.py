@@ -32,7 +32,7 @@ FILES = {
     "edges": "a file of labelled spans",
 }
 # analysis -> which of them it reads; all others read examples
-READS = {"syntax": ("conllu",), "probe": ("conllu", "edges")}
+READS = {"syntax": ("conllu",), "probe": ("conllu", "edges"), "links": ("edges",)}
 # analysis -> what it may read beside that
 ALSO_READS = {"report": ("conllu",)}
 
