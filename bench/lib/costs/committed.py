@@ -49,8 +49,8 @@ FITTED = {
     ("attention", "bench_training_attention.json"): ("8x128",),
     (OPTIMIZER, "bench_cpu.json"): ("8x128",),
 }
-# What a call costs more after a rest, of which the suite's rows of latency have one before each: the threads
-# wake, and weights come from memory. MiniLM and BERT-base on 1x128, in fp32, bf16 and int8, after 30 ms beside
+# What a call costs more after a rest, which it has in the suite's rows of latency: the threads wake, and
+# weights come from memory. MiniLM and BERT-base on 1x128, in fp32, bf16 and int8, after 30 ms beside
 # back to back, one process each: -0.3 to 2.7 ms, in the median 1.0 (a Zen 4, 2 threads)
 REST_MS = 1.0
 # ONNX Runtime's threads spun on after its runs and took a core from whoever had the next turn, until they
