@@ -229,14 +229,13 @@ class Heads:
 
     def all_probabilities(self, probs: Tensor, rows: Rows) -> Tensor:
         """(batch, learned heads, S, S) -> (batch, nheads, S, S) with the maps of the patterns."""
-        longest = probs.shape[-1]
+        longest = rows.longest
         found = dict(zip(self.learned, probs.unbind(1), strict=True))
         places = torch.arange(longest, device=probs.device)
         one_hot = (rows.position[:, None] == places).to(probs.dtype)
         for pattern, heads in self.fixed.items():
             grid = probs.new_zeros(rows.batch * longest + 1, longest)
-            cell = torch.where(rows.inside, rows.sequence * longest + rows.position, rows.batch * longest)
-            grid = grid.index_copy(0, cell, attend(pattern, one_hot, rows))
+            grid = grid.index_copy(0, rows.cell(rows.position), attend(pattern, one_hot, rows))
             for head in heads:
                 found[head] = grid[:-1].view(rows.batch, longest, longest)
         return torch.stack([found[head] for head in range(len(self.patterns))], 1)

@@ -311,7 +311,7 @@ def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.Modul
         # a family's own class need not know of fixed heads
         each = [()] * count if heads is None else [(Heads(patterns),) for patterns in heads]
         return nn.ModuleList(layer_class(config, *which) for which in each)
-    alike = () if heads is None else (Heads(heads[0]),)
+    alike = (Heads(heads[0]),) if heads else ()
     groups = []
     for _ in range(config.num_hidden_groups):
         group = nn.Module()

@@ -43,7 +43,8 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
         raise ValueError("model: expected one with learned heads only, but it has config fixed_heads")
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise TypeError(f"patterns: expected a list of names, or a list of them per layer, got {patterns!r}")
-    as_lists = [name if isinstance(name, str) else list(name) for name in patterns]
+    # what is neither a name nor a row of them is for the config to refuse
+    as_lists = [list(row) if isinstance(row, tuple) else row for row in patterns]
     config = type(model.config).from_dict(model.config.to_dict(), fixed_heads=as_lists)
     layers = model.base_model.layers()
     for i, layer in enumerate(layers):

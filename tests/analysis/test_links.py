@@ -26,6 +26,10 @@ TEXTS = [
 ]
 
 
+# results are float32, of probabilities that may be small
+CLOSE = dict(rtol=1e-5, atol=1e-8)
+
+
 def labelled(texts=TEXTS):
     return [
         LabelledText(tuple(words.split()), tuple(spans), tuple(("link",) for _ in spans))
@@ -66,9 +70,7 @@ def test_as_in_the_maps(examples, family):
     assert found.links.tolist() == [2, 1, 1, 1, 1]
     for row, number in enumerate(found.example):
         spans = TEXTS[number][1]
-        np.testing.assert_allclose(
-            found.score[row], by_maps(theirs, examples, number, spans), rtol=1e-5, atol=1e-8
-        )
+        np.testing.assert_allclose(found.score[row], by_maps(theirs, examples, number, spans), **CLOSE)
         # the moved links are those of one of the other places
         length = examples.lengths[number]
         own = np.concatenate([pieces(examples, number, span) for pair in spans for span in pair])
@@ -77,7 +79,7 @@ def test_as_in_the_maps(examples, family):
             assert np.isnan(found.moved[row]).all()
             continue
         alike = [
-            np.allclose(found.moved[row], by_maps(theirs, examples, number, spans, s), rtol=1e-4, atol=1e-7)
+            np.allclose(found.moved[row], by_maps(theirs, examples, number, spans, s), **CLOSE)
             for s in places
         ]
         assert sum(alike) == 1, number
@@ -100,7 +102,7 @@ def test_a_causal_model_has_one_direction(examples):
     found = links(ours, examples, of_texts(labelled(), examples))
     for row, number in enumerate(found.example):
         expected = by_maps(theirs, examples, number, TEXTS[number][1])
-        np.testing.assert_allclose(found.score[row], expected, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(found.score[row], expected, **CLOSE)
 
 
 def planted(n=40, seed=0):

@@ -357,6 +357,8 @@ def test_what_does_not_go_together(whole):
         fix_heads(torch.nn.Linear(2, 2), PATTERNS)
     with pytest.raises(TypeError, match="patterns: expected"):
         fix_heads(whole, 3)
+    with pytest.raises(ValueError, match="config fixed_heads: expected None, 3 names for all layers"):
+        fix_heads(whole, [3, 4, 5])
     eight = copy.deepcopy(whole).float()
     eight.quantize()
     with pytest.raises(ValueError, match=r"model: expected plain linear layers, but attention\.self\.query"):
