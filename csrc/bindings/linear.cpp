@@ -25,11 +25,13 @@ void make_panels(int dtype, std::int64_t depth, std::int64_t columns, Address b,
 
 void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
              std::int64_t row_stride, std::int64_t depth_stride, Address panels, Address b,
-             std::int64_t b_stride, Address bias, int bias_dtype, int activation, Address residual,
-             std::int64_t residual_stride, Address c, Address pre, int threads) {
+             std::int64_t b_stride, std::int64_t b_column_stride, Address bias, int bias_dtype,
+             int activation, Address residual, std::int64_t residual_stride, Address c, Address pre,
+             int threads, bool wide_b, bool wide_c) {
     check_shape(rows, depth);
     check_shape(rows, columns);
-    if (row_stride != 1 && depth_stride != 1) throw py::value_error("product: expected one stride of 1");
+    if ((row_stride != 1 && depth_stride != 1) || (panels == 0 && b_stride != 1 && b_column_stride != 1))
+        throw py::value_error("product: expected one stride of 1");
     const Product args{dtype_of(dtype),
                        rows,
                        columns,
@@ -40,17 +42,25 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
                        pointer(panels),
                        pointer(b),
                        b_stride,
+                       b_column_stride,
                        param(bias, bias_dtype),
                        activation_of(activation),
                        pointer(residual),
                        residual_stride,
                        pointer(c),
-                       pointer(pre)};
+                       pointer(pre),
+                       wide_b,
+                       wide_c};
+    if (wide_c && (args.residual != nullptr || args.pre != nullptr))
+        throw py::value_error("product: expected neither residual nor pre beside a wide c");
     check_shape(columns, depth);
     check_threads(threads);
     check_given("a", args.a, rows);
     check_strides("a", {{rows, row_stride}, {depth, depth_stride}});
-    if (args.panels == nullptr) check_rows("b", args.b, depth, columns, b_stride);
+    if (args.panels == nullptr) {
+        check_given("b", args.b, depth * columns);
+        check_strides("b", {{depth, b_stride}, {columns, b_column_stride}});
+    }
     if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
     check_given("c", args.c, rows);
     run([&] { return cpu_linear_product(args, threads); });

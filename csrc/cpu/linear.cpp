@@ -76,6 +76,8 @@ const char* cpu_linear_product(const Product& args, int threads) {
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
     if (args.rows == 0) return nullptr;
+    const bool floats = args.dtype == DType::kFloat32 || args.wide_c;
+    expect_writes(args.c, args.rows * args.columns * (floats ? 4 : 2));
     const std::int64_t panels = ceil_div(args.columns, kPanel);
     const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
     // A few tasks per thread balance the threads, even where other work shares a core; tasks of one panel

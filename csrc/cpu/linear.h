@@ -2,8 +2,8 @@
 //
 // One product serves forward and backward: c = act(a b + bias) + residual, with b in panels of kPanel
 // columns. With panels every step of the inner loop reads one run of memory. Making them costs one pass over
-// b, done once per weight where the caller keeps them. Where b is stored row by row, as in backward, each
-// task copies the panel that it works on.
+// b, done once per weight where the caller keeps them. Otherwise each task copies the part of a panel that it
+// works on: for b row by row, as in backward, and for few rows.
 #pragma once
 
 #include <cstdint>
@@ -37,15 +37,17 @@ struct Product {
     DType dtype;  // of a, b, residual, c and pre
     std::int64_t rows, columns, depth;
     const void* a;
-    std::int64_t row_stride, depth_stride;  // of a; one of them is 1
-    const void* panels;                     // b in panels; null: read b itself
-    const void* b;                          // (depth x columns), row by row
-    std::int64_t b_stride;                  // between the rows of b
-    Param bias;                             // data may be null
+    std::int64_t row_stride, depth_stride;   // of a; one of them is 1
+    const void* panels;                      // b in panels; null: read b itself
+    const void* b;                           // (depth x columns)
+    std::int64_t b_stride, b_column_stride;  // of its rows and columns; one of them is 1
+    Param bias;                              // data may be null
     Activation activation;
     const void* residual;  // may be null
     std::int64_t residual_stride;
     void *c, *pre;  // contiguous; pre (the activation's argument) may be null
+    bool wide_b;    // b, where it is not in panels, is float32, whatever dtype is, and is rounded to dtype
+    bool wide_c;    // c is float32, whatever dtype is; pre and residual are null
 };
 
 struct ActivationBwd {

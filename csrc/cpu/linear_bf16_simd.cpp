@@ -6,7 +6,7 @@
 //            32 KiB, stays in the L1 cache while all tiles of the task pass over it; meanwhile the next run
 //            is prefetched. Rows of a are read where they lie. A transposed a is copied in pairs, tile after
 //            tile; rows of an odd depth are copied too, since the element after the last one belongs to
-//            someone else and must weigh 0. Rows of b that are not in panels are copied run by run.
+//            someone else and must weigh 0. What of b is not in panels is copied run by run.
 // Precision  Sums in float, in runs of kRunDepth; an element is the same sum in every tile. Bias, activation
 //            and residual in float, rounded once. Subnormal elements count as 0 (vec_avx512_bf16.h).
 // Source     Intel, "Intel Architecture Instruction Set Extensions Programming Reference", VDPBF16PS.
@@ -70,8 +70,10 @@ constexpr Tile kTiles[3][kTileRows] = {
     {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>},
     {tile<1, 4>, tile<2, 4>, tile<3, 4>, tile<4, 4>, tile<5, 4>, tile<6, 4>}};
 
-// Rows of b as a run of a panel: pairs of rows, with zeros after the last column and an odd last row.
-void pair_rows(const bf16* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, Pair* out) {
+// Rows of b as a run of a panel: pairs of rows, with zeros after the last column and an odd last row. float
+// is rounded.
+template <class B>
+void pair_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, Pair* out) {
     constexpr int kTwo = 2 * kLanes;
     for (std::int64_t k = 0; k < depth; k += 2, b += 2 * stride, out += kPanel) {
         const int odd_rows = k + 1 < depth;
@@ -82,6 +84,33 @@ void pair_rows(const bf16* b, std::int64_t stride, std::int64_t depth, std::int6
             store(out + j + kLanes, upper_pairs(first, second));
         }
     }
+}
+
+// Columns of b, one stored after the other, as a run of a panel: see pair_rows.
+template <class B>
+void pair_stored_columns(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns,
+                         Pair* out) {
+    for (int j = 0; j < kPanel; j += kLanes)
+        for (std::int64_t k = 0; k < depth; k += 2 * kLanes) {
+            __m512i block[kLanes];
+            for (int i = 0; i < kLanes; ++i)
+                block[i] =
+                    load_two(b + (j + i) * stride + k, j + i < columns ? static_cast<int>(depth - k) : 0);
+            transpose(block);
+            const std::int64_t pairs = less(kLanes, (depth - k + 1) / 2);
+            for (int i = 0; i < pairs; ++i) store(out + (k / 2 + i) * kPanel + j, block[i]);
+        }
+}
+
+// A run of a panel from b, of type B.
+template <class B>
+void copy_run(const Product& args, std::int64_t k, std::int64_t j, std::int64_t depth, std::int64_t columns,
+              Pair* out) {
+    const B* const b = static_cast<const B*>(args.b) + k * args.b_stride + j * args.b_column_stride;
+    if (args.b_column_stride == 1)
+        pair_rows(b, args.b_stride, depth, columns, out);
+    else
+        pair_stored_columns(b, args.b_column_stride, depth, columns, out);
 }
 
 // Rows of a one after the other, an odd depth filled with a zero.
@@ -110,22 +139,40 @@ void pair_columns(const bf16* a, std::int64_t depth_stride, std::int64_t rows, s
 }
 
 // What tiles prefetch of the next run where it is rows of b. Two rows of 64 columns fill four lines of the
-// cache; each of the first four tiles takes one line of every two rows, the others none.
-struct Quarters {
+// cache, eight in float; each of the first tiles takes one line of every two rows, the others none.
+struct Shares {
     const char* from;
     std::int64_t step;
-    // `stride`: of b.
-    Quarters(const bf16* run, std::int64_t stride)
-        : from(reinterpret_cast<const char*>(run)), step(4 * stride), across_(2 * stride - kLine) {}
+    // `stride`: from row to row of b, in bytes; `size`: of an element.
+    Shares(const char* run, std::int64_t stride, std::int64_t size)
+        : from(run), step(2 * stride), half_(kPanel * size / kLine), across_(stride - (half_ - 1) * kLine) {}
     void next(std::int64_t) {
-        if (++quarter_ == 4) step = 0;
-        if (quarter_ < 4) from += quarter_ == 2 ? across_ : kLine;
+        if (++share_ == 2 * half_) step = 0;
+        if (share_ < 2 * half_) from += share_ == half_ ? across_ : kLine;
     }
     static int kind() { return 0; }
 
   private:
-    std::int64_t across_;  // from the second line to the third
-    int quarter_ = 0;
+    std::int64_t half_;    // lines of one row
+    std::int64_t across_;  // from the last line of a row to the first of the next one
+    std::int64_t share_ = 0;
+};
+
+// The same where the columns of b are stored one after the other: each of the first tiles takes one line of
+// as many columns as there are pairs of rows.
+struct ColumnShares {
+    const char* from;
+    std::int64_t step;
+    ColumnShares(const char* run, std::int64_t stride, std::int64_t size)
+        : from(run), step(stride), left_(kRunDepth * size / kLine) {}
+    void next(std::int64_t) {
+        from += kLine;
+        if (--left_ == 0) step = 0;
+    }
+    static int kind() { return 0; }
+
+  private:
+    std::int64_t left_;
 };
 
 // Where a task's copies lie: sums [rows][kPanel], a run of a panel, and a.
@@ -166,6 +213,8 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
         row_stride = padded;
     }
     if (places.a != 0) a = reinterpret_cast<const bf16*>(copied);
+    const std::int64_t b_size = args.wide_b ? sizeof(float) : sizeof(bf16);
+    const auto finish = finish_of<bf16>(args);
     for (std::int64_t j = column; j < column_end; j += kPanel) {
         const std::int64_t columns = less(kPanel, args.columns - j);
         for (std::int64_t k = 0; k < padded; k += kRunDepth) {
@@ -175,16 +224,19 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
             const std::int64_t next_k = last ? 0 : k + depth;
             const std::int64_t next_j = !last ? j : j + kPanel < column_end ? j + kPanel : next_column;
             const Pair* panel = run;
-            const bf16* next;
+            const char* next;
             if (args.panels != nullptr) {
                 const bf16* const panels = static_cast<const bf16*>(args.panels);
                 panel = reinterpret_cast<const Pair*>(panels + j * padded + k * kPanel);
-                next = panels + next_j * padded + next_k * kPanel;
+                next = reinterpret_cast<const char*>(panels + next_j * padded + next_k * kPanel);
             } else {
-                const bf16* const b = static_cast<const bf16*>(args.b);
-                pair_rows(b + k * args.b_stride + j, args.b_stride, less(depth, args.depth - k), columns,
-                          run);
-                next = b + next_k * args.b_stride + next_j;
+                const std::int64_t given = less(depth, args.depth - k);
+                if (args.wide_b)
+                    copy_run<float>(args, k, j, given, columns, run);
+                else
+                    copy_run<bf16>(args, k, j, given, columns, run);
+                next = static_cast<const char*>(args.b) +
+                       (next_k * args.b_stride + next_j * args.b_column_stride) * b_size;
             }
             const std::int64_t count = (rows + kTileRows - 1) / kTileRows;
             const auto go = [&](auto ahead) __attribute__((always_inline)) {
@@ -196,17 +248,17 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
                     kTiles[ahead.kind()][n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c,
                                                 k > 0, ahead.from, ahead.step);
                     ahead.next(depth / 2);
-                    if (last)
-                        kFinish<bf16>[static_cast<int>(args.activation)](args, bias, c, kPanel, row + i, n, j,
-                                                                         columns);
+                    if (last) finish(args, bias, c, kPanel, row + i, n, j, columns);
                 }
             };
             if (args.panels != nullptr) {
                 // Four lines per pair of rows, and more where this run is shorter than the next one
                 const std::int64_t next_depth = less(kRunDepth, padded - next_k);
                 go(Pace(next, (4 * next_depth + depth - 1) / depth, count));
+            } else if (args.b_column_stride != 1) {
+                go(ColumnShares(next, args.b_column_stride * b_size, b_size));
             } else {
-                go(Quarters(next, args.b_stride));
+                go(Shares(next, args.b_stride * b_size, b_size));
             }
         }
     }

@@ -103,14 +103,53 @@ FASTBERT_INLINE void widen_panel(const bf16* panel, std::int64_t depth, float* o
         }
 }
 
-// Rows of b as a panel, with zeros after its last column.
+// v rounded to T.
 template <class T>
-void copy_panel(const T* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
+FASTBERT_INLINE Vec rounded(Vec v) {
+    if constexpr (kIsFloat<T>) return v;
+    alignas(64) T narrow[kLanes];
+    store(narrow, v, kLanes);
+    return load(narrow, kLanes);
+}
+
+// Rows of b, rounded to T, as a panel, with zeros after its last column.
+template <class T, class B>
+void copy_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
     for (std::int64_t k = 0; k < depth; ++k, b += stride, out += kPanel)
         for (int j = 0; j < kPanel; j += kLanes) {
             const int n = static_cast<int>(less(columns - j, kLanes));
-            store(out + j, n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero(), kLanes);
+            Vec v = n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero();
+            if constexpr (sizeof(B) > sizeof(T)) v = rounded<T>(v);
+            store(out + j, v, kLanes);
         }
+}
+
+// The same where the columns of b are stored one after the other.
+template <class T, class B>
+void copy_stored_columns(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns,
+                         float* out) {
+    for (int j = 0; j < kPanel; j += kLanes)
+        for (std::int64_t k = 0; k < depth; k += kLanes) {
+            const int n = static_cast<int>(less(kLanes, depth - k));
+            Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i) {
+                block[i] = j + i < columns ? load(b + (j + i) * stride + k, n) : zero();
+                if constexpr (sizeof(B) > sizeof(T)) block[i] = rounded<T>(block[i]);
+            }
+            transpose(block);
+            for (int i = 0; i < n; ++i) store(out + (k + i) * kPanel + j, block[i], kLanes);
+        }
+}
+
+// `depth` rows of a panel, from row k and column j of b on, which is of type B.
+template <class T, class B>
+void copy_panel(const Product& args, std::int64_t k, std::int64_t j, std::int64_t depth, std::int64_t columns,
+                float* out) {
+    const B* const b = static_cast<const B*>(args.b) + k * args.b_stride + j * args.b_column_stride;
+    if (args.b_column_stride == 1)
+        copy_rows<T>(b, args.b_stride, depth, columns, out);
+    else
+        copy_stored_columns<T>(b, args.b_column_stride, depth, columns, out);
 }
 
 // A transposed a, tile after tile: each is [depth][height of the tile], one run of memory. Whole vectors are
@@ -137,6 +176,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
     const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth), padded = even(args.depth);
     const bool once = step >= args.depth, by_rows = args.depth_stride == 1;
     const T* const a = static_cast<const T*>(args.a) + row * args.row_stride;
+    const auto finish = finish_of<T>(args);
     alignas(64) float buffer[kTileRows * kPanel];
     float *wide_a = scratch, *wide_b = wide_a + (by_rows && kIsFloat<T> ? 0 : rows * step),
           *sums = wide_b + (kIsFloat<T> && args.panels != nullptr ? 0 : kPanel * step);
@@ -164,9 +204,11 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                 const T* next = stored;
                 const float* panel = wide_b;
                 if (args.panels == nullptr) {
-                    const T* const b = static_cast<const T*>(args.b) + k * args.b_stride + j;
-                    copy_panel(b, args.b_stride, depth, columns, wide_b);
-                    next = b;
+                    if (args.wide_b)
+                        copy_panel<T, float>(args, k, j, depth, columns, wide_b);
+                    else
+                        copy_panel<T, T>(args, k, j, depth, columns, wide_b);
+                    next = static_cast<const T*>(args.b) + k * args.b_stride + j * args.b_column_stride;
                 } else {
                     if (j + kPanel < end)
                         next += kPanel * padded;
@@ -200,9 +242,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                         c_stride = width;
                         add_pass(buffer, n, k > 0, c, c_stride);
                     }
-                    if (k + step >= args.depth)
-                        kFinish<T>[static_cast<int>(args.activation)](args, bias, c, c_stride, row + i, n, j,
-                                                                      columns);
+                    if (k + step >= args.depth) finish(args, bias, c, c_stride, row + i, n, j, columns);
                 }
             }
         }

@@ -51,6 +51,13 @@ constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>,     finish<T, Act
                                  finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
                                  finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
 
+// The epilogue of a product whose operands are of type T.
+template <class T>
+FASTBERT_INLINE auto finish_of(const Product& args) {
+    const int kind = static_cast<int>(args.activation);
+    return args.wide_c ? kFinish<float>[kind] : kFinish<T>[kind];
+}
+
 }  // namespace
 }  // namespace FASTBERT_ISA
 }  // namespace fastbert

@@ -8,9 +8,9 @@
 //   narrow(v)          rounded to bf16 (nearest even), by vcvtneps2bf16: subnormals become 0, as fma reads
 //                      them; NaN stays NaN
 //   interleave(a, b)   lane i is {a[i], b[i]}
-//   load_two(p, n)     the first n of 2 kLanes bf16, zeros if n <= 0; lower_pairs and upper_pairs interleave
-//   the
-//                      lower and the upper halves of two such vectors
+//   load_two(p, n)     the first n of 2 kLanes bf16, zeros if n <= 0; float is rounded as by narrow.
+//                      lower_pairs and upper_pairs interleave the lower and the upper halves of two such
+//                      vectors
 //   transpose(block)   of 16 x 16 pairs
 #pragma once
 
@@ -41,6 +41,10 @@ FASTBERT_INLINE __m512i load_two(const bf16* p, int n) {
     if (n >= 2 * kLanes) return _mm512_loadu_si512(p);
     return n <= 0 ? _mm512_setzero_si512()
                   : _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p);
+}
+FASTBERT_INLINE __m512i load_two(const float* p, int n) {
+    const auto part = [n](int from) { return n >= from + kLanes ? kLanes : n > from ? n - from : 0; };
+    return (__m512i)_mm512_cvtne2ps_pbh(load(p + kLanes, part(kLanes)), load(p, part(0)));
 }
 // Word 2 i is word i of the first vector (from `start` on), word 2 i + 1 that of the second.
 FASTBERT_INLINE __m512i pairs_from(int start, __m512i first, __m512i second) {

@@ -23,6 +23,11 @@ panels has two more functions:
     keeps_panels(linear, rows) -> whether a product of that many rows should read kept panels, instead of
         making its own; linear: "linear" or "linear_int8"
 
+A weight is wide if it is float32 beside `x` of half precision, as autocast has it in training. A backend that
+has `reads_wide` takes such a weight and its bias, also in `linear_cross_entropy`: it rounds the weight as it
+reads it, and dweight and dbias are float32, of sums that were never rounded. Its `linear_bwd` gets the weight
+whether or not dx is needed. For other backends the op casts, as PyTorch does.
+
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
 """
 
@@ -66,6 +71,46 @@ def forward_of(activation: str | None, save: bool, rows: int) -> str:
 def _backward_of(activation: str | None) -> str:
     """The same for backward."""
     return "linear_bwd" if activation is None else "linear_bwd activation training"
+
+
+# --- wide weights -------------------------------------------------------------------------------------------
+
+
+def is_wide(weight: Tensor | None, x: Tensor) -> bool:
+    """Whether the weight is wide beside `x`."""
+    return weight is not None and weight.dtype != x.dtype
+
+
+def reads_wide(device: torch.device, dtype: torch.dtype, op: str = "linear") -> bool:
+    """Whether the backend that serves `op` takes wide weights beside `x` of this dtype."""
+    found = dispatch.serving_function("reads_wide", (op,), device, dtype)
+    return found is not None and found()
+
+
+def operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, op: str = "linear"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(x, weight, bias), cast where autocast is on.
+
+    A weight in training stays wide if the backend that serves `op` takes it.
+    """
+    dtype = checks.autocast_dtype(x)
+    if (
+        dtype in dispatch.HALF
+        and x.dtype != torch.float64
+        and weight.dtype == torch.float32
+        and weight.requires_grad
+        and (bias is None or bias.dtype == torch.float32)
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and reads_wide(x.device, dtype, op)
+    ):
+        return x.to(dtype), weight, bias
+    x, weight, bias = checks.under_autocast(x, weight, bias)
+    checks.same_dtype("weight", weight, "x", x)
+    if bias is not None:
+        checks.same_dtype("bias", bias, "x", x)
+    return x, weight, bias
 
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
@@ -144,7 +189,7 @@ def _setup_context(ctx, inputs, output):
     need = ctx.needs_input_grad
     ctx.save_for_backward(
         x if need[1] else None,
-        weight if need[0] else None,
+        weight if need[0] or is_wide(weight, x) else None,
         output[1] if save and activation is not None else None,
     )
     ctx.set_materialize_grads(False)
@@ -158,9 +203,20 @@ def _backward(launch, ctx, dy):
     dx = dweight = dbias = None
     if need_dx or need_dweight or need_dbias:
         x, weight, pre = ctx.saved_tensors
+        # the backend of forward read a wide weight; another may serve by now
+        narrow = is_wide(weight, dy) and not reads_wide(dy.device, dy.dtype)
         dx, dweight, dbias = launch(
-            dy.contiguous(), x, weight, pre, ctx.activation, need_dx, need_dweight, need_dbias
+            dy.contiguous(),
+            x,
+            weight.to(dy.dtype) if narrow else weight,
+            pre,
+            ctx.activation,
+            need_dx,
+            need_dweight,
+            need_dbias,
         )
+        if narrow:
+            dweight, dbias = dweight.to(weight.dtype), dbias.to(weight.dtype)
     return (
         dx if need_dx else None,
         dweight if need_dweight else None,
@@ -252,11 +308,8 @@ def linear(
         checks.shape("residual", residual, shape)
     if panels is not None:
         checks.float_tensor("panels", panels, x)
-    x, weight, bias = checks.under_autocast(x, weight, bias)
-    checks.same_dtype("weight", weight, "x", x)
-    if bias is not None:
-        checks.same_dtype("bias", bias, "x", x)
-        bias = bias.contiguous()
+    x, weight, bias = operands(x, weight, bias)
+    bias = None if bias is None else bias.contiguous()
     if panels is not None:
         checks.same_dtype("panels", panels, "x", x)
     if residual is not None and residual.dtype != x.dtype:

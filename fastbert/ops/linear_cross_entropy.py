@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
+from fastbert.ops.linear import is_wide, operands, reads_wide
 from fastbert.runtime import dispatch
 
 # `chunk_bytes` by default: enough that in usual batches, 15% labelled, nothing is computed twice.
@@ -183,7 +184,7 @@ def _setup_context(ctx, inputs: LossInputs, output):
     need_dx, need_dweight = ctx.needs_input_grad[:2]
     again = logits.dim() == 1  # they were not kept
     x = inputs.x if again or need_dweight else None
-    weight = inputs.weight if again or need_dx else None
+    weight = inputs.weight if again or need_dx or is_wide(inputs.weight, inputs.x) else None
     ctx.save_for_backward(x, weight, inputs.bias, inputs.labels, lse, count, logits)
     ctx.set_materialize_grads(False)
     ctx.options = inputs[4:]
@@ -194,7 +195,17 @@ def _backward(launch, ctx, dloss):
         return (None,) * 8
     *tensors, lse, count, logits = ctx.saved_tensors
     need = LossNeeds(*ctx.needs_input_grad[:3])
-    grads = launch(dloss, LossInputs(*tensors, *ctx.options), lse, count, logits, need)
+    inputs = LossInputs(*tensors, *ctx.options)
+    weight, bias = inputs.weight, inputs.bias
+    # as in `linear`: another backend may serve by now
+    narrow = is_wide(weight, logits) and not reads_wide(logits.device, logits.dtype, "linear_cross_entropy")
+    if narrow:
+        inputs = inputs._replace(
+            weight=weight.to(logits.dtype), bias=None if bias is None else bias.to(logits.dtype)
+        )
+    grads = launch(dloss, inputs, lse, count, logits, need)
+    if narrow:
+        grads = grads[0], *(g.to(weight.dtype) for g in grads[1:])
     return *(g if needed else None for g, needed in zip(grads, need, strict=True)), *(None,) * 5
 
 
@@ -283,11 +294,8 @@ def linear_cross_entropy(
     elif not isinstance(chunk_bytes, int) or isinstance(chunk_bytes, bool) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes: expected an integer >= 1, got {chunk_bytes!r}")
     labelled = _checked_number(labelled, labels, ignore_index)
-    x, weight, bias = checks.under_autocast(x, weight, bias)
-    checks.same_dtype("weight", weight, "x", x)
-    if bias is not None:
-        checks.same_dtype("bias", bias, "x", x)
-        bias = bias.contiguous()
+    x, weight, bias = operands(x, weight, bias, "linear_cross_entropy")
+    bias = None if bias is None else bias.contiguous()
     chunk_rows = max(1, chunk_bytes // (2 * classes * x.element_size()))
     x, weight, smoothing = checks.rows(x), checks.rows(weight), float(label_smoothing)
     inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, smoothing, chunk_rows)

@@ -42,6 +42,7 @@ from fastbert.training.clock import Clock
 from fastbert.training.draws import key_of
 from fastbert.training.identity import difference, versions
 from fastbert.training.logs import Logs
+from fastbert.training.memory import kept_memory
 from fastbert.training.optimizers import optimizer
 from fastbert.training.parallel import Parallel
 from fastbert.training.stages import Stage, check_order
@@ -178,6 +179,8 @@ class Trainer:
         """
         found = logs = None
         with contextlib.ExitStack() as held, self._signals():
+            if self.parallel.device.type == "cpu":
+                held.enter_context(kept_memory())
             with self.parallel.alike():
                 if self.parallel.is_first:
                     checkpoints.begin(self.output)

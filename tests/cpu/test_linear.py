@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 def every_product_on_our_kernels(request, monkeypatch):
     """Compute products of few rows here too, which are otherwise left to `aten` without panels."""
     if "few_rows" not in request.node.name:
-        monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
+        monkeypatch.setattr(launcher, "_FEWEST_ROWS", 0)
 
 
 def address(t):
@@ -306,15 +306,17 @@ def test_long_float32_sums_are_no_worse_than_torchs(isa, depth):
         assert (launcher._product(a, rows, 96) - truth).abs().mean() <= theirs.mean()
 
 
-@pytest.mark.parametrize(("family", "ours"), [(None, False), (25, False), (26, True), (30, True)])
+@pytest.mark.parametrize(("family", "ours"), [(None, 0), (23, 0), (25, 1), (26, 2), (30, 2)])
 def test_float32_gradients_are_mkls_where_it_leads(isa, family, ours, monkeypatch):
-    """Ours from AMD's Zen 5 on, with AVX-512; either way they are right."""
+    """On AMD's processors with AVX-512 dx is ours, from Zen 5 on dweight too; either way they are right."""
     monkeypatch.setattr(launcher, "amd_family", lambda: family)
     product, seen = launcher._product, []
-    monkeypatch.setattr(launcher, "_product", lambda *args: seen.append(1) or product(*args))
+    monkeypatch.setattr(
+        launcher, "_product", lambda *args, **options: seen.append(1) or product(*args, **options)
+    )
     dy, x, weight = randn(70, 130), randn(70, 96, seed=1), randn(130, 96, seed=2)
     dx, dweight, _ = cpu.linear_bwd(dy, x, weight, None, None, True, True, False)
-    assert len(seen) == (2 if ours and isa.startswith("avx512") else 0)
+    assert len(seen) == (ours if isa.startswith("avx512") else 0)
     for found, eager, truth in (
         (dx, dy @ weight, dy.double() @ weight.double()),
         (dweight, dy.T @ x, dy.double().T @ x.double()),
@@ -700,11 +702,68 @@ def test_25_repeats_give_the_same_bits(isa, threads):
             assert_same_bits(a, b)
 
 
+# --- wide weights: float32 beside half precision ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    ((1, 5, 3), (7, 257, 66), (37, 64, 130), (161, 300, 65), (330, 31, 200), (5, 2100, 7)),
+    ids=str,
+)
+@pytest.mark.parametrize("activation", (None, "gelu"))
+def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, guarded):
+    """The bits of the rounded weight; its gradients before they are rounded."""
+    rows, depth, columns = shape
+    x, wide = randn(rows, depth, dtype=dtype), strided_rows(columns, depth, torch.float32, 3, seed=1)[0]
+    wide[0, 0] = 1e-41  # rounded, it is subnormal
+    weight, bias, dy = wide.to(dtype), randn(columns, seed=2), randn(rows, columns, dtype=dtype, seed=3)
+    assert not torch.equal(weight.float(), wide)
+    (y, pre), (expected, pre_expected) = (
+        cpu.linear_fwd(x, w, bias, activation, None, True) for w in (wide, weight)
+    )
+    assert_same_bits(y, expected, "y")
+    assert_same_bits(pre, pre_expected, "pre")
+    pre = None if activation is None else pre
+    found, rounded = (cpu.linear_bwd(dy, x, w, pre, activation, True, True, True) for w in (wide, weight))
+    assert_same_bits(found[0], rounded[0], "dx")
+    for name, a, b in zip(("dweight", "dbias"), found[1:], rounded[1:], strict=True):
+        assert a.dtype == torch.float32
+        assert_same_bits(a.to(dtype), b, name)
+    g = gradient(dy, pre, activation)[0].double()
+    assert_sums_to(found[1], g.T @ x.double(), g.abs().T @ x.double().abs(), "dweight")
+
+
+def test_few_rows_of_a_wide_weight_are_ours_too(monkeypatch):
+    """`aten` takes no weight of another dtype."""
+    for function in ("linear_fwd", "linear_bwd"):
+        monkeypatch.setattr(launcher.aten, function, None)
+    x, wide, dy = randn(3, 20, dtype=torch.bfloat16), randn(7, 20, seed=1), randn(3, 7, dtype=torch.bfloat16)
+    y = cpu.linear_fwd(x, wide, None, None, None, False)[0]
+    dx, dweight, _ = cpu.linear_bwd(dy, x, wide, None, None, True, True, False)
+    weight = wide.bfloat16().double()
+    torch.testing.assert_close(y.double(), x.double() @ weight.T, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(dx.double(), dy.double() @ weight, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(dweight.double(), dy.double().T @ x.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", (40, 700))
+def test_many_rows_in_float32_make_panels_of_the_whole_weight(rows, monkeypatch):
+    panels, made = launcher._panels, []
+    monkeypatch.setattr(launcher, "_panels", lambda *args: made.append(1) or panels(*args))
+    x, weight = randn(rows, 30), randn(20, 30, seed=1)
+    y = cpu.linear_fwd(x, weight, None, None, None, False)[0]
+    assert len(made) == (rows >= launcher._WHOLE_ROWS)
+    assert_same_bits(y, cpu.linear_fwd(x, weight, None, None, None, False, panels(weight.t()))[0])
+    cpu.linear_fwd(x.bfloat16(), weight.bfloat16(), None, None, None, False)
+    assert len(made) == (rows >= launcher._WHOLE_ROWS)
+
+
 # --- which way is taken, refusals -------------------------------------------------------------------------
 
 
 def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
-    few, seen = launcher._PANEL_ROWS, []
+    few, seen = launcher._FEWEST_ROWS, []
     assert few > 1
     for function in ("linear_fwd", "linear_bwd"):
         launch = getattr(launcher.aten, function)
@@ -743,9 +802,9 @@ def test_isa_none_is_refused():
         _C.set_cpu_isa(before)
 
 
-# dtype, rows, columns, depth, a, row stride, depth stride, packed, b, its stride, bias, its dtype,
-# activation, residual, its stride, c, pre, threads
-GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
+# dtype, rows, columns, depth, a, row stride, depth stride, packed, b, its strides, bias, its dtype,
+# activation, residual, its stride, c, pre, threads, wide b, wide c
+GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, False, False)
 
 
 @pytest.mark.parametrize(
@@ -756,17 +815,21 @@ GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
         (2, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
         (3, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
         (6, 2, ValueError, "product: expected one stride of 1"),
-        (11, -1, ValueError, "dtype: expected code"),
-        (12, 6, ValueError, "activation: expected code 0 … 5, got 6"),
-        (12, -1, ValueError, "activation: expected code 0 … 5, got -1"),
-        (17, 0, ValueError, "threads: expected 1 to 4096, got 0"),
+        (10, 2, ValueError, "product: expected one stride of 1"),
+        (12, -1, ValueError, "dtype: expected code"),
+        (13, 6, ValueError, "activation: expected code 0 … 5, got 6"),
+        (13, -1, ValueError, "activation: expected code 0 … 5, got -1"),
+        (18, 0, ValueError, "threads: expected 1 to 4096, got 0"),
+        (20, True, ValueError, "product: expected neither residual nor pre beside a wide c"),
     ),
 )
 def test_the_extension_refuses_what_would_crash(at, value, error, message):
     args = list(GOOD)
     args[at] = value
-    if at == 6:
-        args[5] = 2
+    if at in (6, 10):  # both strides
+        args[at - 1] = 2
+    if at == 20:
+        args[17] = torch.zeros(1).data_ptr()
     with pytest.raises(error, match=message):
         _C.cpu_linear_product(*args)
 

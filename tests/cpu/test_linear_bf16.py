@@ -34,7 +34,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def by_pairs(monkeypatch):
     """Multiply by pairs, also products of few rows."""
-    monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
+    monkeypatch.setattr(launcher, "_FEWEST_ROWS", 0)
     before = _C.cpu_isa()
     _C.set_cpu_isa("avx512_bf16")
     yield

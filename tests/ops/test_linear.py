@@ -14,7 +14,7 @@ from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.ops import linear as op
 from fastbert.ops.activation import ACTIVATIONS, activate_eager, activate_ref, slope_ref
-from fastbert.ops.linear import linear, linear_ref, panel_maker
+from fastbert.ops.linear import linear, linear_ref, panel_maker, reads_wide
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import CASES, LinearCase
 from tests.support.inputs import name, randn
@@ -39,7 +39,7 @@ SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
 @pytest.fixture(autouse=True)
 def no_backend_hands_over(monkeypatch):
     """Make `cpu` compute products of few rows itself, which it otherwise leaves to `aten`."""
-    monkeypatch.setattr(cpu_linear, "_PANEL_ROWS", 1)
+    monkeypatch.setattr(cpu_linear, "_FEWEST_ROWS", 1)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -244,6 +244,58 @@ def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype):
     ):
         assert a.dtype == leaf.dtype
         torch.testing.assert_close(a, e, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("autocast", HALF, ids=name)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_a_weight_in_training_stays_in_float32_under_autocast(autocast, activation):
+    """No rounded copy of it is kept for backward, and its gradient is never rounded."""
+    if not reads_wide(torch.device("cpu"), autocast):
+        pytest.skip("the backend that serves here reads no wide weights")
+    x, w, b = randn(40, 24, grad=True), randn(70, 24, grad=True), randn(70, grad=True)
+    b.data.copy_(b.to(autocast))  # a bias is not rounded
+    saved = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        torch.autocast("cpu", autocast),
+    ):
+        y = linear(x, w, b, activation)
+    assert [t for t in saved if t.shape == w.shape and t.data_ptr() != w.data_ptr()] == []
+    narrow = [t.detach().to(autocast) for t in (x, w)]
+    assert y.dtype == autocast
+    assert torch.equal(y, linear(*narrow, b.detach().to(autocast), activation))
+    dy = randn(*y.shape, dtype=autocast)
+    y.backward(dy)
+    if activation is None:
+        truth = dy.double().T @ narrow[0].double()
+        assert ((w.grad - truth).abs() <= 2**-20 * (dy.double().abs().T @ narrow[0].double().abs())).all()
+        assert ((b.grad - dy.double().sum(0)).abs() <= 2**-20 * dy.double().abs().sum(0)).all()
+    assert w.grad.dtype == b.grad.dtype == x.grad.dtype == torch.float32
+    assert not torch.equal(w.grad, w.grad.to(autocast).float())
+
+
+@pytest.mark.parametrize("need", ["all", "weights"])
+def test_another_backend_may_serve_backward(need):
+    x, w, b = randn(40, 24, grad=need == "all"), randn(70, 24, grad=True), randn(70, grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, b)
+    dy = randn(*y.shape, dtype=torch.bfloat16)
+    leaves = (w, b, x)[: 2 + (need == "all")]
+    expected = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    for which in ("reference", "aten"):
+        with dispatch.use_backend(linear=which):
+            for a, e in zip(torch.autograd.grad(y, leaves, dy, retain_graph=True), expected, strict=True):
+                assert a.dtype == torch.float32
+                torch.testing.assert_close(a, e, rtol=2**-7, atol=1e-2)
+
+
+def test_a_frozen_weight_is_cast_under_autocast():
+    x, w, b = randn(40, 24, grad=True), randn(70, 24), randn(70, grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, b)
+    y.sum().backward()
+    assert torch.equal(y, linear(x.bfloat16(), w.bfloat16(), b.bfloat16()))
+    assert torch.equal(b.grad, torch.full((70,), 40.0))
 
 
 def test_a_residual_of_another_dtype_is_promoted(backend):

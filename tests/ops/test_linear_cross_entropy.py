@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fastbert import testing
 from fastbert.backends.reference import linear_cross_entropy as composed
 from fastbert.ops import linear_cross_entropy as op
+from fastbert.ops.linear import reads_wide
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear_cross_entropy import CASES
@@ -398,6 +399,31 @@ def test_autocast_casts_as_pytorch_does(autocast, chunk_rows):
     for a, e in zip(gradients(loss, given), gradients(expected, given), strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, e, rtol=0.05, atol=0.02 * e.abs().max().item())
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+def test_a_weight_in_training_stays_in_float32_under_autocast(chunk_rows):
+    """Its gradients are those of the rounded weight, not rounded; another backend may serve backward."""
+    x, weight, bias = inputs(70, 32, 50)
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (x, weight, bias)]
+    bias.data.copy_(narrow[2])
+    labels = torch.arange(70) % 50
+    chunk_bytes = chunk(chunk_rows, 50, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, bias, labels, chunk_bytes=chunk_bytes)
+    expected = linear_cross_entropy(*narrow, labels, chunk_bytes=chunk_bytes)
+    assert torch.equal(loss, expected)
+    found = torch.autograd.grad(loss, (x, weight, bias), retain_graph=True)
+    for a, e in zip(found, torch.autograd.grad(expected, narrow), strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a.bfloat16(), e)
+    if reads_wide(torch.device("cpu"), torch.bfloat16, "linear_cross_entropy"):
+        assert not torch.equal(found[1], found[1].bfloat16().float())
+    with dispatch.use_backend(linear_cross_entropy="reference"):
+        others = torch.autograd.grad(loss, (x, weight, bias))
+    for a, e in zip(others, found, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, e, rtol=2**-6, atol=1e-4)
 
 
 def test_small_probabilities_survive_under_a_loss_scale(backend):

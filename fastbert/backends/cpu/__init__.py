@@ -28,7 +28,7 @@ from fastbert.backends.cpu.encoder_layer import (
 )
 from fastbert.backends.cpu.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
-from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_panels
+from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_panels, reads_wide
 from fastbert.backends.cpu.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
@@ -77,6 +77,7 @@ __all__ = [
     "open_team",
     "packing_bwd",
     "packing_fwd",
+    "reads_wide",
     "sequence_blocks",
 ]
 

@@ -1,7 +1,9 @@
 """`linear` by the `cpu` backend: csrc/cpu/linear; contract in fastbert/ops/linear.py.
 
 A weight is multiplied from panels of 64 columns (csrc/cpu/linear.h). Inference keeps them (`linear_panels`).
-Otherwise they are made for the call, which pays from `_PANEL_ROWS` rows on; `aten` multiplies fewer rows.
+Otherwise each task copies what it multiplies, which pays from `_FEWEST_ROWS` rows on; `aten` multiplies fewer
+rows. A copy also rounds: so the weight may be float32 beside half-precision rows, and then no rounded weight
+and no rounded gradient of it is ever in memory.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from fastbert.runtime.processor import amd_family
 
 DTYPES = STORED
 
-# The fewest rows for which making panels for one product costs less than it gains.
-_PANEL_ROWS = 32
+# The fewest rows for which copying the weight for one product costs less than it gains.
+_FEWEST_ROWS = 32
+# From so many rows on, float32, which needs no other copy, is 1% faster from panels of the whole weight.
+_WHOLE_ROWS = 512
 
 
-def mkl_leads() -> bool:
+def mkl_leads(transposed: bool = False) -> bool:
     """Whether MKL's products in float32 are faster than ours where nothing is prepared (csrc/cpu/NOTES.md).
 
-    On AMD's processors MKL uses no AVX-512. From Zen 5 on that is half the rate.
+    On AMD's processors MKL uses no AVX-512. From Zen 5 on that is half the rate; on a Zen 4, which multiplies
+    at one rate, it costs where the left matrix is stored row by row, not where it is `transposed`.
     """
     family = amd_family()
-    return family is None or family < 26 or not _C.cpu_isa().startswith("avx512")
+    return family is None or family < (26 if transposed else 25) or not _C.cpu_isa().startswith("avx512")
 
 
 def _strides(m: torch.Tensor) -> tuple[int, int]:
@@ -46,14 +51,15 @@ def _panels(b: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor
     return panels
 
 
-def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None):
+def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None, stored=None):
     """act(a @ b + bias) + residual; `a` (rows, depth) has one stride of 1.
 
-    `b` is a vector of panels, or (depth, columns) row by row.
+    `b` is a vector of panels, or (depth, columns) with one stride of 1, in `a`'s dtype or in float32.
+    `stored` is the result's dtype: `a`'s, or float32 without `residual` and `pre`.
     """
     rows, depth = a.shape
-    right = (address(b), 0, 0) if b.dim() == 1 else (0, address(b), b.stride(0))
-    c = a.new_empty(rows, columns)
+    right = (address(b), 0, 0, 0) if b.dim() == 1 else (0, address(b), *_strides(b))
+    c = a.new_empty(rows, columns, dtype=stored)
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     _C.cpu_linear_product(
         *(DTYPE_CODES[a.dtype], rows, columns, depth),
@@ -62,6 +68,8 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
         c.data_ptr(),
         0 if pre is None else pre.data_ptr(),
         torch.get_num_threads(),
+        b.dtype != a.dtype,
+        c.dtype != a.dtype,
     )
     return c
 
@@ -70,24 +78,31 @@ def linear_panels(weight, into=None):
     return _panels(plain(weight).contiguous().t(), into)
 
 
+def reads_wide():
+    return True
+
+
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+    right = panels
     if panels is None:
-        if x.shape[0] < _PANEL_ROWS:
+        if x.shape[0] < _FEWEST_ROWS and weight.dtype == x.dtype:
             return aten.linear_fwd(x, weight, bias, activation, residual, save)
-        panels = _panels(weight.t())
+        whole = x.dtype == torch.float32 and x.shape[0] >= _WHOLE_ROWS
+        right = _panels(weight.t()) if whole else weight.t()
     elif panels.shape != (_C.cpu_linear_panels_size(weight.shape[1], weight.shape[0]),):
         raise ValueError(
             f"panels: expected what panel_maker(…) makes of weight {tuple(weight.shape)}, "
             f"got shape {tuple(panels.shape)}"
         )
     pre = x.new_empty((x.shape[0], weight.shape[0]) if save and activation is not None else 0)
-    y = _product(x, panels, weight.shape[0], bias, activation, residual, pre if pre.numel() else None)
+    y = _product(x, right, weight.shape[0], bias, activation, residual, pre if pre.numel() else None)
     return y, pre
 
 
 def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
     rows, out = dy.shape
-    if rows < _PANEL_ROWS:
+    stored = dy.dtype if weight is None else weight.dtype
+    if rows < _FEWEST_ROWS and stored == dy.dtype:
         return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
     g = dy if activation is None else dy.new_empty(dy.shape)
     dbias = dy.new_empty(out if need_dbias else 0, dtype=torch.float32)
@@ -101,14 +116,16 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
             torch.get_num_threads(),
         )
     # float32 needs neither widening nor pairs, and then copying for one product pays beside a slow MKL only
-    if dy.dtype == torch.float32 and mkl_leads():
-        dx, dweight = g @ weight if need_dx else None, g.t() @ x if need_dweight else None
-    else:
-        dx = _product(g, weight, weight.shape[1]) if need_dx else None
-        dweight = _product(g.t(), x, x.shape[1]) if need_dweight else None
+    by_mkl = dy.dtype == torch.float32
+    dx = dweight = None
+    if need_dx:
+        dx = g @ weight if by_mkl and mkl_leads() else _product(g, weight, weight.shape[1])
+    if need_dweight:
+        transposed_by_mkl = by_mkl and mkl_leads(transposed=True)
+        dweight = g.t() @ x if transposed_by_mkl else _product(g.t(), x, x.shape[1], stored=stored)
     # a custom op may not return one tensor twice, not even an empty one
     return (
         dy.new_empty(0) if dx is None else dx,
         dy.new_empty(0) if dweight is None else dweight,
-        dbias.to(dy.dtype),
+        dbias.to(stored),
     )

@@ -16,6 +16,7 @@
 #include "cpu/linear.h"
 #include "cpu/linear_int8.h"
 #include "cpu/parallel.h"
+#include "cpu/widened.h"
 
 using namespace fastbert;
 
@@ -101,7 +102,17 @@ struct Options {
     std::int64_t gap;  // behind each row that may have one
 };
 
-// One product, b in panels and, where it lies row by row, as it lies: the same bits.
+// The same values in float32.
+Buffer widened(const Buffer& from, DType dtype) {
+    Buffer out(static_cast<std::int64_t>(from.size) / item(dtype) * 4);
+    const Param values{from.data(), dtype};
+    for (std::size_t i = 0; i < out.size / 4; ++i)
+        out.data<float>()[i] = fastbert::widened(values, static_cast<std::int64_t>(i));
+    return out;
+}
+
+// One product, b in panels, as it lies, and in float32: the same bits. The result in float32, too, if nothing
+// is added to it.
 Buffer product(DType dtype, std::int64_t rows, std::int64_t depth, std::int64_t columns, const Buffer& a,
                std::int64_t row_stride, std::int64_t depth_stride, const Buffer& b, std::int64_t b_stride,
                bool b_by_rows, const Buffer& bias, const Buffer& residual, const Options& options,
@@ -120,22 +131,38 @@ Buffer product(DType dtype, std::int64_t rows, std::int64_t depth, std::int64_t 
                  depth_stride,
                  panels.data(),
                  nullptr,
-                 0,
+                 b_by_rows ? b_stride : 1,
+                 b_by_rows ? 1 : b_stride,
                  {options.bias ? bias.data() : nullptr, dtype},
                  options.activation,
                  options.residual ? residual.data() : nullptr,
                  columns + options.gap,
                  first.data(),
-                 options.pre ? pre.data() : nullptr};
+                 options.pre ? pre.data() : nullptr,
+                 false,
+                 false};
     run(cpu_linear_product(args, threads));
-    if (!b_by_rows) return first;
-    const Buffer second(static_cast<std::int64_t>(first.size));
     args.panels = nullptr;
-    args.b = b.data();
-    args.b_stride = b_stride;
-    args.c = second.data();
-    run(cpu_linear_product(args, threads));
-    require_same(first, second, "panels and rows");
+    const Buffer wide = widened(b, dtype);
+    for (const bool wide_b : {false, true}) {
+        const Buffer second(static_cast<std::int64_t>(first.size));
+        args.b = wide_b ? wide.data() : b.data();
+        args.wide_b = wide_b && dtype != DType::kFloat32;
+        args.c = second.data();
+        run(cpu_linear_product(args, threads));
+        require_same(first, second, "panels and b as it lies");
+    }
+    if (!options.residual && !options.pre) {
+        const Buffer in_float(rows * columns * 4);
+        args.wide_c = dtype != DType::kFloat32;
+        args.c = in_float.data();
+        run(cpu_linear_product(args, threads));
+        const Buffer rounded = widened(first, dtype);
+        for (std::size_t i = 0; i < in_float.size / 4; ++i) {
+            const float x = in_float.data<float>()[i], y = rounded.data<float>()[i];
+            require(std::fabs(x - y) <= std::fabs(x) / 256.0f + 1e-6f, "c in float32");
+        }
+    }
     return first;
 }
 

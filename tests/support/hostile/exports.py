@@ -320,9 +320,11 @@ def layer_norm_bwd_args():
 
 def product_args(panels):
     if panels:
-        right = [needed("panels", floats(panels_size(5, 3))), number("b", 0), number("b stride", 0)]
+        right = [needed("panels", floats(panels_size(5, 3))), number("b", 0)]
+        right += [number("b stride", 0), number("b column stride", 0)]
     else:
         right = [number("panels", 0), needed("b", floats(5, 3)), stride("b stride", 3)]
+        right += [stride("b column stride", 1)]
     return [
         code("dtype", 0),
         size("rows", 4),
@@ -339,6 +341,8 @@ def product_args(panels):
         needed("c", floats(4, 3)),
         optional("pre", floats(4, 3)),
         THREADS,
+        number("wide b", 0),
+        number("wide c", 0),
     ]
 
 
@@ -439,7 +443,10 @@ EXPORTS = {
         ],
         [{"b depth": 2}],
     ),
-    "cpu_linear_product": Export(lambda: product_args(False), [{"a depth": 2}, {"b": 0, "panels": 0}]),
+    "cpu_linear_product": Export(
+        lambda: product_args(False),
+        [{"a depth": 2}, {"b": 0, "panels": 0}, {"b column stride": 2}, {"wide c": 1}],
+    ),
     "cpu_linear_product panels": Export(lambda: product_args(True)),
     "cpu_linear_activation_bwd": Export(
         lambda: [

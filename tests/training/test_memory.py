@@ -1,0 +1,67 @@
+"""`kept_memory`: what a step frees is there for the next one, and goes back to the system at the end."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from tests.support.processes import python
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+
+SCRIPT = """
+import resource, torch
+from fastbert.training import memory
+from fastbert.training.memory import kept_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    return [torch.ones(size, 1 << 18) for size in (1, 3, 8, 40, 96, 20)]  # 168 MiB
+
+def after_three(counted):
+    for _ in range(2):
+        step()
+    begin = faults()
+    step()
+    counted.append(faults() - begin)
+
+plain, kept, again = [], [], []
+after_three(plain)
+before = resident()
+with kept_memory():
+    after_three(kept)
+    inside = resident()
+after_three(again)
+print(plain[0], kept[0], again[0], inside - before, resident() - before)
+"""
+
+
+def test_a_step_takes_what_the_last_one_freed():
+    plain, kept, again, inside, after = map(int, python(SCRIPT).stdout.split())
+    assert plain > 20_000
+    assert again > 20_000
+    assert kept < 1_000
+    assert inside > 100
+    assert after < 50
+
+
+def test_limits_that_the_user_has_set_stay():
+    for variable, value in (
+        ("MALLOC_TRIM_THRESHOLD_", "100000"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=100000"),
+    ):
+        plain, kept, *_ = map(int, python(SCRIPT, **{variable: value}).stdout.split())
+        assert plain > 20_000
+        assert kept > 20_000
+
+
+def test_another_malloc_changes_nothing():
+    text = SCRIPT.replace("plain, kept,", "memory._glibc = lambda: None\nplain, kept,")
+    assert int(python(text).stdout.split()[1]) > 20_000
