@@ -36,7 +36,7 @@ FAULTS = (
     _fault("halves of float32 swapped", "load(p + kLanes, part(kLanes)), load(p, part(0))", "load(p, part(0)), load(p + kLanes, part(kLanes))", _VEC),
     _fault("tail of float32 cut", "n > from ? n - from : 0", "0", _VEC),
     _fault("panels of an odd depth closer together", "panels + j * padded + k * kPanel);", "panels + j * args.depth + k * kPanel);"),
-    _fault("finished after the first run", "if (last)\n", "if (k == 0)\n"),
+    _fault("finished after the first run", "if (last) finish(", "if (k == 0) finish("),
     _fault("rows of another task", "+ row * args.row_stride;", "+ 0 * row * args.row_stride;"),
     _fault("bias and residual of the first rows", "c, kPanel, row + i, n, j,", "c, kPanel, i, n, j,"),
     # odd depths, copies

@@ -417,6 +417,7 @@ def test_a_weight_in_training_stays_in_float32_under_autocast(chunk_rows):
     for a, e in zip(found, torch.autograd.grad(expected, narrow), strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a.bfloat16(), e)
+    assert found[1]._base is None, "autograd adds to no view in place"
     if reads_wide(torch.device("cpu"), torch.bfloat16, "linear_cross_entropy"):
         assert not torch.equal(found[1], found[1].bfloat16().float())
     with dispatch.use_backend(linear_cross_entropy="reference"):

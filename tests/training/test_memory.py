@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 
 import pytest
+import torch
 
+from fastbert.training import loop
 from tests.support.processes import python
+from tests.support.tiny_training import trainer
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 
@@ -38,8 +42,9 @@ before = resident()
 with kept_memory():
     after_three(kept)
     inside = resident()
+after = resident()
 after_three(again)
-print(plain[0], kept[0], again[0], inside - before, resident() - before)
+print(plain[0], kept[0], again[0], inside - before, after - before)
 """
 
 
@@ -65,3 +70,28 @@ def test_limits_that_the_user_has_set_stay():
 def test_another_malloc_changes_nothing():
     text = SCRIPT.replace("plain, kept,", "memory._glibc = lambda: None\nplain, kept,")
     assert int(python(text).stdout.split()[1]) > 20_000
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_loop_keeps_it_on_a_cpu(device, monkeypatch, tmp_path):
+    seen = []
+
+    @contextlib.contextmanager
+    def recorded():
+        seen.append("kept")
+        try:
+            yield
+        finally:
+            seen.append("returned")
+
+    def begun(*args):
+        seen.append("begun")
+        raise RuntimeError("no more is needed")
+
+    monkeypatch.setattr(loop, "kept_memory", recorded)
+    run = trainer(tmp_path)
+    run.parallel.device = torch.device(device)
+    monkeypatch.setattr(run, "_begin", begun)
+    with pytest.raises(RuntimeError, match="no more is needed"):
+        run.run()
+    assert seen == (["kept", "begun", "returned"] if device == "cpu" else ["begun"])

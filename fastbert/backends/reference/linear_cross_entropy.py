@@ -100,7 +100,7 @@ def chunked(
             if need_dbias:
                 dbias += g.sum(0, dtype=sums)
             del g  # before there are other logits
-        dweight, dbias = dweight[:classes].to(weight.dtype), dbias[:classes].to(weight.dtype)
+        dweight, dbias = (_first(t, classes).to(weight.dtype) for t in (dweight, dbias))
         return _put(dx, at, rows) if need_dx else dx, dweight, dbias
 
     return forward, backward
