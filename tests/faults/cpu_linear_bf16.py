@@ -52,7 +52,7 @@ FAULTS = (
     # vectors
     _fault("pairs the wrong way round", "_mm512_permutex2var_epi16(first, words, second)", "_mm512_permutex2var_epi16(second, words, first)", _VEC),
     _fault("upper half as the lower", "return pairs_from(kLanes, first, second);", "return pairs_from(0, first, second);", _VEC),
-    _fault("a tail of 32 cut", "_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p);\n}\n//", "_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) / 2 - 1), p);\n}\n//", _VEC),
+    _fault("a tail of 32 cut", "_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p);\n}\nFASTBERT_INLINE __m512i load_two(const float", "_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) / 2 - 1), p);\n}\nFASTBERT_INLINE __m512i load_two(const float", _VEC),
     _fault("subnormal results lost", "_mm512_fpclass_ps_mask(v, kSubnormal) == 0", "true", _VEC512),
     # panels, choice
     _fault("an odd depth's last line not filled", "const bool given = k < args.depth;", "const bool given = true;", _PANELS),
