@@ -203,20 +203,12 @@ def _backward(launch, ctx, dy):
     dx = dweight = dbias = None
     if need_dx or need_dweight or need_dbias:
         x, weight, pre = ctx.saved_tensors
-        # the backend of forward read a wide weight; another may serve by now
-        narrow = is_wide(weight, dy) and not reads_wide(dy.device, dy.dtype)
+        # The backend of forward read a wide weight. Another may serve by now: autograd widens its gradients.
+        if is_wide(weight, dy) and not reads_wide(dy.device, dy.dtype):
+            weight = weight.to(dy.dtype)
         dx, dweight, dbias = launch(
-            dy.contiguous(),
-            x,
-            weight.to(dy.dtype) if narrow else weight,
-            pre,
-            ctx.activation,
-            need_dx,
-            need_dweight,
-            need_dbias,
+            dy.contiguous(), x, weight, pre, ctx.activation, need_dx, need_dweight, need_dbias
         )
-        if narrow:
-            dweight, dbias = dweight.to(weight.dtype), dbias.to(weight.dtype)
     return (
         dx if need_dx else None,
         dweight if need_dweight else None,

@@ -196,16 +196,11 @@ def _backward(launch, ctx, dloss):
     *tensors, lse, count, logits = ctx.saved_tensors
     need = LossNeeds(*ctx.needs_input_grad[:3])
     inputs = LossInputs(*tensors, *ctx.options)
-    weight, bias = inputs.weight, inputs.bias
-    # as in `linear`: another backend may serve by now
-    narrow = is_wide(weight, logits) and not reads_wide(logits.device, logits.dtype, "linear_cross_entropy")
-    if narrow:
-        inputs = inputs._replace(
-            weight=weight.to(logits.dtype), bias=None if bias is None else bias.to(logits.dtype)
-        )
+    wide = is_wide(inputs.weight, logits)
+    if wide and not reads_wide(logits.device, logits.dtype, "linear_cross_entropy"):  # as in `linear`
+        bias = None if inputs.bias is None else inputs.bias.to(logits.dtype)
+        inputs = inputs._replace(weight=inputs.weight.to(logits.dtype), bias=bias)
     grads = launch(dloss, inputs, lse, count, logits, need)
-    if narrow:
-        grads = grads[0], *(g.to(weight.dtype) for g in grads[1:])
     return *(g if needed else None for g, needed in zip(grads, need, strict=True)), *(None,) * 5
 
 

@@ -21,16 +21,15 @@ FAULTS = (
         "weight if need[0] or is_wide(weight, x) else None,",
         "weight if need[0] else None,",
     ),
-    Fault(
-        "gradients stay narrow", _LINEAR, "dweight, dbias = dweight.to(weight.dtype), dbias.to(weight.dtype)", "pass"
-    ),
+    Fault("another backend gets a wide weight", _LINEAR, "            weight = weight.to(dy.dtype)\n", "            pass\n"),
     Fault(
         "the loss's wide weight is not kept",
         _LOSS,
         "if again or need_dx or is_wide(inputs.weight, inputs.x) else None",
         "if again or need_dx else None",
     ),
-    Fault("the loss's gradients stay narrow", _LOSS, "grads = grads[0], *(g.to(weight.dtype) for g in grads[1:])", "pass"),
+    Fault("the loss's wide weight for another backend", _LOSS, "if wide and not reads_wide(", "if False and not reads_wide("),
+    Fault("the loss forgets a wide weight without dx", _CHUNKS, "weight if need_dx or wide else None", "weight if need_dx else None"),
     Fault("the loss asks for linear's backend", _LOSS, 'operands(x, weight, bias, "linear_cross_entropy")', "operands(x, weight, bias)"),
     Fault("sums of chunks rounded", _CHUNKS, "_first(t, classes).to(weight.dtype)", "_first(t, classes).to(x.dtype)"),
     Fault("a view of all classes", _CHUNKS, "return t if t.shape[0] <= classes else t[:classes]", "return t[:classes]"),

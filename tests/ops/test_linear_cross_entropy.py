@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from fastbert import testing
 from fastbert.backends.reference import linear_cross_entropy as composed
 from fastbert.ops import linear_cross_entropy as op
-from fastbert.ops.linear import reads_wide
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear_cross_entropy import CASES
@@ -402,9 +401,17 @@ def test_autocast_casts_as_pytorch_does(autocast, chunk_rows):
 
 
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
-def test_a_weight_in_training_stays_in_float32_under_autocast(chunk_rows):
+@pytest.mark.parametrize("need_dx", [True, False])
+@pytest.mark.parametrize("pinned", [None, "linear", NAME])
+def test_a_weight_in_training_stays_in_float32_under_autocast(chunk_rows, need_dx, pinned):
     """Its gradients are those of the rounded weight, not rounded; another backend may serve backward."""
+    with dispatch.use_backend(**({} if pinned is None else {pinned: "reference"})):
+        check_a_weight_in_training(chunk_rows, need_dx, "cpu" in BACKENDS and pinned != NAME)
+
+
+def check_a_weight_in_training(chunk_rows: int, need_dx: bool, wide: bool) -> None:
     x, weight, bias = inputs(70, 32, 50)
+    x.requires_grad_(need_dx)
     narrow = [t.detach().bfloat16().requires_grad_() for t in (x, weight, bias)]
     bias.data.copy_(narrow[2])
     labels = torch.arange(70) % 50
@@ -413,15 +420,15 @@ def test_a_weight_in_training_stays_in_float32_under_autocast(chunk_rows):
         loss = linear_cross_entropy(x, weight, bias, labels, chunk_bytes=chunk_bytes)
     expected = linear_cross_entropy(*narrow, labels, chunk_bytes=chunk_bytes)
     assert torch.equal(loss, expected)
-    found = torch.autograd.grad(loss, (x, weight, bias), retain_graph=True)
-    for a, e in zip(found, torch.autograd.grad(expected, narrow), strict=True):
+    leaves = (weight, bias, x)[: 2 + need_dx]
+    found = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for a, e in zip(found, torch.autograd.grad(expected, narrow[1:] + narrow[:need_dx]), strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a.bfloat16(), e)
-    assert found[1]._base is None, "autograd adds to no view in place"
-    if reads_wide(torch.device("cpu"), torch.bfloat16, "linear_cross_entropy"):
-        assert not torch.equal(found[1], found[1].bfloat16().float())
+    assert found[0]._base is None, "autograd adds to no view in place"
+    assert torch.equal(found[0], found[0].bfloat16().float()) != wide
     with dispatch.use_backend(linear_cross_entropy="reference"):
-        others = torch.autograd.grad(loss, (x, weight, bias))
+        others = torch.autograd.grad(loss, leaves)
     for a, e in zip(others, found, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, e, rtol=2**-6, atol=1e-4)

@@ -71,7 +71,7 @@ def test_another_malloc_changes_nothing():
 
 
 def test_the_usual_limits_come_back(monkeypatch):
-    """Also after an error. Whether pages go back depends on the holes in the heap: so here the calls count."""
+    """Also after an error. Whether pages go back depends on holes in the heap, so it looks at the calls."""
     calls = []
 
     class Library:

@@ -80,7 +80,8 @@ def chunked(
             if logits.dim() == 1:
                 logits = logits_of(weight, bias, 1)(x)
             g = gradient(parts[0], logits)
-            x, weight = x if need_dweight else None, weight if need_dx else None
+            wide = weight is not None and weight.dtype != g.dtype
+            x, weight = x if need_dweight else None, weight if need_dx or wide else None
             dx, dweight, dbias = linear.linear_bwd(
                 g, x, weight, None, None, need_dx, need_dweight, need_dbias
             )
