@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def all_on_our_kernels(monkeypatch):
     """Compute all products by our kernels; `aten`, which gets those of few rows, may give other bits."""
-    monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
+    monkeypatch.setattr(launcher, "_FEWEST_ROWS", 0)
 
 
 @pytest.fixture
