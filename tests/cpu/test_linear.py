@@ -705,14 +705,10 @@ def test_25_repeats_give_the_same_bits(isa, threads):
 # --- wide weights: float32 beside half precision ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    ((1, 5, 3), (7, 257, 66), (37, 64, 130), (161, 300, 65), (330, 31, 200), (5, 2100, 7)),
-    ids=str,
-)
-@pytest.mark.parametrize("activation", (None, "gelu"))
-def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, guarded):
+WIDE_SHAPES = ((1, 5, 3), (7, 257, 66), (37, 64, 130), (161, 300, 65), (330, 31, 200), (5, 2100, 7))
+
+
+def check_a_wide_weight(dtype, shape, activation):
     """The bits of the rounded weight; its gradients before they are rounded."""
     rows, depth, columns = shape
     x, wide = randn(rows, depth, dtype=dtype), strided_rows(columns, depth, torch.float32, 3, seed=1)[0]
@@ -732,6 +728,22 @@ def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, g
         assert_same_bits(a.to(dtype), b, name)
     g = gradient(dy, pre, activation)[0].double()
     assert_sums_to(found[1], g.T @ x.double(), g.abs().T @ x.double().abs(), "dweight")
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("shape", WIDE_SHAPES, ids=str)
+@pytest.mark.parametrize("activation", (None, "gelu"))
+def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, guarded):
+    check_a_wide_weight(dtype, shape, activation)
+
+
+def test_no_rows_of_a_wide_weight(isa, guarded):
+    x, wide, dy = randn(0, 20, dtype=torch.bfloat16), randn(7, 20), randn(0, 7, dtype=torch.bfloat16)
+    assert cpu.linear_fwd(x, wide, None, None, None, False)[0].shape == (0, 7)
+    dx, dweight, dbias = cpu.linear_bwd(dy, x, wide, None, None, True, True, True)
+    assert dx.shape == (0, 20)
+    assert_same_bits(dweight, torch.zeros(7, 20))
+    assert_same_bits(dbias, torch.zeros(7))
 
 
 def test_few_rows_of_a_wide_weight_are_ours_too(monkeypatch):

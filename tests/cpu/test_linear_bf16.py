@@ -16,7 +16,14 @@ from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.runtime import loader
 from fastbert.testing.op_cases.linear import CASES, LinearCase
-from tests.cpu.test_linear import OPTIONS, PackedCase, both_ways, gradients
+from tests.cpu.test_linear import (
+    OPTIONS,
+    WIDE_SHAPES,
+    PackedCase,
+    both_ways,
+    check_a_wide_weight,
+    gradients,
+)
 from tests.support.cpu_truth import assert_same_bits, randn, strided_rows
 
 _C = loader.extension
@@ -75,6 +82,12 @@ def test_every_depth(guarded):
         3071,
     ):
         both_ways(7, depth, 67, BF16, OPTIONS[depth % 7])
+
+
+@pytest.mark.parametrize("shape", (*WIDE_SHAPES, (40, 515, 100)), ids=str)
+@pytest.mark.parametrize("activation", (None, "gelu"))
+def test_a_wide_weight_is_rounded_as_it_is_read(shape, activation, guarded):
+    check_a_wide_weight(BF16, shape, activation)
 
 
 def test_every_depth_of_the_gradients(guarded):

@@ -121,8 +121,12 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
     if need_dx:
         dx = g @ weight if by_mkl and mkl_leads() else _product(g, weight, weight.shape[1])
     if need_dweight:
-        transposed_by_mkl = by_mkl and mkl_leads(transposed=True)
-        dweight = g.t() @ x if transposed_by_mkl else _product(g.t(), x, x.shape[1], stored=stored)
+        if rows == 0:
+            dweight = x.new_zeros(out, x.shape[1], dtype=stored)
+        elif by_mkl and mkl_leads(transposed=True):
+            dweight = g.t() @ x
+        else:
+            dweight = _product(g.t(), x, x.shape[1], stored=stored)
     # a custom op may not return one tensor twice, not even an empty one
     return (
         dy.new_empty(0) if dx is None else dx,
