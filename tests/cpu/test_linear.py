@@ -759,16 +759,29 @@ def test_few_rows_of_a_wide_weight_are_ours_too(monkeypatch):
     torch.testing.assert_close(dweight.double(), dy.double().T @ x.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", (40, 700))
-def test_many_rows_in_float32_make_panels_of_the_whole_weight(rows, monkeypatch):
-    panels, made = launcher._panels, []
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", (40, 511, 512))
+def test_many_rows_make_panels_of_the_whole_weight(isa, dtype, rows, monkeypatch):
+    check_many_rows(dtype, rows, rows >= 512, monkeypatch)
+
+
+def check_many_rows(dtype, rows, whole, monkeypatch):
+    """Whether forward makes panels, and backward rounds a wide weight; the bits are the same."""
+    panels, product, made, wide = launcher._panels, launcher._product, [], []
     monkeypatch.setattr(launcher, "_panels", lambda *args: made.append(1) or panels(*args))
-    x, weight = randn(rows, 30), randn(20, 30, seed=1)
+    x, weight, dy = randn(rows, 30, dtype=dtype), randn(20, 30, seed=1), randn(rows, 20, dtype=dtype, seed=2)
+    narrow = weight.to(dtype)
     y = cpu.linear_fwd(x, weight, None, None, None, False)[0]
-    assert len(made) == (rows >= launcher._WHOLE_ROWS)
-    assert_same_bits(y, cpu.linear_fwd(x, weight, None, None, None, False, panels(weight.t()))[0])
-    cpu.linear_fwd(x.bfloat16(), weight.bfloat16(), None, None, None, False)
-    assert len(made) == (rows >= launcher._WHOLE_ROWS)
+    assert len(made) == whole
+    assert_same_bits(y, cpu.linear_fwd(x, narrow, None, None, None, False, panels(narrow.t()))[0])
+    monkeypatch.setattr(
+        launcher, "_product", lambda *args, **options: wide.append(args[1].dtype) or product(*args, **options)
+    )
+    dx = cpu.linear_bwd(dy, x, weight, None, None, True, False, False)[0]
+    assert wide in ([dtype if whole else torch.float32], [])  # in float32 MKL's products may serve
+    assert wide or dtype == torch.float32
+    if dtype != torch.float32:
+        assert_same_bits(dx, product(dy, narrow, 30))
 
 
 # --- which way is taken, refusals -------------------------------------------------------------------------

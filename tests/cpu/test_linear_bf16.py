@@ -22,6 +22,7 @@ from tests.cpu.test_linear import (
     PackedCase,
     both_ways,
     check_a_wide_weight,
+    check_many_rows,
     gradients,
 )
 from tests.support.cpu_truth import assert_same_bits, randn, strided_rows
@@ -88,6 +89,10 @@ def test_every_depth(guarded):
 @pytest.mark.parametrize("activation", (None, "gelu"))
 def test_a_wide_weight_is_rounded_as_it_is_read(shape, activation, guarded):
     check_a_wide_weight(BF16, shape, activation)
+
+
+def test_no_number_of_rows_makes_panels_of_the_whole_weight(monkeypatch):
+    check_many_rows(BF16, 700, False, monkeypatch)
 
 
 def test_every_depth_of_the_gradients(guarded):

@@ -13,6 +13,7 @@ import torch
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES
+from fastbert.ops.checks import as_dtype
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -22,7 +23,8 @@ DTYPES = STORED
 
 # The fewest rows for which copying the weight for one product costs less than it gains.
 _FEWEST_ROWS = 32
-# From so many rows on, float32, which needs no other copy, is 1% faster from panels of the whole weight.
+# From so many rows on, products in float32 are 1% faster from panels of the whole weight, and 3 to 7% if it was
+# wide and is rounded first. Products by pairs are not.
 _WHOLE_ROWS = 512
 
 
@@ -34,6 +36,12 @@ def mkl_leads(transposed: bool = False) -> bool:
     """
     family = amd_family()
     return family is None or family < (26 if transposed else 25) or not _C.cpu_isa().startswith("avx512")
+
+
+def _reads_whole(a: torch.Tensor) -> bool:
+    """Whether a product with the rows `a` is faster where the whole weight is copied first."""
+    by_pairs = a.dtype == torch.bfloat16 and _C.cpu_isa() == "avx512_bf16"
+    return a.shape[0] >= _WHOLE_ROWS and not by_pairs
 
 
 def _strides(m: torch.Tensor) -> tuple[int, int]:
@@ -87,8 +95,8 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     if panels is None:
         if x.shape[0] < _FEWEST_ROWS and weight.dtype == x.dtype:
             return aten.linear_fwd(x, weight, bias, activation, residual, save)
-        whole = x.dtype == torch.float32 and x.shape[0] >= _WHOLE_ROWS
-        right = _panels(weight.t()) if whole else weight.t()
+        whole = _reads_whole(x)
+        right = _panels(as_dtype(weight, x.dtype).t()) if whole else weight.t()
     elif panels.shape != (_C.cpu_linear_panels_size(weight.shape[1], weight.shape[0]),):
         raise ValueError(
             f"panels: expected what panel_maker(…) makes of weight {tuple(weight.shape)}, "
@@ -119,7 +127,8 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
     by_mkl = dy.dtype == torch.float32
     dx = dweight = None
     if need_dx:
-        dx = g @ weight if by_mkl and mkl_leads() else _product(g, weight, weight.shape[1])
+        right = as_dtype(weight, dy.dtype) if _reads_whole(dy) else weight
+        dx = g @ weight if by_mkl and mkl_leads() else _product(g, right, weight.shape[1])
     if need_dweight:
         if rows == 0:
             dweight = x.new_zeros(out, x.shape[1], dtype=stored)
