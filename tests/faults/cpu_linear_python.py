@@ -33,7 +33,6 @@ FAULTS = (
     _fault("gradients of a wide weight rounded", "x.shape[1], stored=stored)", "x.shape[1]).to(stored)", _PYTHON),
     _fault("wide weights left to PyTorch", "_FEWEST_ROWS and weight.dtype == x.dtype:", "_FEWEST_ROWS:", _PYTHON),
     _fault("gradients of wide weights left to PyTorch", "_FEWEST_ROWS and stored == dy.dtype:", "_FEWEST_ROWS:", _PYTHON),
-    _fault("panels of the whole weight for products by pairs", "_WHOLE_ROWS and not by_pairs", "_WHOLE_ROWS", _PYTHON),
     _fault("panels of the whole weight for one row more", ">= _WHOLE_ROWS", "> _WHOLE_ROWS", _PYTHON),
     _fault("no rounded copy for many rows", "right = as_dtype(weight, dy.dtype) if _reads_whole(dy) else weight", "right = weight", _PYTHON),
     _fault("pre not saved", "if save and activation is not None else 0)", "if False else 0)", _PYTHON),

@@ -23,8 +23,8 @@ DTYPES = STORED
 
 # The fewest rows for which copying the weight for one product costs less than it gains.
 _FEWEST_ROWS = 32
-# From so many rows on, products in float32 are 1% faster from panels of the whole weight, and 3 to 7% if it was
-# wide and is rounded first. Products by pairs are not.
+# From so many rows on, products in float32 are 1% faster from panels of the whole weight, and 3 to 7% if it
+# was wide and is rounded first. Products by pairs are not.
 _WHOLE_ROWS = 512
 
 
