@@ -27,7 +27,7 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
              std::int64_t row_stride, std::int64_t depth_stride, Address panels, Address b,
              std::int64_t b_stride, std::int64_t b_column_stride, Address bias, int bias_dtype,
              int activation, Address residual, std::int64_t residual_stride, Address c, Address pre,
-             int threads, bool wide_b, bool wide_c) {
+             int threads, int b_dtype, int c_dtype) {
     check_shape(rows, depth);
     check_shape(rows, columns);
     if ((row_stride != 1 && depth_stride != 1) || (panels == 0 && b_stride != 1 && b_column_stride != 1))
@@ -49,9 +49,12 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
                        residual_stride,
                        pointer(c),
                        pointer(pre),
-                       wide_b,
-                       wide_c};
-    if (wide_c && (args.residual != nullptr || args.pre != nullptr))
+                       dtype_of(b_dtype) != dtype_of(dtype),
+                       dtype_of(c_dtype) != dtype_of(dtype)};
+    for (const int other : {b_dtype, c_dtype})
+        if (other != dtype && dtype_of(other) != DType::kFloat32)
+            throw py::value_error("product: expected b and c of a's dtype or of float32");
+    if (args.wide_c && (args.residual != nullptr || args.pre != nullptr))
         throw py::value_error("product: expected neither residual nor pre beside a wide c");
     check_shape(columns, depth);
     check_threads(threads);

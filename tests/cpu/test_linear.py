@@ -828,8 +828,8 @@ def test_isa_none_is_refused():
 
 
 # dtype, rows, columns, depth, a, row stride, depth stride, packed, b, its strides, bias, its dtype,
-# activation, residual, its stride, c, pre, threads, wide b, wide c
-GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, False, False)
+# activation, residual, its stride, c, pre, threads, dtype of b, dtype of c
+GOOD = (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -845,7 +845,10 @@ GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, False, False)
         (13, 6, ValueError, "activation: expected code 0 … 5, got 6"),
         (13, -1, ValueError, "activation: expected code 0 … 5, got -1"),
         (18, 0, ValueError, "threads: expected 1 to 4096, got 0"),
-        (20, True, ValueError, "product: expected neither residual nor pre beside a wide c"),
+        (19, 2, ValueError, "product: expected b and c of a's dtype or of float32"),
+        (20, 2, ValueError, "product: expected b and c of a's dtype or of float32"),
+        (20, 3, ValueError, "dtype: expected code 0, 1 or 2, got 3"),
+        (20, 0, ValueError, "product: expected neither residual nor pre beside a wide c"),
     ),
 )
 def test_the_extension_refuses_what_would_crash(at, value, error, message):
@@ -853,7 +856,7 @@ def test_the_extension_refuses_what_would_crash(at, value, error, message):
     args[at] = value
     if at in (6, 10):  # both strides
         args[at - 1] = 2
-    if at == 20:
+    if (at, value) == (20, 0):
         args[17] = torch.zeros(1).data_ptr()
     with pytest.raises(error, match=message):
         _C.cpu_linear_product(*args)

@@ -29,7 +29,7 @@ FAULTS = (
     _fault("panels of any size taken", "    elif panels.shape != (_C", "    elif panels.dim() != 1 and panels.shape != (_C", _PYTHON),
     _fault("residual read as if contiguous", "(residual.data_ptr(), residual.stride(0))", "(residual.data_ptr(), residual.shape[1])", _PYTHON),
     _fault("b read as if contiguous", "(0, address(b), *_strides(b))", "(0, address(b), *_strides(b.contiguous()))", _PYTHON),
-    _fault("a wide weight taken for a narrow one", "b.dtype != a.dtype,", "False,", _PYTHON),
+    _fault("a wide weight taken for a narrow one", "DTYPE_CODES[b.dtype],\n        DTYPE_CODES[c", "DTYPE_CODES[a.dtype],\n        DTYPE_CODES[c", _PYTHON),
     _fault("gradients of a wide weight rounded", "x.shape[1], stored=stored)", "x.shape[1]).to(stored)", _PYTHON),
     _fault("wide weights left to PyTorch", "_FEWEST_ROWS and weight.dtype == x.dtype:", "_FEWEST_ROWS:", _PYTHON),
     _fault("gradients of wide weights left to PyTorch", "_FEWEST_ROWS and stored == dy.dtype:", "_FEWEST_ROWS:", _PYTHON),

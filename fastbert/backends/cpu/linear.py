@@ -76,8 +76,8 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None,
         c.data_ptr(),
         0 if pre is None else pre.data_ptr(),
         torch.get_num_threads(),
-        b.dtype != a.dtype,
-        c.dtype != a.dtype,
+        DTYPE_CODES[b.dtype],
+        DTYPE_CODES[c.dtype],
     )
     return c
 

@@ -341,8 +341,8 @@ def product_args(panels):
         needed("c", floats(4, 3)),
         optional("pre", floats(4, 3)),
         THREADS,
-        number("wide b", 0),
-        number("wide c", 0),
+        code("b dtype", 0),
+        code("c dtype", 0),
     ]
 
 
@@ -445,7 +445,7 @@ EXPORTS = {
     ),
     "cpu_linear_product": Export(
         lambda: product_args(False),
-        [{"a depth": 2}, {"b": 0, "panels": 0}, {"b column stride": 2}, {"wide c": 1}],
+        [{"a depth": 2}, {"b": 0, "panels": 0}, {"b column stride": 2}, {"c dtype": 1}],
     ),
     "cpu_linear_product panels": Export(lambda: product_args(True)),
     "cpu_linear_activation_bwd": Export(
