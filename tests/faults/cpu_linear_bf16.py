@@ -59,7 +59,7 @@ FAULTS = (
     _fault("an odd depth's last line not filled", "const bool given = k < args.depth;", "const bool given = true;", _PANELS),
     _fault("an odd depth's last line left out", "copy(lines * kRows, even(args.depth));", "copy(lines * kRows, args.depth / 2 * 2);", _PANELS),
     _fault("second rows of pairs widened as first ones", "store(out + kPanel + j, second_of_pairs(pairs), kLanes);", "store(out + kPanel + j, first_of_pairs(pairs), kLanes);", _PANELS),
-    _fault("panels of the whole weight for products by pairs", "_WHOLE_ROWS and not by_pairs", "_WHOLE_ROWS", _PYTHON),
+    _fault("panels of the whole weight for products by pairs", "_WHOLE_ROWS and not by_pairs(a.dtype)", "_WHOLE_ROWS", _PYTHON),
     _fault("never chosen", "&avx512::linear_kernels, &avx512_bf16::linear_kernels", "&avx512::linear_kernels, &avx512::linear_kernels", _TASKS),
 )  # fmt: skip
 

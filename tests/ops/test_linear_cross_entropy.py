@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastbert import testing
+from fastbert.backends.aten import linear as aten_linear
+from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.backends.reference import linear_cross_entropy as composed
 from fastbert.ops import linear_cross_entropy as op
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
@@ -432,6 +434,37 @@ def check_a_weight_in_training(chunk_rows: int, need_dx: bool, wide: bool) -> No
     for a, e in zip(others, found, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, e, rtol=2**-6, atol=1e-4)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the extension is missing")
+@pytest.mark.parametrize(
+    ("dtype", "leads", "pairs", "slow", "expected"),
+    [
+        (torch.float32, True, False, True, True),
+        (torch.float32, False, False, True, False),
+        (torch.bfloat16, True, False, False, True),
+        (torch.bfloat16, True, True, False, False),
+        (torch.bfloat16, True, False, True, False),
+        (torch.float16, True, False, False, False),
+    ],
+)
+def test_who_multiplies_the_logits_on_a_cpu(dtype, leads, pairs, slow, expected, monkeypatch):
+    """PyTorch's libraries where they are faster; a wide weight is cast for them."""
+    monkeypatch.setattr(cpu_linear, "mkl_leads", lambda transposed=False: leads)
+    monkeypatch.setattr(cpu_linear, "by_pairs", lambda dtype: pairs)
+    monkeypatch.setattr(aten_linear, "bf16_is_slow", lambda: slow)
+    launch, seen = aten_linear.linear_fwd, []
+    monkeypatch.setattr(aten_linear, "linear_fwd", lambda x, *args: seen.append(x.dtype) or launch(x, *args))
+    monkeypatch.setattr(cpu_linear, "_FEWEST_ROWS", 0)
+    given, labels = inputs(70, 32, 50), torch.arange(70) % 50
+    with (
+        torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
+        dispatch.use_backend(linear_cross_entropy="cpu"),
+    ):
+        loss = linear_cross_entropy(*given, labels)
+    assert seen == ([dtype] if expected else [])
+    truth = linear_cross_entropy_ref(*(t.detach().double() for t in given), labels)
+    torch.testing.assert_close(loss.double(), truth, rtol=2**-6, atol=0)
 
 
 def test_small_probabilities_survive_under_a_loss_scale(backend):

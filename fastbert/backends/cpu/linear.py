@@ -38,10 +38,14 @@ def mkl_leads(transposed: bool = False) -> bool:
     return family is None or family < (26 if transposed else 25) or not _C.cpu_isa().startswith("avx512")
 
 
+def by_pairs(dtype: torch.dtype) -> bool:
+    """Whether products multiply pairs of bfloat16, at twice the rate of float32."""
+    return dtype == torch.bfloat16 and _C.cpu_isa() == "avx512_bf16"
+
+
 def _reads_whole(a: torch.Tensor) -> bool:
     """Whether a product with the rows `a` is faster where the whole weight is copied first."""
-    by_pairs = a.dtype == torch.bfloat16 and _C.cpu_isa() == "avx512_bf16"
-    return a.shape[0] >= _WHOLE_ROWS and not by_pairs
+    return a.shape[0] >= _WHOLE_ROWS and not by_pairs(a.dtype)
 
 
 def _strides(m: torch.Tensor) -> tuple[int, int]:

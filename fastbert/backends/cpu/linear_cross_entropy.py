@@ -1,5 +1,7 @@
-"""`linear_cross_entropy` by the `cpu` backend's `linear` and `cross_entropy`; in float32 the logits by `aten`
-where MKL leads (csrc/cpu/NOTES.md).
+"""`linear_cross_entropy` by the `cpu` backend's `linear` and `cross_entropy`; the logits in part by `aten`.
+
+PyTorch's libraries multiply them where they are faster: MKL in float32 where it leads, oneDNN in bfloat16
+where that is fast and ours would widen it (csrc/cpu/NOTES.md).
 """
 
 from __future__ import annotations
@@ -12,13 +14,22 @@ from fastbert.backends.aten import linear as aten
 from fastbert.backends.cpu import cross_entropy, linear
 from fastbert.backends.extension import STORED
 from fastbert.backends.reference.linear_cross_entropy import chunked
+from fastbert.ops.checks import as_dtype
 
 DTYPES = STORED
 
 
-def _linear_fwd(x, *args):
-    by_aten = x.dtype == torch.float32 and linear.mkl_leads()
-    return (aten if by_aten else linear).linear_fwd(x, *args)
+def _by_aten(dtype):
+    if dtype == torch.float32:
+        return linear.mkl_leads()
+    return dtype == torch.bfloat16 and not linear.by_pairs(dtype) and not aten.bf16_is_slow()
+
+
+def _linear_fwd(x, weight, bias, *args):
+    if not _by_aten(x.dtype):
+        return linear.linear_fwd(x, weight, bias, *args)
+    bias = None if bias is None else as_dtype(bias, x.dtype)
+    return aten.linear_fwd(x, as_dtype(weight, x.dtype), bias, *args)
 
 
 linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(
