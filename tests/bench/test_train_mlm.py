@@ -56,8 +56,10 @@ def test_smoke(tmp_path, monkeypatch, capsys):
     judged = [row for row in data["rows"] if row["step"] == "verdict"]
     assert [row["name"] for row in judged] == list(CANDIDATES)
     assert judged[0]["of_spread"] == 0.0
-    assert 0.0 < judged[1]["of_spread"] < 0.05  # the same masks and weights: rounding alone
-    assert 0.0 < judged[2]["of_spread"] < 1.0
+    # the same masks and weights: rounding alone; two seeds may meet at a point, so the widest spread counts
+    for row, share in ((judged[1], 1e-3), (judged[2], 0.1)):
+        assert row["of_spread"] > 0.0
+        assert max(row["distance"] + [row["held_out_distance"]]) < share * max(row["spread"])
     printed = capsys.readouterr().out
     assert all(train_mlm.line(row) in printed for row in data["rows"])
 
