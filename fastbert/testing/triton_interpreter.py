@@ -20,6 +20,7 @@ import importlib.util
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ def choose() -> bool:
         os.environ["TRITON_INTERPRET"] = "1"
     if interpreting():
         patch_bfloat16()
+        launch_in_turns()
         patch_language_once()
         interpreter_types.patch_once()
     return interpreting()
@@ -151,6 +153,27 @@ def patch_bfloat16() -> None:
         setattr(InterpreterBuilder, function.__name__, function)
     widened_apply(ReduceOps)
     widened_apply(ScanOps)
+
+
+def launch_in_turns() -> None:
+    """Let one thread at a time interpret: Triton keeps the program's place and its language in globals.
+
+    Of two launches side by side the one that ends last would leave `triton.language` redirected, and whatever
+    is compiled in this process afterwards would fail. Idempotent.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    original = GridExecutor.__call__
+    if getattr(original, "in_turns", False):
+        return
+    turn = threading.RLock()
+
+    def call(self, *args, **kwargs):
+        with turn:
+            return original(self, *args, **kwargs)
+
+    call.in_turns = True
+    GridExecutor.__call__ = call
 
 
 def patch_language_once() -> None:

@@ -1,5 +1,8 @@
 """The harness itself: each kind of fault that it detects is planted once and must be reported."""
 
+import threading
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +52,18 @@ def _atomic_kernel(y_ptr, PLAIN: tl.constexpr):
     tl.atomic_add(y_ptr, 1.0)
     if PLAIN:
         tl.store(y_ptr, 1.0, mask=tl.program_id(0) == 0)
+
+
+def _meet():
+    """What `_meeting_kernel` calls in Python, halfway."""
+
+
+@triton.jit
+def _meeting_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    _meet()
+    tl.store(y_ptr + at, x * 3.0)
 
 
 def _copy(x, y, n, wide=True, block=16):
@@ -285,6 +300,44 @@ def test_bfloat16_casts_are_pytorchs(to, back):
     with sanitized():
         _cast_kernel[(1,)](source, out, BLOCK=256)
     assert torch.equal(out, source.to(target))
+
+
+def test_threads_launch_in_turns_and_leave_the_language_as_it_was():
+    """The second begins while the first runs, and would end after it."""
+    before = tl.tensor.__mul__, tl.load, tl.arange
+    begun, ended, second_has_begun = threading.Event(), threading.Event(), threading.Event()
+    overlapped = []
+
+    def first():
+        begun.set()
+        overlapped.append(second_has_begun.wait(0.3))
+
+    def second():
+        second_has_begun.set()
+        ended.wait(0.3)
+
+    def of_another_module(meet):
+        """`_meeting_kernel` with globals of its own: each module's language is redirected apart."""
+        own = {**_meeting_kernel.fn.__globals__, "_meet": meet}
+        function = types.FunctionType(_meeting_kernel.fn.__code__, own, "_meeting_kernel")
+        function.__annotations__ = _meeting_kernel.fn.__annotations__
+        return triton.jit(function)
+
+    x, results = torch.arange(16.0), [torch.zeros(16), torch.zeros(16)]
+    kernels = [of_another_module(first), of_another_module(second)]
+    threads = [
+        threading.Thread(target=lambda k=k, y=y: k[(1,)](x, y, BLOCK=16))
+        for k, y in zip(kernels, results, strict=True)
+    ]
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    threads[0].join(30)
+    ended.set()
+    threads[1].join(30)
+    assert overlapped == [False]
+    assert all(torch.equal(y, 3 * x) for y in results)
+    assert (tl.tensor.__mul__, tl.load, tl.arange) == before
 
 
 def test_choose_after_triton_is_refused(monkeypatch):
