@@ -21,7 +21,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -179,7 +179,9 @@ def launch_in_turns() -> None:
 def patch_language_once() -> None:
     """Redirect `triton.language` once per launch, not at every device function: a quarter of the time.
 
-    And let a loop bound be an array of one element, which NumPy 2.4 refuses to Triton 3.6.
+    Afterwards all of it is as it was, for what is compiled in this process: Triton never restores what device
+    functions of other modules see, such as `tl.core`, with which `tl.sum` is written. And let a loop bound be
+    an array of one element, which NumPy 2.4 refuses to Triton 3.6.
     """
     from triton.runtime import interpreter
 
@@ -187,17 +189,22 @@ def patch_language_once() -> None:
     if getattr(original, "once", False):
         return
     done: set[int] = set()
+    restores: list[Callable[[], None]] = []  # of the launch that runs
+
+    def restore_all():
+        while restores:
+            restores.pop()()
+        done.clear()
 
     def patch_lang(fn):
         namespace = id(fn.__globals__)
         if namespace in done:
             return interpreter._LangPatchScope()
-        outermost = not done
         done.add(namespace)
         scope = original(fn)
-        if outermost:
-            restore = scope.restore
-            scope.restore = lambda: (done.clear(), restore())
+        restores.append(scope.restore)
+        if len(restores) == 1:
+            scope.restore = restore_all
         return scope
 
     original_tensor = interpreter._patch_lang_tensor

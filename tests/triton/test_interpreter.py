@@ -302,6 +302,23 @@ def test_bfloat16_casts_are_pytorchs(to, back):
     assert torch.equal(out, source.to(target))
 
 
+@triton.jit
+def _sum_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, BLOCK))))
+
+
+def test_after_a_launch_the_language_is_as_it_was():
+    """Also what device functions of other modules see: `tl.sum` is written with `tl.core`."""
+    modules = tl, tl.core, tl.math, tl.standard, tl.tensor
+    before = [dict(vars(module)) for module in modules]
+    x, y = torch.arange(16.0), torch.zeros(1)
+    for _ in range(2):
+        _sum_kernel[(1,)](x, y, BLOCK=16)
+        assert y.item() == 120.0
+        for module, names in zip(modules, before, strict=True):
+            assert dict(vars(module)) == names
+
+
 def test_threads_launch_in_turns_and_leave_the_language_as_it_was():
     """The second begins while the first runs, and would end after it."""
     before = tl.tensor.__mul__, tl.load, tl.arange
