@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from fastbert.layers.modules import is_own
+
 
 @dataclass(frozen=True)
 class Options:
@@ -115,19 +117,6 @@ def _under_the_signature_of(original: Any, function: types.FunctionType) -> type
     return functools.wraps(original)(twin)
 
 
-def has_other_forward(module: nn.Module) -> bool:
-    """Whether the module itself has a `forward` that is not its class's.
-
-    (HuggingFace's accelerate leaves the class's own there when it removes its hooks.)
-    """
-    own = module.__dict__.get("forward")
-    return own is not None and not _is_own(own, module, type(module).forward)
-
-
-def _is_own(method: Any, module: nn.Module, function: Any) -> bool:
-    return getattr(method, "__self__", None) is module and getattr(method, "__func__", None) is function
-
-
 def swap(module: nn.Module, mixin: type, state: Any) -> None:
     """Make `module` an accelerated one."""
     _change(module, class_for(mixin, type(module)))
@@ -144,7 +133,7 @@ def _change(module: nn.Module, cls: type) -> None:
     kept = [
         name
         for name in ("forward", "_old_forward")
-        if any(_is_own(module.__dict__.get(name), module, function) for function in functions)
+        if any(is_own(module.__dict__.get(name), module, function) for function in functions)
     ]
     module.__class__ = cls
     for name in kept:

@@ -9,7 +9,7 @@ batch and a mask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +22,13 @@ from fastbert.acceleration.watching import (
     collects,
     exporting,
     is_sharded,
-    plain_dropout,
     uncompiled,
-    watched,
 )
 from fastbert.layers.encoder import LayerForm, LayerMath, Sequences
-from fastbert.layers.modules import is_hooked
+from fastbert.layers.modules import is_hooked, plain_dropout, watched
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
 from fastbert.models.families import FAMILIES
-from fastbert.models.paths import StockLayer
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
 
@@ -47,7 +44,6 @@ class LayerState:
         act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
         fused_calls, stock_calls: calls that ran fused, and as stock. Not counted under torch.compile.
-        paths: of containers, linear layers, norms, dropouts and the activation, split at the dots.
     """
 
     model_type: str
@@ -57,22 +53,6 @@ class LayerState:
     options: Options
     fused_calls: int = 0
     stock_calls: int = 0
-    paths: tuple = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        names, stock = self.form.names, self.stock
-        self.paths = (
-            tuple(path.split(".") for path in stock.containers),
-            tuple((path.split("."), path) for path in names.linears),
-            tuple((path.split("."), path) for path in names.norms),
-            tuple(None if path is None else path.split(".") for path in stock.dropouts),
-            stock.activation.split("."),
-        )
-
-    @property
-    def stock(self) -> StockLayer:
-        """What the family's layer in transformers has beside ours."""
-        return FAMILIES[self.model_type].stock_layer
 
     @classmethod
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
@@ -82,7 +62,7 @@ class LayerState:
         width = part_of(layer, stock.dropouts[0].rpartition(".")[0]).attention_head_size
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
-        form = LayerForm(names, heads, width, activation)
+        form = LayerForm(names, stock, heads, width, activation)
         return cls(model_type, name, form, _identity(act), options)
 
 
@@ -98,7 +78,7 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
         return "it was made after the model was accelerated"
     if _has_any_global_hook():
         return "there are global module hooks"
-    containers, linears, norms, dropouts, activation = state.paths
+    containers, linears, norms, dropouts, activation = state.form.paths
     home = FAMILIES[state.model_type].stock_module
     for path in containers:
         module = layer
@@ -161,7 +141,7 @@ def int8_gap(layer: nn.Module, state: LayerState | None = None) -> str | None:
     state = layer.fastbert_state if state is None else state
     if not _knows_activation(layer, state):
         return "the activation is none of fastbert's"
-    for path, dotted in state.paths[1]:
+    for path, dotted in state.form.paths[1]:
         module = layer
         for name in path:
             module = module._modules[name]
@@ -182,7 +162,7 @@ def check_int8(layer: nn.Module, state: LayerState) -> None:
         layer: an encoder layer, accelerated or not.
         state: its state.
     """
-    for _, dotted in state.paths[1]:
+    for _, dotted in state.form.paths[1]:
         module = part_of(layer, dotted)
         weight = module._parameters.get("weight")
         if type(module) is not nn.Linear or type(weight) is not nn.Parameter:
@@ -232,7 +212,9 @@ def _name_of(act: Any) -> str:
 
 def _knows_activation(layer: nn.Module, state: LayerState) -> bool:
     """Whether fastbert has the feed-forward block's activation, and `state` still knows it."""
-    return state.form.activation is not None and _identity(_attribute(layer, state.paths[4])) is state.act
+    return (
+        state.form.activation is not None and _identity(_attribute(layer, state.form.paths[4])) is state.act
+    )
 
 
 def _identity(act: Any) -> Any:
@@ -267,23 +249,6 @@ class AcceleratedLayer(LayerMath, Accelerated):
         """See `LayerMath`."""
         return self.fastbert_state.name
 
-    def dropout_rates(self) -> tuple[float, float, float]:
-        """The probabilities of the layer's dropout modules, each by its own mode.
-
-        As in the stock layer, one in training mode drops in an eval model too (Gal and Ghahramani 2016).
-        """
-        rates, by_itself = [], self.fastbert_state.stock.attention_drops_by_itself
-        for path in self.fastbert_state.paths[3]:
-            rate = 0.0
-            if path is not None:
-                above, module = None, self
-                for name in path:
-                    above, module = module, module._modules[name]
-                asked = above if by_itself and not rates else module
-                rate = module.p if asked.training else 0.0
-            rates.append(rate)
-        return tuple(rates)
-
     def may_skip_rows(self) -> bool:
         """See `LayerMath`. `gap` has looked for hooks."""
         return True
@@ -310,7 +275,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
             raise RuntimeError(f"{state.name}: {reason}; it would run in floating point (strict=True)")
         if not gradients or reason is not None:
             return
-        parameters = (p for _, dotted in state.paths[1] for p in part_of(self, dotted).parameters())
+        parameters = (p for _, dotted in state.form.paths[1] for p in part_of(self, dotted).parameters())
         if hidden.requires_grad or any(p.requires_grad for p in parameters):
             raise RuntimeError(
                 f"{state.name}: runs on 8-bit weights, which have no gradient. For inference call the model "
@@ -339,19 +304,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
             return super()._feed(hidden, seed, site, arrivals, rounded, tap)
         if tap is not None:
             raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
-        return self._stock_feed(hidden)
-
-    def _stock_feed(self, hidden: Tensor) -> Tensor:
-        block = self.fastbert_state.stock.feed_forward
-        if block is None:
-            return self.output(self.intermediate(hidden), hidden)
-        return part_of(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
-
-    def _stock_attend(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        attended = self.attention(hidden, *args, **kwargs)[0]
-        if self.fastbert_state.stock.norms_attention:
-            attended = part_of(self, self.form.names.attention_norm)(attended + hidden)
-        return attended
+        return self.feed_by_modules(hidden)
 
     def _count(self, fused: bool) -> None:
         # A counter would be a constant of the compiled code
@@ -382,7 +335,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
         state = self.fastbert_state
         if state.options.int8 and torch.compiler.is_compiling():
             return uncompiled(self, hidden_states, *args, **kwargs)
-        stock = state.stock
+        stock = state.form.stock
         given = dict(zip(stock.positional, args, strict=False)) | kwargs
         reason = gap(self)
         if reason is None:
@@ -403,7 +356,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
             rows = hidden_states.reshape(batch * seqlen, width)
             out = self.run(rows, Sequences(ends, seqlen, bias, seed))[0].reshape(hidden_states.shape)
         else:
-            attended = self._stock_attend(hidden_states, args, kwargs)
+            attended = self.attend_by_modules(hidden_states, *args, **kwargs)[0]
             out = self._feed(attended.reshape(batch * seqlen, width), seed, 1).reshape(hidden_states.shape)
         return (out,) if stock.returns_tuple else out
 

@@ -23,18 +23,16 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.acceleration import layer as layers
-from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
+from fastbert.acceleration.classes import Accelerated, Options
 from fastbert.acceleration.layer import AcceleratedLayer
 from fastbert.acceleration.watching import (
     HARMLESS,
     exporting,
     is_sharded,
-    plain_dropout,
     uncompiled,
-    watched,
 )
 from fastbert.layers.embeddings import embed
-from fastbert.layers.modules import is_hooked, part
+from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
 from fastbert.models.families import FAMILIES, Family

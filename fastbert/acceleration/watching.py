@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.acceleration.classes import has_other_forward
-
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _FSDP = "torch.distributed.fsdp"
-# Its hooks do nothing until outputs are collected
 _CAPTURE = "transformers.utils.output_capturing"
-_WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
 def exporting() -> bool:
@@ -45,32 +41,6 @@ def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
-def watched(module: nn.Module) -> bool:
-    """Whether the module's forward was replaced, or somebody hooks it.
-
-    Hooks of FSDP do not count, nor those of transformers that capture outputs or train adapters with
-    checkpoints.
-    """
-    # Attributes are found faster there
-    own = module.__dict__
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            for hook in own[kind].values():
-                home = getattr(hook, "__module__", None) or ""
-                if home == _CAPTURE:
-                    collected = sys.modules[_CAPTURE]._active_collector.get()
-                    if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
-                        return True
-                elif not home.startswith(_FSDP) and (getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS):
-                    return True
-    return has_other_forward(module)
-
-
 def collects(name: str) -> bool:
     """Whether transformers collects these outputs of the modules during the current call."""
     capture = sys.modules.get(_CAPTURE)
@@ -84,8 +54,3 @@ def is_sharded(module: nn.Module) -> bool:
     return bool(hooks) and any(
         (getattr(h, "__module__", None) or "").startswith(_FSDP) for h in hooks.values()
     )
-
-
-def plain_dropout(module: nn.Module) -> bool:
-    """Whether our dropout computes the same as the module. p = 1 is left to PyTorch."""
-    return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.modules import is_plain
+from fastbert.layers.modules import changed, is_plain, plain_dropout, watched
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 
@@ -104,26 +104,60 @@ class Embeddings(nn.Module):
         if family.segments and config.type_vocab_size > 0:
             self.token_type_embeddings = table(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.dropout_p = config.hidden_dropout_prob
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.pad_positions = family.pad_positions
+
+    def dropout_rate(self) -> float:
+        """The current probability of the dropout module."""
+        return self.dropout.p if self.dropout.training else 0.0
+
+    def gap(self) -> str | None:
+        """Why the modules must be called on a padded batch; None if our op may compute everything."""
+        if watched(self):
+            return "embeddings has hooks or another forward"
+        for name, module in self._modules.items():
+            if name == "dropout":
+                if not plain_dropout(module):
+                    return "embeddings.dropout is not a plain dropout"
+            elif (reason := changed(module)) is not None:
+                return f"embeddings.{name} {reason}"
+        return None
 
     def forward(
         self,
-        input_ids: Tensor | None,
-        position_ids: Tensor,
-        token_type_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        seed: Tensor | None,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        seed: Tensor | None = None,
     ) -> Tensor:
-        """Packed ids (total,) or inputs_embeds (total, width) -> (total, width)."""
-        return embed(
-            self,
-            input_ids,
-            position_ids,
-            token_type_ids,
-            inputs_embeds,
-            seed,
-            self.dropout_p if self.training else 0.0,
-        )
+        """Packed ids (total,) or inputs_embeds (total, width) -> (total, width).
+
+        A padded batch, (batch, seqlen) or (batch, seqlen, width), goes through the modules one by one, as in
+        transformers; position and segment ids may then be missing.
+        """
+        if (input_ids is None or input_ids.dim() == 1) and (
+            inputs_embeds is None or inputs_embeds.dim() == 2
+        ):
+            ids = (input_ids, position_ids, token_type_ids, inputs_embeds)
+            return embed(self, *ids, seed, self.dropout_rate())
+        x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = self._positions(x, input_ids)
+        if "token_type_embeddings" in self._modules:
+            if token_type_ids is None:
+                token_type_ids = position_ids.new_zeros(x.shape[:2])
+            x = x + self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(x + self.position_embeddings(position_ids)))
+
+    def _positions(self, x: Tensor, input_ids: Tensor | None) -> Tensor:
+        """Positions (batch or 1, seqlen) as the family counts them."""
+        pad = self.position_embeddings.padding_idx
+        if self.pad_positions and input_ids is not None:
+            real = input_ids.ne(pad).long()
+            return real.cumsum(1) * real + pad
+        start = pad + 1 if self.pad_positions else 0
+        return torch.arange(start, start + x.shape[1], device=x.device)[None]
 
 
 def relative_bias(

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers import direct, packing
@@ -28,7 +29,18 @@ from fastbert.layers.linear import (
     has_float_weight,
     takes_rounded,
 )
-from fastbert.layers.modules import attach, is_hooked, part
+from fastbert.layers.modules import (
+    Activation,
+    Part,
+    activation_of,
+    attach,
+    calls_all,
+    changed,
+    is_hooked,
+    part,
+    plain_dropout,
+    watched,
+)
 from fastbert.layers.patterns import Heads, Rows
 from fastbert.layers.quantized import copy_of
 from fastbert.layers.taps import Taps
@@ -40,7 +52,7 @@ from fastbert.ops.first_attention import first_attention, pays
 
 if TYPE_CHECKING:
     from fastbert.models.config import EncoderConfig
-    from fastbert.models.families import LayerNames
+    from fastbert.models.paths import LayerNames, StockLayer
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,8 @@ class LayerForm:
     """What one encoder layer computes, apart from its parameters.
 
     Attributes:
-        names: the paths of its parts.
+        names: the paths of its linear layers and norms.
+        stock: the paths of its other parts.
         nheads, head_dim: the number of heads and the size of each.
         activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
             module's own code knows it.
@@ -95,6 +108,7 @@ class LayerForm:
     """
 
     names: LayerNames
+    stock: StockLayer
     nheads: int
     head_dim: int
     activation: str | None
@@ -105,6 +119,21 @@ class LayerForm:
         """(path, class) of the linear layers and then of the norms, in execution order, if they are plain."""
         linears = [(path.split("."), nn.Linear) for path in self.names.linears]
         return *linears, *((path.split("."), nn.LayerNorm) for path in self.names.norms)
+
+    @functools.cached_property
+    def paths(self) -> tuple:
+        """Paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
+
+        Those of linear layers and norms with the dotted path.
+        """
+        names, stock = self.names, self.stock
+        return (
+            tuple(path.split(".") for path in stock.containers),
+            tuple((path.split("."), path) for path in names.linears),
+            tuple((path.split("."), path) for path in names.norms),
+            tuple(None if path is None else path.split(".") for path in stock.dropouts),
+            stock.activation.split("."),
+        )
 
 
 class LayerMath(FusedLayer):
@@ -125,6 +154,37 @@ class LayerMath(FusedLayer):
     # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output
     SITES = 3
     fuses_norm = True
+
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """The probabilities of the layer's dropout modules, each by its own mode.
+
+        As in transformers, one in training mode drops in an eval model too (Gal and Ghahramani 2016).
+        """
+        rates, by_itself = [], self.form.stock.attention_drops_by_itself
+        for path in self.form.paths[3]:
+            rate = 0.0
+            if path is not None:
+                above, module = None, self
+                for name in path:
+                    above, module = module, module._modules[name]
+                asked = above if by_itself and not rates else module
+                rate = module.p if asked.training else 0.0
+            rates.append(rate)
+        return tuple(rates)
+
+    def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
+        attended, probs = self.attention(hidden, *args, **kwargs)[:2]
+        if self.form.stock.norms_attention:
+            attended = part(self, self.form.names.attention_norm)(attended + hidden)
+        return attended, probs
+
+    def feed_by_modules(self, hidden: Tensor) -> Tensor:
+        """The feed-forward block's output, as transformers' layer calls its modules."""
+        block = self.form.stock.feed_forward
+        if block is None:
+            return self.output(self.intermediate(hidden), hidden)
+        return part(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
 
     def linear_at(self, path: str) -> nn.Module:
         """The linear layer at a dotted path, or its 8-bit copy."""
@@ -407,7 +467,7 @@ def split(qkv: Tensor) -> tuple[Tensor, ...]:
     return qkv.unbind(1)
 
 
-def together(layers: list[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:
+def together(layers: Iterable[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:
     """A context in which threads wait for the layers' ops; see `ops.encoder_layer.open_team`.
 
     No thread waits if a hook watches the layers: PyTorch's ops inside the hook would find no threads.
@@ -426,8 +486,76 @@ def _with_team(hidden: Tensor) -> Iterator[None]:
         close_team()
 
 
+class SelfAttention(Part):
+    """Self-attention on a padded batch in PyTorch's own operations, as transformers' eager attention.
+
+    Args:
+        form: of the layer.
+        steps, norm: what the module does after attention; see `Part`.
+
+    Attributes:
+        num_attention_heads, attention_head_size: as in transformers.
+    """
+
+    def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
+        super().__init__(*steps, norm=norm)
+        self.num_attention_heads, self.attention_head_size = form.nheads, form.head_dim
+        names = form.names
+        self.inputs = tuple(path.rpartition(".")[2] for path in (names.query, names.key, names.value))
+        self.drop, self.drops_by_itself = form.paths[3][0][-1], form.stock.attention_drops_by_itself
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, head_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(output (batch, seqlen, hidden), probabilities (batch, nheads, seqlen, seqlen) after dropout).
+
+        Args:
+            hidden_states: (batch, seqlen, hidden).
+            attention_mask: broadcasts to the probabilities; bool (True = attend), or added to the scores.
+            head_mask: (nheads,) factors of the heads' outputs, or None.
+        """
+        heads = (self.num_attention_heads, self.attention_head_size)
+        q, k, v = (
+            self._modules[name](hidden_states).unflatten(-1, heads).transpose(1, 2) for name in self.inputs
+        )
+        scores = q @ k.transpose(2, 3) * self.attention_head_size**-0.5
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
+        elif attention_mask is not None:
+            scores = scores + attention_mask
+        probs, dropout = torch.softmax(scores, -1), self._modules[self.drop]
+        probs = F.dropout(probs, dropout.p, self.training) if self.drops_by_itself else dropout(probs)
+        context = probs @ v
+        if head_mask is not None:
+            context = context * head_mask[:, None, None]
+        return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
+
+
+class Attention(Part):
+    """The attention block of a padded batch where transformers has self-attention in a module of its own.
+
+    Args:
+        inside: name of the self-attention.
+        steps, norm: what the module does with its output. With neither, `output` is called with both.
+    """
+
+    def __init__(self, inside: str, *steps: str, norm: str | None = None):
+        super().__init__(*steps, norm=norm)
+        self.inside = inside
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As `SelfAttention.forward`."""
+        attended, probs = self._modules[self.inside](hidden_states, *args, **kwargs)[:2]
+        if self.norm is None:
+            return self._modules["output"](attended, hidden_states), probs
+        return super().forward(attended, hidden_states), probs
+
+
+_PARTS = frozenset((Part, SelfAttention, Attention))
+
+
 class EncoderLayer(LayerMath, nn.Module):
-    """One encoder layer with parameters of its own.
+    """One encoder layer with parameters of its own, and the modules of transformers' layer.
 
     Args:
         config: of the model.
@@ -437,12 +565,10 @@ class EncoderLayer(LayerMath, nn.Module):
     def __init__(self, config: EncoderConfig, heads: Heads | None = None):
         super().__init__()
         family, hidden = config.family, config.hidden_size
-        names, nheads = family.layer, config.num_attention_heads
-        self.form = LayerForm(names, nheads, config.head_dim, config.activation_name, heads)
-        hidden_p = config.hidden_dropout_prob
-        self.attention_dropout_p = config.attention_probs_dropout_prob
-        self.hidden_dropout_p = hidden_p if family.attention_output_dropout else 0.0
-        self.ffn_dropout_p = hidden_p if family.ffn_dropout else 0.0
+        names, nheads, stock = family.layer, config.num_attention_heads, family.stock_layer
+        self.form = LayerForm(names, stock, nheads, config.head_dim, config.activation_name, heads)
+        for path in stock.containers:
+            attach(self, path, self._container(path))
         columns = hidden if heads is None else len(heads.learned) * config.head_dim
         for path in (names.query, names.key):
             attach(self, path, nn.Linear(hidden, columns))
@@ -450,32 +576,96 @@ class EncoderLayer(LayerMath, nn.Module):
             attach(self, path, nn.Linear(hidden, hidden))
         attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
         attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))
+        attach(self, stock.activation, Activation(config.activation_name))
         attach(self, names.output, nn.Linear(config.intermediate_size, hidden))
         attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+        rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * 2)
+        for path, rate in zip(stock.dropouts, rates, strict=True):
+            if path is not None:
+                attach(self, path, nn.Dropout(rate))
 
-    def dropout_rates(self) -> tuple[float, float, float]:
-        """See `LayerMath`."""
-        if not self.training:
-            return 0.0, 0.0, 0.0
-        return self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p
+    def _container(self, path: str) -> Part:
+        """The module at a path of the form's containers: what is below it, in transformers' order."""
+        form = self.form
+        names, stock = form.names, form.stock
+
+        def below(*paths: str | None) -> list[str]:
+            return [p.rpartition(".")[2] for p in paths if p is not None and p.rpartition(".")[0] == path]
+
+        after = below(names.attention_output, stock.dropouts[1])
+        norm = next(iter(below(*names.norms)), None)
+        if path == names.query.rpartition(".")[0]:
+            return SelfAttention(form, *after, norm=norm)
+        inside = below(names.query.rpartition(".")[0])
+        if inside:
+            return Attention(*inside, *after, norm=norm)
+        feeds = below(names.intermediate, stock.activation, names.output, stock.dropouts[2])
+        return Part(*(after or feeds), norm=norm)
+
+    def ff_chunk(self, hidden: Tensor) -> Tensor:
+        """ALBERT's feed-forward block, which has no module of its own."""
+        return self.ffn_output(self.activation(self.ffn(hidden)))
+
+    def gap(self) -> str | None:
+        """Why the layer must be called module by module on a padded batch; None if our ops may run it."""
+        if watched(self):
+            return "it has hooks or another forward"
+        containers, linears, norms, dropouts, activation = self.form.paths
+        for path in containers:
+            module = self
+            for name in path:
+                module = module._modules.get(name)
+                if module is None:
+                    return f"{'.'.join(path)} is gone"
+            if type(module) not in _PARTS or watched(module):
+                return f"{'.'.join(path)} was replaced, or has hooks or another forward"
+        for path, dotted in (*linears, *norms):
+            module = self
+            for name in path:
+                module = module._modules[name]
+            reason = changed(module)
+            if reason is not None:
+                return f"{dotted} {reason}"
+        for path in dropouts:
+            if path is not None and not plain_dropout(part(self, ".".join(path))):
+                return f"{'.'.join(path)} is not a plain dropout"
+        if activation_of(part(self, ".".join(activation))) != self.form.activation:
+            return f"{'.'.join(activation)} was replaced, or has hooks"
+        return None
 
     def forward(
         self,
         hidden: Tensor,
-        sequences: Sequences,
+        sequences: Sequences | Tensor | None = None,
         gate: Tensor | None = None,
         site: int = 1,
         first_only: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        *,
+        output_attentions: bool = False,
+    ) -> Any:
         """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
+
+        On a padded batch (batch, seqlen, hidden), with an attention mask in place of `sequences`, every
+        module is called by itself, as in transformers, and the output is (batch, seqlen, hidden).
 
         Args:
             hidden: packed tokens.
-            sequences: the batch.
+            sequences: the batch; of a padded one the mask that `SelfAttention` takes.
             gate: (nheads,) factor of each head's output, or None.
             site: the first of the layer's `SITES` dropout call sites.
             first_only: compute only the rows of `packing.starts`, the first token of each sequence, and
                 return ((batch, hidden), None). Allowed if `may_skip_rows` is true, total >= 1 and no
                 probabilities are asked for. The row of an empty sequence has no meaning.
+            output_attentions: of a padded batch: return (output, probabilities).
         """
-        return self.run(hidden, sequences, gate, site, first_only)
+        if isinstance(sequences, Sequences):
+            return self.run(hidden, sequences, gate, site, first_only)
+        if self.form.heads is not None:
+            raise ValueError(
+                "model: layers with fixed heads (config fixed_heads) cannot be called module by module"
+                + (f", but {reason}" if (reason := self.gap()) else "")
+            )
+        given = {} if gate is None else {"head_mask": gate}
+        attended, probs = self.attend_by_modules(hidden, sequences, **given)
+        y = self.feed_by_modules(attended)
+        return (y, probs) if output_attentions else y

@@ -33,10 +33,6 @@ class FusedLayer:
     int8 = False
     label = "layer"
 
-    def dropout_rates(self) -> tuple[float, float, float]:
-        """Current dropout probability of attention probabilities, attention output, feed-forward output."""
-        raise NotImplementedError
-
     def _forward_fused(
         self,
         launch: Callable,

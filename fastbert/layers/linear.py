@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.modules import is_hooked, is_plain
+from fastbert.layers.modules import activation_of, calls_all, is_hooked, is_plain
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
@@ -162,16 +162,23 @@ def kind_of(module: nn.Module) -> LinearKind | None:
 
 def has_float_weight(module: nn.Module) -> bool:
     """Whether an op may read the module's `weight` and `bias` instead of calling it; see `LinearKind`."""
-    kind = kind_of(module)
+    kind = None if calls_all() else kind_of(module)
     return kind is not None and kind.float_weight
 
 
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
     """act(module(x)), fused if the module is a plain linear layer."""
-    kind = kind_of(module)
+    kind = None if calls_all() else kind_of(module)
     if kind is None:
         return activate_eager(module(x), activation)
     return kind.product(x, module, [module], activation)
+
+
+def apply_activated(module: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
+    """activation(module(x)), fused if both modules are plain."""
+    name = None if calls_all() else activation_of(activation)
+    y = apply_linear(module, x, name)
+    return y if name is not None else activation(y)
 
 
 def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tensor | None:
@@ -187,7 +194,7 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
     """module(x), by our op if the module is a plain nn.LayerNorm."""
-    if is_plain(module, nn.LayerNorm):
+    if is_plain(module, nn.LayerNorm) and not calls_all():
         return layer_norm(x, module.weight, module.bias, eps=module.eps)
     return module(x)
 
@@ -333,11 +340,3 @@ def _add_norm(
         x = x * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(x.dtype) * (1.0 / (1.0 - dropout_p)))
     y = norm(x + residual)
     return (y, y) if rounded else y
-
-
-def pool_first(dense: nn.Module, first: Tensor) -> Tensor:
-    """BERT's pooler, tanh(dense(first token)): (batch, hidden) -> (batch, hidden).
-
-    Source: Devlin et al. 2018, sec. 3 ("C").
-    """
-    return apply_linear(dense, first, "tanh")

@@ -1,8 +1,22 @@
-"""Sub-modules by their dotted paths, and whether a fused op may read one instead of calling it."""
+"""Sub-modules by their dotted paths, and whether our ops may read one instead of calling it."""
 
 from __future__ import annotations
 
-from torch import nn
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert.ops.activation import activate_eager
+from fastbert.ops.checks import plain_torch
+
+_FSDP = "torch.distributed.fsdp"
+# Its hooks do nothing until outputs are collected
+_CAPTURE = "transformers.utils.output_capturing"
+_WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
+# Libraries whose linear layers treat each row by itself, and so also rows without padding
+_BY_ROW = ("fastbert.", "peft.tuners.")
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -35,3 +49,117 @@ def is_hooked(module: nn.Module) -> bool:
 def is_plain(module: nn.Module, kind: type) -> bool:
     """Whether a fused op may read the weights of `module` instead of calling it."""
     return type(module) is kind and not is_hooked(module)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether the module's forward was replaced, or somebody hooks it.
+
+    Hooks of FSDP do not count, nor those of transformers that capture outputs or train adapters with
+    checkpoints.
+    """
+    # Attributes are found faster there
+    own = module.__dict__
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in own[kind].values():
+                home = getattr(hook, "__module__", None) or ""
+                if home == _CAPTURE:
+                    collected = sys.modules[_CAPTURE]._active_collector.get()
+                    if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
+                        return True
+                elif not home.startswith(_FSDP) and (getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS):
+                    return True
+    return "forward" in own and has_other_forward(module)
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether the module itself has a `forward` that is not its class's.
+
+    (HuggingFace's accelerate leaves the class's own there when it removes its hooks.)
+    """
+    own = module.__dict__.get("forward")
+    return own is not None and not is_own(own, module, type(module).forward)
+
+
+def is_own(method: Any, module: nn.Module, function: Any) -> bool:
+    """Whether `method` is `function`, bound to `module`."""
+    return getattr(method, "__self__", None) is module and getattr(method, "__func__", None) is function
+
+
+def plain_dropout(module: nn.Module) -> bool:
+    """Whether our dropout computes the same as the module. p = 1 is left to PyTorch."""
+    return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
+
+
+def by_row(module: nn.Module) -> bool:
+    """Whether the module treats each row by itself, so that it may be called without the padding."""
+    kind = type(module)
+    if kind in (nn.Linear, nn.LayerNorm, nn.Embedding):
+        return True
+    if kind.__module__.startswith(_BY_ROW):
+        return not any(map(watched, module.modules()))
+    # parametrized, or a subclass that only holds its weight otherwise
+    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+
+
+def changed(module: nn.Module) -> str | None:
+    """Why a linear layer, norm or table must be called on a padded batch; None if it need not."""
+    if watched(module):
+        return "has hooks or another forward"
+    return None if by_row(module) else f"is a {type(module).__name__}"
+
+
+def calls_all() -> str | None:
+    """Why every module must be called now; None if our ops may read them."""
+    if _has_any_global_hook():
+        return "there are global module hooks"
+    return plain_torch()
+
+
+class Activation(nn.Module):
+    """An activation of `fastbert.ops.activation` where transformers has a module."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(x)."""
+        return activate_eager(x, self.name)
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return self.name
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name of a plain `Activation`; None if the module must be called."""
+    return module.name if type(module) is Activation and not watched(module) else None
+
+
+class Part(nn.Module):
+    """A part of a model in transformers' tree: its children in order; then, with `norm`, sum and LayerNorm.
+
+    It is called only if something looks at it, or at what it holds. Otherwise our ops read the parameters.
+
+    Args:
+        steps: names of the children to call, in order.
+        norm: name of the child that is applied to the sum with `input_tensor`, or None.
+    """
+
+    def __init__(self, *steps: str, norm: str | None = None):
+        super().__init__()
+        self.steps, self.norm = steps, norm
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor | None = None) -> Tensor:
+        """(batch, seqlen, width) -> the same shape, maybe of another width."""
+        for step in self.steps:
+            hidden_states = self._modules[step](hidden_states)
+        if self.norm is None:
+            return hidden_states
+        return self._modules[self.norm](hidden_states + input_tensor)

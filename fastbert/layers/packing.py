@@ -79,6 +79,14 @@ class Packing:
         kept = torch.arange(self.seqlen, device=x.device) < self.cu_seqlens.diff()[:, None]
         return unpack(x, sequence * self.seqlen + position, self.batch, self.seqlen), kept
 
+    def from_grid(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, …), as `grid` makes it, -> (rows, …)."""
+        if not self.flat:
+            return self.pack(x)
+        ends = self.cu_seqlens
+        sequence, position = positions_of(ends, int(ends[-1]))
+        return pack(x, sequence * self.seqlen + position)
+
     def first_rows(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (batch, hidden): the token at position 0 of each sequence, zeros if masked."""
         if x.shape[0] == 0:
@@ -117,6 +125,14 @@ class Packing:
         padded = scores.permute(0, 2, 3, 1)[batch, ranks[:, :, None], ranks[:, None, :]].permute(0, 3, 1, 2)
         keep = (self.mask[:, :, None] & self.mask[:, None, :])[:, None]
         return torch.where(keep, padded, torch.zeros((), dtype=scores.dtype, device=scores.device))
+
+    def pack_scores(self, scores: Tensor) -> Tensor:
+        """The inverse of `unpack_scores`."""
+        if self.indices is None:
+            return scores
+        order = torch.argsort(self.mask.logical_not().to(torch.uint8), dim=1, stable=True)
+        order = order[:, : self.max_seqlen]
+        return scores.take_along_dim(order[:, None, :, None], 2).take_along_dim(order[:, None, None, :], 3)
 
 
 def dense(batch: int, seqlen: int, device: torch.device) -> Packing:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
-from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.modules import attach
+from fastbert.layers.encoder import EncoderLayer, LayerMath
+from fastbert.layers.modules import Activation, attach, calls_all
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import layers_of, pool, run_encoder
+from fastbert.models.encoder import Pooler, Stack, layers_of, pool, pooler_activation, pooler_gap, run_encoder
 from fastbert.models.inputs import Inputs, check_inputs, head_gates
 from fastbert.models.outputs import BaseModelOutputWithPooling
 
@@ -34,7 +34,8 @@ class BertModel(PreTrainedModel):
 
     Attributes:
         embeddings_class: constructed from the config, and called with (input_ids, position_ids,
-            token_type_ids, inputs_embeds, seed), all packed.
+            token_type_ids, inputs_embeds, seed), all packed. A module of another class in its place is
+            called as in transformers: padded, by name, and without a seed.
         layer_class: constructed from the config, and called as `run_encoder` says.
         taps: who sees what the layers compute inside, or None; see `fastbert.models.encoder.tapped`.
 
@@ -53,6 +54,7 @@ class BertModel(PreTrainedModel):
         super().__init__(config)
         config, family = self.config, self.family
         self.embeddings = self.embeddings_class(config)
+        self.add_module(family.layers.partition(".")[0], Stack(family.stock_model.stack_by_name))
         other_width = config.embedding_width != config.hidden_size
         if family.projection and (family.projection_always or other_width):
             attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
@@ -65,14 +67,17 @@ class BertModel(PreTrainedModel):
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if family.pooler and add_pooling_layer:
+            if "." in family.pooler:
+                self.pooler = Pooler()
             attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
+            attach(self, pooler_activation(family), Activation("tanh"))
         self.has_pooler = bool(family.pooler) and add_pooling_layer
         self.post_init()
 
     def extra_repr(self) -> str:
         """How many layers run fused, as an accelerated model says it."""
-        count = sum(isinstance(module, EncoderLayer) for module in self.modules())
-        return f"fastbert: {count} of {count} layers run fused, padding taken out"
+        gaps = [module.gap() for module in self.modules() if isinstance(module, EncoderLayer)]
+        return f"fastbert: {gaps.count(None)} of {len(gaps)} layers run fused, padding taken out"
 
     def layers(self) -> list[nn.Module]:
         """The layers in execution order; a shared layer appears once per use."""
@@ -158,19 +163,16 @@ class BertModel(PreTrainedModel):
                     f"{name}: not supported; this is an encoder without cross attention or cache"
                 )
         config = self.config
-        device = self.device
-        if cu_seqlens is None:
-            if max_seqlen is not None:
-                raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
-            inputs = check_inputs(
-                config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-            ).to(device)
-        else:
-            inputs = Inputs.from_packed(
-                *(config, device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids),
-                *(inputs_embeds, attention_mask),
-            ).to(device)
-        gates = head_gates(config, head_mask, device)
+        inputs = self.checked(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+        )
+        gates = head_gates(config, head_mask, self.device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
@@ -181,6 +183,29 @@ class BertModel(PreTrainedModel):
         if packed:
             return hidden, states, attentions, inputs
         return self.padded_output(inputs, hidden, states, attentions, first_token_only, return_dict)
+
+    def checked(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> Inputs:
+        """The checked and packed inputs of a call of `forward`, on the model's device."""
+        device = self.device
+        if cu_seqlens is not None:
+            return Inputs.from_packed(
+                *(self.config, device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids),
+                *(inputs_embeds, attention_mask),
+            ).to(device)
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
+        return check_inputs(
+            self.config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        ).to(device)
 
     def padded_output(
         self,
@@ -206,7 +231,7 @@ class BertModel(PreTrainedModel):
             whole = packing.unpack(states[-1]) if first_token_only else last
             states = (*(packing.unpack(s) for s in states[:-1]), whole)
         if self.has_pooler and pooled is None:
-            pooled = pool(self, self.family, first)
+            pooled = self.pooled(inputs, hidden, first, first_token_only)
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
             pooler_output=pooled,
@@ -214,6 +239,19 @@ class BertModel(PreTrainedModel):
             attentions=None if attentions is None else tuple(packing.unpack_scores(p) for p in attentions),
         )
         return self.as_output(output, return_dict)
+
+    def pooled(self, inputs: Inputs, hidden: Tensor, first: Tensor, first_only: bool) -> Tensor:
+        """The pooler's output, (batch, hidden).
+
+        Args:
+            inputs: the batch.
+            hidden: see `padded_output`.
+            first: (batch, hidden), the first token of each sequence.
+            first_only: whether `hidden` is `first`.
+        """
+        if not pooler_gap(self, self.family):
+            return pool(self, self.family, first)
+        return self.pooler(first[:, None] if first_only else inputs.packing.grid(hidden)[0])
 
     def forward_packed(
         self,
@@ -282,18 +320,33 @@ class BertModel(PreTrainedModel):
                     f"causal: got True, but config fixed_heads has {ahead[0]!r}, which looks ahead"
                 )
 
-        def embed(seed: Tensor | None) -> Tensor:
-            return self.embeddings(
-                inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
-            )
+        ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
+        embeddings, layers = self.embeddings, self.layers()
+        own = isinstance(embeddings, self.embeddings_class)
+        gap = calls_all() or (embeddings.gap() if isinstance(embeddings, Embeddings) else not own)
 
+        def embed(seed: Tensor | None) -> Tensor:
+            if not gap:
+                return embeddings(*ids, seed)
+            packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
+            given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
+            kept = packing.grid(ids[1])[1]
+            if kept is not None and "input_ids" in given:
+                given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
+            return packing.from_grid(embeddings(**given))
+
+        configured = self.training and bool(config.hidden_dropout_prob or config.attention_probs_dropout_prob)
+        drops = embeddings.dropout_rate() > 0 if isinstance(embeddings, Embeddings) else configured
+        drops = drops or any(
+            any(layer.dropout_rates()) if isinstance(layer, LayerMath) else configured for layer in layers
+        )
         return run_encoder(
             self,
             self.family,
-            self.layers(),
+            layers,
             embed,
             inputs,
-            self.training and bool(config.hidden_dropout_prob or config.attention_probs_dropout_prob),
+            drops,
             gates=gates,
             want_attentions=want_attentions,
             want_states=want_states,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers.linear import apply_linear
-from fastbert.layers.modules import attach
+from fastbert.layers.linear import apply_activated, apply_linear
+from fastbert.layers.modules import Activation, attach
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.masked_lm import BertForMaskedLM
@@ -76,6 +76,7 @@ class ElectraForPreTraining(TaskModel):
         super().__init__(config)
         hidden = self.config.hidden_size
         attach(self, "discriminator_predictions.dense", nn.Linear(hidden, hidden))
+        attach(self, "discriminator_predictions.activation", Activation(self.config.activation_name))
         attach(self, "discriminator_predictions.dense_prediction", nn.Linear(hidden, 1))
         self.post_init()
 
@@ -86,8 +87,9 @@ class ElectraForPreTraining(TaskModel):
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Packed, and padded."""
         head = self.discriminator_predictions
-        x = apply_linear(head.dense, encoded.hidden, self.config.activation_name)
-        logits = apply_linear(head.dense_prediction, x).squeeze(1)
+        logits = encoded.by_token(
+            lambda x: apply_linear(head.dense_prediction, apply_activated(head.dense, head.activation, x))
+        ).squeeze(1)
         return logits, encoded.unpack(logits)
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:

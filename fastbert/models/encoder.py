@@ -20,11 +20,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder import EncoderLayer, LayerMath, Sequences, together
-from fastbert.layers.linear import apply_linear, pool_first
-from fastbert.layers.modules import part
+from fastbert.layers.linear import apply_activated, apply_linear
+from fastbert.layers.modules import Part, activation_of, calls_all, changed, part, watched
+from fastbert.layers.packing import Packing
 from fastbert.layers.taps import Taps
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
+from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.ops.attention_places import attention_places
 from fastbert.ops.checks import autocast_dtype
 
@@ -58,7 +60,8 @@ def run_encoder(
     Args:
         root: the encoder, with its parts under the family's names.
         layers: in execution order (`layers_of`). Each is called with (hidden, Sequences, gate, first dropout
-            site) and returns (hidden, attention probabilities or None).
+            site) and returns (hidden, attention probabilities or None). An `EncoderLayer` with hooks or
+            replaced parts (`gap`) is called on a padded batch, as in transformers.
         embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
         inputs: the batch, on the model's device.
         drops: whether some dropout site of the call drops. Only then is a seed drawn.
@@ -75,44 +78,171 @@ def run_encoder(
         (batch, hidden). A list that was not asked for is empty.
     """
     seed = dropout_seed(inputs.device) if drops else None
-    hidden = embed(seed)
-    projection = projection_of(root, family)
-    if projection is not None:
-        hidden = apply_linear(projection, hidden)
-    packed = inputs.packing
-    bias = attention_bias(root, family, inputs, hidden.device)
-    lengths = packed.cu_seqlens, packed.max_seqlen
-    places = None
-    if len(layers) > 0:
-        places = attention_places(*lengths, hidden.shape[0], autocast_dtype(hidden) or hidden.dtype)
-    sequences = Sequences(*lengths, bias, seed, want_attentions, places=places, causal=causal, taps=taps)
-    attentions: list[Tensor] = []
-    states = [hidden] if want_states else []
+    hidden, packed, everything = embed(seed), inputs.packing, calls_all()
+    gaps = [everything or layer.gap() if isinstance(layer, EncoderLayer) else None for layer in layers]
+    if taps is not None and any(gaps):
+        at = next(i for i, reason in enumerate(gaps) if reason)
+        raise ValueError(f"model: layer {at} shows nothing of what it computes inside, because {gaps[at]}")
+    container = family.layers.partition(".")[0]
+    projection, stack = projection_of(root, family), root._modules[container]
+
+    def project(x: Tensor) -> Tensor:
+        if everything or changed(projection):
+            return packed.from_grid(projection(packed.grid(x)[0]))
+        return apply_linear(projection, x)
+
+    def run(x: Tensor, skips: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        if projection is not None and inside:
+            x = project(x)
+        lengths = packed.cu_seqlens, packed.max_seqlen
+        places = None
+        if len(layers) > 0:
+            places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
+        bias = attention_bias(root, family, inputs, x.device)
+        sequences = Sequences(*lengths, bias, seed, want_attentions, places=places, causal=causal, taps=taps)
+        mask = padded_mask(root, family, inputs, x, causal) if any(gaps) else None
+        attentions: list[Tensor] = []
+        states = [x] if want_states else []
+        with contextlib.nullcontext() if any(gaps) else together(layers, x):
+            for i, (layer, reason) in enumerate(zip(layers, gaps, strict=True)):
+                gate = None if gates is None else gates[i]
+                if reason is None:
+                    call = layer, x, sequences, gate, 1 + i * LayerMath.SITES
+                else:
+                    call = _by_modules, layer, x, packed, mask, gate, want_attentions
+                only = {"first_only": True} if skips and i == last else {}
+                if recomputes and i % recompute_every == 0:
+                    x, probs = recompute(*call, **only, use_reentrant=False)
+                else:
+                    x, probs = call[0](*call[1:], **only)
+                if want_states:
+                    states.append(x)
+                if want_attentions:
+                    attentions.append(probs)
+        return x, states, attentions
+
+    inside = projection is not None and family.projection.startswith(f"{container}.")
+    if projection is not None and not inside:
+        hidden = project(hidden)
+    last = len(layers) - 1
+    recomputes = recompute_every > 0 and root.training and torch.is_grad_enabled()
+    around = type(stack) is Stack and bool(everything or watched(stack))
     skip = (
         first_only
-        and not (want_attentions or want_states or taps is not None)
+        and not (want_attentions or want_states or taps is not None or around)
         and hidden.shape[0] > 0
         and len(layers) > 0
         and type(layers[-1]) is EncoderLayer
+        and gaps[-1] is None
         and layers[-1].may_skip_rows()
     )
-    recomputes = recompute_every > 0 and root.training and torch.is_grad_enabled()
-    last = len(layers) - 1
-    with together(layers, hidden):
-        for i, layer in enumerate(layers):
-            arguments = (hidden, sequences, None if gates is None else gates[i], 1 + i * LayerMath.SITES)
-            only = {"first_only": True} if skip and i == last else {}
-            if recomputes and i % recompute_every == 0:
-                hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
-            else:
-                hidden, probs = layer(*arguments, **only)
-            if want_states:
-                states.append(hidden)
-            if want_attentions:
-                attentions.append(probs)
+    if around:
+        hidden, states, attentions = stack.around(lambda x: run(x, False), hidden, packed)
+    else:
+        hidden, states, attentions = run(hidden, skip)
     if first_only:
         hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
     return hidden, states, attentions
+
+
+def _by_modules(
+    layer: EncoderLayer,
+    hidden: Tensor,
+    packed: Packing,
+    mask: Tensor | None,
+    gate: Tensor | None,
+    want_attentions: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """A layer on packed tokens, called on the padded batch; its probabilities as attention returns them."""
+    padded, kept = packed.grid(hidden)
+    given = {} if gate is None else {"gate": gate}
+    if not want_attentions:
+        return packed.from_grid(_first(layer(padded, mask, **given))), None
+    y, probs = layer(padded, mask, **given, output_attentions=True)
+    if kept is not None:
+        probs = torch.where(
+            kept[:, None, :, None], probs, torch.zeros((), dtype=probs.dtype, device=y.device)
+        )
+    return packed.from_grid(y), packed.pack_scores(probs)
+
+
+def _first(output: Any) -> Tensor:
+    """The hidden states in what a module, or a hook of it, has returned."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def padded_mask(
+    root: nn.Module, family: Family, inputs: Inputs, hidden: Tensor, causal: bool
+) -> Tensor | None:
+    """What attention on the padded batch gets: (batch, 1, 1, S) bool, or additive with more dimensions.
+
+    Args:
+        hidden: packed tokens, for their dtype and device.
+    """
+    packed, bias, lowest = inputs.packing, inputs.bias, torch.finfo(hidden.dtype).min
+    kept = packed.grid(hidden[:, :1])[1]
+    mask = None if kept is None else kept[:, None, None, :]
+    if family.relative_bias is not None:
+        relative = relative_bias(part(root, family.relative_bias), packed.seqlen, hidden.device)
+        bias = relative if bias is None else bias + relative
+    if causal:
+        earlier = torch.ones(packed.seqlen, packed.seqlen, dtype=torch.bool, device=hidden.device).tril()
+        mask = earlier[None, None] if mask is None else mask & earlier
+    if bias is None:
+        return mask
+    bias = bias.to(hidden.dtype).clamp_min(lowest)
+    return bias if mask is None else bias.masked_fill(mask.logical_not(), lowest)
+
+
+class Stack(nn.Module):
+    """The module around the layers, whose code is `run_encoder`; called only if something looks at it.
+
+    Args:
+        by_name: whether it gets its input by name.
+    """
+
+    def __init__(self, by_name: bool):
+        super().__init__()
+        self.by_name = by_name
+
+    def forward(self, hidden_states: Tensor, *, run: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """The output of the last layer as `last_hidden_state`, (batch, seqlen, hidden) like the input.
+
+        Raises:
+            TypeError: called by anything but its model.
+        """
+        if run is None:
+            raise TypeError("run: missing; only its model calls this module: call that with inputs_embeds")
+        return BaseModelOutputWithPooling(last_hidden_state=run(hidden_states))
+
+    def around(
+        self, run: Callable[[Tensor], tuple], hidden: Tensor, packed: Packing
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """`run(hidden)` as a call of this module on the padded batch."""
+        found: list[tuple] = []
+
+        def run_padded(x: Tensor) -> Tensor:
+            found.append(run(packed.from_grid(x)))
+            return packed.grid(found[0][0])[0]
+
+        x = packed.grid(hidden)[0]
+        y = self(hidden_states=x, run=run_padded) if self.by_name else self(x, run=run_padded)
+        hidden = packed.from_grid(_first(y))
+        states = found[0][1]
+        if states:
+            states[-1] = hidden
+        return hidden, states, found[0][2]
+
+
+class Pooler(Part):
+    """BERT's pooler, tanh(dense(first token)) (Devlin et al. 2018, sec. 3, "C")."""
+
+    def __init__(self):
+        super().__init__("dense", "activation")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(batch, seqlen, hidden) -> (batch, hidden)."""
+        return super().forward(hidden_states[:, 0])
 
 
 @contextlib.contextmanager
@@ -132,9 +262,29 @@ def tapped(encoder: nn.Module, taps: Taps) -> Iterator[None]:
         put(encoder, "taps", before)
 
 
+def pooler_activation(family: Family) -> str:
+    """The path of the activation of a family's pooler."""
+    return family.stock_model.pooler_activation or "pooler.activation"
+
+
 def pool(root: nn.Module, family: Family, first: Tensor) -> Tensor:
     """The output of an encoder's pooler for first tokens: (batch, hidden) -> (batch, hidden)."""
-    return pool_first(part(root, family.pooler), first)
+    return apply_activated(part(root, family.pooler), part(root, pooler_activation(family)), first)
+
+
+def pooler_gap(root: nn.Module, family: Family) -> bool:
+    """Whether the pooler must be called on whole sequences: something looks at it, or it was replaced."""
+    above, _, name = family.pooler.rpartition(".")
+    if not above:
+        return False
+    module = root._modules[above]
+    return (
+        calls_all() is not None
+        or type(module) is not Pooler
+        or watched(module)
+        or changed(module._modules[name]) is not None
+        or activation_of(part(root, pooler_activation(family))) is None
+    )
 
 
 def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
@@ -144,9 +294,19 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
         root: the encoder, with its parts under the family's names.
         config: its EncoderConfig or transformers config.
     """
-    stack = part(root, family.layers)
+    try:
+        stack = part(root, family.layers)
+    except KeyError:
+        above = family.layers.partition(".")[0]
+        raise TypeError(
+            f"model: {above} was replaced by a {type(root._modules[above]).__name__} without {family.layers}; "
+            "replace single layers, or subclass the model"
+        ) from None
     if family.group_layers is None:
         return list(stack)
+    for i, group in enumerate(stack):
+        if type(group) is nn.Module and watched(group):
+            raise TypeError(f"model: {family.layers}.{i} has hooks, but is never called; hook its layers")
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
     return [layer for group in chosen for layer in group._modules[family.group_layers]]

@@ -42,7 +42,7 @@ class Family:
         norm_eps: the fixed eps of every LayerNorm; None means the config's `layer_norm_eps`.
         attention_output_dropout, ffn_dropout: whether there is dropout after the attention's output layer,
             and after the feed-forward block.
-        stock_layer, stock_model: what the layer and the encoder in transformers have beside ours.
+        stock_layer, stock_model: see `fastbert.models.paths`.
         own_heads: first parts of the keys of heads that only this family has.
         may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
@@ -71,7 +71,7 @@ class Family:
     classifier: ClassifierHead = _AFTER_POOLER
     choice: ClassifierHead = _AFTER_POOLER
     next_sentence: str | None = None  # path of the sentence-pair classifier
-    next_sentence_dropout_key: str | None = None
+    next_sentence_dropout: tuple[str, str] | None = None  # path and config key of the dropout before it
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
     own_heads: tuple[str, ...] = ()
@@ -127,11 +127,14 @@ _BERT_LM = LMHead(
     "cls.predictions.transform.LayerNorm",
     "cls.predictions.decoder",
     "cls.predictions.bias",
+    "cls.predictions.transform.transform_act_fn",
 )
 _ROBERTA_LM = LMHead(
     "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"
 )
-_ROBERTA_CLASSIFIER = ClassifierHead("classifier.dense", "tanh", "classifier.out_proj", dropout_first=True)
+_ROBERTA_CLASSIFIER = ClassifierHead(
+    "classifier.dense", "tanh", "classifier.out_proj", dropout="classifier.dropout", dropout_first=True
+)
 _ROBERTA = dict(
     pad_positions=True,
     position_padding_idx=True,
@@ -186,7 +189,7 @@ FAMILIES: dict[str, Family] = {
             segments=False,
             pooler=None,
             norm_eps=1e-12,
-            lm_head=LMHead("vocab_transform", "vocab_layer_norm", "vocab_projector", None),
+            lm_head=LMHead("vocab_transform", "vocab_layer_norm", "vocab_projector", None, "activation"),
             classifier=ClassifierHead(
                 "pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"
             ),
@@ -203,7 +206,7 @@ FAMILIES: dict[str, Family] = {
                 feed_forward="ffn",
                 norms_attention=True,
             ),
-            stock_model=StockModel("BaseModelOutput"),
+            stock_model=StockModel("BaseModelOutput", stack_by_name=True),
         ),
         Family(
             "electra",
@@ -223,13 +226,23 @@ FAMILIES: dict[str, Family] = {
                 "generator_predictions.LayerNorm",
                 "generator_lm_head",
                 None,
-                activation="gelu",
+                "generator_predictions.activation",
+                "gelu",
             ),
-            classifier=ClassifierHead("classifier.dense", "gelu", "classifier.out_proj", dropout_first=True),
+            classifier=ClassifierHead(
+                "classifier.dense",
+                "gelu",
+                "classifier.out_proj",
+                act="classifier.activation",
+                dropout="classifier.dropout",
+                dropout_first=True,
+            ),
             choice=ClassifierHead(
                 "sequence_summary.summary",
                 "gelu",
                 "classifier",
+                act="sequence_summary.activation",
+                dropout="sequence_summary.last_dropout",
                 dropout_key="summary_last_dropout",
                 fixed=dict(
                     summary_type="first",
@@ -279,12 +292,16 @@ FAMILIES: dict[str, Family] = {
                 eos_token_id=3,
             ),
             lm_head=LMHead(
-                "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"
+                "predictions.dense",
+                "predictions.LayerNorm",
+                "predictions.decoder",
+                "predictions.bias",
+                "predictions.activation",
             ),
             classifier=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
             choice=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
             next_sentence="sop_classifier.classifier",
-            next_sentence_dropout_key="classifier_dropout_prob",
+            next_sentence_dropout=("sop_classifier.dropout", "classifier_dropout_prob"),
             token_dropout_key="classifier_dropout_prob",
             stock_layer=StockLayer(
                 containers=("attention",),
@@ -332,6 +349,7 @@ FAMILIES: dict[str, Family] = {
                 "classifier.dense",
                 "tanh",
                 "classifier.out_proj",
+                dropout="classifier.dropout",
                 dropout_first=True,
                 dropout_key="hidden_dropout_prob",
             ),

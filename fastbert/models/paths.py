@@ -1,7 +1,6 @@
 """Where a family's models have their parts, as dotted paths: HuggingFace's names.
 
-The first three classes are about the models of this package and transformers alike, the last two about what
-transformers' models have beside that, which `fastbert.accelerate` needs to know.
+They are those of the models of this package and of transformers' alike.
 """
 
 from __future__ import annotations
@@ -46,14 +45,15 @@ class LayerNames:
 class LMHead:
     """Paths of a masked-LM head: act(dense(x)) -> norm -> decoder, the decoder tied to the word embeddings.
 
-    `bias` is the path of the separate bias to which the decoder's bias is tied, or None. If `activation` is
-    None, it is the config's.
+    `bias` is the path of the separate bias to which the decoder's bias is tied, or None. `act` is the path of
+    the activation module, or None if transformers has none. If `activation` is None, it is the config's.
     """
 
     dense: str
     norm: str
     decoder: str
     bias: str | None
+    act: str | None = None
     activation: str | None = None
 
 
@@ -61,14 +61,17 @@ class LMHead:
 class ClassifierHead:
     """Paths of a sequence-classification head: [pooled or first token] -> (dense -> activation) -> out.
 
-    If `dense` is None, the model's pooler comes first. `dropout_first` says whether there is dropout before
-    the dense layer too. `dropout_key` is the config key of the dropout. `fixed` lists the config keys for
-    which the head supports a single value, with that value.
+    If `dense` is None, the model's pooler comes first. `act` is the path of the activation module, or None if
+    transformers has none. `dropout` is the path of the dropout before `out`; `dropout_first` says whether it
+    runs before the dense layer too. `dropout_key` is its config key. `fixed` lists the config keys for which
+    the head supports a single value, with that value.
     """
 
     dense: str | None
     activation: str | None
     out: str
+    act: str | None = None
+    dropout: str = "dropout"
     dropout_first: bool = False
     dropout_key: str = "classifier_dropout"
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -76,17 +79,17 @@ class ClassifierHead:
 
 @dataclass(frozen=True)
 class StockLayer:
-    """What a family's layer in transformers has apart from the parts in `LayerNames`; dotted paths.
+    """What a family's layer has apart from the parts in `LayerNames`; dotted paths.
 
     Attributes:
-        name: of the class; None means the family's class_prefix and "Layer".
-        containers: the modules in between. The fused layer does what their code does.
+        name: of transformers' class; None means the family's class_prefix and "Layer".
+        containers: the modules in between, which the fused layer does not call.
         dropouts: of attention probabilities, attention output and feed-forward output; None means none.
         activation: of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.
         returns_tuple: the stock layer's output is (hidden,).
-        feed_forward: the layer's module or method that computes the feed-forward block, to which the layer
-            adds the residual and the norm; None if `intermediate` and `output` compute all of it.
+        feed_forward: the layer's module or method (ALBERT's) that computes the feed-forward block, to which
+            the layer adds the residual and the norm; None if `intermediate` and `output` compute all of it.
         norms_attention: the layer, and not its attention module, adds the attention's residual and norm.
         attention_drops_by_itself: attention probabilities are dropped by the mode of the attention module,
             and not by that of the dropout inside it.
@@ -126,10 +129,12 @@ class StockModel:
         output: the class that it returns.
         pooler_activation: if `pooler` is a linear layer, the encoder's module that is applied to its
             output; None if `pooler` does all.
+        stack_by_name: the module around the layers gets its input by name.
         tuple_keeps_none: with return_dict=False, what is missing is a None in the tuple, because the heads
             count on its place.
     """
 
     output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
     pooler_activation: str | None = None
+    stack_by_name: bool = False
     tuple_keeps_none: bool = False

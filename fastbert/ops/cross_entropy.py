@@ -186,6 +186,8 @@ def cross_entropy(
             f"logits: expected shape (rows, classes) with classes >= 1, got {tuple(logits.shape)}"
         )
     labels = checked_labels(labels, *logits.shape, logits, ignore_index, label_smoothing)
+    if checks.plain_torch():
+        return cross_entropy_ref(logits, labels, ignore_index, label_smoothing)
     args = (checks.rows(logits), labels, ignore_index, float(label_smoothing))
     if torch.compiler.is_compiling():
         return cross_entropy_fwd(*args)[0]

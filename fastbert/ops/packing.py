@@ -141,6 +141,8 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     if x.dim() < 2:
         raise ValueError(f"x: expected shape (batch, seqlen, ...), got {tuple(x.shape)}")
     rows, inner = x.shape[0] * x.shape[1], x.shape[2:]
+    if checks.plain_torch():
+        return pack_ref(x, indices)
     _check_indices(indices, x, rows)
     flat = _flat(x, rows, inner)
     if torch.compiler.is_compiling():
@@ -171,6 +173,8 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
         if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool) or size < 0:
             raise ValueError(f"{name}: expected an integer >= 0, got {size!r}")
     rows = batch * seqlen
+    if checks.plain_torch():
+        return unpack_ref(x, indices, batch, seqlen)
     _check_indices(indices, x, rows)
     if x.dim() < 1 or x.shape[0] != indices.shape[0]:
         raise ValueError(

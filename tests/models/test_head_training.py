@@ -73,7 +73,7 @@ def test_dropout_probability_of_the_head():
     )
     model.train()
     torch.manual_seed(0)
-    x = model.dropout(torch.ones(100_000), model.family.token_dropout_key)
+    x = model.dropout(torch.ones(100_000))
     assert abs((x == 0).float().mean() - 0.25) < 0.01
     assert x.max() == pytest.approx(1 / 0.75)
 

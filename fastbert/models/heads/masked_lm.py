@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.linear import apply_linear, apply_norm, has_float_weight
-from fastbert.layers.modules import attach, part
+from fastbert.layers.linear import apply_activated, apply_linear, apply_norm, has_float_weight
+from fastbert.layers.modules import Activation, attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel
@@ -35,6 +35,8 @@ class MaskedLMModel(TaskModel):
         config, head = self.config, self.family.lm_head
         width = config.embedding_width
         attach(self, head.dense, nn.Linear(config.hidden_size, width))
+        if head.act is not None:
+            attach(self, head.act, Activation(head.activation or config.activation_name))
         attach(self, head.norm, nn.LayerNorm(width, eps=config.norm_eps))
         attach(self, head.decoder, nn.Linear(width, config.vocab_size))
         if head.bias is not None:
@@ -79,19 +81,26 @@ class MaskedLMModel(TaskModel):
             setattr(self.get_submodule(owner), name, value.bias)
 
     def transform(self, hidden: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, embedding size): what the decoder reads."""
+        """(…, hidden) -> (…, embedding size): what the decoder reads."""
         head = self.family.lm_head
-        activation = head.activation or self.config.activation_name
-        return apply_norm(part(self, head.norm), apply_linear(part(self, head.dense), hidden, activation))
+        dense = part(self, head.dense)
+        if head.act is None:
+            x = apply_linear(dense, hidden, head.activation)
+        else:
+            x = apply_activated(dense, part(self, head.act), hidden)
+        return apply_norm(part(self, head.norm), x)
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, vocab_size)."""
+        """(…, hidden) -> (…, vocab_size)."""
         return apply_linear(part(self, self.family.lm_head.decoder), self.transform(hidden))
 
     def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
         """Mean cross-entropy of the labelled tokens. `count` is their number, or None if it is not known."""
         hidden, labels = encoded.labelled(labels, count)
-        x, decoder = self.transform(hidden), part(self, self.family.lm_head.decoder)
+        decoder = part(self, self.family.lm_head.decoder)
+        if encoded.by_modules:
+            return cross_entropy(encoded.by_token(self.lm_logits), labels, ignore_index=IGNORED)
+        x = self.transform(hidden)
         if has_float_weight(decoder):
             return linear_cross_entropy(
                 x, decoder.weight, decoder.bias, labels, ignore_index=IGNORED, labelled=count
@@ -116,7 +125,7 @@ class MaskedLMModel(TaskModel):
             return None, self.lm_loss(encoded, labels, count)
         if output_logits is None and self.training and labels is not None:
             return self.deferred_logits(encoded, name), self.lm_loss(encoded, labels, count)
-        logits = self.lm_logits(encoded.hidden)
+        logits = encoded.by_token(self.lm_logits)
         return encoded.unpack(logits), None if labels is None else encoded.token_loss(logits, labels)
 
     def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
@@ -128,7 +137,7 @@ class MaskedLMModel(TaskModel):
             dtype = checks.autocast_dtype(hidden) or dtype
         return defer(
             name,
-            lambda: encoded.unpack(self.lm_logits(hidden)),
+            lambda: encoded.unpack(encoded.by_token(self.lm_logits)),
             (*encoded.shape, self.config.vocab_size),
             dtype,
             hidden,

@@ -38,6 +38,8 @@ class BertForPreTraining(MaskedLMModel):
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
+        if self.family.next_sentence_dropout is not None:
+            self.attach_dropout(*self.family.next_sentence_dropout)
         attach(self, self.family.next_sentence, nn.Linear(self.config.hidden_size, 2))
         self.post_init()
 
@@ -53,7 +55,9 @@ class BertForPreTraining(MaskedLMModel):
 
     def pair_logits(self, encoded: Encoded) -> Tensor:
         """(batch, 2)."""
-        pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
+        pooled = self.pooled(encoded)
+        if self.family.next_sentence_dropout is not None:
+            pooled = part(self, self.family.next_sentence_dropout[0])(pooled)
         return apply_linear(self.pair_head, pooled)
 
     def forward(

@@ -34,6 +34,8 @@ class BertForQuestionAnswering(TaskModel):
         super().__init__(config)
         if self.num_labels != 2:
             raise ValueError(f"config num_labels: expected 2, start and end, got {self.num_labels}")
+        if self.family.qa_dropout_key is not None:
+            self.attach_dropout("dropout", self.family.qa_dropout_key)
         self.qa_outputs = nn.Linear(self.config.hidden_size, 2)
         self.post_init()
 
@@ -80,7 +82,8 @@ class BertForQuestionAnswering(TaskModel):
             max_seqlen,
             causal,
         )
-        logits = apply_linear(self.qa_outputs, self.dropout(encoded.hidden, self.family.qa_dropout_key))
+        dropout = self._modules.get("dropout", nn.Identity())
+        logits = encoded.by_token(lambda x: apply_linear(self.qa_outputs, dropout(x)))
         packing = encoded.inputs.packing
         padded, kept = packing.grid(logits)
         scores = [s.contiguous() for s in padded.unbind(-1)]

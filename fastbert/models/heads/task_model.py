@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.layers.linear import apply_linear
-from fastbert.layers.modules import attach, part
+from fastbert.layers.linear import apply_activated, apply_linear
+from fastbert.layers.modules import Activation, attach, calls_all, changed, part, watched
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import pool
+from fastbert.models.encoder import pooler_gap
 from fastbert.models.families import FAMILIES, ClassifierHead, Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
@@ -37,6 +37,8 @@ class Encoded:
         inputs: the batch.
         states, probs: all hidden states and attention probabilities, packed; None if not asked for.
         first_only: see `hidden`.
+        by_modules: whether the head's modules must be called on the padded batch; see `by_token`.
+        pooled: the pooler's output, if it has run already.
     """
 
     hidden: Tensor
@@ -44,6 +46,8 @@ class Encoded:
     states: list[Tensor] | None
     probs: list[Tensor] | None
     first_only: bool
+    by_modules: bool = False
+    pooled: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,6 +61,18 @@ class Encoded:
     def mask(self) -> Tensor | None:
         """(batch, seqlen) bool; None if all tokens are kept."""
         return self.inputs.packing.mask
+
+    def by_token(self, head: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
+        """head(hidden), (rows, …); on the padded batch if hooks or other modules look at the head.
+
+        Args:
+            head: of (…, hidden), with one result per token.
+            hidden: (rows, hidden); all tokens if None.
+        """
+        if not self.by_modules:
+            return head(self.hidden if hidden is None else hidden)
+        packing = self.inputs.packing
+        return packing.from_grid(head(packing.grid(self.hidden)[0]))
 
     def unpack(self, x: Tensor) -> Tensor:
         """(rows, …) -> (*shape, …), zeros at masked tokens."""
@@ -78,7 +94,7 @@ class Encoded:
     def labelled(self, labels: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
         """Hidden states and labels of the `count` labelled tokens; of all rows if `count` is None."""
         labels = self.packed_labels(labels)
-        if count is None or count == labels.shape[0]:
+        if count is None or count == labels.shape[0] or self.by_modules:
             return self.hidden, labels
         at = torch.nonzero_static(labels != IGNORED, size=count).squeeze(1)
         return pack(self.hidden.unsqueeze(0), at), pack(labels.unsqueeze(0), at)
@@ -229,22 +245,62 @@ class TaskModel(PreTrainedModel):
         causal: bool | None,
     ) -> Encoded:
         """The packed tokens, encoded."""
-        hidden, states, probs, inputs = self.base_model(
+        encoder, by_modules = self.base_model, self._calls_modules()
+        whole = encoder.has_pooler and pooler_gap(encoder, self.family)
+        given = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        asked = dict(
             head_mask=head_mask,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
             causal=causal,
-            first_token_only=self.reads_first_only,
-            packed=True,
         )
-        return Encoded(hidden, inputs, states, probs, self.reads_first_only)
+        if watched(encoder) or _has_any_global_hook():
+            # Hooks see what transformers' encoder returns
+            inputs, output = encoder.checked(**given), encoder(**given, **asked, return_dict=True)
+            pack, pack_scores = inputs.packing.pack, inputs.packing.pack_scores
+            states, probs = output.hidden_states, output.attentions
+            return Encoded(
+                pack(output.last_hidden_state),
+                inputs,
+                None if states is None else [pack(s) for s in states],
+                None if probs is None else [pack_scores(p) for p in probs],
+                False,
+                by_modules,
+                output.pooler_output,
+            )
+        first_only = self.reads_first_only and not whole
+        hidden, states, probs, inputs = encoder(**given, **asked, first_token_only=first_only, packed=True)
+        return Encoded(hidden, inputs, states, probs, first_only, by_modules)
+
+    def _calls_modules(self) -> bool:
+        """Whether the head's linear layers and norms must be called on the padded batch.
+
+        Raises:
+            TypeError: something looks at a module of the head that has no code of its own, or replaced it.
+        """
+        found = calls_all() is not None
+        for name, child in self._modules.items():
+            if name == self.base_model_prefix:
+                continue
+            for path, module in child.named_modules(prefix=name):
+                if type(module) is nn.Module:
+                    if watched(module):
+                        raise TypeError(
+                            f"model: {path} has hooks or another forward, but this package never calls it; "
+                            f"use one of {', '.join(f'{path}.{n}' for n in module._modules)}, or the model of "
+                            "transformers with fastbert.accelerate"
+                        )
+                elif type(module) not in (Activation, nn.Dropout) and changed(module) is not None:
+                    found = True
+        return found
 
     def _output(
         self,
@@ -256,22 +312,26 @@ class TaskModel(PreTrainedModel):
         """An output of loss and logits (`values`) and what the encoder was asked for; see `as_output`."""
         return self.as_output(output_class(*values, encoded.hidden_states, encoded.attentions), return_dict)
 
-    def dropout(self, x: Tensor, key: str | None) -> Tensor:
-        """Dropout with the probability at the config's `key`, or `hidden_dropout_prob` if that is None."""
-        if key is None or not self.training:
-            return x
+    def attach_dropout(self, path: str, key: str) -> None:
+        """Create dropout with the probability at the config's `key`, or `hidden_dropout_prob`."""
         p = self.config.get(key)
-        return F.dropout(x, self.config.hidden_dropout_prob if p is None else p)
+        attach(self, path, nn.Dropout(self.config.hidden_dropout_prob if p is None else p))
 
     def pooled(self, encoded: Encoded) -> Tensor:
         """(batch, hidden): the pooler's output."""
-        return pool(self.base_model, self.family, encoded.first())
+        if encoded.pooled is not None:
+            encoded.first()  # refuses what heads refuse
+            return encoded.pooled
+        return self.base_model.pooled(encoded.inputs, encoded.hidden, encoded.first(), encoded.first_only)
 
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
         """Create the layers of a head that reads one vector per sequence."""
         hidden = self.config.hidden_size
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden))
+        if head.act is not None:
+            attach(self, head.act, Activation(head.activation))
+        self.attach_dropout(head.dropout, head.dropout_key)
         attach(self, head.out, nn.Linear(hidden, classes))
 
     def classify(self, head: ClassifierHead, encoded: Encoded) -> Tensor:
@@ -283,6 +343,10 @@ class TaskModel(PreTrainedModel):
         else:
             x = encoded.first()
             if head.dropout_first:
-                x = self.dropout(x, head.dropout_key)
-            x = apply_linear(part(self, head.dense), x, head.activation)
-        return apply_linear(part(self, head.out), self.dropout(x, head.dropout_key))
+                x = part(self, head.dropout)(x)
+            dense = part(self, head.dense)
+            if head.act is None:
+                x = apply_linear(dense, x, head.activation)
+            else:
+                x = apply_activated(dense, part(self, head.act), x)
+        return apply_linear(part(self, head.out), part(self, head.dropout)(x))

@@ -23,6 +23,7 @@ class BertForTokenClassification(TaskModel):
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
+        self.attach_dropout("dropout", self.family.token_dropout_key)
         self.classifier = nn.Linear(self.config.hidden_size, self.num_labels)
         self.post_init()
 
@@ -32,7 +33,7 @@ class BertForTokenClassification(TaskModel):
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Packed, and padded."""
-        logits = apply_linear(self.classifier, self.dropout(encoded.hidden, self.family.token_dropout_key))
+        logits = encoded.by_token(lambda x: apply_linear(self.classifier, self.dropout(x)))
         return logits, encoded.unpack(logits)
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:

@@ -225,6 +225,7 @@ class MaskedLosses(Losses):
             if pair is None:
                 self.sentence_dense = nn.Linear(hidden, hidden)
                 model.init_weights(self.sentence_dense)
+            self.sentence_dropout = nn.Dropout(model.config.hidden_dropout_prob)
             self.sentence_out = nn.Linear(hidden, num_labels)
             model.init_weights(self.sentence_out)
 
@@ -240,7 +241,7 @@ class MaskedLosses(Losses):
             pooled = self.model.pooled(encoded)
         else:
             pooled = apply_linear(self.sentence_dense, encoded.first(), "tanh")
-        return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
+        return apply_linear(self.sentence_out, self.sentence_dropout(pooled))
 
     @torch.no_grad()
     def token_hits(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
