@@ -10,7 +10,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder
 Others' models accelerate, restore
-How it runs    explain, graph, use_backend
+How it runs    explain, graph, use_backend, double_backward
 Errors         CheckpointError, EncodingError
 
 `dir(fastbert)` lists every name, and `help(fastbert.NAME)` says what it does.
@@ -39,6 +39,7 @@ _PLACES = {
     "SentenceEncoder": "sentences.encoder",
     "accelerate": "acceleration",
     "clear": "runtime.prepared",
+    "double_backward": "ops.checks",
     "encode": "sentences.encoder",
     "explain": "acceleration",
     "graph": "graphs.model",
@@ -124,6 +125,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "clear",
+    "double_backward",
     "encode",
     "explain",
     "graph",
@@ -237,6 +239,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         XLMRobertaForTokenClassification,
         XLMRobertaModel,
     )
+    from fastbert.ops.checks import double_backward
     from fastbert.runtime.dispatch import use_backend
     from fastbert.runtime.prepared import clear
     from fastbert.sentences.encoder import SentenceEncoder, encode

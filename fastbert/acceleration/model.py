@@ -250,13 +250,12 @@ class AcceleratedModel(Accelerated):
         stack = layers_of(self, self.config, family)
         dropout = self.embeddings.dropout
         dropout_p = dropout.p if dropout.training else 0.0
-        drops = dropout_p > 0 or any(any(layer.dropout_rates()) for layer in stack)
         embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
         wants_states = given.get("output_hidden_states")
         if wants_states is None:
             wants_states = getattr(self.config, "output_hidden_states", False)
         hidden, states, _ = run_encoder(
-            self, family, stack, embed_rows, inputs, drops, want_states=wants_states
+            self, family, stack, embed_rows, inputs, dropout_p > 0, want_states=wants_states
         )
         packing = inputs.packing
         last = packing.unpack(hidden)

@@ -34,7 +34,6 @@ from fastbert.layers.modules import (
     Part,
     activation_of,
     attach,
-    calls_all,
     changed,
     is_hooked,
     part,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
-from fastbert.layers.encoder import EncoderLayer, LayerMath
+from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.modules import Activation, attach, calls_all
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
@@ -335,18 +335,13 @@ class BertModel(PreTrainedModel):
                 given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
             return packing.from_grid(embeddings(**given))
 
-        configured = self.training and bool(config.hidden_dropout_prob or config.attention_probs_dropout_prob)
-        drops = embeddings.dropout_rate() > 0 if isinstance(embeddings, Embeddings) else configured
-        drops = drops or any(
-            any(layer.dropout_rates()) if isinstance(layer, LayerMath) else configured for layer in layers
-        )
         return run_encoder(
             self,
             self.family,
             layers,
             embed,
             inputs,
-            drops,
+            isinstance(embeddings, Embeddings) and embeddings.dropout_rate() > 0,
             gates=gates,
             want_attentions=want_attentions,
             want_states=want_states,

@@ -64,7 +64,7 @@ def run_encoder(
             replaced parts (`gap`) is called on a padded batch, as in transformers.
         embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
         inputs: the batch, on the model's device.
-        drops: whether some dropout site of the call drops. Only then is a seed drawn.
+        drops: whether the embeddings drop. A seed is drawn only if they or a layer do.
         gates: (layers, nheads) factors of the heads' outputs, or None.
         want_attentions, want_states: fill the lists that are returned.
         first_only: only the first token of each sequence is wanted. The last layer then skips the other rows
@@ -77,9 +77,15 @@ def run_encoder(
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
         (batch, hidden). A list that was not asked for is empty.
     """
-    seed = dropout_seed(inputs.device) if drops else None
-    hidden, packed, everything = embed(seed), inputs.packing, calls_all()
+    packed, everything = inputs.packing, calls_all()
     gaps = [everything or layer.gap() if isinstance(layer, EncoderLayer) else None for layer in layers]
+    drops = drops or any(
+        any(layer.dropout_rates()) if isinstance(layer, LayerMath) else layer.training
+        for layer, reason in zip(layers, gaps, strict=True)
+        if reason is None
+    )
+    seed = dropout_seed(inputs.device) if drops else None
+    hidden = embed(seed)
     if taps is not None and any(gaps):
         at = next(i for i, reason in enumerate(gaps) if reason)
         raise ValueError(f"model: layer {at} shows nothing of what it computes inside, because {gaps[at]}")
@@ -299,8 +305,8 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
     except KeyError:
         above = family.layers.partition(".")[0]
         raise TypeError(
-            f"model: {above} was replaced by a {type(root._modules[above]).__name__} without {family.layers}; "
-            "replace single layers, or subclass the model"
+            f"model: {above} was replaced by a {type(root._modules[above]).__name__} without "
+            f"{family.layers}; replace single layers, or subclass the model"
         ) from None
     if family.group_layers is None:
         return list(stack)

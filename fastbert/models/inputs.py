@@ -250,6 +250,12 @@ def check_inputs(
 
 
 def _check_either(input_ids: object, inputs_embeds: object) -> None:
+    for name, t in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+        if isinstance(t, Tensor) and torch._C._functorch.is_batchedtensor(t):
+            raise ValueError(
+                f"{name}: is mapped by torch.func.vmap, under which the host cannot read lengths; map the "
+                "parameters instead, or call the model for each example"
+            )
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")

@@ -6,16 +6,21 @@ float64, or is an error that names the module; none is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
+import types
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 import fastbert
+from fastbert.layers.taps import Taps
+from fastbert.models.encoder import tapped
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.model_pairs import CASES, build, inputs_for
 
@@ -114,47 +119,416 @@ def inputs_of(name: str, task: str) -> dict:
     return inputs
 
 
-def assert_hooks_alike(name: str, task: str, kinds: list[str]) -> None:
+def refused_or_same(both: tuple, inputs: dict, path: str, kind: str) -> bool:
+    """Whether our model refuses the change at `path` by its name; if not, both give the same."""
+    try:
+        both[1](**inputs)
+    except TypeError as error:
+        return str(error).startswith(f"model: {path} has hooks")
+    assert_same(both, inputs, f"{kind} on {path}", kind.startswith("backward"))
+    return False
+
+
+def assert_hooks_alike(name: str, task: str, kind: str) -> None:
     stock, own = pair(name, task)
     inputs, refused = inputs_of(name, task), []
     for path in paths(stock):
-        if path in MISSING or path.endswith("albert_layers.0.dropout"):
+        in_encoder = task != "Model" and path.startswith(f"{own.base_model_prefix}.")
+        if path in MISSING or path.endswith("albert_layers.0.dropout") or in_encoder:
             continue
-        for kind in kinds:
-            both = copy.deepcopy(stock), copy.deepcopy(own)
-            for model in both:
-                HOOKS[kind](model.get_submodule(path))
-            try:
-                assert_same(both, inputs, f"{kind} on {path}", kind.startswith("backward"))
-            except TypeError as error:
-                assert str(error).startswith(f"model: {path} has hooks"), path
-                refused.append(path)
+        both = copy.deepcopy(stock), copy.deepcopy(own)
+        for model in both:
+            HOOKS[kind](model.get_submodule(path))
+        if refused_or_same(both, inputs, path, kind):
+            refused.append(path)
     assert set(refused) <= {*REFUSED, "encoder.albert_layer_groups.0"}
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_forward_hooks_on_every_module_of_every_family(name):
-    assert_hooks_alike(name, "Model", ["forward"])
+    assert_hooks_alike(name, "Model", "forward")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOOKS if kind != "forward"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_kind_of_hook_on_every_module(name, kind):
-    assert_hooks_alike(name, "Model", [kind])
+    assert_hooks_alike(name, "Model", kind)
 
 
 @pytest.mark.parametrize(("name", "task"), [case for case in CASES if case[0] in (*LAYOUTS, "roberta")])
 def test_forward_hooks_on_every_module_of_a_head(name, task):
-    stock, own = pair(name, task)
-    inputs, prefix = inputs_of(name, task), own.base_model_prefix
-    for path in paths(stock):
-        if path.startswith(f"{prefix}.") or path in MISSING:
-            continue
-        both = copy.deepcopy(stock), copy.deepcopy(own)
-        for model in both:
-            HOOKS["forward"](model.get_submodule(path))
-        try:
-            assert_same(both, inputs, path)
-        except TypeError as error:
-            assert path in REFUSED, path
-            assert str(error).startswith(f"model: {path} has hooks"), path
+    assert_hooks_alike(name, task, "forward")
+
+
+# --- everything else that people do -------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Calls a module with whatever it gets, and scales the first output."""
+
+    def __init__(self, inner: nn.Module, factor: float = 1.25):
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, *args, **kwargs):
+        return scaled(self.inner(*args, **kwargs), self.factor)
+
+
+class Mixes(nn.Module):
+    """A linear layer that also looks at the whole sequence, which no row without its padding could."""
+
+    def __init__(self, inner: nn.Linear):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        assert x.dim() == 3
+        return self.inner(x) + self.inner(x[:, :1])
+
+
+class OwnPooler(nn.Module):
+    def forward(self, hidden_states):
+        return hidden_states[:, 0].tanh() * hidden_states.shape[1]
+
+
+class OwnAttention(nn.Module):
+    """Somebody's own self-attention, called as transformers calls it."""
+
+    def __init__(self, old: nn.Module):
+        super().__init__()
+        self.query, self.key, self.value = old.query, old.key, old.value
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        scores = self.query(hidden_states) @ self.key(hidden_states).transpose(1, 2)
+        if attention_mask is not None:
+            keep = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1
+            scores = scores.masked_fill(~keep[:, 0], torch.finfo(scores.dtype).min)
+        return scores.softmax(-1) @ self.value(hidden_states), None
+
+
+def layer(model: nn.Module, i: int = 1) -> nn.Module:
+    return model.bert.encoder.layer[i]
+
+
+def put(path: str, make) -> object:
+    """A change: the module at a path of layer 1, or of the model after a colon, is made another one."""
+
+    def change(model):
+        root = model if path.startswith(":") else layer(model)
+        above, _, name = path.removeprefix(":").rpartition(".")
+        owner = root.get_submodule(above)
+        setattr(owner, name, make(getattr(owner, name)))
+
+    return change
+
+
+def patched(path: str) -> object:
+    """A change: the instance's own `forward` scales what the class's returns."""
+
+    def change(model):
+        module = model.get_submodule(path)
+        old = module.forward
+        module.forward = types.MethodType(
+            lambda self, *args, **kwargs: scaled(old(*args, **kwargs), 1.25), module
+        )
+
+    return change
+
+
+def dropouts(p: float, **modes: bool) -> object:
+    """A change: dropout modules by the end of their names get `p` and a mode. With p = 1 all is drawn alike."""
+
+    def change(model):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.p = p
+                for end, mode in modes.items():
+                    if name.replace(".", "_").endswith(end):
+                        module.train(mode)
+
+    return change
+
+
+def _training(p: float) -> object:
+    return lambda model: (model.train(), dropouts(p)(model))
+
+
+def _no_config_dropout(model: nn.Module) -> None:
+    _training(1.0)(model)
+    model.config.hidden_dropout_prob = model.config.attention_probs_dropout_prob = 0.0
+
+
+def _weights(model: nn.Module) -> None:
+    dense = layer(model).output.dense
+    dense.weight = nn.Parameter(dense.weight * 1.5)
+    layer(model).attention.self.query.weight.data.mul_(0.5)
+
+
+def _layers(change) -> object:
+    def apply(model):
+        model.bert.encoder.layer = change(model.bert.encoder.layer)
+
+    return apply
+
+
+class Sum(nn.Module):
+    def __init__(self, *parts: nn.Module):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        return sum(part(x) for part in self.parts)
+
+
+def low_rank(old: nn.Linear) -> nn.Module:
+    torch.manual_seed(3)
+    lora = nn.Sequential(nn.Linear(old.in_features, 4), nn.Linear(4, old.out_features)).double()
+    return Sum(old, lora)
+
+
+def scaled_table(old: nn.Embedding) -> nn.Embedding:
+    new = nn.Embedding(old.num_embeddings, old.embedding_dim, old.padding_idx, max_norm=2.0).double()
+    new.load_state_dict(old.state_dict())
+    return new
+
+
+CHANGES = {
+    "another activation": put("intermediate.intermediate_act_fn", lambda _: nn.ReLU()),
+    "an activation of ours": put("intermediate.intermediate_act_fn", lambda _: nn.SiLU()),
+    "no dropout in training": _training(0.0),
+    "all dropped in training": _training(1.0),
+    "config dropout set to 0 afterwards": _no_config_dropout,
+    "MC dropout": dropouts(1.0, dropout=True),
+    "MC dropout of outputs": dropouts(1.0, output_dropout=True),
+    "MC dropout of the classifier": lambda m: (setattr(m.dropout, "p", 1.0), m.dropout.train()),
+    "attention alone in training": lambda m: (dropouts(1.0)(m), layer(m).attention.self.train()),
+    "dropout replaced": lambda m: (
+        m.train(),
+        dropouts(0.0)(m),
+        put("output.dropout", lambda _: nn.Identity())(m),
+    ),
+    "weight_norm": put("output.dense", parametrizations.weight_norm),
+    "weight_norm, old": put("output.dense", weight_norm),
+    "orthogonal": put("attention.output.dense", parametrizations.orthogonal),
+    "pruned": lambda m: prune.l1_unstructured(layer(m).intermediate.dense, "weight", 0.5),
+    "LoRA by hand": put("attention.self.query", low_rank),
+    "a linear layer in a sequence": put("output.dense", lambda old: nn.Sequential(old, nn.Tanh())),
+    "a layer that mixes tokens": put("attention.self.value", Mixes),
+    "no norm": put("output.LayerNorm", lambda _: nn.Identity()),
+    "RMSNorm": put("attention.output.LayerNorm", lambda _: nn.RMSNorm(48).double()),
+    "attention.self wrapped": put("attention.self", Wrapped),
+    "attention.self replaced": put("attention.self", OwnAttention),
+    "attention wrapped": put("attention", Wrapped),
+    "attention.output wrapped": put("attention.output", Wrapped),
+    "intermediate wrapped": put("intermediate", Wrapped),
+    "output wrapped": put("output", Wrapped),
+    "pooler wrapped": put(":bert.pooler", Wrapped),
+    "pooler replaced": put(":bert.pooler", lambda _: OwnPooler()),
+    "pooler's activation replaced": put(":bert.pooler.activation", lambda _: nn.ReLU()),
+    "classifier replaced": put(":classifier", lambda old: nn.Sequential(nn.GELU(), old)),
+    "embeddings wrapped": put(":bert.embeddings", Wrapped),
+    "a table with max_norm": put(":bert.embeddings.word_embeddings", scaled_table),
+    "a table wrapped": put(":bert.embeddings.token_type_embeddings", Wrapped),
+    "a layer less": _layers(lambda old: old[:2]),
+    "layers in another order": _layers(lambda old: nn.ModuleList([old[2], old[0], old[1]])),
+    "a layer twice": _layers(lambda old: nn.ModuleList([old[0], old[1], old[0]])),
+    "forward of a layer": patched("bert.encoder.layer.1"),
+    "forward of attention.self": patched("bert.encoder.layer.1.attention.self"),
+    "forward of a linear layer": patched("bert.encoder.layer.1.output.dense"),
+    "forward of embeddings": patched("bert.embeddings"),
+    "forward of the stack": patched("bert.encoder"),
+    "forward of the encoder": patched("bert"),
+    "weights replaced and written": _weights,
+    "frozen": lambda m: m.bert.embeddings.requires_grad_(False),
+    "recomputed, with a hook": lambda m: (
+        m.gradient_checkpointing_enable(),
+        _training(0.0)(m),
+        HOOKS["forward"](layer(m).output),
+    ),
+    "hooked and unhooked": lambda m: HOOKS["forward"](layer(m).output).remove(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_model_is_what_transformers_is(what):
+    both = pair("bert", "ForSequenceClassification", classifier_dropout=0.1)
+    inputs = inputs_of("bert", "ForSequenceClassification")
+    before = results(both[1], inputs, False)
+    for model in both:
+        CHANGES[what](model)
+    assert_same(both, inputs, what)
+    assert_same(both, inputs, what, backward="max_norm" not in what and "orthogonal" not in what)
+    if what in ("hooked and unhooked", "frozen"):
+        assert torch.equal(before[0], results(both[1], inputs, False)[0])
+        assert "3 of 3 layers run fused" in str(both[1])
+
+
+ASKED = {
+    "attentions": dict(output_attentions=True),
+    "states": dict(output_hidden_states=True),
+    "4-D mask": dict(
+        attention_mask=torch.randn(4, 1, 40, 40, generator=torch.Generator().manual_seed(1)).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+@pytest.mark.parametrize("where", ["encoder.layer.1.attention", "encoder.layer.0", "encoder"])
+def test_what_is_asked_for_beside_a_hook(where, what):
+    both, inputs = pair("bert"), batch("bert") | ASKED[what]
+    kept = (
+        batch("bert")["attention_mask"].bool() if "mask" not in what else torch.ones(4, 40, dtype=torch.bool)
+    )
+    for model in both:
+        HOOKS["forward"](model.get_submodule(where))
+    with torch.no_grad():
+        theirs, ours = (model(**inputs) for model in both)
+    for key in ("hidden_states", "attentions"):
+        for a, b in zip(ours.get(key) or (), theirs.get(key) or (), strict=True):
+            if key == "attentions":
+                a, b = a.transpose(1, 2)[kept], b.transpose(1, 2)[kept]
+            else:
+                a, b = a[kept], b[kept]
+            assert (a - b).abs().max() <= 1e-9 * (1 + b.abs().max()), key
+    assert (ours[0][kept] - theirs[0][kept]).abs().max() <= 1e-9 * theirs[0].abs().max()
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
+def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
+    """What transformers does not have is compared with the model without a hook."""
+    own, inputs = pair(name)[1], batch(name)
+    hooked = copy.deepcopy(own)
+    hooked.layers()[1].register_forward_hook(lambda *_: None)
+    mask = inputs["attention_mask"].bool()
+    ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    calls = [inputs | {"head_mask": torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)}]
+    calls += [{"input_ids": inputs["input_ids"][mask], "cu_seqlens": ends, "output_attentions": True}]
+    calls += [c | {"causal": True} for c in calls] if name != "mpnet" else []
+    for call in calls:
+        with torch.no_grad():
+            a, b = hooked(**call), own(**call)
+        assert (a[0] - b[0]).abs().max() <= 1e-9
+        for x, y in zip(a.attentions or (), b.attentions or (), strict=True):
+            assert (x - y).abs().max() <= 1e-9
+
+
+def test_every_module_of_transformers_is_there():
+    for name, task in CASES:
+        stock, own = build(name, task)
+        missing = {n for n, _ in stock.named_modules()} - {n for n, _ in own.named_modules()}
+        assert all(
+            n in MISSING or n.endswith(("albert_layers.0.dropout", "albert_layers.1.dropout"))
+            for n in missing
+        )
+
+
+@pytest.mark.parametrize(("name", "task"), [("bert", "ForSequenceClassification"), ("roberta", "Model")])
+def test_modules_may_be_called_by_themselves(name, task):
+    stock, own = (m.base_model for m in pair(name, task))
+    ids = batch(name)["input_ids"]
+    with torch.no_grad():
+        a, b = (m.embeddings(input_ids=ids) for m in (own, stock))
+        assert (a - b).abs().max() <= 1e-12
+        a, b = (m.encoder.layer[0](b, None) for m in (own, stock))
+        assert (a - b).abs().max() <= 1e-12
+        if own.has_pooler:
+            assert (own.pooler(a) - stock.pooler(a)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
+def test_transforms_and_derivatives_are_transformers(task):
+    both = pair("bert", task, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    inputs = inputs_of("bert", task)
+    key = "bert.encoder.layer.1.output.LayerNorm.bias"
+    found = []
+    for model in both:
+        given = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(bias, model=model, given=given):
+            out = functional_call(model, given | {key: bias}, (), kwargs=inputs)
+            kept = inputs["attention_mask"].bool()
+            return sum((t[kept] if t.shape[:2] == kept.shape else t).square().sum() for t in out.to_tuple())
+
+        bias = given[key]
+        rows = [loss(bias * 2), grad(loss)(bias), jvp(loss, (bias,), (torch.ones_like(bias),))[1]]
+        rows += [vmap(loss)(torch.stack([bias, bias * 2]))]
+        if task == "ForSequenceClassification":
+            rows.append(hessian(loss)(bias))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(bias, torch.ones_like(bias))
+            rows.append(forward_ad.unpack_dual(loss(dual)).tangent)
+        found.append(rows)
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-9 * (1 + b.abs().max())
+
+
+def test_double_backward_on_request():
+    both = pair("bert", "ForSequenceClassification")
+    inputs, found = inputs_of("bert", "ForSequenceClassification"), []
+    for model in both:
+        with fastbert.double_backward():
+            parameters = list(model.parameters())
+            loss = model(**inputs, labels=torch.tensor([0, 1, 1, 0])).loss
+            grads = torch.autograd.grad(loss, parameters, create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), parameters))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-9 * (1 + b.abs().max())
+    loss = both[1](**inputs, labels=torch.tensor([0, 1, 1, 0])).loss
+    grads = torch.autograd.grad(loss, parameters, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"fastbert\.double_backward"):
+        torch.autograd.grad(grads, parameters, [torch.ones_like(g) for g in grads])
+
+
+def test_noise_on_embeddings_as_neftune_draws_it():
+    def noise(module, args, out):
+        assert out.shape == (4, 40, 48)
+        torch.manual_seed(0)
+        return out + torch.empty_like(out).uniform_(-1, 1) * (5 / (out.shape[1] * out.shape[2]) ** 0.5)
+
+    both, inputs = pair("bert"), batch("bert")
+    for model in both:
+        model.get_input_embeddings().register_forward_hook(noise)
+    assert_same(both, inputs, "noise")
+
+
+def test_global_hooks_see_every_module():
+    both, inputs = pair("bert"), batch("bert")
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, args, out: scaled(out, 1.01) if isinstance(m, (nn.Linear, nn.LayerNorm)) else None
+    )
+    try:
+        assert_same(both, inputs, "global")
+    finally:
+        handle.remove()
+
+
+ERRORS = {
+    "stack": (
+        lambda m: setattr(m.bert, "encoder", nn.Identity()),
+        "model: encoder was replaced by a Identity",
+    ),
+    "mapped ids": (lambda m: None, "input_ids: is mapped by torch.func.vmap"),
+    "taps": (lambda m: HOOKS["forward"](layer(m)), "model: layer 1 shows nothing of what it computes inside"),
+    "no ids": (
+        put(":bert.embeddings.word_embeddings", lambda _: nn.Identity()),
+        "input_ids: expected int64 or int32, got torch.float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_cannot_be_done_is_refused_by_name(what):
+    change, message = ERRORS[what]
+    model, inputs = (
+        pair("bert", "ForSequenceClassification")[1],
+        inputs_of("bert", "ForSequenceClassification"),
+    )
+    change(model)
+    calls = {
+        "mapped ids": lambda: vmap(lambda ids: model(ids[None]).logits)(inputs["input_ids"]),
+        # what captum's interpretable embedding passes
+        "no ids": lambda: model(torch.randn(4, 40, 48, dtype=torch.float64)),
+    }
+    taps = tapped(model.base_model, Taps()) if what == "taps" else contextlib.nullcontext()
+    with taps, pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        calls.get(what, lambda: model(**inputs))()

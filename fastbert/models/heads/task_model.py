@@ -295,8 +295,8 @@ class TaskModel(PreTrainedModel):
                     if watched(module):
                         raise TypeError(
                             f"model: {path} has hooks or another forward, but this package never calls it; "
-                            f"use one of {', '.join(f'{path}.{n}' for n in module._modules)}, or the model of "
-                            "transformers with fastbert.accelerate"
+                            f"use one of {', '.join(f'{path}.{n}' for n in module._modules)}, or "
+                            "fastbert.accelerate with transformers' model"
                         )
                 elif type(module) not in (Activation, nn.Dropout) and changed(module) is not None:
                     found = True
