@@ -26,7 +26,6 @@ import warnings
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from fastbert.runtime import moved
 from fastbert.runtime.version import VERSION as __version__
 
 # Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
@@ -280,4 +279,3 @@ def _warn_of_the_other_project() -> None:
 
 
 _warn_of_the_other_project()
-moved.install()

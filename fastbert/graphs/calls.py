@@ -51,7 +51,7 @@ def unfit(model: BertModel, device: torch.device) -> str | None:
     """Why no graph can serve a model on `device` now, whatever the arguments; None if one can."""
     if model.training:
         return "the model is in training mode"
-    return _unfit_around(model, device) or (HOOKED if is_hooked(model) else None)
+    return _unfit_around(model, device) or (HOOKED if is_hooked(model) else model.gap())
 
 
 def _unfit_around(model: BertModel, device: torch.device) -> str | None:

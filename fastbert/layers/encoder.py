@@ -104,6 +104,8 @@ class LayerForm:
         activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
             module's own code knows it.
         heads: which heads attend by fixed patterns, if some do: those have no queries and keys.
+        paths: of containers, linear layers, norms, dropouts and the activation, split at the dots; those of
+            linear layers and norms with the dotted path.
     """
 
     names: LayerNames
@@ -112,27 +114,24 @@ class LayerForm:
     head_dim: int
     activation: str | None
     heads: Heads | None = None
+    paths: tuple = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def steps(self) -> tuple[tuple[list[str], type], ...]:
-        """(path, class) of the linear layers and then of the norms, in execution order, if they are plain."""
-        linears = [(path.split("."), nn.Linear) for path in self.names.linears]
-        return *linears, *((path.split("."), nn.LayerNorm) for path in self.names.norms)
-
-    @functools.cached_property
-    def paths(self) -> tuple:
-        """Paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
-
-        Those of linear layers and norms with the dotted path.
-        """
+    def __post_init__(self) -> None:
         names, stock = self.names, self.stock
-        return (
+        paths = (
             tuple(path.split(".") for path in stock.containers),
             tuple((path.split("."), path) for path in names.linears),
             tuple((path.split("."), path) for path in names.norms),
             tuple(None if path is None else path.split(".") for path in stock.dropouts),
             stock.activation.split("."),
         )
+        object.__setattr__(self, "paths", paths)  # the class is frozen
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[list[str], type], ...]:
+        """(path, class) of the linear layers and then of the norms, in execution order, if they are plain."""
+        linears = [(path.split("."), nn.Linear) for path in self.names.linears]
+        return *linears, *((path.split("."), nn.LayerNorm) for path in self.names.norms)
 
 
 class LayerMath(FusedLayer):
@@ -173,7 +172,7 @@ class LayerMath(FusedLayer):
 
     def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
-        attended, probs = self.attention(hidden, *args, **kwargs)[:2]
+        attended, probs = _two(self.attention(hidden, *args, **kwargs))
         if self.form.stock.norms_attention:
             attended = part(self, self.form.names.attention_norm)(attended + hidden)
         return attended, probs
@@ -530,6 +529,11 @@ class SelfAttention(Part):
         return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
 
 
+def _two(found: tuple) -> tuple[Tensor, Tensor | None]:
+    """(output, probabilities or None) of what an attention module has returned."""
+    return found[0], found[1] if len(found) > 1 else None
+
+
 class Attention(Part):
     """The attention block of a padded batch where transformers has self-attention in a module of its own.
 
@@ -544,7 +548,7 @@ class Attention(Part):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As `SelfAttention.forward`."""
-        attended, probs = self._modules[self.inside](hidden_states, *args, **kwargs)[:2]
+        attended, probs = _two(self._modules[self.inside](hidden_states, *args, **kwargs))
         if self.norm is None:
             return self._modules["output"](attended, hidden_states), probs
         return super().forward(attended, hidden_states), probs

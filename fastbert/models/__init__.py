@@ -6,15 +6,3 @@ Then: `base.py` and `loading.py` what every model shares, and its files; `config
 get; `heads/` the tasks; `auto.py` the choice of a class by `model_type`. The classes of each family are in a
 file of their own (`roberta.py`, …).
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-from fastbert.runtime import moved
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """What older pickles look for here."""
-        return moved.find(__name__, name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.modules import Activation, attach, calls_all
+from fastbert.layers.modules import Activation, attach, calls_all, watched
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
@@ -77,7 +77,27 @@ class BertModel(PreTrainedModel):
     def extra_repr(self) -> str:
         """How many layers run fused, as an accelerated model says it."""
         gaps = [module.gap() for module in self.modules() if isinstance(module, EncoderLayer)]
-        return f"fastbert: {gaps.count(None)} of {len(gaps)} layers run fused, padding taken out"
+        reason = self.gap()
+        called = "" if reason is None else f"; modules are called, as {reason}"
+        return f"fastbert: {gaps.count(None)} of {len(gaps)} layers run fused, padding taken out{called}"
+
+    def gap(self) -> str | None:
+        """Why some modules are called one by one on a padded batch; None if our ops run the whole model."""
+        stack = self.family.layers.partition(".")[0]
+        if (reason := calls_all()) is not None:
+            return reason
+        if isinstance(self.embeddings, Embeddings):
+            reason = self.embeddings.gap()
+        elif not isinstance(self.embeddings, self.embeddings_class):
+            reason = f"embeddings is a {type(self.embeddings).__name__}"
+        if reason is None and watched(self._modules[stack]):
+            reason = f"{stack} has hooks or another forward"
+        for i, layer in enumerate(self.layers() if reason is None else ()):
+            if isinstance(layer, EncoderLayer) and (found := layer.gap()) is not None:
+                return f"layer {i}: {found}"
+        if reason is None and self.has_pooler and pooler_gap(self, self.family):
+            reason = "the pooler was replaced, or has hooks or another forward"
+        return reason
 
     def layers(self) -> list[nn.Module]:
         """The layers in execution order; a shared layer appears once per use."""

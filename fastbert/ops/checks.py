@@ -246,8 +246,8 @@ class _Twice(torch.autograd.Function):
     def backward(ctx, *_):
         raise RuntimeError(
             "fastbert's operations are differentiated once, but this backward asks for the gradient of a "
-            "gradient (create_graph=True); for a gradient penalty or a Hessian call fastbert's own models "
-            "under fastbert.double_backward(), and fastbert.restore on an accelerated model"
+            "gradient (create_graph=True); for a gradient penalty or a Hessian call fastbert.restore on an "
+            "accelerated model, and fastbert's own models under fastbert.double_backward()"
         )
 
 
@@ -265,7 +265,9 @@ def once_differentiable(backward: Callable) -> Callable:
             grads = backward(ctx, *dout)
         grads = grads if isinstance(grads, tuple) else (grads,)
         # What the gradients depend on leads autograd here, to the error
-        sources = [t for t in (*dout, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        sources = [
+            t for t in (*dout, *getattr(ctx, "saved_tensors", ())) if t is not None and t.requires_grad
+        ]
         return _Twice.apply(
             len(grads), *(None if g is None else g.detach().requires_grad_() for g in grads), *sources
         )

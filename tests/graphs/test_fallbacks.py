@@ -205,7 +205,7 @@ def test_hooks_see_every_call(when, where):
     with torch.no_grad():
         g.graphed(**batch("bert"))
     assert len(seen) == 1
-    assert g.graphed.last_fallback == "a hook watches the model"
+    assert "hook" in g.graphed.last_fallback
     handle.remove()
     g.check(**batch("bert"))
 

@@ -465,7 +465,7 @@ def test_what_is_in_the_way_of_quick_calls():
         g.graphed(**PADDED)
     assert g.graphed.last_fallback == "autocast is on"
     g.model.encoder.layer[0].register_forward_hook(lambda *_: None)
-    g.check(**PADDED, reason="a hook watches the model")
+    g.check(**PADDED, reason="layer 0: it has hooks or another forward")
 
 
 def scaling(module, args, output):
@@ -475,7 +475,7 @@ def scaling(module, args, output):
 CHANGES = {
     "a hook": (
         lambda m: m.encoder.layer[1].output.dense.register_forward_hook(scaling),
-        "a hook watches the model",
+        "layer 1: output.dense has hooks or another forward",
     ),
     "a part in training": (
         lambda m: m.embeddings.LayerNorm.train(),

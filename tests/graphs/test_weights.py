@@ -248,8 +248,6 @@ def wrap(model):
         transpose,
         set_parameter,
         drop_bias,
-        wrap,
-        adapt,
         lambda m: m.float(),
         lambda m: m.half().double(),
         lambda m: m.bfloat16(),
@@ -269,6 +267,14 @@ def test_replaced_parameters_are_noticed(change):
     assert g.recorded == 4
     assert len(g.recorders) == 2
     assert len(g.graphed.graphs) == 2
+
+
+@pytest.mark.parametrize("change", [wrap, adapt])
+def test_parts_with_code_of_their_own_are_called(change):
+    g = Graphed(fresh())
+    g.check(**batch("bert"))
+    change(g.model)
+    g.check(**batch("bert"), reason="layer 0: output.dense is a Adapter")
 
 
 def test_replaced_before_a_new_bucket():

@@ -36,11 +36,9 @@ FLOORS = (
 ONLY = {"layers": ("runtime", "ops", "layers")}
 
 # Arrows up that are allowed, because the module is loaded by name when it is first needed: (file, module).
-# They lead to the backends of the table, to the classes that older pickles name, and to what proves a kernel
-# on the user's device.
+# They lead to the backends of the table, and to what proves a kernel on the user's device.
 BY_NAME = {
     ("fastbert/runtime/dispatch.py", "fastbert.backends"),
-    ("fastbert/runtime/moved.py", "fastbert"),
     ("fastbert/runtime/dispatch.py", "fastbert.testing.proving"),
 }
 

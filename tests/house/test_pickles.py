@@ -1,126 +1,56 @@
-"""Pickles from before the modules moved into rooms load, and their models return the same as then."""
+"""Public objects come back from a pickle and from `torch.save` as they were, and answer the same."""
 
 from __future__ import annotations
 
-import base64
 import copy
 import io
-import json
 import pickle
-import zlib
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 import fastbert
-from fastbert.layers.quantized import is_quantized
-from fastbert.runtime import moved
-from tests.support.old_pickles import ACCELERATED, QUANTIZED, TINY, answer, own
+from tests.support.pickled import IDS, MASK, answer, objects, own
 
-FOLDER = Path(__file__).parent / "pickles"
-ANSWERS = json.loads((FOLDER / "answers.json").read_text())
-MODELS = sorted(path.stem for path in FOLDER.glob("*.txt") if path.stem in ANSWERS and "-" not in path.stem)
-# The transformers whose classes the pickles of accelerated models name; they are made with the first
-TRANSFORMERS = "5.23.", "5.24."
-with_transformers = pytest.mark.skipif(
-    not transformers.__version__.startswith(TRANSFORMERS),
-    reason=f"the pickles are of transformers {TRANSFORMERS[0]}x",
-)
+pytest.importorskip("sentence_transformers", minversion="6")
 
 
-def stored(name: str) -> bytes:
-    return zlib.decompress(base64.b64decode((FOLDER / f"{name}.txt").read_text()))
+@pytest.fixture(scope="module")
+def stored() -> dict[str, tuple[object, bytes, bytes]]:
+    """Name -> the object, its pickle, and what `torch.save` writes."""
+    found = {}
+    for name, value in objects().items():
+        file = io.BytesIO()
+        torch.save(value, file)
+        found[name] = value, pickle.dumps(value), file.getvalue()
+    return found
 
 
-def assert_answers_as_before(thing: object, name: str) -> None:
-    """Now, and after it was saved and loaded once more."""
-    torch.testing.assert_close(answer(thing), torch.tensor(ANSWERS[name]), rtol=1e-5, atol=1e-6)
-    again = io.BytesIO()
-    torch.save(thing, again)
-    again.seek(0)
-    assert torch.equal(answer(torch.load(again, weights_only=False)), answer(thing))
+def test_objects_come_back(stored):
+    for name, (value, pickled, saved) in stored.items():
+        for again in (pickle.loads(pickled), torch.load(io.BytesIO(saved), weights_only=False)):
+            assert type(again) is type(value), name
+            if isinstance(value, (torch.nn.Module, fastbert.SentenceEncoder)):
+                assert torch.equal(answer(again), answer(value)), name
+            if name.startswith("accelerated"):
+                assert (
+                    str(fastbert.explain(again)).splitlines()[0]
+                    == str(fastbert.explain(value)).splitlines()[0]
+                )
+    config, output = (pickle.loads(stored[name][1]) for name in ("config", "output"))
+    assert config.to_dict() == stored["config"][0].to_dict()
+    assert torch.equal(output[0], fastbert_output(stored))
+    assert pickle.loads(stored["error"][1]).args == ("no such file",)
+    assert pickle.loads(stored["classes"][1]) == stored["classes"][0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_before_answers_as_it_did(name):
-    model = pickle.loads(stored(name))
-    assert type(model) is getattr(fastbert, name)
-    assert_answers_as_before(model, name)
-
-
-@with_transformers
-@pytest.mark.parametrize("name", ACCELERATED)
-def test_an_accelerated_model_of_before_stays_accelerated(name):
-    model = pickle.loads(stored(name))
-    assert_answers_as_before(model, name)
-    report = fastbert.explain(model)
-    if name == "accelerated-prelayernorm":
-        assert "(calls: 2 fused)" in str(report)
-    else:
-        assert (report.fused_layers, [m.unpads for m in report.models]) == (1, [True])
-        assert report.layers[0].int8 == (name == "accelerated-bert-int8")
-    fastbert.restore(model)
-    assert type(model) is getattr(transformers, ACCELERATED[name][0])
-
-
-@with_transformers
-def test_an_accelerated_sentence_transformer_of_before_stays_accelerated():
-    pytest.importorskip("sentence_transformers", minversion="6")
-    model = pickle.loads(stored("accelerated-sentences"))
-    assert_answers_as_before(model, "accelerated-sentences")
-    assert fastbert.explain(model).fused_layers == 1
-    assert type(model).__mro__[1].__name__ == "AcceleratedSentences"
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_a_quantised_model_of_before_stays_quantised(name):
-    model = pickle.loads(stored(name))
-    assert type(model) is getattr(fastbert, QUANTIZED[name][0])
-    assert is_quantized(model)
-    assert_answers_as_before(model, name)
-    with pytest.raises(RuntimeError, match="cannot be trained"):
-        model.train()
-
-
-@pytest.mark.parametrize("name", ["sentence-encoder", "sentence-encoder-int8"])
-def test_a_sentence_encoder_of_before_answers_as_it_did(name):
-    encoder = pickle.loads(stored(name))
-    assert type(encoder) is fastbert.SentenceEncoder
-    assert is_quantized(encoder.model) == name.endswith("int8")
-    assert_answers_as_before(encoder, name)
-    assert (encoder.normalize, encoder.max_length, encoder.similarity_fn_name) == (True, 6, "cosine")
+def fastbert_output(stored) -> torch.Tensor:
+    with torch.no_grad():
+        return stored["BertModel"][0](IDS, attention_mask=MASK)[0]
 
 
 def test_a_graphed_model_says_that_it_has_no_pickle():
-    """It had none before either: TypeError, cannot pickle a lock."""
     graphed = fastbert.graph(own("BertModel", "bert"))
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"GraphedModel: .*model and call fastbert\.graph again"):
             copied(graphed)
-
-
-def test_other_objects_of_before():
-    config = pickle.loads(stored("config"))
-    assert type(config) is fastbert.EncoderConfig
-    assert config.to_dict() == fastbert.EncoderConfig(**TINY).to_dict()
-    output = pickle.loads(stored("output"))
-    assert torch.equal(output[0], output.last_hidden_state)
-    assert isinstance(pickle.loads(stored("error")), fastbert.CheckpointError)
-    classes = pickle.loads(stored("classes"))
-    assert {cls.__name__ for cls in classes} <= set(fastbert.__all__)
-    assert all(getattr(fastbert, cls.__name__) is cls for cls in classes)
-
-
-def test_every_place_is_right():
-    for module, names in moved.PLACES.items():
-        for name in names:
-            assert moved.find(f"fastbert.{module}", name).__name__ == name
-
-
-def test_other_names_of_modules_that_are_gone_are_refused():
-    with pytest.raises(ModuleNotFoundError):
-        __import__("fastbert.no_such_module")
-    with pytest.raises(AttributeError, match=r"module 'fastbert.heads' has no attribute 'Nothing'"):
-        moved.find("fastbert.heads", "Nothing")

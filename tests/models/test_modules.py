@@ -236,7 +236,7 @@ def patched(path: str) -> object:
 
 
 def dropouts(p: float, **modes: bool) -> object:
-    """A change: dropout modules by the end of their names get `p` and a mode. With p = 1 all is drawn alike."""
+    """A change: all dropouts get `p` (with 1, both draw alike), and those whose names end so a mode."""
 
     def change(model):
         for name, module in model.named_modules():

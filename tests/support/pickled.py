@@ -1,21 +1,9 @@
-"""Write small pickles of public objects, and their outputs.
-
-    PYTHONPATH=<checkout> python tests/support/old_pickles.py FOLDER
-
-tests/house/pickles/ holds what commit 5d50b9a wrote, the last one before the modules moved into rooms. The
-weights are random.
-"""
+"""Small public objects that are pickled: models, encoders of sentences, a config, an output, an error."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
-import pickle
-import sys
 import tempfile
-import zlib
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -136,21 +124,3 @@ def objects() -> dict[str, object]:
     found["error"] = fastbert.CheckpointError("no such file")
     found["classes"] = [v for n in fastbert.__all__ if isinstance(v := getattr(fastbert, n), type)]
     return found
-
-
-def main(folder: Path) -> None:
-    """Write each object as `<name>.txt` (a compressed pickle in base64), and answers.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    answers = {}
-    for name, value in objects().items():
-        data = base64.b64encode(zlib.compress(pickle.dumps(value, protocol=4), 9)).decode()
-        (folder / f"{name}.txt").write_text(
-            "\n".join(data[i : i + 100] for i in range(0, len(data), 100)) + "\n"
-        )
-        if isinstance(value, (torch.nn.Module, fastbert.SentenceEncoder)):
-            answers[name] = answer(value).tolist()
-    (folder / "answers.json").write_text(json.dumps(answers) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
