@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 import fastbert
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
+from fastbert.models.fixed_heads import fix_heads
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.model_pairs import CASES, build, inputs_for
 
@@ -363,6 +364,25 @@ def test_a_changed_model_is_what_transformers_is(what):
         assert "3 of 3 layers run fused" in str(both[1])
 
 
+@pytest.mark.parametrize("where", ["embeddings.dropout", "encoder.layer.1.output.dropout", "attention.self"])
+def test_monte_carlo_dropout_draws_in_an_eval_model(where):
+    """Fused: the share of what is dropped is p, and a mode of attention counts for its probabilities."""
+    own, inputs = pair("bert")[1].float(), batch("bert")
+    with torch.no_grad():
+        before = own(**inputs)[0]
+        for name, module in own.named_modules():
+            if name.endswith(where):
+                module.train()
+        found = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            found.append(own(**inputs)[0])
+        assert torch.equal(found[0], found[1])
+        assert not torch.equal(found[0], found[2])
+        assert not torch.equal(found[0], before)
+        assert torch.equal(own.eval()(**inputs)[0], before)
+
+
 ASKED = {
     "attentions": dict(output_attentions=True),
     "states": dict(output_hidden_states=True),
@@ -502,7 +522,21 @@ def test_global_hooks_see_every_module():
         handle.remove()
 
 
+def test_compiled_with_a_hook(fresh_dynamo):
+    own, inputs = pair("bert")[1], batch("bert")
+    HOOKS["forward"](own.encoder.layer[1].output)
+    with torch.no_grad():
+        expected = own(**inputs)[0]
+        assert (
+            torch.compile(own, backend="eager", fullgraph=True)(**inputs)[0] - expected
+        ).abs().max() < 1e-12
+
+
 ERRORS = {
+    "fixed heads": (
+        lambda m: HOOKS["forward"](layer(m).output),
+        "model: layers with fixed heads (config fixed_heads) cannot be called module by module, but output",
+    ),
     "stack": (
         lambda m: setattr(m.bert, "encoder", nn.Identity()),
         "model: encoder was replaced by a Identity",
@@ -523,6 +557,8 @@ def test_what_cannot_be_done_is_refused_by_name(what):
         pair("bert", "ForSequenceClassification")[1],
         inputs_of("bert", "ForSequenceClassification"),
     )
+    if what == "fixed heads":
+        model = fix_heads(model, ["learned", "previous", "next"])
     change(model)
     calls = {
         "mapped ids": lambda: vmap(lambda ids: model(ids[None]).logits)(inputs["input_ids"]),
