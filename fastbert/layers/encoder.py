@@ -31,6 +31,7 @@ from fastbert.layers.linear import (
 )
 from fastbert.layers.modules import (
     Activation,
+    AsMade,
     Part,
     activation_of,
     attach,
@@ -72,6 +73,7 @@ class Sequences:
         checked: what `layers.direct` has checked for one layer after the other.
         causal: whether a token sees only those up to itself.
         taps: who sees what the layers compute inside, or None.
+        looked_at: whether the caller has just asked each layer for its `gap`, and found none.
     """
 
     cu_seqlens: Tensor
@@ -86,6 +88,7 @@ class Sequences:
     causal: bool = False
     checked: list[direct.Checked] = field(default_factory=list)
     taps: Taps | None = None
+    looked_at: bool = False
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
@@ -609,8 +612,33 @@ class EncoderLayer(LayerMath, nn.Module):
         """ALBERT's feed-forward block, which has no module of its own."""
         return self.ffn_output(self.activation(self.ffn(hidden)))
 
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """See `LayerMath`."""
+        made = self.__dict__.get("as_made")
+        if made is not None and not any([m.training for m in made.droppers]):
+            return 0.0, 0.0, 0.0
+        return super().dropout_rates()
+
+    def _plain_parts(self, sequences: Sequences) -> tuple[list[nn.Module], list[nn.Module]] | None:
+        made = self.__dict__.get("as_made") if sequences.looked_at else None
+        if made is None:
+            return super()._plain_parts(sequences)
+        if made.parts is None:
+            made.parts = super()._plain_parts(sequences)
+        return made.parts
+
     def gap(self) -> str | None:
         """Why the layer must be called module by module on a padded batch; None if our ops may run it."""
+        if torch.compiler.is_compiling():
+            return self._gap()
+        made = self.__dict__.get("as_made")
+        if made is not None and made.holds(self):
+            return None
+        reason = self._gap()
+        self.__dict__["as_made"] = AsMade(self) if reason is None else None
+        return reason
+
+    def _gap(self) -> str | None:
         if watched(self):
             return "it has hooks or another forward"
         containers, linears, norms, dropouts, activation = self.form.paths

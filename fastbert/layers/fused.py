@@ -79,17 +79,11 @@ class FusedLayer:
             or checks.autocast_dtype(x) is not None
         ):
             return None
-        names = self.form.names
-        dense = [part(self, path) for path in names.linears]
-        norms = [part(self, path) for path in names.norms]
-        own, int8 = type(dense[0]), self.int8
-        kind = INT8 if int8 else LINEAR_KINDS.get(own)
-        if (
-            kind is None
-            or not all(is_plain(m, own) for m in dense)
-            or not all(is_plain(m, nn.LayerNorm) for m in norms)
-        ):
+        names, int8, parts = self.form.names, self.int8, self._plain_parts(sequences)
+        if parts is None:
             return None
+        dense, norms = parts
+        kind = INT8 if int8 else LINEAR_KINDS[type(dense[0])]
         found = launchers(x.device, x.dtype, kind.op)
         if found is None:
             return None
@@ -110,6 +104,14 @@ class FusedLayer:
 
             weights = prepared.derived(self, ("layer", kind.op, x.dtype, launch), sources, build)
         return None if weights is None else (launch, weights)
+
+    def _plain_parts(self, sequences: Sequences) -> tuple[list[nn.Module], list[nn.Module]] | None:
+        """The linear layers, all of one kind, and the norms; None if one is not plain."""
+        dense = [part(self, path) for path in self.form.names.linears]
+        norms = [part(self, path) for path in self.form.names.norms]
+        own = type(dense[0])
+        plain = own in LINEAR_KINDS and all(is_plain(m, own) for m in dense)
+        return (dense, norms) if plain and all(is_plain(m, nn.LayerNorm) for m in norms) else None
 
     def _layer_weights(
         self,

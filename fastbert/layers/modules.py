@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 from torch import Tensor, nn
@@ -119,6 +121,49 @@ def calls_all() -> str | None:
     if _has_any_global_hook():
         return "there are global module hooks"
     return plain_torch()
+
+
+class AsMade:
+    """The modules below one, at a time when nothing looked at any of them.
+
+    Asked for each layer of each call: so C code walks lists. It holds no reference to the module itself, and
+    is neither copied nor pickled with it.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.kind = type(root)
+        self.modules = [m for m in root.modules() if m is not root]
+        self.classes = list(map(type, self.modules))
+        every = [root, *self.modules]
+        self.tables = [m._modules for m in every if m._modules]
+        self.children = list(map(list, map(dict.values, self.tables)))
+        self.attributes = list(map(vars, every))
+        self.hooks = [
+            hooks
+            for m in every
+            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        ]
+        self.dropouts = [m for m in self.modules if type(m) is nn.Dropout]
+        # Whose modes say whether something drops: see `LayerMath.dropout_rates`
+        self.parts: tuple | None = None  # kept for `FusedLayer._plain_parts`
+        self.droppers = self.dropouts + [m for m in self.modules if "drops_by_itself" in vars(m)]
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether all modules are still there, of the same classes, without hooks or another forward."""
+        return (
+            not any(self.hooks)
+            and list(map(list, map(dict.values, self.tables))) == self.children
+            and list(map(type, self.modules)) == self.classes
+            and type(root) is self.kind
+            and not any(map(contains, self.attributes, repeat("forward")))
+            and all([m.p < 1.0 for m in self.dropouts])
+        )
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 class Activation(nn.Module):

@@ -11,6 +11,7 @@ every model of this package.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -105,22 +106,24 @@ def run_encoder(
         if len(layers) > 0:
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
         bias = attention_bias(root, family, inputs, x.device)
-        sequences = Sequences(*lengths, bias, seed, want_attentions, places=places, causal=causal, taps=taps)
+        sequences = Sequences(
+            *(*lengths, bias, seed, want_attentions),
+            **dict(places=places, causal=causal, taps=taps, looked_at=True),
+        )
         mask = padded_mask(root, family, inputs, x, causal) if any(gaps) else None
         attentions: list[Tensor] = []
         states = [x] if want_states else []
         with contextlib.nullcontext() if any(gaps) else together(layers, x):
             for i, (layer, reason) in enumerate(zip(layers, gaps, strict=True)):
                 gate = None if gates is None else gates[i]
-                if reason is None:
-                    call = layer, x, sequences, gate, 1 + i * LayerMath.SITES
-                else:
-                    call = _by_modules, layer, x, packed, mask, gate, want_attentions
                 only = {"first_only": True} if skips and i == last else {}
+                arguments = x, sequences, gate, 1 + i * LayerMath.SITES
+                if reason is not None:
+                    layer = functools.partial(_by_modules, layer, packed, mask, want_attentions)
                 if recomputes and i % recompute_every == 0:
-                    x, probs = recompute(*call, **only, use_reentrant=False)
+                    x, probs = recompute(layer, *arguments, **only, use_reentrant=False)
                 else:
-                    x, probs = call[0](*call[1:], **only)
+                    x, probs = layer(*arguments, **only)
                 if want_states:
                     states.append(x)
                 if want_attentions:
@@ -153,11 +156,13 @@ def run_encoder(
 
 def _by_modules(
     layer: EncoderLayer,
-    hidden: Tensor,
     packed: Packing,
     mask: Tensor | None,
-    gate: Tensor | None,
     want_attentions: bool,
+    hidden: Tensor,
+    _sequences: Sequences,
+    gate: Tensor | None,
+    _site: int,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer on packed tokens, called on the padded batch; its probabilities as attention returns them."""
     padded, kept = packed.grid(hidden)
