@@ -198,8 +198,8 @@ class AcceleratedModel(Accelerated):
     """Mixin of an accelerated encoder (BertModel, RobertaModel, …)."""
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Set training mode; what was derived from the weights is forgotten."""
-        prepared.clear(self)
+        """Set training mode; if a module's mode changes, forget what was derived from the weights."""
+        prepared.before_mode(self, mode)
         return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
