@@ -118,16 +118,24 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("rounds", (2, 12))
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_get_their_own_results(folders, kind, rounds):
-    """`rounds` calls per thread and call: 12 make 2,000 and more in all."""
-    right = [call() for call in KINDS[kind](folders)]
-    calls, start, failures = KINDS[kind](folders), threading.Barrier(8), []
+def test_threads_get_their_own_results(folders, kind):
+    check(KINDS[kind], folders, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_calls_of_threads(folders, kind):
+    check(KINDS[kind], folders, 48)
+
+
+def check(make: Callable[[dict[str, Path]], Calls], folders: dict[str, Path], count: int) -> None:
+    """`count` calls per thread of a fresh copy return what another copy returns in one thread."""
+    right = [call() for call in make(folders)]
+    calls, start, failures = make(folders), threading.Barrier(8), []
 
     def work(thread: int) -> None:
         start.wait()
-        for i in np.random.default_rng(thread).permutation(rounds * len(calls) // 4) % len(calls):
+        for i in np.random.default_rng(thread).integers(len(calls), size=count):
             try:
                 got, want = calls[i](), right[i]
                 torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
