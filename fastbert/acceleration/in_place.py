@@ -47,7 +47,9 @@ def accelerate(
     and training, on any device.
 
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
-    the stock model, are zeros. A question-answering head scores masked tokens: it trains on padded batches
+    most stock models, are zeros. ColBERT models score such rows as parts of a query: those of
+    sentence-transformers, PyLate and Stanford are recognised and keep the padding; give any other
+    `unpad=False`. A question-answering head scores masked tokens: it trains on padded batches
     like the stock model, and in eval mode gives them no probability (`unpad=False` gives the stock model's).
     `SentenceTransformer.encode` measures its batches in tokens: at most `batch_size` times those of the
     longest text, on a CPU at most 1,024, and always at least one text.
@@ -80,7 +82,8 @@ def accelerate(
         dtype: convert the model to this floating-point dtype first; or "int8", see above. A later call
             without "int8" ends it.
         strict: raise if a part cannot be accelerated, or not run on 8 bits though asked to, now or in a later
-            call. Also if only attention would be accelerated on a CPU, which gains nothing.
+            call. Also if only attention would be accelerated on a CPU, which gains nothing; and from a call
+            that masks tokens other than the config's `pad_token_id`, whose outputs would be zeros.
         attention: fuse self-attention, its output layer included.
         ffn: fuse the feed-forward blocks.
         layer_norm: fuse LayerNorm with the residual sum before it.
@@ -99,7 +102,8 @@ def accelerate(
             then unchanged. With "int8", strict or not: a layer's weight is not on a CPU or not finite (also
             from a later call), or `attention=False` or `ffn=False` is given.
         RuntimeError: with `strict`, for an untested version of transformers. From a later call of a strict
-            model whose layer cannot run fused any more, naming the layer and the reason.
+            model whose layer cannot run fused any more, naming the layer and the reason, or that masks tokens
+            other than padding.
     """
     root = module_of(model)
     options = Options(strict, attention, ffn, layer_norm, unpad, int8=isinstance(dtype, str))
@@ -216,17 +220,28 @@ def _untested_version() -> str | None:
 def _reading_masked(root: nn.Module) -> dict[int, str]:
     """id(module) -> why the outputs of masked tokens are read, for all modules inside a reader.
 
-    A reader is a sentence-transformers module that expands queries by masked tokens (ColBERT's), or a
+    A reader expands queries by masked tokens (ColBERT of sentence-transformers, PyLate or Stanford), or is a
     subclass of a question-answering head with its own forward.
     """
     found: dict[int, str] = {}
     for module in root.modules():
-        expansion = getattr(module, "query_expansion", None)
-        if isinstance(expansion, Mapping) and not expansion.get("attend"):
+        if _expands_queries(module):
             found.update((id(child), models.EXPANDS) for child in module.modules())
         elif models.is_other_spans(module):
             found.update((id(child), models.OTHER_SPANS) for child in module.modules())
     return found
+
+
+def _expands_queries(module: nn.Module) -> bool:
+    """Whether a module expands queries by tokens that it masks, and scores them."""
+    expansion = getattr(module, "query_expansion", None)
+    if isinstance(expansion, Mapping):
+        return not expansion.get("attend")
+    # PyLate's
+    expands = getattr(module, "do_query_expansion", None)
+    if expands is not None:
+        return bool(expands) and not getattr(module, "attend_to_expansion_tokens", None)
+    return any(cls.__module__.partition(".")[0] in ("colbert", "pylate") for cls in type(module).__mro__)
 
 
 def _check_dtype(dtype: Any, options: Options) -> None:

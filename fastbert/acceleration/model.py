@@ -196,8 +196,8 @@ class AcceleratedModel(Accelerated):
     """Mixin of an accelerated encoder (BertModel, RobertaModel, …)."""
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Set training mode; what was derived from the weights is forgotten."""
-        prepared.clear(self)
+        """Set training mode; if a module's mode changes, forget what was derived from the weights."""
+        prepared.before_mode(self, mode)
         return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +215,8 @@ class AcceleratedModel(Accelerated):
         head = _head.get()
         if reason is None and len(args) <= len(names) and not (head is not None and head.reads_masked):
             inputs = check_inputs(self._input_config(), _device(self), *(given.get(n) for n in _INPUTS))
+            if state.options.strict:
+                _check_masked(state.name, self.config, given)
             # Heads read position 0, for which the stock model computes something even if it is masked
             if inputs.first_masked is None and inputs.position_ids.shape[0] > 0:
                 state.packed_calls += 1
@@ -371,8 +373,32 @@ def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any
     return output
 
 
+def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
+    """Refuse masked tokens that are no padding: a caller may read their outputs (ColBERT's queries).
+
+    Asked where `check_inputs` waits for the ids' device too, so that nothing else waits.
+
+    Raises:
+        RuntimeError: there is such a token.
+    """
+    ids, mask, pad = (
+        given.get("input_ids"),
+        given.get("attention_mask"),
+        getattr(config, "pad_token_id", None),
+    )
+    if ids is None or mask is None or pad is None or mask.device != ids.device:
+        return
+    if ((mask == 0) & (ids != pad)).any():
+        raise RuntimeError(
+            f"{name or 'model'}: attention_mask masks tokens other than pad_token_id = {pad}, whose outputs "
+            "would be zeros (strict=True); unpad=False computes them as the stock model does"
+        )
+
+
 def _device(model: nn.Module) -> torch.device:
-    return model.embeddings.word_embeddings.weight.device
+    # captum puts a module without a weight there, which takes embeddings in place of ids
+    weight = getattr(model.embeddings.word_embeddings, "weight", None)
+    return next(model.parameters()).device if weight is None else weight.device
 
 
 def family_of(module: nn.Module) -> tuple[str, str] | None:

@@ -95,7 +95,7 @@ class Explanation:
             if m.kind == "own":
                 lines.append(f"{m.name or 'model'}  {OWN}")
                 continue
-            how = "unpads" if m.unpads else f"padded: {m.reason}"
+            how = "unpads: outputs of masked tokens are zeros" if m.unpads else f"padded: {m.reason}"
             lines.append(
                 f"{m.name or 'model'}  {how}  (calls: {m.packed_calls} packed, {m.padded_calls} padded)"
             )

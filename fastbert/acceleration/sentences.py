@@ -5,6 +5,9 @@ Without padding, a batch is better measured in tokens: `_TOKENISED` texts at a t
 tokens, and cut into batches of about equally many tokens. From the tokens to the embeddings it is still the
 model's own call.
 
+A tokenizer of transformers keeps its padding between calls, for all threads. So it is asked for padding as
+stock `encode` asks, which changes nothing for other threads, and the attention mask says what is padding.
+
 sentence-transformers has the loop in a private method. So `fits` checks the version and the exact arguments.
 Anything else gets stock `encode`, in which only the encoder is accelerated.
 """
@@ -42,11 +45,9 @@ _ARGUMENTS = (
 )
 _TOKENISED = 4096  # texts at a time: enough to fill batches, and they fit in memory
 _CPU_TOKENS = 1024  # in a batch on a CPU: more do not stay in its caches, and gain nothing
+_PADDED = 128  # texts that the tokenizer pads together: few of about one length have little padding
 # Options of the tokenizer
-_UNPADDED = {
-    "common": {"return_tensors": None},
-    "text": {"padding": False, "return_attention_mask": False},
-}
+_LISTS = {"common": {"return_tensors": None}, "text": {"return_attention_mask": True}}
 
 
 def fits(module: nn.Module) -> bool:
@@ -64,11 +65,11 @@ class AcceleratedSentences(Accelerated):
 
     @torch.inference_mode()
     def _inference(self, inputs: list, **given: Any) -> Any:
-        """Embeddings of several texts; any other request runs stock's `_inference`."""
+        """Embeddings of texts; any other request runs stock's `_inference`."""
         device = self._resolve_inference_device(given.get("device"))
         usual = (
             given["output_value"] == "sentence_embedding"
-            and len(inputs) > 1
+            and len(inputs) > 0
             and all(isinstance(text, str) for text in inputs)
             and "processing_kwargs" not in given
             and device.type != "hpu"
@@ -96,7 +97,7 @@ class AcceleratedSentences(Accelerated):
         from tqdm.autonotebook import tqdm  # as sentence-transformers does
 
         if any(module.training for module in self.modules()):
-            self.eval()  # forgets weights derived in training
+            self.eval()
         passed = {name: value for name, value in given.items() if name not in _ARGUMENTS}
         order = np.argsort([-len(text) for text in inputs], kind="stable")
         rows, places = [], []
@@ -143,22 +144,39 @@ class Texts:
         cls, model: nn.Module, texts: list[str], prompt: str | None, passed: dict[str, Any]
     ) -> Texts | None:
         """The texts, tokenised by `model`; None if a feature is not one number per token."""
-        features = dict(model.preprocess(texts, prompt=prompt, processing_kwargs=_UNPADDED, **passed))
-        others = {name: value for name, value in features.items() if isinstance(value, (str, int))}
-        lists = {name: value for name, value in features.items() if name not in others}
-        ids = lists.get("input_ids")
-        if not isinstance(ids, list) or not set(lists) <= {"input_ids", "attention_mask", "token_type_ids"}:
+        others: dict[str, Any] = {}
+        lists: dict[str, list] = {}
+        for first in range(0, len(texts), _PADDED):
+            some = texts[first : first + _PADDED]
+            found = model.preprocess(some, prompt=prompt, processing_kwargs=_LISTS, **passed)
+            for name, value in found.items():
+                if isinstance(value, (str, int)):
+                    others[name] = value
+                elif isinstance(value, list) and len(value) == len(some):
+                    lists.setdefault(name, []).extend(value)
+                else:
+                    return None
+        ids, masks = lists.get("input_ids"), lists.get("attention_mask")
+        if (
+            ids is None
+            or masks is None
+            or not set(lists) <= {"input_ids", "attention_mask", "token_type_ids"}
+        ):
             return None
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        total, tokens = int(lengths.sum()), {}
-        for name, value in lists.items():
-            if len(value) != len(texts) or [len(row) for row in value] != lengths.tolist():
-                return None
-            tokens[name] = np.fromiter(chain.from_iterable(value), np.int64, total)
+        widths = list(map(len, ids))
+        if any(list(map(len, rows)) != widths for rows in lists.values()):
+            return None
+        total = sum(widths)
+        kept = np.fromiter(chain.from_iterable(masks), bool, total)
+        row = np.repeat(np.arange(len(texts)), widths)
+        lengths = np.bincount(row[kept], minlength=len(texts))
+        tokens = {
+            name: np.fromiter(chain.from_iterable(rows), np.int64, total)[kept]
+            for name, rows in lists.items()
+        }
         tokenizer = model[0].tokenizer
         fill = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0}
         fill["token_type_ids"] = tokenizer.pad_token_type_id
-        tokens.setdefault("attention_mask", np.ones(total, np.int64))
         return cls(lengths, tokens, fill, others)
 
     def features(self, batch: np.ndarray, device: torch.device) -> dict[str, Any]:

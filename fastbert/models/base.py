@@ -339,14 +339,14 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode; what was derived from the weights is forgotten.
+        """Set training mode; if a module's mode changes, forget what was derived from the weights.
 
         Raises:
             RuntimeError: training mode for a quantised model; nothing is changed then.
         """
         if mode:
             quantization.check_trainable(self, "train")
-        prepared.clear(self)
+        prepared.before_mode(self, mode)
         return super().train(mode)
 
 

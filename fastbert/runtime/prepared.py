@@ -22,7 +22,8 @@ Samples, on a CPU: memory may also be written without PyTorch, by a NumPy array 
 was set. So one cache line of each matrix is compared at each call. Where there is neither mark nor page
 (shared memory, NumPy's memory, pages written before), one line of each vector is compared too, and one
 element of each row. So the next call notices a write over a whole tensor or row, and perhaps no call a write
-over single elements. After such a write call `clear(module)` (`model.train()` and `model.eval()` do).
+over single elements. After such a write call `clear(module)`. `model.train()` and `model.eval()` do if a
+module's mode changes (`before_mode`).
 
 What the checks cost, and what others would cost: docs/notes/torch.md.
 
@@ -355,7 +356,7 @@ def clear(model: Any) -> None:
     NumPy array or another library that shares the memory. PyTorch's own writes are noticed without it, also
     through `parameter.data`. If the weight lies in shared memory or in NumPy's memory, only writes over a
     whole tensor or row are sure to be noticed; in a mapped file the first write to each page is, too (Linux).
-    `model.train()` and `model.eval()` call `clear`.
+    `model.train()` and `model.eval()` call `clear` if they change the mode of any module.
 
     Args:
         model: a model of this package, or what `fastbert.accelerate` takes: an nn.Module, or an object whose
@@ -374,6 +375,15 @@ def clear(model: Any) -> None:
             for tensor in (*child._parameters.values(), *child._buffers.values()):
                 if tensor is not None and is_plain(tensor) and _is_marked(tensor):
                     tensor.data_ptr()  # removes the mark: training gets plain storages
+
+
+def before_mode(model: nn.Module, mode: bool) -> None:
+    """Call `clear` if `model.train(mode)` changes the mode of any module.
+
+    Servers call `eval()` before each call, and sentence-transformers does: then nothing is derived again.
+    """
+    if any(module.training != mode for module in model.modules()):
+        clear(model)
 
 
 def remembered(module: nn.Module) -> list[Hashable]:

@@ -36,6 +36,7 @@ from tests.support.accelerated_models import (
     close,
     first_kept,
     layer_calls,
+    padded,
     pair,
     same_gradients,
     same_outputs,
@@ -341,7 +342,7 @@ def test_strict_changes_nothing_where_a_part_cannot_be_accelerated():
 
 
 def test_strict_raises_where_a_layer_must_take_the_stock_path():
-    inputs = first_kept("bert")
+    inputs = padded()
     fast = fastbert.accelerate(stock("bert", attention="eager"), strict=True)
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
         fast(**inputs)

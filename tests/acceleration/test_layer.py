@@ -25,6 +25,7 @@ from tests.support.accelerated_models import (
     build,
     calls,
     first_kept,
+    padded,
     same_gradients,
     same_outputs,
     stock,
@@ -295,7 +296,7 @@ def test_classes_made_from_a_stock_class():
     fastbert.accelerate(fast, strict=True)
     assert fast.size() == 48
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS):
-        fast(**inputs)
+        fast(**padded())
     assert type(fastbert.restore(fast)) is Named
 
 

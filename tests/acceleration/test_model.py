@@ -240,6 +240,31 @@ def test_positions_and_types_given_by_hand(name):
         same_outputs(fast(**inputs), slow(**inputs), kept)
 
 
+def test_an_embedding_without_a_weight_takes_embeddings():
+    """captum's InterpretableEmbeddingBase, which returns what comes in place of ids."""
+
+    class Interpretable(torch.nn.Module):
+        def __init__(self, embedding):
+            super().__init__()
+            self.embedding = embedding
+
+        def forward(self, *inputs, **kwargs):
+            return inputs[0] if inputs else next(iter(kwargs.values()))
+
+    slow, fast = build("bert")
+    ids = first_kept("bert")["input_ids"]
+    for m in (slow, fast):
+        m.embeddings.word_embeddings = Interpretable(m.embeddings.word_embeddings)
+    x = slow.embeddings.word_embeddings.embedding(ids).detach()
+    outputs = []
+    for m in (slow, fast):
+        given = x.clone().requires_grad_()
+        out = m(inputs_embeds=given).last_hidden_state
+        outputs.append((out, *torch.autograd.grad(out[..., 0].sum(), given)))
+    for got, want in zip(*outputs, strict=True):
+        close(got, want)
+
+
 def test_roberta_counts_positions_by_ids_not_by_the_mask():
     slow, fast = pair("roberta")
     inputs = first_kept("roberta")

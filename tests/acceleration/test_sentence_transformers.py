@@ -166,6 +166,52 @@ def test_late_interaction_reads_what_it_expands_queries_by(saved, expansion):
     assert [part.packed_calls > 0 for part in how.models] == [True], str(how)
 
 
+class LateInteraction(torch.nn.Module):
+    """The shape of PyLate's ColBERT, and of Stanford's if `home` is its package."""
+
+    def __init__(self, home: str, **attributes):
+        super().__init__()
+        self.bert = tiny(transformers.AutoModel)
+        vars(self).update(attributes)
+        self.__class__ = type("ColBERT", (type(self),), {"__module__": home})
+
+
+@pytest.mark.parametrize(
+    ("home", "attributes", "scores_masked"),
+    (
+        ("mine", {"do_query_expansion": True, "attend_to_expansion_tokens": False}, True),
+        ("mine", {"do_query_expansion": True, "attend_to_expansion_tokens": True}, False),
+        ("mine", {"do_query_expansion": False}, False),
+        ("pylate.models.colbert", {"do_query_expansion": False}, False),
+        ("pylate.models.colbert", {}, True),
+        ("colbert.modeling.colbert", {}, True),
+        ("colbertish", {}, False),
+    ),
+)
+def test_colbert_models_of_other_libraries_keep_the_tokens_that_expand_queries(
+    home, attributes, scores_masked
+):
+    model, stock = fastbert.accelerate(LateInteraction(home, **attributes)).bert, tiny(transformers.AutoModel)
+    ids = torch.tensor([[2, 7, 8, 3, 4, 4, 4], [2, 9, 3, 4, 4, 4, 4]])
+    mask = (ids != 4).long()
+    with torch.no_grad():
+        got, want = (m(ids, attention_mask=mask).last_hidden_state for m in (model, stock))
+    how = str(fastbert.explain(model))
+    if scores_masked:
+        assert_close(got, want)
+        assert "query_expansion reads the outputs of masked tokens" in how
+        with pytest.raises(ValueError, match="query_expansion"):
+            fastbert.accelerate(LateInteraction(home, **attributes), strict=True)
+    else:
+        assert not got[mask == 0].any()
+        assert "outputs of masked tokens are zeros" in how
+        fastbert.accelerate(model, strict=True)(ids.where(ids != 4, 0), attention_mask=mask)
+        with pytest.raises(RuntimeError, match=r"masks tokens other than pad_token_id = 0.*unpad=False"):
+            model(ids, attention_mask=mask)
+        again = fastbert.accelerate(model, strict=True, unpad=False)(ids, attention_mask=mask)
+        assert_close(again.last_hidden_state, want)
+
+
 def test_sparse_encoder(saved):
     st = pytest.importorskip("sentence_transformers")
     folder = saved(transformers.AutoModelForMaskedLM)

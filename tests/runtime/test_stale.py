@@ -584,6 +584,42 @@ def test_what_only_reads_costs_no_build(make, dtype, layers, monkeypatch):
     calls()
 
 
+@pytest.mark.parametrize(
+    "change",
+    (
+        nn.Module.eval,
+        lambda m: m.train(False),
+        lambda m: m.to("cpu"),
+        lambda m: m.to(next(m.parameters()).dtype),
+        lambda m: m.requires_grad_(True).requires_grad_(False),
+        lambda m: list(m.named_parameters()),
+        lambda m: m.register_forward_hook(print).remove(),
+    ),
+    ids=("eval", "train(False)", "to(device)", "to(dtype)", "requires_grad_", "named_parameters", "a hook"),
+)
+@pytest.mark.parametrize(
+    "make", (native, accelerated, lambda: native(torch.int8)), ids=("ours", "fast", "int8")
+)
+def test_what_changes_nothing_costs_no_build(make, change, monkeypatch):
+    """A server's `model.eval()` before each call, for example."""
+    model = make()
+    run(model)
+    assert prepared.remembered(model)
+    monkeypatch.setattr(prepared, "_build", lambda *_: pytest.fail("built again"))
+    change(model)
+    run(model)
+
+
+@pytest.mark.parametrize("make", (native, accelerated))
+def test_a_change_of_one_modules_mode_forgets(make):
+    model = make()
+    run(model)
+    dense(model).train()
+    assert prepared.remembered(model)
+    model.eval()
+    assert prepared.remembered(model) == []
+
+
 def test_clear_takes_what_accelerate_takes():
     model = accelerated()
     run(model)

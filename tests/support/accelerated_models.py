@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import fastbert
-from tests.support.hf_models import batch, hf_model
+from tests.support.hf_models import PAD_POSITIONS, batch, hf_model
 from tests.support.model_pairs import token_level
 
 LAYERS = 3
@@ -112,6 +112,13 @@ def first_kept(name: str, **kwargs) -> dict[str, torch.Tensor]:
     inputs = batch(name, **kwargs)
     inputs["attention_mask"][:, 0] = 1
     inputs["input_ids"][:, 0] = 7
+    return inputs
+
+
+def padded(name: str = "bert") -> dict[str, torch.Tensor]:
+    """`first_kept` with padding at every masked place, as strict models demand."""
+    inputs = first_kept(name)
+    inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, 1 if name in PAD_POSITIONS else 0)
     return inputs
 
 

@@ -35,6 +35,7 @@ WHOLE = {
         test_compiled_without_a_graph_break test_data_parallel_training test_everything_else_that_encode_gives
         test_import_asks_for_no_transformers test_layers_compiled_one_by_one
         test_mapped_and_compiled_heads_are_the_stock_models test_onnx_export_takes_the_stock_path
+        test_thousands_of_calls_of_threads
         test_torch_export_takes_the_stock_path test_trained_model_answers_as_well_as_stock
         test_trainer_follows_the_stock_loss_curve
         test_weights_that_only_their_own_module_may_read_keep_the_layer_stock
