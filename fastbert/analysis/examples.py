@@ -81,6 +81,9 @@ class Examples:
         config = model.config
         if not len(self):
             raise ValueError("examples: expected one at least, got none")
+        empty = np.flatnonzero(self.lengths < 1)
+        if len(empty):
+            raise ValueError(f"examples[{empty[0]}]: expected one token at least, got none")
         long = np.flatnonzero(self.lengths > config.max_tokens)
         if len(long):
             raise ValueError(

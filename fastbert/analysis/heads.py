@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import uniform
-from fastbert.analysis.intervals import Interval, estimate, paired_p
+from fastbert.analysis.intervals import Interval, estimate, finite, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
 from fastbert.layers.encoder import LayerMath, Sequences, together
@@ -91,7 +91,7 @@ class Ablation:
 
     def best_head(self) -> np.ndarray:
         """(layers,): of a layer's units the one with the highest mean score; of equals the least loss."""
-        score, loss = self.score.mean(0), self.loss.mean(0)
+        score, loss = finite("score", self.score).mean(0), finite("loss", self.loss).mean(0)
         return np.array([np.lexsort((loss[i], -score[i]))[0] for i in range(len(score))])
 
 
@@ -175,6 +175,7 @@ def _with_inputs(model: PreTrainedModel, batch: Batch, kept: _Kept) -> tuple[Ten
     encoder = model.base_model
     with tapped(encoder, kept):
         hidden, states, _ = encoder.encode_inputs(batch.inputs, None, False, True, False)
+    batch.check(hidden)
     return hidden, states[:-1]
 
 
@@ -262,6 +263,7 @@ class Importance:
 
     def order(self, *, normalized: bool = True) -> np.ndarray:
         """(layers · nheads,): the heads from the least to the most important, as layer · nheads + head."""
+        finite("derivatives", self.derivatives)
         return np.argsort(self.values(normalized=normalized).ravel(), kind="stable")
 
 

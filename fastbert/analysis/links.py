@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.intervals import Interval, mean_interval
+from fastbert.analysis.intervals import Interval, finite, mean_interval
 from fastbert.analysis.targets import Targets
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
@@ -90,7 +90,7 @@ class Links:
             raise ValueError(f"examples: expected 4 with links at least, two for each half, got {n}")
         order = np.random.default_rng(self.seed).permutation(n)
         first, second = order[: (n + 1) // 2], np.sort(order[(n + 1) // 2 :])
-        scores = self.score[first].mean(0, dtype=np.float64)
+        scores = finite("score", self.score)[first].mean(0, dtype=np.float64)
         layer, head = (int(i) for i in np.unravel_index(scores.argmax(), scores.shape))
         moved = self.moved[second[self.has_room[second]], layer, head]
         return Best(

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.analysis.examples import Examples
+from fastbert.analysis.intervals import finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encoded
 from fastbert.layers.linear import apply_linear
 from fastbert.models.base import PreTrainedModel
@@ -111,6 +112,8 @@ class Measure:
             what = ("one per token", "one per example")
             raise ValueError(f"labels: expected {what[not of_tokens]}, got {what[of_tokens]}")
         score = "accuracy"
+        if np.issubdtype(labels.dtype, np.floating):
+            finite("labels", labels)
         if isinstance(model, BertForSequenceClassification):
             problem = model.problem(torch.as_tensor(labels))
             if problem == "regression":
@@ -220,9 +223,15 @@ class Measure:
         return loss, ((logits > 0) == (labels > 0.5)).to(logits.dtype).mean(-1)
 
     def arrays(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """What a call returns, as float64 on the host."""
-        loss, score = self(hidden, inputs, labels)
-        return loss.double().cpu().numpy(), score.double().cpu().numpy()
+        """What a call returns, as float64 on the host.
+
+        Raises:
+            ValueError: a loss is not finite.
+        """
+        loss, score = (each.double().cpu().numpy() for each in self(hidden, inputs, labels))
+        if not np.isfinite(loss).all():
+            raise ValueError("model: the loss of its head is not finite: its weights are not, or too large")
+        return loss, score
 
     def _of_tokens(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
         model = self.model

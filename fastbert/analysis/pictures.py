@@ -56,7 +56,7 @@ def heat_maps(
     """A heat map per name, (layers, nheads) each, with its scale beside it.
 
     Args:
-        maps: title -> values.
+        maps: title -> values; NaN where there is none.
         diverging: colours go both ways from 0, red where it is worse.
         worse: "low" or "high" numbers.
         low, high: ends of the scale; default: those of the values.
@@ -70,11 +70,13 @@ def heat_maps(
     figure = _figure(size[0] * columns, size[1] * rows)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (title, values) in zip(panels, maps.items(), strict=False):
+        # a head without a value has no colour
+        known = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
         if diverging:
-            most = float(np.abs(values).max()) or 1.0
+            most = float(np.abs(known).max()) or 1.0
             ends, colours = (-most, most), "RdBu" if worse == "low" else "RdBu_r"
         else:
-            ends = (values.min() if low is None else low, values.max() if high is None else high)
+            ends = (known.min() if low is None else low, known.max() if high is None else high)
             colours = "viridis"
         image = axes.imshow(
             values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto", interpolation="none"

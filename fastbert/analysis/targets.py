@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.probes import Spans
+from fastbert.analysis.probes import Spans, check_finite
 from fastbert.analysis.treebank import Sentence, pieces_of
 
 LABELS = ("upos", "relation")
@@ -49,12 +49,13 @@ class Targets:
         return np.flatnonzero(np.cumsum(covered) > 0)
 
     def check(self, states: Tensor) -> None:
-        """Raise a ValueError if `states` is not (layers, rows, hidden) of `rows`."""
+        """Raise a ValueError if `states` is not (layers, rows, hidden) of `rows`, all finite."""
         if states.dim() != 3 or states.shape[1] != len(self.rows):
             raise ValueError(
                 f"states: expected (layers + 1, {len(self.rows)}, hidden), the rows of the targets, got "
                 f"{tuple(states.shape)}"
             )
+        check_finite(states)
 
     def spans(self, numbers: np.ndarray) -> Spans:
         """The targets of these numbers, their spans counted in `rows`."""

@@ -181,6 +181,13 @@ def test_a_uniform_head_has_no_excess():
     assert statistics_of(maps, 1).patterns().tolist() == [[[BLOCK]]] * 2
 
 
+def test_no_pattern_of_what_is_no_number():
+    maps = np.full((2, LENGTH, LENGTH), 1 / LENGTH)
+    maps[1, 0] = np.nan
+    with pytest.raises(ValueError, match=r"statistics\[1\]: expected finite numbers, got nan"):
+        statistics_of(maps, 2).patterns()
+
+
 def test_shares_and_the_commonest():
     draw = np.random.default_rng(0)
     found = statistics_of(np.stack([noisy(p, 2, draw) for p in (VERTICAL, VERTICAL, DIAGONAL, BLOCK)]), 2)

@@ -117,6 +117,7 @@ def test_one_token_has_no_correlation(tokenizer):
     found = effective_attention(ours, one)
     assert np.isnan(found.correlation).all()
     assert (found.rank == 1).all()
+    assert np.isnan(found.intervals()["correlation"].mean)
 
 
 def test_batches_change_only_rounding(long):

@@ -280,6 +280,16 @@ def test_how_many_can_go():
     assert curve.removable() == 3
     assert replace(curve, score=np.stack([whole] * 4)).removable() == 9
     assert replace(curve, score=np.stack([whole, worse, worse, worse])).removable() == 0
+    with pytest.raises(ValueError, match=r"values\[0\]: expected finite numbers, got nan"):
+        replace(curve, score=np.stack([whole, whole * np.nan, worse, worse])).removable()
+
+
+def test_no_order_of_what_is_no_number():
+    nan = np.array([[[1.0, np.nan]]])
+    with pytest.raises(ValueError, match=r"derivatives\[0\]: expected finite numbers, got nan"):
+        heads.Importance(nan).order()
+    with pytest.raises(ValueError, match=r"score\[0\]: expected finite numbers, got nan"):
+        heads.Ablation("head", "zero", "accuracy", np.ones(1), np.ones(1), nan, nan).best_head()
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
@@ -306,6 +316,7 @@ def test_bad_arguments(labelled, arguments, expected):
         ([0, 1, 2, 3, 0], r"labels\[3\]: 3 is no class; expected 0 to 2"),
         ([0, -1, 2, 0, 0], r"labels\[1\]: -1 is no class"),
         ([0.5] * 5, r"labels: expected 3 per example, got \(5,\)"),
+        ([[1.0, 0, 0]] * 4 + [[0, np.inf, 0]], r"labels\[4\]: expected finite numbers, got inf"),
     ],
 )
 def test_bad_labels(pairs, labels, expected):

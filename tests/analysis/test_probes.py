@@ -458,6 +458,17 @@ def test_states_of_other_rows():
         edge_probe(states[:, :-1], targets_of(labels), recipe=SHORT)
 
 
+@pytest.mark.parametrize("probe", [edge_probe, online_code, control_task])
+def test_what_cannot_be_learned(probe):
+    targets = targets_of(np.arange(80) % 3)
+    states = torch.randn(2, 80, 6) * 1e10
+    with pytest.raises(ValueError, match=r"lr: probes have no finite loss with 1e\+30"):
+        probe(states, targets, recipe=Recipe(lr=1e30, inner=0, dropout_p=0))
+    states[0, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"states\[0\]: expected finite numbers"):
+        probe(states, targets)
+
+
 @pytest.mark.parametrize("probe", [online_code, control_task])
 def test_two_labels_are_no_class(probe):
     states, labels = known(0)

@@ -22,6 +22,8 @@ NUMBERS = {
             "alone": {"mean": 2.0, "low": None, "high": None, "n": 1, "seed": 7},
             "names": ["a <b> & {c}", "d"],
             "none": [],
+            "sure": {"mean": 0.9999, "low": 0.9998, "high": 1.0, "n": 3, "seed": 7},
+            "unknown": {"mean": None, "low": None, "high": None, "n": 0, "seed": 7},
             "rows": [{"value": 1234567}],
             "zero": -0.0000004,
             "key with spaces, and commas": 5,
@@ -44,6 +46,8 @@ def shown(template: str) -> list[tuple[str, str | None, str]]:
         ("{key with spaces, and commas}", [("key with spaces, and commas", "5", "5")]),
         ("{names}", [("names/0", None, "a <b> & {c}"), ("names/1", None, "d")]),
         ("{none}", []),
+        ("{sure:.1%}", [("sure/mean", "0.9999", "100.0%")]),
+        ("{unknown:.1%}", []),
         ("{alone:.1f}", [("alone/mean", "2.0", "2.0")]),
         (
             "{interval:+.2f}",

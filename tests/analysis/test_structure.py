@@ -72,6 +72,24 @@ def test_a_spanning_tree_of_a_trees_distances_is_the_tree():
     assert {frozenset(edge) for edge in edges.tolist()} == expected
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_has_no_tree(bad):
+    with pytest.raises(ValueError, match=rf"distances\[0\]: expected finite numbers, got {bad}"):
+        spanning_trees(np.array([[[0, bad], [bad, 0]]]))
+
+
+@pytest.mark.parametrize("heads", [[], [0, 0], [2, 1]])
+def test_a_tree_has_one_root(heads):
+    with pytest.raises(ValueError, match="heads: expected one root"):
+        tree_distances(np.array(heads, np.int64))
+
+
+def test_spearman_of_a_nan_is_nan():
+    one = np.array([[1.0, 2, 3], [1, np.nan, 3]])
+    np.testing.assert_array_equal(spearman(one, np.array([[1.0, 2, 3]] * 2)), [1, np.nan])
+    np.testing.assert_array_equal(spearman(one[::-1] * 0 + [1.0, 2, 3], one), [np.nan, np.nan])
+
+
 def test_spearman_in_closed_form():
     assert spearman(np.array([1.0, 5, 7]), np.array([2.0, 3, 90])) == pytest.approx(1.0)
     assert spearman(np.array([1.0, 5, 7]), np.array([9.0, 3, 1])) == pytest.approx(-1.0)
@@ -195,6 +213,16 @@ def test_a_chain_is_the_baseline():
     assert found.linear_uuas() == 1
     assert found.linear_spearman() == pytest.approx(1)
     assert found.edges.tolist() == [5]
+
+
+def test_what_cannot_be_learned():
+    many = [sentence("a b c", "X X X", np.array([0, 1, 2]), "x x x")] * 10
+    states, examples = torch.randn(2, 30, 8), Examples(*_blank(30, 10))
+    with pytest.raises(ValueError, match=r"lr: probes have no finite loss with 1e\+30"):
+        structural_probe(states, many, examples, rank=4, lr=1e30)
+    states[1, 7] = torch.inf
+    with pytest.raises(ValueError, match=r"states\[1\]: expected finite numbers"):
+        structural_probe(states, many, examples, rank=4)
 
 
 def _blank(total, count):
