@@ -448,7 +448,7 @@ def test_a_file_without_targets(tmp_path):
     with pytest.raises(ValueError, match=r"edges\.jsonl: expected one target at least, found none"):
         read_edges(file)
     file.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"edges\.jsonl: not UTF-8"):
+    with pytest.raises(ValueError, match=r"edges\.jsonl, line 1: not UTF-8"):
         read_edges(file)
 
 

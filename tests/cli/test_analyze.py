@@ -327,10 +327,67 @@ def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more
     assert list(tmp_path.iterdir()) == []
 
 
+DEEP = "[" * 100_000
+PAIR = '{{"text": "the cat", "pair": "a dog", "class": {}}}'
+BAD_FILES = [
+    ("attention", "encoder", "--input", ('{"text": "a"}', DEEP), "no JSON"),
+    ("attention", "encoder", "--input", ('{"text": "a"}', '{"text": "\\ud83d"}'), "half of a surrogate pair"),
+    ("attention", "encoder", "--input", ('{"text": "a"}', '{"text": "\udcff"}'), "not UTF-8"),
+    ("attention", "encoder", "--input", ('{"text": "a"}', '{"text": "%s"}' % ("a " * 99)), "101 tokens"),
+    ("probe", "encoder", "--edges", ('{"text": "a", "targets": []}', DEEP), "no JSON"),
+    ("probe", "encoder", "--edges", ('{"text": "a", "targets": []}', "\udcff"), "not UTF-8"),
+    ("patterns", "encoder", "--annotations", ("", DEEP), "no JSON"),
+    ("patterns", "encoder", "--annotations", ("", "\udcff"), "not UTF-8"),
+    ("fixed", "words", "--assignment", ("", DEEP), "no JSON"),
+    *(
+        ("heads", "classes", "--input", (PAIR.format(0), PAIR.format(label)), f"labels[1]: {expected}")
+        for label, expected in (
+            ("NaN", "expected finite numbers, got nan"),
+            ("1e400", "expected finite numbers, got inf"),
+            ("null", "expected a number, a text, or a list of numbers, got None"),
+            ("[1, [2]]", "expected a number, a text, or a list of numbers, got [1, [2]]"),
+            ("1" + "0" * 30, "expected a number, a text, or a list of numbers, got 1000"),
+            ("[1, 0]", "expected one like labels[0], 0, got [1, 0]"),
+            ('"the"', "expected one like labels[0], 0, got 'the'"),
+            ("7", "7 is no class; expected 0 to 1"),
+        )
+    ),
+    ("starts", "classes", "--input", (PAIR.format(0), PAIR.format("NaN")), "labels[1]: expected finite"),
+    ("heads", "encoder", "--input", (PAIR.format(0), PAIR.format(3)), "labels[2]: 3 is no cosine"),
+]
+
+
+@pytest.mark.parametrize(("kind", "model", "option", "lines", "expected"), BAD_FILES)
+def test_a_mistake_in_a_file_names_its_line(folder, tmp_path, capsys, kind, model, option, lines, expected):
+    """An empty line is no example, and has its number."""
+    file = tmp_path / "bad.jsonl"
+    file.write_text("\n\n".join(lines) + "\n", errors="surrogateescape")
+    more = [] if option in ("--input", "--edges") else ["--input", folder / "lines.txt"]
+    more += ["--pairs", "--labels", "class"] if "class" in lines[0] else []
+    arguments = [
+        "analyze",
+        kind,
+        "--model",
+        folder / model,
+        "--output",
+        tmp_path / "out",
+        option,
+        file,
+        *more,
+    ]
+    assert main([*map(str, arguments), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}, line 3: " in error
+    assert expected in error
+    assert len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
 def test_a_text_that_is_too_long(folder, tmp_path, capsys):
     (tmp_path / "long.txt").write_text("the cat\n" + "the " * 100 + "\n")
     assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out") == 2
-    assert "examples[1]: 102 tokens; the model reads at most 72" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "long.txt, line 2: examples[1]: 102 tokens; the model reads at most 72" in error
     more = ("--on-long", "truncate")
     assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out", *more) == 0
     assert json.loads((tmp_path / "out" / "attention.json").read_text())["tokens"] == 4 + 72
@@ -375,7 +432,10 @@ def test_sentences_that_do_not_fit(folder, tmp_path, capsys):
     file.write_text(conllu([TREES[1], long, *TREES, "a X 2 dep | \u200b X 0 root"]))
     more = ("--on-long", "error")
     assert call(folder, "syntax", "encoder", file, tmp_path / "out", *more) == 2
-    assert "sentences[1]: 102 tokens, expected 72 at most: 'the the" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.search(
+        r"long.conllu, line \d+: sentences\[1\]: 102 tokens, expected 72 at most: 'the the", error
+    )
     assert call(folder, "syntax", "encoder", file, tmp_path / "out") == 0
     said = capsys.readouterr().out
     assert "syntax of 9 examples" in said

@@ -336,8 +336,8 @@ FAULTS = (
     _fault(
         "a head is named twice",
         _ANNOTATIONS,
-        "if first != number:",
-        "if first > number:",
+        "if first != where:",
+        "if first > where:",
     ),
     _fault(
         "resamples without replacement",

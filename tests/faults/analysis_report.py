@@ -92,8 +92,8 @@ FAULTS = (
     Fault(
         "heads without a correlation have 0",
         "fastbert/analysis/effective.py",
-        "lambda means: means[:, 0] / np.maximum(means[:, 1], 1e-9)",
-        "lambda means: means[:, 0] / self.correlation[0].size",
+        "ratio_interval(sums[some], counts[some], seed=seed)",
+        "estimate(filled, seed=seed)",
     ),
     Fault(
         "an interval without the baseline",

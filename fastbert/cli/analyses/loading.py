@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.analysis.examples import Examples, masked, paired, read, spans_of, tokenized
+from fastbert.analysis.examples import Examples, lines_of, masked, paired, read, spans_of, tokenized
 from fastbert.analysis.targets import LabelledText, read_edges
-from fastbert.analysis.treebank import Sentence, as_examples, fitting, read_conllu
+from fastbert.analysis.treebank import Sentence, as_examples, blocks_of, fitting, read_conllu
 from fastbert.cli.usage import UsageError, device_of
 from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
@@ -69,6 +73,32 @@ def model_of(directory: str, device: str | None) -> PreTrainedModel:
     return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
 
 
+@contextlib.contextmanager
+def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[None]:
+    """Errors that name an example by its number name the file and the line too."""
+    try:
+        yield
+    except (ValueError, UsageError) as error:
+        number = re.match(r"(?:examples|texts|pairs|labels|answers|sentences)\[(\d+)\]: ", str(error))
+        file = args.input or args.conllu or args.edges
+        # sentences that are left out have no number
+        if number is None or (args.input is None and args.on_long != "error"):
+            raise
+        index = int(number[1]) // (2 if _compares(args, model) and args.pairs else 1)
+        if args.input is None and args.conllu is not None:
+            found = (f"{file}, line {block[0][0]}" for block in blocks_of(file))
+        else:
+            found = (where for where, _ in lines_of(file))
+        where = next(itertools.islice(found, index, None))
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _compares(args: argparse.Namespace, model: PreTrainedModel) -> bool:
+    """Whether the texts of a pair are two examples, for an encoder without a head."""
+    compared = args.kind in MEASURED or (args.kind == "report" and args.pairs)
+    return compared and not isinstance(model, TaskModel)
+
+
 def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     """The examples of the input file, with labels where the analysis needs them."""
     if args.kind in LEARNING:
@@ -77,8 +107,7 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     of_words, of_answers = (
         measured and isinstance(model, head) for head in (BertForMaskedLM, BertForQuestionAnswering)
     )
-    compared = measured or (args.kind == "report" and args.pairs)
-    of_vectors = compared and not isinstance(model, TaskModel)
+    of_vectors = _compares(args, model)
     in_report = args.kind == "report" and args.labels is not None
     takes_labels = of_vectors or (isinstance(model, TaskModel) and not isinstance(model, BertForMaskedLM))
     if in_report and not takes_labels:
