@@ -65,16 +65,12 @@ def change(
     Raises:
         ValueError: the models' shapes differ, or an argument is wrong; the message names it.
     """
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        one, other = (getattr(m.config, name) for m in (model, against))
-        if one != other:
-            raise ValueError(f"against: its {name} is {other}, expected the model's, {one}")
+    check(model, against, examples)
     weights = _of_weights(model, against)
     layers = len(model.base_model.layers())
     n, heads = len(examples), model.config.num_attention_heads
     attention = np.zeros((n, layers, heads), np.float32)
     hidden = np.zeros((n, layers + 1), np.float32)
-    examples.check(against)
     with at_rest(model), at_rest(against), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             kept = _Kept()
@@ -85,6 +81,15 @@ def change(
                 cosine = torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=-1)
                 hidden[batch.numbers, i] = batch.means(cosine).cpu().numpy()
     return Change(attention, hidden, weights)
+
+
+def check(model: PreTrainedModel, against: PreTrainedModel, examples: Examples) -> None:
+    """Raise a ValueError if `change` does not compare these models over these examples."""
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        one, other = (getattr(m.config, name) for m in (model, against))
+        if one != other:
+            raise ValueError(f"against: its {name} is {other}, expected the model's, {one}")
+    examples.check(against)
 
 
 def _states(model: PreTrainedModel, batch: Batch, taps: Taps) -> list[Tensor]:

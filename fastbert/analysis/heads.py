@@ -120,11 +120,7 @@ def ablate(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if mode == "skip" and unit != "layer":
-        raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
+    check(unit, mode)
     measure = Measure.of(model, examples, pooling)
     n, layers = len(measure), len(model.base_model.layers())
     units = 1 if unit == "layer" else model.config.num_attention_heads
@@ -144,6 +140,15 @@ def ablate(
                     for values, into in zip(found, (loss, score), strict=True):
                         into[numbers[:, None], layer, some] = values.reshape(len(some), -1).T
     return Ablation(unit, mode, measure.score_name, base_loss, base_score, loss, score)
+
+
+def check(unit: str, mode: str) -> None:
+    """Raise a ValueError if `ablate` knows no such unit or mode."""
+    for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    if mode == "skip" and unit != "layer":
+        raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
 
 
 class _Kept(Taps):

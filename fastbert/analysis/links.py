@@ -86,8 +86,7 @@ class Links:
             ValueError: fewer than 4 examples, two for each half.
         """
         n = len(self.example)
-        if n < 4:
-            raise ValueError(f"examples: expected 4 with links at least, two for each half, got {n}")
+        check_halves(n)
         order = np.random.default_rng(self.seed).permutation(n)
         first, second = order[: (n + 1) // 2], np.sort(order[(n + 1) // 2 :])
         scores = finite("score", self.score)[first].mean(0, dtype=np.float64)
@@ -99,6 +98,12 @@ class Links:
             mean_interval(self.score[second, layer, head], seed=self.seed),
             mean_interval(moved, seed=self.seed) if len(moved) > 1 else None,
         )
+
+
+def check_halves(examples: int) -> None:
+    """Raise a ValueError if too few examples have links for `Links.best`."""
+    if examples < 4:
+        raise ValueError(f"examples: expected 4 with links at least, two for each half, got {examples}")
 
 
 def links(

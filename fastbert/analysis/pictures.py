@@ -25,12 +25,21 @@ _ON_COLORS = ("#fefefe", "#111111", "#fefefe", "#111111", "#111111")
 NAMED_TOKENS = 40
 
 
-def _figure(width: float, height: float) -> Figure:
+def check() -> type[Figure]:
+    """matplotlib's class of figures.
+
+    Raises:
+        ImportError: there is no matplotlib; the message says how to install it.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[analysis]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    return check()(figsize=(width, height), layout="constrained")
 
 
 def _grid(axes: Any, shape: tuple[int, int], title: str) -> None:

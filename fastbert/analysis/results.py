@@ -86,12 +86,17 @@ def save(
 
 
 def check_free(directory: str | Path) -> Path:
-    """The directory, if a result can go there: it does not exist, or is empty.
+    """The directory, if a result can go there: it does not exist, or is empty, and can be written.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming it, or the directory above it that is none or cannot be written.
     """
     directory = Path(directory)
+    above = next(each for each in Path(os.path.abspath(directory)).parents if os.path.lexists(each))
+    if not above.is_dir():
+        raise ValueError(f"{above}: is no directory; expected one for {directory}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory}: exists; expected a new directory, or an empty one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{above}: no results can be written there; expected a directory of yours")
     return directory

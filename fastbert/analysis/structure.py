@@ -232,6 +232,18 @@ class _Trees:
         return of_distance.sum((-1, -2)) / lengths.square(), of_depth.sum(-1) / lengths
 
 
+def usable_of(sentences: Sequence[Sentence]) -> np.ndarray:
+    """The numbers of the sentences that have an arc.
+
+    Raises:
+        ValueError: there are too few for a split.
+    """
+    usable = np.flatnonzero([len(sentence.words) > 1 for sentence in sentences])
+    if len(usable) < 10:
+        raise ValueError(f"sentences: a split needs 10 of two words at least, got {len(usable)}")
+    return usable
+
+
 def structural_probe(
     states: Tensor,
     sentences: Sequence[Sentence],
@@ -273,9 +285,7 @@ def structural_probe(
     ends = np.cumsum(sizes)
     counts = np.array([len(sentence.words) for sentence in sentences])
     trees = _Trees(sentences, ends - sizes, ends, np.cumsum(counts) - counts)
-    usable = np.flatnonzero(counts > 1)
-    if len(usable) < 10:
-        raise ValueError(f"sentences: a split needs 10 of two words at least, got {len(usable)}")
+    usable = usable_of(sentences)
     drawn = np.random.default_rng(seed).permutation(usable)
     tenth = len(drawn) // 10
     test, held_out, train = np.sort(drawn[:tenth]), drawn[tenth : 2 * tenth], drawn[2 * tenth :]

@@ -7,7 +7,7 @@ import signal
 from dataclasses import asdict
 from typing import Any
 
-from fastbert.analysis import results
+from fastbert.analysis import pictures, results
 from fastbert.analysis.identities import MAX_BYTES
 from fastbert.analysis.starts import DEFAULT as RECIPE
 from fastbert.cli.analyses.attention import attention, effective, patterns
@@ -56,6 +56,7 @@ _DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(RE
 def run(args: argparse.Namespace) -> int:
     """Compute, save and print; returns the exit status."""
     output = results.check_free(args.output)
+    pictures.check()
     file = file_of(args)
     for option, kinds in _OWN.items():
         if getattr(args, option) is not None and args.kind not in kinds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -36,6 +37,7 @@ def folder(tmp_path_factory):
         model = cls(hf_config("bert", **options))
         model.save_pretrained(place / name)
         (place / name / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
+    transformers.BertModel(hf_config("bert", hidden_size=72)).save_pretrained(place / "wider")
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "many.txt").write_text("".join(f"{line} {LINES[3]}\n{line}\n" for line in LINES[:2]))
     (place / "trees.conllu").write_text(conllu([TREES[1]] * 4))
@@ -317,14 +319,36 @@ def test_an_assignment_of_ones_own(folder, tmp_path, capsys):
         ("syntax", "encoder", "trees.conllu", ["--on-long", "truncate"], "--on-long: a tree is not cut"),
         ("syntax", "encoder", "trees.conllu", ["--max-examples", "0"], "--max-examples: expected an integer"),
         ("syntax", "encoder", "trees.conllu", ["--max-examples", "3"], "sentences: expected 4 at least"),
+        (
+            "change",
+            "encoder",
+            "lines.txt",
+            ["--against", "wider"],
+            "against: its hidden_size is 72, expected",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more, expected):
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, kind, model, file, more, expected):
+    more = [str(folder / each) if each == "wider" else each for each in more]
     assert call(folder, kind, model, file, tmp_path / "out", *more) == 2
     said = capsys.readouterr()
     assert re.search(expected, said.err), said.err
     assert len(said.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ends_all_work_is_seen_before_it(folder, tmp_path, capsys, monkeypatch, no_work):
+    """No place for the results, no matplotlib for the figures."""
+    (tmp_path / "file").write_text("")
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "file" / "out") == 2
+    assert f"{tmp_path / 'file'}: is no directory" in capsys.readouterr().err
+    monkeypatch.setattr(results.os, "access", lambda path, mode: False)
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "new" / "out") == 2
+    assert f"{tmp_path}: no results can be written there" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
+    assert "pictures need matplotlib: pip install" in capsys.readouterr().err
 
 
 DEEP = "[" * 100_000

@@ -54,8 +54,10 @@ def folder(tmp_path_factory):
     ):
         save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
     save(place / STRANGE, hf_model("bert", seed=1))
+    save(place / "wider", transformers.BertModel(hf_config("bert", hidden_size=72)))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "trees.conllu").write_text(conllu(TREES * 8))
+    (place / "long.conllu").write_text(conllu([" | ".join(f"the X {i} dep" for i in range(30))] * 12))
     rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
@@ -323,13 +325,25 @@ def test_twelve_layers_of_twelve_heads_are_a_small_file(folder, tmp_path):
         ("words", "lines.txt", ["--mode", "skip"], "mode: skip is for unit='layer'"),
         ("words", "lines.txt", ["--max-bytes", "10"], "max_bytes: 10 are too few for the attention maps"),
         ("words", "lines.txt", ["--against", "nothing"], "nothing"),
+        (
+            "words",
+            "lines.txt",
+            ["--against", "wider"],
+            "against: its hidden_size is 72, expected the model's",
+        ),
+        (
+            "words",
+            "lines.txt",
+            ["--conllu", "long.conllu", "--max-bytes", "7000"],
+            "max_bytes: 7,000 are too few for the attention maps of 32 tokens",
+        ),
         ("words", "lines.txt", ["--conllu", "nothing"], "nothing"),
         ("words", "lines.txt", ["--edges", "nothing"], "--edges: report does not read it"),
         ("words", "lines.txt", ["--probe", "edge"], "--probe: report takes none"),
     ],
 )
-def test_a_mistake_is_one_line(folder, tmp_path, capsys, model, file, more, expected):
-    more = [folder / each if each == "nothing" else each for each in more]
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, model, file, more, expected):
+    more = [folder / each if each in ("nothing", "wider", "long.conllu") else each for each in more]
     assert call(folder, model, file, tmp_path / "out", *more) == 2
     said = capsys.readouterr()
     assert re.search(expected, said.err), said.err
@@ -399,6 +413,7 @@ def test_a_treebank_of_the_report(folder, made):
     [
         (TREES[:5], {"syntax": "that the model can read", "probe": "that the model can read"}),
         ((*TREES[:4], *(TREES[3],) * 12), {"probe": "of two words or more"}),
+        ((TREES[3],) * 12, {"syntax": "of two words or more", "probe": "of two words or more"}),
     ],
 )
 def test_too_few_trees(folder, tmp_path, monkeypatch, trees, expected):

@@ -16,8 +16,8 @@ from fastbert.analysis import pictures
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.intervals import Interval
-from fastbert.analysis.probing import EdgeProbe, control_task, edge_probe, online_code
-from fastbert.analysis.structure import Structure, structural_probe
+from fastbert.analysis.probing import EdgeProbe, check_code, control_task, edge_probe, online_code
+from fastbert.analysis.structure import Structure, structural_probe, usable_of
 from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found, known
@@ -50,9 +50,17 @@ def probe(
         what = "--probe structural" if kind == "structural" else "--edges"
         raise UsageError(f"--label: {what} takes none")
     if kind == "structural":
+        usable_of(texts)
         return of_structural(args, structural(args, model, texts, examples))
     label = args.label or "upos"
     targets = of_treebank(texts, examples, label) if of_trees else of_texts(texts, examples)
+    # what is wrong with the targets is said before the model runs
+    if kind == "mdl":
+        check_code(targets)
+    else:
+        targets.split(args.seed)
+    if kind == "control":
+        targets.check_labels()
     if kind == "edge":
         numbers, arrays, figures = of_edge(args, edge(args, model, examples, targets))
     else:

@@ -22,8 +22,9 @@ from fastbert.analysis import (
 )
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import Examples, masked
-from fastbert.analysis.maps import ExampleMap, example_maps
+from fastbert.analysis.maps import ExampleMap, check_example_maps, example_maps
 from fastbert.analysis.measures import Measure
+from fastbert.analysis.syntax import check_maps
 from fastbert.analysis.targets import of_treebank
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses import probe, syntax
@@ -45,10 +46,16 @@ def whole(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
     """(numbers, arrays, page) of all analyses; those that share a result run the model for it once."""
     options, seed = {"batch_tokens": args.batch_tokens}, args.seed
+    # what is wrong is said before the work begins
+    heads.check("head", args.mode)
+    check_example_maps(model, examples.lengths, args.max_bytes)
     scored, no_loss = _scored(args, model, examples)
     against = None if args.against is None else model_of(args.against, args.device)
-    # what is wrong in the treebank is said before the work begins
+    if against is not None:
+        change.check(model, against, examples)
     of_words = None if args.conllu is None else words_of(args, model)
+    if of_words is not None:
+        check_maps(model, of_words[1], args.max_bytes)
     shown: list[report.Section] = []
     numbers: dict[str, dict] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -110,19 +117,20 @@ def _add_trees(
     add: Callable[..., None],
 ) -> None:
     """The sections of a treebank; `examples` are its sentences."""
-    if len(sentences) < SENTENCES:
-        reason = f"the treebank has fewer than {SENTENCES} sentences that the model can read"
+    few = f"the treebank has fewer than {SENTENCES} sentences"
+    of_two = sum(len(sentence) > 1 for sentence in sentences)
+    if len(sentences) < SENTENCES or not of_two:
+        what = "that the model can read" if len(sentences) < SENTENCES else "of two words or more"
         for name in ("syntax", "probe"):
-            add(sections.missing(name, reason))
+            add(sections.missing(name, f"{few} {what}"))
         return
     labels, parsing = syntax.on_trees(args, model, sentences, examples)
     best = parsing.best(seed=args.seed)
     numbers, arrays, _ = syntax.of_syntax(labels, parsing, best)
     numbers["left out"] = left_out
     add(sections_of_trees.of_syntax(labels, parsing, best), (numbers, arrays))
-    if sum(len(sentence) > 1 for sentence in sentences) < SENTENCES:
-        reason = f"the treebank has fewer than {SENTENCES} sentences of two words or more"
-        add(sections.missing("probe", reason))
+    if of_two < SENTENCES:
+        add(sections.missing("probe", f"{few} of two words or more"))
         return
     targets = of_treebank(sentences, examples, "upos")
     found = {
