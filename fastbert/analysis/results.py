@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,11 @@ def save(
             (place / f"{name}.html").write_text(page, encoding="utf-8")
         np.savez_compressed(place / f"{name}.npz", **arrays)
         for title, figure in figures.items():
-            figure.savefig(place / f"{title}.svg", metadata={"Date": None})
-            figure.savefig(place / f"{title}.png", dpi=150)
+            with warnings.catch_warnings():
+                # of a script that the font lacks: a box is drawn
+                warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+                figure.savefig(place / f"{title}.svg", metadata={"Date": None})
+                figure.savefig(place / f"{title}.png", dpi=150)
         os.chmod(place, 0o755)
         if directory.exists():
             directory.rmdir()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fastbert.analysis import pictures
+from fastbert.analysis import pictures, results
 from fastbert.analysis.report import Drawing, Published, Section, inlined, page
 from tests.support.pages import Page, is_rounding
 
@@ -30,6 +31,33 @@ NUMBERS = {
         }
     },
 }
+
+
+STRANGE = ["$x^$", "$\\frac$", "_a_b", "a\\b", "a\nb", "a\x00b", "\udcff", "\U0001f600", "x" * 10_000, ""]
+FIGURES = {
+    "bars": lambda t: pictures.bars({t: {"a": 0.5}, f"{t} 2": {"a": 0.1}}, {t: (0.4, 0.6)}, t, t),
+    "stacked_bars": lambda t: pictures.stacked_bars({t: dict(a=0.5, b=0.5), f"{t} 2": dict(a=1, b=0)}, t),
+    "intervals": lambda t: pictures.intervals({t: (0.5, 0.4, 0.6), f"{t} 2": (1, 1, 1)}, t, t),
+    "curves": lambda t: pictures.curves({"a": (np.arange(2), np.arange(2))}, t, t, t),
+    "heat_maps": lambda t: pictures.heat_maps({t: np.eye(2), f"{t} 2": np.eye(2)}),
+    "classes": lambda t: pictures.classes(np.eye(2, dtype=int), ("a", "b"), t),
+    "token_map": lambda t: pictures.token_map(np.eye(2), [t, t]),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("text", STRANGE, ids=ascii)
+def test_any_text_can_be_drawn(tmp_path, name, text):
+    """Those of a file of the user's are no mathematics, fit on the picture, and are all there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results.save(tmp_path / "out", "name", {}, {}, {"drawn": FIGURES[name](text)})
+    root = ElementTree.parse(tmp_path / "out" / "drawn.svg").getroot()
+    assert max(float(root.get(side).removesuffix("pt")) for side in ("width", "height")) < 1500
+    drawn = Page(f"<!DOCTYPE html>\n{inlined(FIGURES[name](text), name, text)}").texts["text"]
+    start = "".join(c if c.isprintable() else "�" for c in text[:10])
+    assert start in "\n".join(drawn)
+    assert max(map(len, drawn)) <= 61
 
 
 def shown(template: str) -> list[tuple[str, str | None, str]]:
