@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -478,7 +481,57 @@ def test_nothing_is_replaced(folder, tmp_path, capsys):
     assert "exists; expected a new directory, or an empty one" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "empty") == 0
+    for link, target in (("link", "empty"), ("dangling", "new")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+        assert call(folder, "attention", "encoder", "lines.txt", tmp_path / link) == 0
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target / "attention.json").is_file()
+
+
+def test_what_a_killed_run_left_is_removed(folder, tmp_path):
+    """By the next run of the same output; what a living process writes stays."""
+    script = (
+        "import os, sys\n"
+        "from fastbert.analysis import results\n"
+        "results.np.savez_compressed = lambda *args, **kwargs: os.kill(os.getpid(), 9)\n"
+        "results.save(sys.argv[1], 'attention', {}, {}, {})\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    alive = left.with_name(left.name.replace(left.name.split(".")[-2], str(os.getppid())))
+    alive.mkdir()
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", alive.name}
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022])
+def test_the_mode_of_results_is_the_callers(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        place = results.save(tmp_path / "out", "name", {}, {}, {})
+    finally:
+        os.umask(before)
+    assert place.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_a_name_that_is_not_utf8(folder, tmp_path):
+    """Of the file that is read: JSON and page hold it as an escape."""
+    file = tmp_path / os.fsdecode(b"\xff.txt")
+    file.write_text("the cat sat on the mat .\n" * 6)
+    for kind in ("attention", "report"):
+        assert call(folder, kind, "encoder", file, tmp_path / kind) == 0
+        assert json.loads((tmp_path / kind / f"{kind}.json").read_text())["input"] == str(file)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results.np, "savez_compressed", stop)
+    with pytest.raises(KeyboardInterrupt):
+        results.save(tmp_path / "out", "name", {}, {}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
