@@ -45,6 +45,9 @@ from fastbert.models.labels import IGNORED
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
 
+# the score of pairs without labels: largest where all texts are alike, so it rates no model
+UNRATED = "cosine"
+
 
 def _numbered(labels: np.ndarray, label2id: dict[str, int]) -> np.ndarray:
     """The numbers of labels that are names of the config."""
@@ -152,7 +155,7 @@ class Measure:
                 f"got {n}"
             )
         if labels is None:
-            return cls(model, examples, "cosine", pooling)
+            return cls(model, examples, UNRATED, pooling)
         if labels.shape != (n,) or not np.issubdtype(labels.dtype, np.number):
             raise ValueError(
                 f"labels: expected cosines, numbers of shape ({n},), got {labels.dtype} of shape "

@@ -132,7 +132,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("kind", ["heads", "importance", "fixed"])
 @pytest.mark.parametrize("which", MEASURED)
-def test_answers_and_pairs(folder, tmp_path, kind, which):
+def test_answers_and_pairs(folder, tmp_path, capsys, kind, which):
     model, file, more, score = MEASURED[which]
     assert call(folder, kind, model, file, tmp_path / "out", *more) == 0
     numbers = json.loads((tmp_path / "out" / f"{kind}.json").read_text())
@@ -141,6 +141,11 @@ def test_answers_and_pairs(folder, tmp_path, kind, which):
     arrays = np.load(tmp_path / "out" / f"{kind}.npz")
     name = {"heads": "loss", "importance": "derivatives", "fixed": "loss"}[kind]
     assert arrays[name].shape == ((4,) if kind == "fixed" else (4, 3, 3))
+    said = capsys.readouterr().out
+    assert ("the pairs have no labels (--labels): a model that makes all texts alike" in said) == (
+        which == "pairs"
+    )
+    assert ("removable" in numbers) == (kind == "importance" and which != "pairs")
 
 
 def test_answers_are_where_the_file_says(folder, tmp_path):

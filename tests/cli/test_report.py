@@ -22,6 +22,7 @@ from fastbert.analysis.intervals import estimate
 from fastbert.analysis.syntax import parse
 from fastbert.analysis.treebank import as_examples, read_conllu
 from fastbert.cli.analyses.heads import of_fixed
+from fastbert.cli.analyses.report import name_of
 from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
@@ -223,8 +224,12 @@ def test_pairs_of_an_encoder_are_compared(folder, made):
     assert len(captions) == 2
     assert all("examples: n = 6, seed 0" in text for text in captions)
     said = "".join(page.texts["p"])
-    assert "1 minus the cosine of the vectors of the two texts of a pair. A model that makes all" in said
-    assert not any("can go" in text for text in page.texts["th"])
+    assert said.count("A model that makes all texts alike has the largest cosine") == 3
+    assert "how wrong the model is" not in said
+    assert not any("worse" in text for text in page.texts["figcaption"])
+    assert not any("can go" in text or "loss falls" in text for text in page.texts["th"])
+    assert [text for text in page.texts["th"] if "heads are worth" in text] == ["What the heads are worth"]
+    assert "not known: these pairs have no labels (--labels)" in page.texts["td"]
 
 
 def test_cosines_of_the_file_are_a_measure(folder, tmp_path, monkeypatch):
@@ -239,11 +244,11 @@ def test_cosines_of_the_file_are_a_measure(folder, tmp_path, monkeypatch):
     assert "heads that can go before the negative squared error drops (p < 0.01)" in page.texts["th"]
 
 
-def test_names_are_text(made):
+def test_names_are_text(folder, made):
     """Those of files, directories and tokens, whatever they look like."""
     _, page, _, _ = made("strange")
-    assert page.texts["h1"] == [f"What the heads of {STRANGE} do"]
-    assert page.texts["title"][0] == f"What the heads of {STRANGE} do"
+    assert page.texts["h1"] == [f"What the 9 heads of {folder.name}/{STRANGE} do"]
+    assert page.texts["title"][0] == page.texts["h1"][0]
     _, page, numbers, _ = made("words")
     assert ("sections/change/against", None, STRANGE) in [
         (path, value, text.rsplit("/", 1)[-1]) for path, value, text in page.shown
@@ -253,6 +258,19 @@ def test_names_are_text(made):
     of_fifth = [each for each in numbers["sections"]["maps"]["maps"].values() if each["number"] == 5]
     assert all(token in text for each in of_fifth for token in each["tokens"])
     assert "cat" not in page.texts["b"]
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("/home/me/run/model", "run/model"),
+        ("/c/hub/models--org--all-MiniLM/snapshots/0a1b", "org/all-MiniLM"),
+        ("/model", "model"),
+    ],
+)
+def test_the_name_of_a_model(directory, name):
+    """Not that of its directory alone, which is often "model" or a hash."""
+    assert name_of(directory) == name
 
 
 def test_tokens_are_text(folder, tmp_path):

@@ -104,7 +104,8 @@ def whole(
         _add_trees(args, model, *of_words, add)
     summary = [f"{name}: {each['summary'][0]}" for name, each in numbers.items() if "summary" in each]
     numbers = facts | {"sections": numbers, "summary": summary}
-    title = f"What the heads of {Path(args.model).resolve().name} do"
+    of_model = numbers["sections"]["model"]
+    title = f"What the {of_model['count']} heads of {of_model['directory']} do"
     return numbers, arrays, report.page(title, numbers, shown)
 
 
@@ -145,6 +146,13 @@ def _add_trees(
     add(section, (numbers, arrays))
 
 
+def name_of(directory: str) -> str:
+    """What a report calls a model: its name on the hub, or its directory and the one above."""
+    parts = Path(directory).resolve().parts
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    return "/".join(parts[1:][-2:]) if cached is None else cached.removeprefix("models--").replace("--", "/")
+
+
 def _scored(
     args: argparse.Namespace, model: PreTrainedModel, examples: Examples
 ) -> tuple[Examples | None, str]:
@@ -171,11 +179,6 @@ def _scored(
 def _loss_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
     """What the loss of a report's ablation is."""
     if not isinstance(model, TaskModel):
-        if args.labels is None:
-            return (
-                "it is 1 minus the cosine of the vectors of the two texts of a pair. A model that makes all "
-                "texts alike has the least, so to learn which heads tell texts apart takes labels (--labels)"
-            )
         return "it is the square of the cosine of a pair's vectors minus the one that the file says"
     if isinstance(model, BertForMaskedLM):
         return "15% of each text's tokens are masked, and it is the cross-entropy of guessing them, in nats"
@@ -187,7 +190,7 @@ def _of_model(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     lengths = examples.lengths
     numbers = {
-        "directory": Path(args.model).resolve().name,
+        "directory": name_of(args.model),
         "family": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": len(model.base_model.layers()),
