@@ -66,6 +66,8 @@ def test_as_the_maps_of_transformers_say(request, family, which):
     numbers = range(len(examples))
     for name, expected in by_maps(lambda i: maps_of(theirs, examples, i), examples, numbers).items():
         np.testing.assert_allclose(getattr(found, name), expected, rtol=2e-5, atol=2e-6, err_msg=name)
+    segments = np.split(examples.segments, examples.starts[1:-1])
+    np.testing.assert_allclose(found.share_of_text, [(s[:, None] == s).mean() for s in segments], rtol=1e-6)
 
 
 def test_batches_and_order_change_only_rounding(pairs):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fastbert.analysis import pictures, results
+from fastbert.analysis import pictures, results, sections
+from fastbert.analysis.change import Change
 from fastbert.analysis.report import Drawing, Published, Section, inlined, page
+from tests.support.analysis import both
 from tests.support.pages import Page, is_rounding
 
 NUMBERS = {
@@ -58,6 +61,27 @@ def test_any_text_can_be_drawn(tmp_path, name, text):
     start = "".join(c if c.isprintable() else "�" for c in text[:10])
     assert start in "\n".join(drawn)
     assert max(map(len, drawn)) <= 61
+
+
+def test_bars_have_the_ends_of_their_intervals():
+    (axes,) = pictures.intervals({"a": (0.5, 0.4, 0.8), "b": (-1, -2, 0)}, "", "").axes
+    ends = axes.containers[0].lines[2][0].get_segments()
+    assert [segment[:, 0].tolist() for segment in ends] == [pytest.approx([0.4, 0.8]), [-2, 0]]
+
+
+def test_the_attention_of_a_layer_is_drawn_at_the_layer():
+    found = Change(np.ones((3, 2, 4)), np.ones((3, 3)), np.ones(2))
+    (axes,) = sections.change(found, seed=0).drawings[1].figure.axes
+    drawn = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
+    assert drawn == {"hidden states": [0, 1, 2], "attention": [1, 2]}
+
+
+@pytest.mark.parametrize("name", ["ids", "starts", "types", "labels"])
+def test_the_digest_is_of_all_that_a_result_depends_on(texts, name):
+    one = replace(texts, labels=np.arange(5))
+    other = replace(one, **{name: getattr(one, name) + 1})
+    facts = [results.facts(both("bert")[1], each) for each in (one, other, texts)]
+    assert len({each["examples_sha256"] for each in facts}) == 3
 
 
 def shown(template: str) -> list[tuple[str, str | None, str]]:

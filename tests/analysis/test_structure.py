@@ -10,7 +10,7 @@ import torch
 
 from fastbert.analysis import structure as module
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.structure import spanning_trees, spearman, structural_probe, tree_distances
+from fastbert.analysis.structure import Structure, spanning_trees, spearman, structural_probe, tree_distances
 from tests.support.analysis import sentence
 
 SCHOOL = dict(lr=0.02, batch=10, epochs=60, patience=10, rank=40)
@@ -213,6 +213,20 @@ def test_a_chain_is_the_baseline():
     assert found.linear_uuas() == 1
     assert found.linear_spearman() == pytest.approx(1)
     assert found.edges.tolist() == [5]
+
+
+def test_an_arc_to_punctuation_is_none():
+    many = [sentence("a , b c", "X PUNCT X X", np.array([2, 0, 2, 3]), "x x x x")] * 10
+    found = structural_probe(torch.randn(1, 40, 8), many, Examples(*_blank(40, 10)), rank=4, epochs=1)
+    assert (found.edges.tolist(), found.linear_found.tolist()) == ([1], [1])
+
+
+def test_correlations_are_of_lengths_5_to_50():
+    """Of each length a mean, and then of all."""
+    lengths, values = np.array([4, 5, 5, 50, 51]), np.array([[9.0, 1, 3, 5, 9]])
+    rest = [np.zeros((1, 5))] * 3
+    found = Structure(*rest, values, 2 * values, lengths, *rest[:2], (8, 1, 1), 4, 0)
+    assert (found.distance_spearman(), found.depth_spearman()) == ([3.5], [7.0])
 
 
 def test_what_cannot_be_learned():

@@ -300,6 +300,10 @@ def test_published_numbers_name_their_model(made):
     assert "32% (MRPC) to 61% (QQP)" in rows
     assert rows.count("bert-base-uncased, fine-tuned on GLUE; Kovaleva et al. 2019") == 2
     assert "+0.1 (STS-B) to +1.2 (MRPC) points" in rows
+    # the largest gain is in the caption of its figure too
+    places = [path for path, _, _ in page.shown]
+    ends = [f"sections/heads/figures/score/{end}/value" for end in ("highest", "lowest")]
+    assert [places.count(end) for end in ends] == [2, 1]
     assert "One head looks at all tokens alike" in text
 
 
