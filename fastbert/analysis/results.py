@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -95,10 +96,11 @@ def save(
 def _remove_leftovers(directory: Path) -> None:
     """Remove what runs of this output whose process has ended left beside it."""
     begin, end = f".{directory.name}.", ".tmp"
-    for entry in directory.parent.iterdir():
-        name = entry.name
-        if name.startswith(begin) and name.endswith(end) and files.is_dead(name[len(begin) : -len(end)]):
-            shutil.rmtree(entry, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it only saves space
+        for entry in directory.parent.iterdir():
+            name = entry.name
+            if name.startswith(begin) and name.endswith(end) and files.is_dead(name[len(begin) : -len(end)]):
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def check_free(directory: str | Path) -> Path:

@@ -58,7 +58,9 @@ def folder(tmp_path_factory):
     save(place / "wider", transformers.BertModel(hf_config("bert", hidden_size=72)))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "trees.conllu").write_text(conllu(TREES * 8))
-    (place / "long.conllu").write_text(conllu([" | ".join(f"the X {i} dep" for i in range(30))] * 12))
+    for name, words in (("long", 30), ("longer", 100)):
+        tree = " | ".join(f"the X {i} dep" for i in range(words))
+        (place / f"{name}.conllu").write_text(conllu([tree] * 12))
     rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
@@ -360,12 +362,21 @@ def test_twelve_layers_of_twelve_heads_are_a_small_file(folder, tmp_path):
             "max_bytes: 7,000 are too few for the attention maps of 32 tokens",
         ),
         ("words", "lines.txt", ["--conllu", "nothing"], "nothing"),
+        (
+            "words",
+            "lines.txt",
+            ["--conllu", "longer.conllu", "--on-long", "error"],
+            r"longer.conllu, line 2: sentences\[0\]: 102 tokens, expected 72 at most",
+        ),
         ("words", "lines.txt", ["--edges", "nothing"], "--edges: report does not read it"),
         ("words", "lines.txt", ["--probe", "edge"], "--probe: report takes none"),
     ],
 )
 def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, model, file, more, expected):
-    more = [folder / each if each in ("nothing", "wider", "long.conllu") else each for each in more]
+    more = [
+        folder / each if each in ("nothing", "wider", "long.conllu", "longer.conllu") else each
+        for each in more
+    ]
     assert call(folder, model, file, tmp_path / "out", *more) == 2
     said = capsys.readouterr()
     assert re.search(expected, said.err), said.err

@@ -79,17 +79,22 @@ def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[N
     try:
         yield
     except (ValueError, UsageError) as error:
-        number = re.match(r"(?:examples|texts|pairs|labels|answers|sentences)\[(\d+)\]: ", str(error))
-        file = args.input or args.conllu or args.edges
-        # sentences that are left out have no number
-        if number is None or (args.input is None and args.on_long != "error"):
+        found = re.match(r"(examples|texts|pairs|labels|answers|sentences)\[(\d+)\]: ", str(error))
+        name, number = found.groups() if found else ("", "0")
+        of_words = name == "sentences" or args.input is None
+        # after sentences that are left out, a number is none of the file's
+        if not found or (of_words and args.on_long != "error"):
             raise
-        index = int(number[1]) // (2 if _compares(args, model) and args.pairs else 1)
-        if args.input is None and args.conllu is not None:
-            found = (f"{file}, line {block[0][0]}" for block in blocks_of(file))
+        index = int(number)
+        if not of_words:
+            file, index = args.input, index // (2 if args.pairs and _compares(args, model) else 1)
         else:
-            found = (where for where, _ in lines_of(file))
-        where = next(itertools.islice(found, index, None))
+            file = args.edges if args.conllu is None else args.conllu
+        if of_words and args.conllu is not None:
+            places = (f"{file}, line {block[0][0]}" for block in blocks_of(file))
+        else:
+            places = (where for where, _ in lines_of(file))
+        where = next(itertools.islice(places, index, None), file)
         raise UsageError(f"{where}: {error}") from error
 
 

@@ -101,7 +101,11 @@ def whole(
         reason = f"no word is in {geometry.LEAST} places of these texts; more text is needed"
         add(sections.missing("geometry", reason))
     if of_words is not None:
-        _add_trees(args, model, *of_words, add)
+        try:
+            _add_trees(args, model, *of_words, add)
+        except ValueError as error:
+            # its examples are sentences of the treebank
+            raise ValueError(f"{args.conllu}: {error}") from error
     summary = [f"{name}: {each['summary'][0]}" for name, each in numbers.items() if "summary" in each]
     numbers = facts | {"sections": numbers, "summary": summary}
     of_model = numbers["sections"]["model"]
