@@ -8,7 +8,6 @@ report 0.86.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastbert.analysis.attention import PATTERNS, AttentionStatistics
+from fastbert.analysis.examples import lines_of, parsed
 
 FOLDS = 5
 # of Kovaleva et al.'s network, on their maps
@@ -39,20 +39,14 @@ def read_patterns(path: str | Path, names: Sequence[str], counts: Mapping[str, i
     """
     path = Path(path)
     found: list[list[int]] = []
-    lines: dict[tuple[int, ...], int] = {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                *place, pattern = _numbers(f"{path}, line {number}", line, names, counts)
-                first = lines.setdefault(tuple(place), number)
-                if first != number:
-                    what = ", ".join(f"{key} {i}" for key, i in zip(counts, place, strict=True))
-                    raise ValueError(f"{path}, line {number}: {what} again, which line {first} has")
-                found.append([*place, pattern])
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    lines: dict[tuple[int, ...], str] = {}
+    for where, line in lines_of(path):
+        *place, pattern = _numbers(where, line, names, counts)
+        first = lines.setdefault(tuple(place), where)
+        if first != where:
+            what = ", ".join(f"{key} {i}" for key, i in zip(counts, place, strict=True))
+            raise ValueError(f"{where}: {what} again, which {first.removeprefix(f'{path}, ')} has")
+        found.append([*place, pattern])
     if not found:
         raise ValueError(f"{path}: expected one pattern at least, found none")
     columns = np.array(found, np.int64).T
@@ -60,10 +54,7 @@ def read_patterns(path: str | Path, names: Sequence[str], counts: Mapping[str, i
 
 
 def _numbers(where: str, line: str, names: Sequence[str], counts: Mapping[str, int]) -> list[int]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error})") from None
+    values = parsed(where, line)
     missing = next((k for k in (*counts, "pattern") if not isinstance(values, dict) or k not in values), None)
     if missing is not None:
         raise ValueError(f"{where}: expected an object with {missing!r}")

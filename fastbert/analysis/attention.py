@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.intervals import Interval, estimate
+from fastbert.analysis.intervals import Interval, estimate, finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
 from fastbert.layers.linear import passing_panels
@@ -112,17 +112,24 @@ class AttentionStatistics:
         return found
 
     def features(self) -> dict[str, np.ndarray]:
-        """ "v", "d", "b", "u" of the module, each (n, layers, nheads)."""
+        """ "v", "d", "b", "u" of the module, each (n, layers, nheads).
+
+        Raises:
+            ValueError: the statistics are not finite; the message names an example.
+        """
         n = self.lengths.astype(np.float64)
         special = _excess(self.to_special(), self.share_of_kind[FIRST] + self.share_of_kind[SEPARATOR])
         column = _excess(self.most_received, 1 / n)
         near = _excess(self.previous + self.itself + self.following, (3 * n - 2) / n**2)
-        return {
+        found = {
             "v": np.maximum(special, column),
             "d": near,
             "b": _excess(self.own_text, self.share_of_text),
             "u": self.spread,
         }
+        for values in found.values():
+            finite("statistics", values)
+        return found
 
     def patterns(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
         """(n, layers, nheads) int8, an index into `PATTERNS`: the first rule that holds.

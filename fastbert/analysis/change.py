@@ -65,15 +65,12 @@ def change(
     Raises:
         ValueError: the models' shapes differ, or an argument is wrong; the message names it.
     """
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        one, other = (getattr(m.config, name) for m in (model, against))
-        if one != other:
-            raise ValueError(f"against: its {name} is {other}, expected the model's, {one}")
+    check(model, against, examples)
+    weights = _of_weights(model, against)
     layers = len(model.base_model.layers())
     n, heads = len(examples), model.config.num_attention_heads
     attention = np.zeros((n, layers, heads), np.float32)
     hidden = np.zeros((n, layers + 1), np.float32)
-    examples.check(against)
     with at_rest(model), at_rest(against), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
             kept = _Kept()
@@ -83,13 +80,24 @@ def change(
             for i, (one, other) in enumerate(zip(states, others, strict=True)):
                 cosine = torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=-1)
                 hidden[batch.numbers, i] = batch.means(cosine).cpu().numpy()
-    return Change(attention, hidden, _of_weights(model, against))
+    return Change(attention, hidden, weights)
+
+
+def check(model: PreTrainedModel, against: PreTrainedModel, examples: Examples) -> None:
+    """Raise a ValueError if `change` does not compare these models over these examples."""
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        one, other = (getattr(m.config, name) for m in (model, against))
+        if one != other:
+            raise ValueError(f"against: its {name} is {other}, expected the model's, {one}")
+    examples.check(against)
 
 
 def _states(model: PreTrainedModel, batch: Batch, taps: Taps) -> list[Tensor]:
     encoder = model.base_model
     with tapped(encoder, taps):
-        return encoder.encode_inputs(batch.inputs, None, False, True, False)[1]
+        states = encoder.encode_inputs(batch.inputs, None, False, True, False)[1]
+    batch.check(states[-1])
+    return states
 
 
 class _Kept(Taps):
@@ -126,13 +134,18 @@ class _Compared(Taps):
 
 def _of_weights(model: PreTrainedModel, against: PreTrainedModel) -> np.ndarray:
     found = []
-    for one, other in zip(model.base_model.layers(), against.base_model.layers(), strict=True):
-        found.append(_distance(one, other))
+    for i, (one, other) in enumerate(
+        zip(model.base_model.layers(), against.base_model.layers(), strict=True)
+    ):
+        apart, size = _distance(one, other)
+        if not size:
+            raise ValueError(f"model: all weights of layer {i} are 0, so no change is relative to them")
+        found.append((apart / size) ** 0.5)
     return np.array(found)
 
 
-def _distance(one: nn.Module, other: nn.Module) -> float:
-    """‖W' - W‖ / ‖W‖ over all parameters of two layers of the same kind."""
+def _distance(one: nn.Module, other: nn.Module) -> tuple[float, float]:
+    """(‖W' - W‖², ‖W‖²) over all parameters of two layers of the same kind."""
     before, after = ([p.detach().double() for p in m.parameters()] for m in (one, other))
     apart = sum(float((b.to(a.device) - a).square().sum()) for a, b in zip(before, after, strict=True))
-    return (apart / sum(float(a.square().sum()) for a in before)) ** 0.5
+    return apart, sum(float(a.square().sum()) for a in before)

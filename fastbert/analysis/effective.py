@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.intervals import Interval, estimate
+from fastbert.analysis.intervals import Interval, estimate, ratio_interval
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import LayerMath, Sequences
 from fastbert.layers.modules import part
@@ -59,17 +59,16 @@ class EffectiveAttention:
     def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
         """Means over all heads with their 95% intervals over examples: "correlation", "known", "to …".
 
-        "correlation" is the mean of those that are numbers, "known" their share; "to …" are the shares of
-        effective attention to each kind of token.
+        "correlation" is the mean of those that are numbers, over the examples that have one; NaN if none has.
+        "known" is their share; "to …" are the shares of effective attention to each kind of token.
         """
         filled, known = self.known()
-        both = np.stack([filled.sum((1, 2)), known.sum((1, 2))], 1)
-        found = {
-            "correlation": estimate(
-                both, lambda means: means[:, 0] / np.maximum(means[:, 1], 1e-9), seed=seed
-            ),
-            "known": estimate(known, seed=seed),
-        }
+        sums, counts = filled.sum((1, 2)), known.sum((1, 2))
+        some = counts > 0
+        correlation = Interval(float("nan"), None, None, 0, seed)
+        if some.any():
+            correlation = ratio_interval(sums[some], counts[some], seed=seed)
+        found = {"correlation": correlation, "known": estimate(known, seed=seed)}
         kinds = zip(KINDS, self.to_kind, strict=True)
         return found | {f"to {kind}": estimate(values, seed=seed) for kind, values in kinds}
 
@@ -149,6 +148,8 @@ class _Effective(Taps):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         batch, found = self.batch, self.found
+        # the decomposition of what is not finite fails without a name
+        batch.check(v)
         probabilities = Probabilities.of(q, k, sequences)
         values = v.detach().to(probabilities.q.dtype)
         output = self.outputs[layer]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import operator
+import reprlib
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ class Examples:
         config = model.config
         if not len(self):
             raise ValueError("examples: expected one at least, got none")
+        empty = np.flatnonzero(self.lengths < 1)
+        if len(empty):
+            raise ValueError(f"examples[{empty[0]}]: expected one token at least, got none")
         long = np.flatnonzero(self.lengths > config.max_tokens)
         if len(long):
             raise ValueError(
@@ -169,8 +173,32 @@ def of_encodings(tokenizer: Tokenizer, encoded: Sequence[Encoding], labels: Any 
         segments,
         kinds.astype(np.int8),
         words,
-        None if labels is None else np.asarray(labels),
+        None if labels is None else _as_array(labels),
     )
+
+
+def _as_array(labels: Any) -> np.ndarray:
+    """Labels of one kind, one per example."""
+    if isinstance(labels, np.ndarray):
+        return labels
+    first = None
+    for i, label in enumerate(labels):
+        try:
+            one = np.asarray(label)
+        except ValueError:  # of several lengths
+            one = np.asarray(None)
+        if one.dtype.kind not in "biufU" or (one.dtype.kind == "U" and one.ndim):
+            raise ValueError(
+                f"labels[{i}]: expected a number, a text, or a list of numbers, got {reprlib.repr(label)}"
+            )
+        kind = one.dtype.kind == "U", one.shape
+        first = first or kind
+        if kind != first:
+            raise ValueError(
+                f"labels[{i}]: expected one like labels[0], {reprlib.repr(labels[0])}, got "
+                f"{reprlib.repr(label)}"
+            )
+    return np.asarray(labels)
 
 
 def paired(
@@ -339,22 +367,46 @@ def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) ->
         found["pairs"] = []
     if labels is not None:
         found["labels"] = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                line = line.rstrip("\r\n")
-                if line.strip():
-                    for name, value in _fields(path, number, line, pairs, labels).items():
-                        found[name].append(value)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    for where, line in lines_of(path):
+        for name, value in _fields(path, where, line, pairs, labels).items():
+            found[name].append(value)
     if not found["texts"]:
         raise ValueError(f"{path}: expected one example at least, found none")
     return found
 
 
-def _fields(path: Path, number: int, line: str, pairs: bool, labels: str | None) -> dict[str, Any]:
-    where = f"{path}, line {number}"
+def lines_of(path: str | Path) -> Iterator[tuple[str, str]]:
+    """(the file and the line's number, for messages; the line without its end) of each line with text.
+
+    Raises:
+        ValueError, OSError: naming the file and the line.
+    """
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                line.encode()
+            except UnicodeEncodeError as error:
+                byte = ord(line[error.start]) - 0xDC00
+                raise ValueError(f"{where}: not UTF-8 (byte {byte:#x})") from None
+            if line.strip():
+                yield where, line.rstrip("\r\n")
+
+
+def parsed(where: str, line: str) -> Any:
+    """What a line of JSON holds. Raises a ValueError that begins with `where`."""
+    try:
+        found = json.loads(line)
+        if "\\ud" in line.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: a text has half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: no JSON ({error})") from None
+    return found
+
+
+def _fields(path: Path, where: str, line: str, pairs: bool, labels: str | None) -> dict[str, Any]:
     if path.suffix != ".jsonl":
         parts = line.split("\t")
         if not pairs:
@@ -362,10 +414,7 @@ def _fields(path: Path, number: int, line: str, pairs: bool, labels: str | None)
         if len(parts) != 2:
             raise ValueError(f"{where}: expected two texts with a tab between, found {len(parts)}")
         return {"texts": parts[0], "pairs": parts[1]}
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error})") from None
+    values = parsed(where, line)
     squad = isinstance(values, dict) and pairs and "text" not in values and "question" in values
     names = ("question", "context") if squad else ("text", "pair")
     keys = (

@@ -63,6 +63,7 @@ def hidden_states(
             source = torch.from_numpy(wanted).to(batch.sequence.device)
             target = torch.from_numpy(into[wanted])
             states = model.base_model.encode_inputs(batch.inputs, None, False, True, False)[1]
+            batch.check(states[-1])
             for layer, hidden in enumerate(states):
                 found[layer, target] = hidden[source].to(dtype).cpu()
                 if seen is not None:

@@ -177,7 +177,8 @@ def _self_similarity(vectors: np.ndarray) -> np.ndarray:
     vectors = vectors.astype(np.float64)
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.finfo(float).tiny)
     n = len(unit)
-    return ((unit.sum(0) ** 2).sum(-1) - n) / (n * n - n)
+    # a vector of 0 has the cosine 0 with all others, and no length
+    return ((unit.sum(0) ** 2).sum(-1) - (unit**2).sum((0, -1))) / (n * n - n)
 
 
 def _explained(vectors: np.ndarray) -> np.ndarray:

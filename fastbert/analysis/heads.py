@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import uniform
-from fastbert.analysis.intervals import Interval, estimate, paired_p
+from fastbert.analysis.intervals import Interval, estimate, finite, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
 from fastbert.layers.encoder import LayerMath, Sequences, together
@@ -91,7 +91,7 @@ class Ablation:
 
     def best_head(self) -> np.ndarray:
         """(layers,): of a layer's units the one with the highest mean score; of equals the least loss."""
-        score, loss = self.score.mean(0), self.loss.mean(0)
+        score, loss = finite("score", self.score).mean(0), finite("loss", self.loss).mean(0)
         return np.array([np.lexsort((loss[i], -score[i]))[0] for i in range(len(score))])
 
 
@@ -120,11 +120,7 @@ def ablate(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if mode == "skip" and unit != "layer":
-        raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
+    check(unit, mode)
     measure = Measure.of(model, examples, pooling)
     n, layers = len(measure), len(model.base_model.layers())
     units = 1 if unit == "layer" else model.config.num_attention_heads
@@ -144,6 +140,15 @@ def ablate(
                     for values, into in zip(found, (loss, score), strict=True):
                         into[numbers[:, None], layer, some] = values.reshape(len(some), -1).T
     return Ablation(unit, mode, measure.score_name, base_loss, base_score, loss, score)
+
+
+def check(unit: str, mode: str) -> None:
+    """Raise a ValueError if `ablate` knows no such unit or mode."""
+    for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    if mode == "skip" and unit != "layer":
+        raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
 
 
 class _Kept(Taps):
@@ -175,6 +180,7 @@ def _with_inputs(model: PreTrainedModel, batch: Batch, kept: _Kept) -> tuple[Ten
     encoder = model.base_model
     with tapped(encoder, kept):
         hidden, states, _ = encoder.encode_inputs(batch.inputs, None, False, True, False)
+    batch.check(hidden)
     return hidden, states[:-1]
 
 
@@ -262,6 +268,7 @@ class Importance:
 
     def order(self, *, normalized: bool = True) -> np.ndarray:
         """(layers · nheads,): the heads from the least to the most important, as layer · nheads + head."""
+        finite("derivatives", self.derivatives)
         return np.argsort(self.values(normalized=normalized).ravel(), kind="stable")
 
 

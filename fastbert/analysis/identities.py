@@ -167,6 +167,7 @@ class Probabilities:
         """
         lengths = self.cu_seqlens.diff().tolist()
         cell = self.q.shape[1] * self.q.element_size()
+        check_bytes(self.max_bytes, max(lengths, default=0), cell)
         first = 0
         while first < len(lengths):
             last, longest = first + 1, lengths[first]
@@ -175,11 +176,6 @@ class Probabilities:
                 if (last + 1 - first) * longer**2 * cell > self.max_bytes:
                     break
                 last, longest = last + 1, longer
-            if longest**2 * cell > self.max_bytes:
-                raise ValueError(
-                    f"max_bytes: {self.max_bytes:,} are too few for the attention maps of {longest} tokens, "
-                    f"{longest**2 * cell:,} bytes"
-                )
             yield first, last, self._maps(first, last, longest)
             first = last
 
@@ -285,6 +281,15 @@ class Probabilities:
         sequence, position = self._places
         count = position + 1 if self.causal else self.cu_seqlens.diff().long()[sequence]
         return count.to(self.q.dtype).log()
+
+
+def check_bytes(max_bytes: int, length: int, cell: int) -> None:
+    """Raise a ValueError if `max_bytes` do not hold the maps of `length` tokens, `cell` bytes per pair."""
+    if length**2 * cell > max_bytes:
+        raise ValueError(
+            f"max_bytes: {max_bytes:,} are too few for the attention maps of {length} tokens, "
+            f"{length**2 * cell:,} bytes"
+        )
 
 
 def uniform(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:

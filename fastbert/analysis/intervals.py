@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,22 +25,49 @@ class Interval(NamedTuple):
     seed: int
 
     def text(self, form: str) -> str:
-        """Such as "0.512 [0.480, 0.544]", each number in the format `form`; without ends, the mean alone."""
-        if self.low is None or self.high is None:
-            return format(self.mean, form)
-        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+        """Such as "0.512 [0.480, 0.544]", each number in the format `form`.
+
+        The mean alone, if there are no ends, or both look like it; "not known" for NaN.
+        """
+        if math.isnan(self.mean):
+            return "not known"
+        mean, *ends = (format(each, form) for each in self[:3] if each is not None)
+        return mean if {*ends} <= {mean} else f"{mean} [{', '.join(ends)}]"
+
+
+def finite(name: str, values: np.ndarray) -> np.ndarray:
+    """The values, if all are finite.
+
+    Raises:
+        ValueError: naming the first example, a row of `values`, that has one which is not.
+    """
+    wrong = np.argwhere(~np.isfinite(values))
+    if len(wrong):
+        at = tuple(wrong[0])
+        raise ValueError(f"{name}[{at[0]}]: expected finite numbers, got {values[at]}")
+    return values
+
+
+def _checked(values: np.ndarray, least: int = 1) -> np.ndarray:
+    """In float64, if there are numbers of so many examples, and all are finite."""
+    values = np.asarray(values, np.float64)
+    if len(values) < least:
+        wanted = "an interval needs two examples" if least > 1 else "expected one example"
+        raise ValueError(f"values: {wanted} at least, got {len(values)}")
+    if not values.size:
+        raise ValueError(f"values: expected a number per example at least, got shape {values.shape}")
+    return finite("values", values)
 
 
 def resampled_means(values: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
     """Means over bootstrap resamples of examples: (n, …) -> (resamples, …).
 
     Raises:
-        ValueError: fewer than two examples, of which no resample says anything.
+        ValueError: fewer than two examples, of which no resample says anything; or a value is not finite.
     """
-    if len(values) < 2:
-        raise ValueError(f"values: an interval needs two examples at least, got {len(values)}")
+    values = _checked(values, 2)
     n = len(values)
-    flat = np.asarray(values, np.float64).reshape(n, -1)
+    flat = values.reshape(n, -1)
     return (_counts(n, seed, resamples) @ flat / n).reshape(resamples, *values.shape[1:])
 
 
@@ -55,7 +83,7 @@ def mean_interval(values: np.ndarray, *, seed: int = 0, resamples: int = RESAMPL
     """The mean of (n,) values with its 95% percentile bootstrap interval over examples.
 
     Raises:
-        ValueError: fewer than two examples.
+        ValueError: fewer than two examples, or a value is not finite.
     """
     low, high = np.percentile(resampled_means(values, seed=seed, resamples=resamples), [2.5, 97.5])
     return Interval(float(np.mean(values)), float(low), float(high), len(values), seed)
@@ -70,9 +98,12 @@ def estimate(
         values: per example.
         statistic: means (some, …) -> (some,), such as a ratio of two means; None: the mean of all numbers.
         seed: of the resamples.
+
+    Raises:
+        ValueError: no example, or a value is not finite.
     """
+    values = _checked(values)
     n = len(values)
-    values = np.asarray(values, np.float64)
     if statistic is None:
         values = values.reshape(n, -1).mean(1)
     of = statistic or (lambda means: means)
@@ -84,8 +115,12 @@ def estimate(
 
 
 def bands(values: np.ndarray, *, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """(means, low ends, high ends), each (…), of (n, …) values; of one example the ends are the means."""
-    means = np.asarray(values, np.float64).mean(0)
+    """(means, low ends, high ends), each (…), of (n, …) values; of one example the ends are the means.
+
+    Raises:
+        ValueError: no example, or a value is not finite.
+    """
+    means = _checked(values).mean(0)
     if len(values) < 2:
         return means, means, means
     return means, *np.percentile(resampled_means(values, seed=seed), [2.5, 97.5], axis=0)
@@ -100,7 +135,7 @@ def paired_p(change: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -
     Source: Berg-Kirkpatrick et al. 2012, "An Empirical Investigation of Statistical Significance in NLP".
 
     Raises:
-        ValueError: fewer than two examples.
+        ValueError: fewer than two examples, or a value is not finite.
     """
     means = resampled_means(change, seed=seed, resamples=resamples)
     sign = np.sign(change.mean(0))
@@ -109,9 +144,9 @@ def paired_p(change: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, *, seed: int = 0) -> Interval:
-    """Σ above / Σ below over examples, (n,) each, with its 95% interval over them; 0 / 0 is 0.
+    """Σ above / Σ below over examples, (n,) each, with its 95% interval over them.
 
-    Such as right answers over questions, where examples have several.
+    Such as right answers over questions, where examples have several. 0 / 0 is 0, x / 0 is infinite.
     """
     return estimate(np.stack([above, below], 1), _ratio, seed=seed)
 
@@ -119,4 +154,4 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, *, seed: int = 0) -> In
 def _ratio(means: np.ndarray) -> np.ndarray:
     """(some, 2) -> (some,)."""
     above, below = means.T
-    return np.divide(above, below, out=np.zeros(len(means)), where=below != 0)
+    return np.divide(above, below, out=np.where(above == 0, 0, np.copysign(np.inf, above)), where=below != 0)

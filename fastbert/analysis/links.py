@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import Probabilities
-from fastbert.analysis.intervals import Interval, mean_interval
+from fastbert.analysis.intervals import Interval, finite, mean_interval
 from fastbert.analysis.targets import Targets
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
@@ -86,11 +86,10 @@ class Links:
             ValueError: fewer than 4 examples, two for each half.
         """
         n = len(self.example)
-        if n < 4:
-            raise ValueError(f"examples: expected 4 with links at least, two for each half, got {n}")
+        check_halves(n)
         order = np.random.default_rng(self.seed).permutation(n)
         first, second = order[: (n + 1) // 2], np.sort(order[(n + 1) // 2 :])
-        scores = self.score[first].mean(0, dtype=np.float64)
+        scores = finite("score", self.score)[first].mean(0, dtype=np.float64)
         layer, head = (int(i) for i in np.unravel_index(scores.argmax(), scores.shape))
         moved = self.moved[second[self.has_room[second]], layer, head]
         return Best(
@@ -99,6 +98,12 @@ class Links:
             mean_interval(self.score[second, layer, head], seed=self.seed),
             mean_interval(moved, seed=self.seed) if len(moved) > 1 else None,
         )
+
+
+def check_halves(examples: int) -> None:
+    """Raise a ValueError if too few examples have links for `Links.best`."""
+    if examples < 4:
+        raise ValueError(f"examples: expected 4 with links at least, two for each half, got {examples}")
 
 
 def links(

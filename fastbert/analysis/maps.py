@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastbert.analysis.attention import BLOCK, BOTH, DIAGONAL, PATTERNS, VERTICAL, AttentionStatistics
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.identities import MAX_BYTES, Probabilities
+from fastbert.analysis.identities import MAX_BYTES, Probabilities, check_bytes
 from fastbert.analysis.walk import at_rest, batches, encode
 from fastbert.layers.encoder import Sequences
 from fastbert.layers.taps import Taps
@@ -113,6 +113,7 @@ def example_maps(
     Raises:
         ValueError: the maps of an example take more memory; or an argument is wrong. The message names it.
     """
+    check_example_maps(model, found.lengths, max_bytes)
     made = []
     for pattern in range(len(PATTERNS)):
         place = _clearest(found, pattern)
@@ -125,14 +126,24 @@ def example_maps(
     return made
 
 
+def check_example_maps(model: PreTrainedModel, lengths: np.ndarray, max_bytes: int) -> None:
+    """Raise a ValueError if `max_bytes` do not hold the maps of one of the examples that may be shown."""
+    check_bytes(max_bytes, int(lengths[_short(lengths)].max()), model.config.num_attention_heads * 4)
+
+
+def _short(lengths: np.ndarray) -> np.ndarray:
+    """The numbers of the examples that may be shown."""
+    short = np.flatnonzero((lengths >= SHORT[0]) & (lengths <= SHORT[1]))
+    if len(short):
+        return short
+    # the longest of those that are shorter, or else the shortest
+    below = lengths[lengths < SHORT[0]]
+    return np.flatnonzero(lengths == (below.max() if len(below) else lengths.min()))
+
+
 def _clearest(found: AttentionStatistics, pattern: int) -> tuple[int, int, int] | None:
     """(example, layer, head) of the clearest map of a pattern, or None if no short example has one."""
-    lengths = found.lengths
-    short = np.flatnonzero((lengths >= SHORT[0]) & (lengths <= SHORT[1]))
-    if not len(short):
-        # the longest of those that are shorter, or else the shortest
-        below = lengths[lengths < SHORT[0]]
-        short = np.flatnonzero(lengths == (below.max() if len(below) else lengths.min()))
+    short = _short(found.lengths)
     v, d, _, u = (values[short] for values in found.features().values())
     clear = {VERTICAL: v, DIAGONAL: d, BOTH: np.minimum(v, d), BLOCK: u}.get(pattern, 1 - np.maximum(v, d))
     has = found.patterns() == pattern

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.analysis.examples import Examples
+from fastbert.analysis.intervals import finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encoded
 from fastbert.layers.linear import apply_linear
 from fastbert.models.base import PreTrainedModel
@@ -43,6 +44,9 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
+
+# the score of pairs without labels: largest where all texts are alike, so it rates no model
+UNRATED = "cosine"
 
 
 def _numbered(labels: np.ndarray, label2id: dict[str, int]) -> np.ndarray:
@@ -111,6 +115,8 @@ class Measure:
             what = ("one per token", "one per example")
             raise ValueError(f"labels: expected {what[not of_tokens]}, got {what[of_tokens]}")
         score = "accuracy"
+        if np.issubdtype(labels.dtype, np.floating):
+            finite("labels", labels)
         if isinstance(model, BertForSequenceClassification):
             problem = model.problem(torch.as_tensor(labels))
             if problem == "regression":
@@ -149,7 +155,7 @@ class Measure:
                 f"got {n}"
             )
         if labels is None:
-            return cls(model, examples, "cosine", pooling)
+            return cls(model, examples, UNRATED, pooling)
         if labels.shape != (n,) or not np.issubdtype(labels.dtype, np.number):
             raise ValueError(
                 f"labels: expected cosines, numbers of shape ({n},), got {labels.dtype} of shape "
@@ -220,9 +226,15 @@ class Measure:
         return loss, ((logits > 0) == (labels > 0.5)).to(logits.dtype).mean(-1)
 
     def arrays(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """What a call returns, as float64 on the host."""
-        loss, score = self(hidden, inputs, labels)
-        return loss.double().cpu().numpy(), score.double().cpu().numpy()
+        """What a call returns, as float64 on the host.
+
+        Raises:
+            ValueError: a loss is not finite.
+        """
+        loss, score = (each.double().cpu().numpy() for each in self(hidden, inputs, labels))
+        if not np.isfinite(loss).all():
+            raise ValueError("model: the loss of its head is not finite: its weights are not, or too large")
+        return loss, score
 
     def _of_tokens(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
         model = self.model

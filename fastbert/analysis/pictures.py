@@ -5,7 +5,7 @@ Axes number layers and heads from 1, as the papers do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,14 +23,43 @@ MORE_COLORS = (
 _ON_COLORS = ("#fefefe", "#111111", "#fefefe", "#111111", "#111111")
 # tokens of an example whose names fit beside its map
 NAMED_TOKENS = 40
+# letters of a text that fit beside a bar, or above a figure
+NAMED_LETTERS = 60
 
 
-def _figure(width: float, height: float) -> Figure:
+def check() -> type[Figure]:
+    """matplotlib's class of figures.
+
+    Raises:
+        ImportError: there is no matplotlib; the message says how to install it.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'fastbert-kernels[analysis]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    return check()(figsize=(width, height), layout="constrained")
+
+
+def _plain(figure: Figure) -> Figure:
+    """The figure, whose texts are neither mathematics nor TeX, and hold what a file of XML may hold."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        text.set_usetex(False)
+        text.set_text(_printable(text.get_text(), NAMED_LETTERS))
+    return figure
+
+
+def _names(axes: Any, names: Iterable[str], **options: Any) -> None:
+    """A row per name, from the top."""
+    shown = [_printable(name, NAMED_LETTERS) for name in names]
+    axes.set_yticks(range(len(shown)), shown, **options)
+    axes.invert_yaxis()
 
 
 def _grid(axes: Any, shape: tuple[int, int], title: str) -> None:
@@ -56,7 +85,7 @@ def heat_maps(
     """A heat map per name, (layers, nheads) each, with its scale beside it.
 
     Args:
-        maps: title -> values.
+        maps: title -> values; NaN where there is none.
         diverging: colours go both ways from 0, red where it is worse.
         worse: "low" or "high" numbers.
         low, high: ends of the scale; default: those of the values.
@@ -70,11 +99,13 @@ def heat_maps(
     figure = _figure(size[0] * columns, size[1] * rows)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (title, values) in zip(panels, maps.items(), strict=False):
+        # a head without a value has no colour
+        known = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
         if diverging:
-            most = float(np.abs(values).max()) or 1.0
+            most = float(np.abs(known).max()) or 1.0
             ends, colours = (-most, most), "RdBu" if worse == "low" else "RdBu_r"
         else:
-            ends = (values.min() if low is None else low, values.max() if high is None else high)
+            ends = (known.min() if low is None else low, known.max() if high is None else high)
             colours = "viridis"
         image = axes.imshow(
             values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto", interpolation="none"
@@ -83,7 +114,7 @@ def heat_maps(
         figure.colorbar(image, ax=axes, shrink=0.9).ax.tick_params(labelsize=7)
     for axes in panels[count:]:
         axes.set_visible(False)
-    return figure
+    return _plain(figure)
 
 
 def classes(found: np.ndarray, names: Sequence[str], title: str, colors: Sequence[str] = COLORS) -> Figure:
@@ -102,7 +133,7 @@ def classes(found: np.ndarray, names: Sequence[str], title: str, colors: Sequenc
     _grid(axes, found.shape, title)
     patches = [Patch(color=colors[i], label=name) for i, name in enumerate(names)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
-    return figure
+    return _plain(figure)
 
 
 def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
@@ -121,12 +152,10 @@ def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
     size = min(7.5, 150 / length)
     axes.set_xticks(places, names, rotation=90, fontsize=size)
     axes.set_yticks(places, names, fontsize=size)
-    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        label.set_parse_math(False)
     axes.set_xlabel("looked at", fontsize=8)
     axes.set_ylabel("looking", fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
-    return figure
+    return _plain(figure)
 
 
 def _printable(token: str, most: int = 14) -> str:
@@ -147,12 +176,12 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width
     left = np.zeros(len(shares))
     for i, part in enumerate(parts):
         values = np.array([each[part] for each in shares.values()])
-        bars = axes.barh(list(shares), values, left=left, color=COLORS[i], label=part)
+        bars = axes.barh(range(len(shares)), values, left=left, color=COLORS[i], label=part)
         texts = [f"{value:.0%}" if value >= 0.05 else "" for value in values]
         axes.bar_label(bars, texts, label_type="center", fontsize=7, color=_ON_COLORS[i])
         left += values
     axes.set_xlim(0, 1)
-    axes.invert_yaxis()
+    _names(axes, shares)
     if not any(shares):
         axes.set_yticks([])
     axes.set_xlabel("share of examples, layers and heads", fontsize=8)
@@ -160,7 +189,7 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width
     axes.set_title(title, fontsize=9)
     columns = 3 if narrow else len(parts)
     figure.legend(loc="outside lower center", ncols=columns, fontsize=7, frameon=False)
-    return figure
+    return _plain(figure)
 
 
 def intervals(
@@ -171,12 +200,12 @@ def intervals(
     axes = figure.subplots()
     found = np.array(list(values.values()))
     ends = np.abs(found[:, 1:] - found[:, :1]).T
-    axes.barh(list(values), found[:, 0], xerr=ends, color=COLORS[0], ecolor="#333333", capsize=3)
-    axes.invert_yaxis()
+    axes.barh(range(len(values)), found[:, 0], xerr=ends, color=COLORS[0], ecolor="#333333", capsize=3)
+    _names(axes, values)
     axes.set_xlabel(xlabel, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.set_title(title, fontsize=9)
-    return figure
+    return _plain(figure)
 
 
 def curves(
@@ -211,7 +240,7 @@ def curves(
     if len(lines) > 1:
         figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
     axes.set_title(title, fontsize=9)
-    return figure
+    return _plain(figure)
 
 
 def bars(
@@ -244,8 +273,7 @@ def bars(
             place = y - (len(parts) - 1) / 2 * height
             ends = [[max(value - low, 0)], [max(high - value, 0)]]
             axes.errorbar([value], [place], xerr=ends, color="black", linewidth=0.8, capsize=2)
-    axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
-    axes.invert_yaxis()
+    _names(axes, groups, fontsize=8)
     axes.set_xlim(0, 1)
     axes.set_xlabel(xlabel, fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
@@ -253,4 +281,4 @@ def bars(
     axes.set_title(title, fontsize=9)
     columns = 2 if width < 5 else len(parts)
     figure.legend(loc="outside lower center", ncols=columns, fontsize=7, frameon=False)
-    return figure
+    return _plain(figure)

@@ -209,6 +209,13 @@ class Probes(nn.Module):
         return torch.cat(parts, 1)
 
 
+def check_finite(states: Tensor) -> None:
+    """Raise a ValueError that names the first layer of (layers, rows, hidden) with what is not finite."""
+    for layer, each in enumerate(states):
+        if not torch.isfinite(each).all():
+            raise ValueError(f"states[{layer}]: expected finite numbers; the layer has others")
+
+
 def losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
     """The loss of each probe and target, in nats.
 
@@ -268,6 +275,8 @@ def fit(
             optimizer.zero_grad(set_to_none=True)
             found.mean(1).sum().backward()
             optimizer.step()
+        if not torch.isfinite(found).all():
+            raise ValueError(f"lr: probes have no finite loss with {recipe.lr}; expected a smaller rate")
         if held_out is None or not len(held_out):
             continue
         found = losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(

@@ -191,6 +191,13 @@ class OnlineCode:
         return self.targets * math.log2(len(self.label_names))
 
 
+def check_code(targets: Targets) -> None:
+    """Raise a ValueError if `online_code` has no code for the labels of the targets."""
+    if len(targets.label_names) < 2:
+        raise ValueError(f"targets: a code needs two labels at least, got {len(targets.label_names)}")
+    targets.check_labels()
+
+
 def online_code(
     states: Tensor,
     targets: Targets,
@@ -212,12 +219,8 @@ def online_code(
         ValueError: naming the argument, what came and what was expected.
     """
     targets.check(states)
+    check_code(targets)
     classes = len(targets.label_names)
-    if classes < 2:
-        raise ValueError(f"targets: a code needs two labels at least, got {classes}")
-    many = np.flatnonzero(targets.labels.sum(1) != 1)
-    if len(many):
-        raise ValueError(f"targets[{many[0]}]: expected one label, got {targets.labels[many[0]].sum()}")
     examples = np.unique(targets.example)
     order = np.random.default_rng(seed).permutation(examples)
     ends = np.unique([max(1, round(share * len(order))) for share in BLOCKS])

@@ -156,9 +156,14 @@ class _Texts:
 
 def _shown(value: Any, where: str, form: str) -> str:
     """HTML of a number, a text, an interval, or a list of these."""
+    if value is None:
+        return "not known"
     if isinstance(value, Mapping):
         mean = _shown(value["mean"], f"{where}/mean", form)
         if value["low"] is None:
+            return mean
+        # ends that look like the mean say nothing
+        if len({format(value[name], form) for name in ("mean", "low", "high")}) == 1:
             return mean
         low, high = (_shown(value[end], f"{where}/{end}", form) for end in ("low", "high"))
         return f'{mean} <span class="interval">[{low}, {high}]</span>'
@@ -290,8 +295,9 @@ mean over the tokens it looked at, weighted by these shares. This page shows wha
 one set of texts.</p>
 <p>Head 3-7 is the seventh head of the third layer. Numbers in brackets are the ends of an interval: when the
 examples are drawn anew from these, with replacement, the mean lies between them in 95 of 100 draws
-(bootstrap). One example has no interval. Every number is also in <code>report.json</code>, and what the
-figures draw in <code>report.npz</code>, both beside this page.</p>
+(bootstrap). One example has no interval, and ends that would look like the mean are left out. Every number
+is also in <code>report.json</code>, and what the figures draw in <code>report.npz</code>, both beside this
+page.</p>
 """
 
 _STYLE = """:root{color-scheme:light dark;--line:rgba(128,128,128,.35);--soft:rgba(128,128,128,.1)}

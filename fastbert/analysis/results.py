@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from fastbert.analysis.examples import Examples
+from fastbert.checkpoint import files
 from fastbert.models.base import PreTrainedModel
 from fastbert.runtime.version import VERSION
 
@@ -65,17 +67,23 @@ def save(
     """
     directory = check_free(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    _remove_leftovers(directory)
+    place = directory.with_name(f".{directory.name}.{files.own_tag()}.tmp")
+    place.mkdir()
+    # file names may have what is no UTF-8; in JSON that is an escape
+    how = {"encoding": "utf-8", "errors": "backslashreplace"}
     try:
         text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        (place / f"{name}.json").write_text(text, encoding="utf-8")
+        (place / f"{name}.json").write_text(text, **how)
         if page is not None:
-            (place / f"{name}.html").write_text(page, encoding="utf-8")
+            (place / f"{name}.html").write_text(page, **how)
         np.savez_compressed(place / f"{name}.npz", **arrays)
         for title, figure in figures.items():
-            figure.savefig(place / f"{title}.svg", metadata={"Date": None})
-            figure.savefig(place / f"{title}.png", dpi=150)
-        os.chmod(place, 0o755)
+            with warnings.catch_warnings():
+                # of a script that the font lacks: a box is drawn
+                warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+                figure.savefig(place / f"{title}.svg", metadata={"Date": None})
+                figure.savefig(place / f"{title}.png", dpi=150)
         if directory.exists():
             directory.rmdir()
         os.replace(place, directory)
@@ -85,13 +93,30 @@ def save(
     return directory
 
 
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what runs of this output whose process has ended left beside it."""
+    begin, end = f".{directory.name}.", ".tmp"
+    with contextlib.suppress(OSError):  # it only saves space
+        for entry in directory.parent.iterdir():
+            name = entry.name
+            if name.startswith(begin) and name.endswith(end) and files.is_dead(name[len(begin) : -len(end)]):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
 def check_free(directory: str | Path) -> Path:
-    """The directory, if a result can go there: it does not exist, or is empty.
+    """The directory, if a result can go there: it does not exist, or is empty, and can be written.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming it, or the directory above it that is none or cannot be written.
     """
     directory = Path(directory)
+    if directory.is_symlink() or directory.name in ("", ".."):
+        directory = Path(os.path.realpath(directory))
+    above = next(each for each in Path(os.path.abspath(directory)).parents if os.path.lexists(each))
+    if not above.is_dir():
+        raise ValueError(f"{above}: is no directory; expected one for {directory}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory}: exists; expected a new directory, or an empty one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{above}: no results can be written there; expected a directory of yours")
     return directory

@@ -98,9 +98,9 @@ def model() -> Section:
     return Section(
         "model",
         TITLES["model"],
-        ("Whoever runs the same version on the same model and the same texts gets the same numbers.",),
+        ("The same version of this program makes the same numbers of the same model and the same texts.",),
         rows=(
-            ("model", "{/model} of the directory {directory}, {family}, {dtype}"),
+            ("model", "{/model} of {directory}, {family}, {dtype}"),
             ("size", "{layers} layers of {heads} heads; vectors of {hidden size:,} numbers"),
             ("texts", "{/n:,} examples of {texts}"),
             (
@@ -205,7 +205,14 @@ def patterns(found: AttentionStatistics) -> Section:
             Drawing("shares", "Share of each pattern", "Over all examples, layers and heads.", bars),
             Drawing("commonest", "The commonest pattern of each head", "Over the examples.", grid),
         ),
-        [(name, f"{{intervals/{name}:.1%}}; commonest of {{heads/{name}:,}} heads") for name in PATTERNS],
+        [
+            (
+                name,
+                f"{{intervals/{name}:.1%}}; commonest in {{heads/{name}:,}} of "
+                "{/sections/model/count:,} heads",
+            )
+            for name in PATTERNS
+        ],
         (Published("heterogeneous", "{intervals/heterogeneous:.1%}", "32% (MRPC) to 61% (QQP)", KOVALEVA),),
         (("Heads whose pattern could be linguistic", "{intervals/heterogeneous:.1%}"),),
     )
@@ -238,7 +245,7 @@ def maps(found: Sequence[ExampleMap], tokens: Sequence[Sequence[str]], *, no_los
         "For each pattern, the attention of one head on one short example, the clearest that was found. A "
         "row is a token that looks, a column a token that is looked at. The brighter, the more attention.",
         "A picture of attention is no evidence that the model uses it. So each has beside it what the "
-        "model's loss does when this head is taken out. A change near 0: the model does not need it.",
+        "model's loss does when this head is taken out. A change near 0: this loss does not depend on it.",
     ]
     if no_loss:
         says.append("Here that is not known, so whether the model uses what is seen stays open.")

@@ -9,6 +9,7 @@ from fastbert.analysis import pictures
 from fastbert.analysis.fixed import FixedHeads
 from fastbert.analysis.heads import Ablation, Importance, PruningCurve
 from fastbert.analysis.intervals import bands
+from fastbert.analysis.measures import UNRATED
 from fastbert.analysis.report import Drawing, Published, Section
 from fastbert.analysis.sections import KOVALEVA, TITLES, WIDTH, heat
 
@@ -16,13 +17,18 @@ MICHEL = "Michel et al. 2019"
 RAGANATO = "translation models of 6 layers, trained so; Raganato et al. 2020"
 # n of what a loss measures: two texts are one case where pairs are compared
 CASES = "examples: n = {cases:,}, seed {/seed}"
+_UNRATED = (
+    "These pairs have no labels, so all that is measured is how alike the vectors of their texts are. A "
+    "model that makes all texts alike has the largest cosine. So nothing here says how good the model is: to "
+    "learn what it needs to tell texts apart, give the cosine that each pair should have (--labels)."
+)
 
 
 def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
     """What the model loses without each head."""
     change = found.loss - found.base_loss[:, None, None]
     of_score = found.score - found.base_score[:, None, None]
-    score = found.score_name
+    score, unrated = found.score_name, found.score_name == UNRATED
     out = (
         "The output of one head is set to 0" if found.mode == "zero" else "One head looks at all tokens alike"
     )
@@ -33,7 +39,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
             change,
             "+.4f",
             seed,
-            "Red: the model is worse without it.",
+            "Red: the texts of a pair are less alike." if unrated else "Red: the model is worse without it.",
             CASES,
             diverging=True,
             worse="high",
@@ -44,7 +50,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
             of_score,
             "+.4f",
             seed,
-            "Red: the model is worse without it.",
+            "Red: the texts of a pair are less alike." if unrated else "Red: the model is worse without it.",
             CASES,
             diverging=True,
         ),
@@ -52,15 +58,17 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
     rows = [
         ("loss of the whole model", "{intervals/loss:.4f}"),
         (f"{score} of the whole model", "{intervals/score:.4f}"),
-        ("heads without which the loss falls", "{loss falls without:,} of {count:,}"),
     ]
-    ranks = ("the head most needed", "the second", "the third", "the fourth", "the fifth")
+    if not unrated:
+        rows.append(("heads without which the loss falls", "{loss falls without:,} of {count:,}"))
+    first = "the head without which the loss rises most" if unrated else "the head most needed"
+    ranks = (first, "the second", "the third", "the fourth", "the fifth")
     rows += [
         (rank, f"{{worst/{i}/name}}: loss {{worst/{i}/loss:+.4f}}, {score} {{worst/{i}/score:+.4f}}")
         for i, rank in enumerate(ranks[: change[0].size])
     ]
     published = []
-    if len(change) > 1:
+    if len(change) > 1 and not unrated:
         published = [
             Published(
                 f"heads without which the {score} changes (p < 0.01)",
@@ -78,22 +86,27 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
                 KOVALEVA,
             )
         )
+    says = f"The loss says how wrong the model is: {loss}."
+    brief = [
+        ("The head most needed", "{worst/0/name}: loss {worst/0/loss:+.4f}"),
+        ("Heads without which the loss falls", "{loss falls without:,} of {count:,}"),
+    ]
+    if unrated:
+        says = f"The loss is 1 minus the cosine. {_UNRATED}"
+        brief = [("What the heads are worth", "not known: these pairs have no labels (--labels)")]
     return Section(
         "heads",
         TITLES["heads"],
         (
-            f"{out}, and the model is run again. The loss says how wrong the model is: {loss}. The maps "
-            "show, for each head, the loss and the score without it, minus those of the whole model.",
+            f"{out}, and the model is run again. {says} The maps show, for each head, the loss and the score "
+            "without it, minus those of the whole model.",
             "Other heads can do the work of one that is missing. So a change near 0 says that the model can "
             "do without this head, not that the head does nothing.",
         ),
         drawings,
         rows,
         published,
-        (
-            ("The head most needed", "{worst/0/name}: loss {worst/0/loss:+.4f}"),
-            ("Heads without which the loss falls", "{loss falls without:,} of {count:,}"),
-        ),
+        brief,
     )
 
 
@@ -128,10 +141,10 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
         ("the most important head", "{most/name}: {most/importance:.3g}"),
         (f"{score} with all heads, and without any", f"{{curve/0:.4f}} and {{curve/{last}:.4f}}"),
     ]
-    brief = [("The most important head", rows[0][1])]
+    unrated = score == UNRATED
+    brief = [] if unrated else [("The most important head", rows[0][1])]
     published = []
-    # the cosine of a pair is largest where all texts are alike: it says nothing of how many heads are needed
-    if found.derivatives.shape[0] > 1 and score != "cosine":
+    if found.derivatives.shape[0] > 1 and not unrated:
         rows.append((f"heads that can go before the {score} drops (p < 0.01)", "{removable:,} of {count:,}"))
         brief.append(("Heads that can go", rows[-1][1]))
         published = [
@@ -155,8 +168,10 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
             "Importance asks each example how much its loss would change if a head spoke a little louder or "
             "lower. All heads are measured at once, so this is quick and approximate, while the section "
             "above takes them out one by one.",
-            "The curve takes out more and more heads, the least important first. Where it stays flat, the "
-            "model does not need them. If it lies above the grey ones, the order is better than chance.",
+            _UNRATED
+            if unrated
+            else "The curve takes out more and more heads, the least important first. Where it stays flat, "
+            "the model does not need them. If it lies above the grey ones, the order is better than chance.",
         ),
         drawings,
         rows,
@@ -199,8 +214,10 @@ def fixed(found: FixedHeads, *, seed: int) -> Section:
             "Some heads look at places and not at words: always at the previous token, say, or at the "
             "separators. Such a head needs no learned queries and keys. Here every head that mostly does so "
             "gets the pattern that it comes nearest to, on every text, and keeps its values.",
-            "If the model stays as good as it was, that pattern was all that these heads did. The second bar "
-            "shows what they are worth at all: there their output is 0.",
+            _UNRATED
+            if score == UNRATED
+            else "If the model stays as good as it was, that pattern was all that these heads did. The "
+            "second bar shows what they are worth at all: there their output is 0.",
         ),
         drawings,
         rows,
@@ -212,5 +229,9 @@ def fixed(found: FixedHeads, *, seed: int) -> Section:
                 RAGANATO,
             ),
         ),
-        ((f"{score} with heads that know places only", "{patterns/intervals/score:+.4f}"),),
+        ()
+        if score == UNRATED
+        else (
+            (f"Change of the {score} with heads that know places only", "{patterns/intervals/score:+.4f}"),
+        ),
     )

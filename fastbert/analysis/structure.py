@@ -24,19 +24,25 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.intervals import Interval, ratio_interval
-from fastbert.analysis.probes import keep_better
+from fastbert.analysis.intervals import Interval, finite, ratio_interval
+from fastbert.analysis.probes import check_finite, keep_better
 from fastbert.analysis.treebank import Sentence, pieces_of
 
 LENGTHS = range(5, 51)
 
 
 def tree_distances(heads: np.ndarray) -> np.ndarray:
-    """Edges between all words of a tree: heads (n,), from 1, the root's 0 -> (n, n) int64."""
-    n = len(heads)
+    """Edges between all words of a tree: heads (n,), from 1, the root's 0 -> (n, n) int64.
+
+    Raises:
+        ValueError: there is no root, or several.
+    """
+    n, roots = len(heads), np.flatnonzero(heads == 0)
+    if len(roots) != 1:
+        raise ValueError(f"heads: expected one root, a 0, got {len(roots)}")
     found = np.zeros((n, n), np.int64)
     done: list[int] = []
-    waiting = [int(np.flatnonzero(heads == 0)[0])]
+    waiting = roots.tolist()
     while waiting:
         word = waiting.pop()
         parent = heads[word] - 1
@@ -55,7 +61,11 @@ def spanning_trees(distances: np.ndarray) -> np.ndarray:
 
     Returns:
         (k, n - 1, 2) int64, its edges.
+
+    Raises:
+        ValueError: a distance is not finite.
     """
+    finite("distances", distances)
     k, n = distances.shape[:2]
     each = np.arange(k)
     reached = np.zeros((k, n), bool)
@@ -80,10 +90,11 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Spearman's correlation over the last dimension; NaN where one of them does not vary."""
+    """Spearman's correlation over the last dimension; NaN where one of them has a NaN or does not vary."""
     a, b = (r - r.mean(-1, keepdims=True) for r in (ranks(one), ranks(other)))
     below = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-    return np.divide((a * b).sum(-1), below, out=np.full(below.shape, np.nan), where=below > 0)
+    known = (below > 0) & ~np.isnan(one).any(-1) & ~np.isnan(other).any(-1)
+    return np.divide((a * b).sum(-1), below, out=np.full(below.shape, np.nan), where=known)
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,18 @@ class _Trees:
         return of_distance.sum((-1, -2)) / lengths.square(), of_depth.sum(-1) / lengths
 
 
+def usable_of(sentences: Sequence[Sentence]) -> np.ndarray:
+    """The numbers of the sentences that have an arc.
+
+    Raises:
+        ValueError: there are too few for a split.
+    """
+    usable = np.flatnonzero([len(sentence.words) > 1 for sentence in sentences])
+    if len(usable) < 10:
+        raise ValueError(f"sentences: a split needs 10 of two words at least, got {len(usable)}")
+    return usable
+
+
 def structural_probe(
     states: Tensor,
     sentences: Sequence[Sentence],
@@ -257,13 +280,12 @@ def structural_probe(
         raise ValueError(
             f"states: expected {(ends - starts).sum()} rows, the words' pieces, got {states.shape[1]}"
         )
+    check_finite(states)
     sizes = ends - starts
     ends = np.cumsum(sizes)
     counts = np.array([len(sentence.words) for sentence in sentences])
     trees = _Trees(sentences, ends - sizes, ends, np.cumsum(counts) - counts)
-    usable = np.flatnonzero(counts > 1)
-    if len(usable) < 10:
-        raise ValueError(f"sentences: a split needs 10 of two words at least, got {len(usable)}")
+    usable = usable_of(sentences)
     drawn = np.random.default_rng(seed).permutation(usable)
     tenth = len(drawn) // 10
     test, held_out, train = np.sort(drawn[:tenth]), drawn[tenth : 2 * tenth], drawn[2 * tenth :]
@@ -294,8 +316,11 @@ def _fit(
     for _ in range(epochs):
         for some in np.array_split(order.permutation(train), math.ceil(len(train) / batch)):
             optimizer.zero_grad(set_to_none=True)
-            sum(found.mean(1).sum() for found in trees.losses(probes, states, some)).backward()
+            loss = sum(found.mean(1).sum() for found in trees.losses(probes, states, some))
+            loss.backward()
             optimizer.step()
+        if not torch.isfinite(loss):
+            raise ValueError(f"lr: probes have no finite loss with {lr}; expected a smaller rate")
         with torch.no_grad():
             parts = np.array_split(held_out, math.ceil(len(held_out) / batch))
             found = [trees.losses(probes, states, some) for some in parts]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.identities import MAX_BYTES, Probabilities
+from fastbert.analysis.identities import MAX_BYTES, Probabilities, check_bytes
 from fastbert.analysis.intervals import RESAMPLES, Interval, resampled_means
 from fastbert.analysis.treebank import Sentence, pieces_of
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
@@ -214,6 +214,14 @@ class _ByLabel(Taps):
 # -- heads as parsers ----------------------------------------------------------------------------------------
 
 
+def check_halves(sentences: int) -> None:
+    """Raise a ValueError if there are too few sentences for `Parsing.best`."""
+    if sentences < 4:
+        raise ValueError(
+            f"sentences: expected 4 at least, two to choose heads on and two to score, got {sentences}"
+        )
+
+
 class Best(NamedTuple):
     """The attention head for a relation, chosen on one half of the sentences and scored on the other.
 
@@ -292,11 +300,7 @@ class Parsing:
         Raises:
             ValueError: there are fewer than 4 sentences, two for each half.
         """
-        if self.sentences < 4:
-            raise ValueError(
-                "sentences: expected 4 at least, two to choose heads on and two to score, got "
-                f"{self.sentences}"
-            )
+        check_halves(self.sentences)
         half = self.chooses(seed)
         chooses, scored = half[self.sentence], np.flatnonzero(~half)
         found, totals = [], []
@@ -347,6 +351,7 @@ def parse(
         ValueError: naming the argument, what came and what was expected.
     """
     starts, _ = _pieces(examples, sentences)
+    check_maps(model, examples, max_bytes)
     if not len(starts):
         raise ValueError("sentences: expected one at least, got none")
     counts = np.array([len(sentence) for sentence in sentences])
@@ -373,6 +378,12 @@ def parse(
         for batch in batches(model, examples, batch_tokens):
             encode(model, batch, _Parser(examples, batch, counts, word[arcs], found, max_bytes))
     return found
+
+
+def check_maps(model: PreTrainedModel, examples: Examples, max_bytes: int) -> None:
+    """Raise a ValueError if `max_bytes` do not hold the maps of the longest example."""
+    cell = model.config.num_attention_heads * (8 if model.dtype == torch.float64 else 4)
+    check_bytes(max_bytes, int(examples.lengths.max(initial=0)), cell)
 
 
 class _Some(NamedTuple):

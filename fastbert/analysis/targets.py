@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples
-from fastbert.analysis.probes import Spans
+from fastbert.analysis.examples import Examples, lines_of, parsed
+from fastbert.analysis.probes import Spans, check_finite
 from fastbert.analysis.treebank import Sentence, pieces_of
 
 LABELS = ("upos", "relation")
@@ -49,12 +48,19 @@ class Targets:
         return np.flatnonzero(np.cumsum(covered) > 0)
 
     def check(self, states: Tensor) -> None:
-        """Raise a ValueError if `states` is not (layers, rows, hidden) of `rows`."""
+        """Raise a ValueError if `states` is not (layers, rows, hidden) of `rows`, all finite."""
         if states.dim() != 3 or states.shape[1] != len(self.rows):
             raise ValueError(
                 f"states: expected (layers + 1, {len(self.rows)}, hidden), the rows of the targets, got "
                 f"{tuple(states.shape)}"
             )
+        check_finite(states)
+
+    def check_labels(self) -> None:
+        """Raise a ValueError that names the first target without one label."""
+        many = np.flatnonzero(self.labels.sum(1) != 1)
+        if len(many):
+            raise ValueError(f"targets[{many[0]}]: expected one label, got {self.labels[many[0]].sum()}")
 
     def spans(self, numbers: np.ndarray) -> Spans:
         """The targets of these numbers, their spans counted in `rows`."""
@@ -83,9 +89,7 @@ class Targets:
 
         Source: Hewitt and Liang 2019, "Designing and Interpreting Probes with Control Tasks", sec. 2.
         """
-        many = np.flatnonzero(self.labels.sum(1) != 1)
-        if len(many):
-            raise ValueError(f"targets[{many[0]}]: a control task needs one label each")
+        self.check_labels()
         share = self.labels.mean(0)
         drawn = np.random.default_rng((seed, 1)).choice(
             len(share), int(self.types.max()) + 1, p=share / share.sum()
@@ -182,36 +186,26 @@ def read_edges(path: str | Path, max_examples: int | None = None) -> list[Labell
     path = Path(path)
     found: list[LabelledText] = []
     spans_each = None
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                words, targets = _text_and_targets(where, line)
-                pairs = [_target(where, target, len(words)) for target in targets]
-                for spans, _ in pairs:
-                    spans_each = spans_each or len(spans)
-                    if len(spans) != spans_each:
-                        raise ValueError(
-                            f"{where}: a target of {len(spans)} spans; expected {spans_each}, as those before"
-                        )
-                spans, labels = (tuple(pair[i] for pair in pairs) for i in range(2))
-                found.append(LabelledText(words, spans, labels))
-                if len(found) == max_examples:
-                    break
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    for where, line in lines_of(path):
+        words, targets = _text_and_targets(where, line)
+        pairs = [_target(where, target, len(words)) for target in targets]
+        for spans, _ in pairs:
+            spans_each = spans_each or len(spans)
+            if len(spans) != spans_each:
+                raise ValueError(
+                    f"{where}: a target of {len(spans)} spans; expected {spans_each}, as those before"
+                )
+        spans, labels = (tuple(pair[i] for pair in pairs) for i in range(2))
+        found.append(LabelledText(words, spans, labels))
+        if len(found) == max_examples:
+            break
     if spans_each is None:
         raise ValueError(f"{path}: expected one target at least, found none")
     return found
 
 
 def _text_and_targets(where: str, line: str) -> tuple[tuple[str, ...], list[Any]]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error})") from None
+    values = parsed(where, line)
     if (
         not isinstance(values, dict)
         or not isinstance(values.get("text"), str)

@@ -66,7 +66,7 @@ def read_conllu(path: str | Path, max_sentences: int | None = None) -> list[Sent
     if max_sentences is not None and (not isinstance(max_sentences, int) or max_sentences < 1):
         raise ValueError(f"max_sentences: expected an integer >= 1, got {max_sentences!r}")
     found: list[Sentence] = []
-    for lines in _blocks(path):
+    for lines in blocks_of(path):
         found.append(_sentence(path, lines))
         if len(found) == max_sentences:
             break
@@ -75,8 +75,12 @@ def read_conllu(path: str | Path, max_sentences: int | None = None) -> list[Sent
     return found
 
 
-def _blocks(path: Path) -> Iterator[list[tuple[int, str]]]:
-    """(number, text) of the lines of one sentence after the other, without comments."""
+def blocks_of(path: str | Path) -> Iterator[list[tuple[int, str]]]:
+    """(number, text) of the lines of one sentence after the other, without comments.
+
+    Raises:
+        ValueError, OSError: naming the file and the line.
+    """
     block: list[tuple[int, str]] = []
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):

@@ -53,6 +53,16 @@ class Batch:
         """What belongs to the examples' tokens, (total of all examples, …) -> (total, …)."""
         return torch.from_numpy(np.ascontiguousarray(values[self.rows])).to(self.sequence.device)
 
+    def check(self, hidden: Tensor) -> None:
+        """Raise a ValueError that names the first example with a number that is not finite."""
+        wrong = ~torch.isfinite(hidden).flatten(1).all(1)
+        if wrong.any():
+            number = self.numbers[self.sequence[wrong].cpu().numpy()].min()
+            raise ValueError(
+                f"examples[{number}]: the model's numbers are not finite: its weights are not, or its dtype, "
+                f"{str(hidden.dtype).removeprefix('torch.')}, is too narrow"
+            )
+
     def sums(self, values: Tensor) -> Tensor:
         """Of each example's rows: (total, …) -> (batch, …)."""
         flat = values.reshape(len(values), -1)
@@ -109,10 +119,15 @@ def encode(
         batch: of `batches`.
         taps: see `fastbert.layers.taps`.
         gates: (layers, nheads) factors of the heads' outputs, or None.
+
+    Raises:
+        ValueError: the model's numbers are not finite; the message names an example.
     """
     encoder = model.base_model
     with contextlib.nullcontext() if taps is None else tapped(encoder, taps):
-        return encoder.encode_inputs(batch.inputs, gates, False, False, False)[0]
+        hidden = encoder.encode_inputs(batch.inputs, gates, False, False, False)[0]
+    batch.check(hidden.detach())
+    return hidden
 
 
 def encoded(model: TaskModel, hidden: Tensor, inputs: Inputs) -> Encoded:

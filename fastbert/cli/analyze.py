@@ -7,14 +7,14 @@ import signal
 from dataclasses import asdict
 from typing import Any
 
-from fastbert.analysis import results
+from fastbert.analysis import pictures, results
 from fastbert.analysis.identities import MAX_BYTES
 from fastbert.analysis.starts import DEFAULT as RECIPE
 from fastbert.cli.analyses.attention import attention, effective, patterns
 from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
 from fastbert.cli.analyses.links import links
-from fastbert.cli.analyses.loading import file_of, load_examples, load_words, model_of
+from fastbert.cli.analyses.loading import file_of, load_examples, load_words, model_of, naming_lines
 from fastbert.cli.analyses.probe import probe
 from fastbert.cli.analyses.report import whole
 from fastbert.cli.analyses.starts import starts
@@ -56,6 +56,7 @@ _DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(RE
 def run(args: argparse.Namespace) -> int:
     """Compute, save and print; returns the exit status."""
     output = results.check_free(args.output)
+    pictures.check()
     file = file_of(args)
     for option, kinds in _OWN.items():
         if getattr(args, option) is not None and args.kind not in kinds:
@@ -68,22 +69,23 @@ def run(args: argparse.Namespace) -> int:
     if args.conllu is not None:
         options["conllu"] = str(args.conllu)
     figures, page = {}, None
-    if args.kind in _OF_WORDS:
-        texts, examples, options["left_out"] = load_words(args, model)
-        numbers, arrays, figures = _OF_WORDS[args.kind](args, model, texts, examples)
-        numbers = results.facts(model, examples, **options) | numbers
-    else:
-        examples = load_examples(args, model)
-        facts = results.facts(model, examples, **options)
-        if args.kind == "report":
-            numbers, arrays, page = whole(args, model, examples, facts)
+    with naming_lines(args, model):
+        if args.kind in _OF_WORDS:
+            texts, examples, options["left_out"] = load_words(args, model)
+            numbers, arrays, figures = _OF_WORDS[args.kind](args, model, texts, examples)
+            numbers = results.facts(model, examples, **options) | numbers
         else:
-            try:
-                numbers, arrays, figures = _OF_EXAMPLES[args.kind](args, model, examples)
-            except Interrupted as stopped:  # of a training, which notes signals itself
-                say(f"stopped by {signal.Signals(stopped.number).name}")
-                return 128 + stopped.number
-            numbers = facts | numbers
+            examples = load_examples(args, model)
+            facts = results.facts(model, examples, **options)
+            if args.kind == "report":
+                numbers, arrays, page = whole(args, model, examples, facts)
+            else:
+                try:
+                    numbers, arrays, figures = _OF_EXAMPLES[args.kind](args, model, examples)
+                except Interrupted as stopped:  # of a training, which notes signals itself
+                    say(f"stopped by {signal.Signals(stopped.number).name}")
+                    return 128 + stopped.number
+                numbers = facts | numbers
     results.save(output, args.kind, numbers, arrays, figures, page)
     print(f"{output}: {args.kind} of {len(examples):,} examples, {examples.starts[-1]:,} tokens")
     if options.get("left_out"):

@@ -66,6 +66,8 @@ def test_as_the_maps_of_transformers_say(request, family, which):
     numbers = range(len(examples))
     for name, expected in by_maps(lambda i: maps_of(theirs, examples, i), examples, numbers).items():
         np.testing.assert_allclose(getattr(found, name), expected, rtol=2e-5, atol=2e-6, err_msg=name)
+    segments = np.split(examples.segments, examples.starts[1:-1])
+    np.testing.assert_allclose(found.share_of_text, [(s[:, None] == s).mean() for s in segments], rtol=1e-6)
 
 
 def test_batches_and_order_change_only_rounding(pairs):
@@ -179,6 +181,13 @@ def test_a_uniform_head_has_no_excess():
         np.testing.assert_allclose(features[name], 0, atol=1e-6, err_msg=name)
     assert statistics_of(maps, 2).patterns().tolist() == [[[HETEROGENEOUS]]] * 2
     assert statistics_of(maps, 1).patterns().tolist() == [[[BLOCK]]] * 2
+
+
+def test_no_pattern_of_what_is_no_number():
+    maps = np.full((2, LENGTH, LENGTH), 1 / LENGTH)
+    maps[1, 0] = np.nan
+    with pytest.raises(ValueError, match=r"statistics\[1\]: expected finite numbers, got nan"):
+        statistics_of(maps, 2).patterns()
 
 
 def test_shares_and_the_commonest():

@@ -72,6 +72,15 @@ def test_a_model_is_like_itself(texts):
     assert ours.base_model.taps is None
 
 
+def test_no_change_is_relative_to_nothing(texts):
+    one = copy.deepcopy(both("bert")[1])
+    with torch.no_grad():
+        for parameter in one.base_model.layers()[2].parameters():
+            parameter.zero_()
+    with pytest.raises(ValueError, match="model: all weights of layer 2 are 0"):
+        change(one, both("bert")[1], texts)
+
+
 def test_models_of_other_shapes(texts):
     ours = both("bert")[1]
     other = both("bert", num_hidden_layers=2)[1]

@@ -98,6 +98,9 @@ def test_a_basis():
         expected = torch.diag((torch.arange(WIDTH) < rank).double())
         torch.testing.assert_close(gram, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(u @ u.T @ v[:, head], v[:, head], rtol=1e-10, atol=1e-10)
+    # the rank is that of values of any size
+    for scale in (1e-9, 1e9):
+        assert row_space(scale * v).square().sum((0, 2)).round().tolist() == [WIDTH, WIDTH - 1, WIDTH]
     short = row_space(v[:5])
     torch.testing.assert_close(
         short[:, 0] @ short[:, 0].T, torch.eye(5, dtype=torch.float64), rtol=1e-10, atol=1e-10
@@ -117,6 +120,7 @@ def test_one_token_has_no_correlation(tokenizer):
     found = effective_attention(ours, one)
     assert np.isnan(found.correlation).all()
     assert (found.rank == 1).all()
+    assert np.isnan(found.intervals()["correlation"].mean)
 
 
 def test_batches_change_only_rounding(long):

@@ -189,7 +189,7 @@ def test_bad_files(tmp_path, name, content, options, expected):
 
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a.txt'}: not UTF-8")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a.txt'}, line 1: not UTF-8 (byte 0xff)")):
         read(tmp_path / "a.txt")
 
 

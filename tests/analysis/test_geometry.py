@@ -59,6 +59,8 @@ def test_closed_forms():
     unit = np.eye(6)[:, None] * 3.0
     assert module._self_similarity(unit) == pytest.approx([0.0])
     assert module._explained(unit) == pytest.approx([1 / 6])
+    # a vector of 0 is like none
+    assert module._self_similarity(np.stack([unit[0], unit[0], unit[0] * 0])) == pytest.approx([1 / 3])
     same = np.repeat(np.arange(1.0, 7.0)[None, None], 4, 0)
     assert module._self_similarity(same) == pytest.approx([1.0])
     assert module._explained(same) == pytest.approx([1.0])

@@ -150,6 +150,8 @@ def test_masked_words(of_words):
 
 def test_labels_of_tokens(texts):
     labels = np.where(texts.words >= 0, texts.ids % 3, -100)
+    # the first token of each is its own, not the last of the one before
+    labels[texts.starts[:-1]] = [0, 1, 2, 0, 1]
     examples = replace(texts, labels=labels)
     theirs, ours = both("bert", "ForTokenClassification")
     found = ablate(ours, examples)
@@ -165,7 +167,23 @@ def test_regression_and_several_labels(pairs):
     np.testing.assert_allclose(found.base_score, -found.base_loss, **CLOSE)
     theirs, ours = both("bert", num_labels=3, problem_type="multi_label_classification")
     examples = replace(pairs, labels=np.random.default_rng(0).integers(0, 2, (5, 3)).astype(float))
+    found = ablate(ours, examples)
+    np.testing.assert_allclose(found.base_loss, losses(theirs, examples), **CLOSE)
+    with torch.no_grad():
+        logits = [theirs(**inputs_of(theirs, examples, i)).logits[0].numpy() for i in range(5)]
+    assert (abs(np.array(logits)) < 0.5).any()
+    np.testing.assert_allclose(found.base_score, ((np.array(logits) > 0) == examples.labels).mean(1))
+    theirs, ours = both("bert", num_labels=3, problem_type="regression")
     np.testing.assert_allclose(ablate(ours, examples).base_loss, losses(theirs, examples), **CLOSE)
+
+
+def test_a_copy_of_a_sequence_keeps_its_bias(texts):
+    (batch,) = batches(both("bert")[1], texts)
+    packing, n = batch.inputs.packing, len(batch)
+    bias = torch.arange(float(n)).view(n, 1, 1, 1)
+    sequences = heads.Sequences(packing.cu_seqlens, packing.max_seqlen, bias)
+    repeated, _ = heads._repeated(sequences, batch, 3, torch.float32)
+    assert repeated.bias.flatten().tolist() == [*range(n)] * 3
 
 
 def test_accuracy_is_what_the_logits_say(labelled):
@@ -280,6 +298,16 @@ def test_how_many_can_go():
     assert curve.removable() == 3
     assert replace(curve, score=np.stack([whole] * 4)).removable() == 9
     assert replace(curve, score=np.stack([whole, worse, worse, worse])).removable() == 0
+    with pytest.raises(ValueError, match=r"values\[0\]: expected finite numbers, got nan"):
+        replace(curve, score=np.stack([whole, whole * np.nan, worse, worse])).removable()
+
+
+def test_no_order_of_what_is_no_number():
+    nan = np.array([[[1.0, np.nan]]])
+    with pytest.raises(ValueError, match=r"derivatives\[0\]: expected finite numbers, got nan"):
+        heads.Importance(nan).order()
+    with pytest.raises(ValueError, match=r"score\[0\]: expected finite numbers, got nan"):
+        heads.Ablation("head", "zero", "accuracy", np.ones(1), np.ones(1), nan, nan).best_head()
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
@@ -306,6 +334,7 @@ def test_bad_arguments(labelled, arguments, expected):
         ([0, 1, 2, 3, 0], r"labels\[3\]: 3 is no class; expected 0 to 2"),
         ([0, -1, 2, 0, 0], r"labels\[1\]: -1 is no class"),
         ([0.5] * 5, r"labels: expected 3 per example, got \(5,\)"),
+        ([[1.0, 0, 0]] * 4 + [[0, np.inf, 0]], r"labels\[4\]: expected finite numbers, got inf"),
     ],
 )
 def test_bad_labels(pairs, labels, expected):

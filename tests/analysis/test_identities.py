@@ -96,6 +96,16 @@ def test_values_per_head():
 
 @cases
 @biases
+def test_pairs(bias, causal):
+    p = of(bias=bias, causal=causal)
+    expected = torch.cat([each.permute(1, 2, 0).flatten(0, 1) for each in maps(p)])
+    starts = p.cu_seqlens[:-1].tolist()
+    places = [torch.cartesian_prod(*[torch.arange(n) + s] * 2) for s, n in zip(starts, LENGTHS, strict=True)]
+    close(p.between(*torch.cat(places).unbind(1)), expected)
+
+
+@cases
+@biases
 @pytest.mark.parametrize("offset", [-3, -1, 0, 1, 2])
 def test_offsets(offset, bias, causal):
     p = of(bias=bias, causal=causal)

@@ -11,6 +11,7 @@ from fastbert.analysis.intervals import (
     estimate,
     mean_interval,
     paired_p,
+    ratio_interval,
     resampled_means,
 )
 
@@ -78,6 +79,35 @@ def test_one_example():
             function(np.ones((1, 2)))
 
 
+STATISTICS = (resampled_means, mean_interval, estimate, bands, paired_p, lambda v: ratio_interval(v, v))
+
+
+@pytest.mark.parametrize("function", STATISTICS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_none_is_refused(function, bad):
+    with pytest.raises(ValueError, match=rf"values\[2\]: expected finite numbers, got {bad}"):
+        function(np.array([1.0, 2.0, bad, 4.0]))
+
+
+@pytest.mark.parametrize("function", STATISTICS)
+def test_nothing_has_no_statistic(function):
+    with pytest.raises(ValueError, match=r"values: .* at least, got 0"):
+        function(np.zeros((0,)))
+    with pytest.raises(ValueError, match=r"values: .* at least, got shape \(3, (2, )?0\)"):
+        function(np.zeros((3, 0)))
+
+
+def test_a_ratio_without_a_denominator():
+    assert ratio_interval(np.zeros(3), np.zeros(3))[:3] == (0, 0, 0)
+    assert ratio_interval(-np.ones(1), np.zeros(1)).mean == -np.inf
+
+
+def test_resamples_whose_mean_is_0_are_against_the_sign():
+    """Of two examples of 0 and two of 1, one resample in 16 has none of 1."""
+    change = np.array([0.0, 0, 1, 1])[:, None]
+    assert paired_p(change, resamples=20_000)[0] == pytest.approx(2 / 16, abs=0.02)
+
+
 def test_an_estimate_is_the_mean_of_all_numbers_of_an_example():
     values = np.random.default_rng(0).normal(size=(40, 3, 2))
     assert estimate(values, seed=3) == pytest.approx(mean_interval(values.mean((1, 2)), seed=3))
@@ -112,3 +142,6 @@ def test_bands():
 def test_as_text():
     assert Interval(0.5, 0.25, 0.75, 10, 0).text(".1%") == "50.0% [25.0%, 75.0%]"
     assert Interval(0.5, None, None, 1, 0).text("+.2f") == "+0.50"
+    assert Interval(np.nan, None, None, 0, 0).text("+.2f") == "not known"
+    # ends that are shown as the mean say nothing
+    assert Interval(0.9999, 0.9997, 1.0, 10, 0).text(".1%") == "100.0%"

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.analysis import probes as module
+from fastbert.analysis import probing
 from fastbert.analysis.features import hidden_states
 from fastbert.analysis.probes import Probes, Recipe, Spans, fit, losses, one_layer_each, up_to_each
 from fastbert.analysis.probing import control_task, edge_probe, online_code
@@ -140,6 +141,20 @@ def test_probes_learn_as_if_alone():
         alone = Probes(mixes[number : number + 1], 12, 1, 3, recipe, seed=1)
         fit(alone, states, train, held_out, **options)
         torch.testing.assert_close(alone.logits(states, test.bounds)[0], found[number], rtol=1e-3, atol=1e-3)
+
+
+def test_patience_is_for_epochs_in_which_no_probe_got_better():
+    """Those of noise end at once; beside them a probe learns as long as alone."""
+    states, labels = known(0)
+    train, held_out, _ = (targets_of(labels).spans(part) for part in targets_of(labels).split(0))
+    recipe = SHORT._replace(patience=1, lr=0.002)
+    found = []
+    for mixes in (one_layer_each(3), one_layer_each(3)[1:2]):
+        probes = fit(Probes(mixes, 12, 1, 3, recipe), states, train, held_out, loss="softmax")
+        found.append(
+            losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), "softmax")
+        )
+    assert found[0][1].mean() <= found[1][0].mean() * 1.001
 
 
 def test_a_probe_keeps_its_best_epoch():
@@ -288,6 +303,19 @@ def test_a_code_does_not_know_what_it_codes():
     np.testing.assert_allclose(share, 1.0, rtol=1e-6)
 
 
+def test_a_code_learns_from_all_before_the_block_and_no_more(monkeypatch):
+    states, labels = known(0, n=160)
+    learned = []
+
+    def counted(probes, states, train, held_out, **options):
+        learned.append(len(train) + len(held_out))
+        return fit(probes, states, train, held_out, **options)
+
+    monkeypatch.setattr(probing, "fit", counted)
+    found = online_code(states, targets_of(labels), recipe=SHORT._replace(epochs=1))
+    assert learned == [4 * known for known in found.blocks[:-1]]
+
+
 def test_a_label_of_the_word_type_is_not_selective():
     """Where vectors say the word type alone the control task is as easy; a label by context is another."""
     draw = np.random.default_rng(0)
@@ -316,6 +344,9 @@ def test_a_control_label_is_of_the_type():
     assert not (control.labels == targets.labels).all()
     assert len(np.unique(control.labels.argmax(1))) == 3
     assert (targets.control(1).labels != control.labels).any()
+    # as often as the labels occur
+    often = targets_of((np.arange(4000) % 10 == 0).astype(int))
+    np.testing.assert_allclose(often.control(0).labels.mean(0), [0.9, 0.1], atol=0.02)
 
 
 # -- targets -------------------------------------------------------------------------------------------------
@@ -374,6 +405,12 @@ def test_targets_of_a_treebank(tokenizer):
     found = words.spans(np.arange(8)).bounds[:, 0]
     np.testing.assert_array_equal(found[:, 1] - found[:, 0], [1, 2, 1, 1, 1, 1, 1, 2])
     np.testing.assert_array_equal(found[1:, 0], found[:-1, 1])
+
+
+def test_a_word_type_is_one_with_capital_letters(tokenizer):
+    sentences = [tree("The cat sat the CAT", "X X X X X", [2, 3, 0, 5, 3], "a b root a b")]
+    types = of_treebank(sentences, as_examples(tokenizer, sentences), "upos").types
+    assert types[0] == types[3] != types[1] == types[4]
 
 
 def test_targets_of_a_treebank_that_are_none(tokenizer):
@@ -448,7 +485,7 @@ def test_a_file_without_targets(tmp_path):
     with pytest.raises(ValueError, match=r"edges\.jsonl: expected one target at least, found none"):
         read_edges(file)
     file.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"edges\.jsonl: not UTF-8"):
+    with pytest.raises(ValueError, match=r"edges\.jsonl, line 1: not UTF-8"):
         read_edges(file)
 
 
@@ -456,6 +493,17 @@ def test_states_of_other_rows():
     states, labels = known(0)
     with pytest.raises(ValueError, match=r"states: expected \(layers \+ 1, 400, hidden\)"):
         edge_probe(states[:, :-1], targets_of(labels), recipe=SHORT)
+
+
+@pytest.mark.parametrize("probe", [edge_probe, online_code, control_task])
+def test_what_cannot_be_learned(probe):
+    targets = targets_of(np.arange(80) % 3)
+    states = torch.randn(2, 80, 6) * 1e10
+    with pytest.raises(ValueError, match=r"lr: probes have no finite loss with 1e\+30"):
+        probe(states, targets, recipe=Recipe(lr=1e30, inner=0, dropout_p=0))
+    states[0, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"states\[0\]: expected finite numbers"):
+        probe(states, targets)
 
 
 @pytest.mark.parametrize("probe", [online_code, control_task])

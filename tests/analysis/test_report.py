@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fastbert.analysis import pictures
+from fastbert.analysis import pictures, results, sections
+from fastbert.analysis.change import Change
 from fastbert.analysis.report import Drawing, Published, Section, inlined, page
+from tests.support.analysis import both
 from tests.support.pages import Page, is_rounding
 
 NUMBERS = {
@@ -22,12 +26,62 @@ NUMBERS = {
             "alone": {"mean": 2.0, "low": None, "high": None, "n": 1, "seed": 7},
             "names": ["a <b> & {c}", "d"],
             "none": [],
+            "sure": {"mean": 0.9999, "low": 0.9998, "high": 1.0, "n": 3, "seed": 7},
+            "unknown": {"mean": None, "low": None, "high": None, "n": 0, "seed": 7},
             "rows": [{"value": 1234567}],
             "zero": -0.0000004,
             "key with spaces, and commas": 5,
         }
     },
 }
+
+
+STRANGE = ["$x^$", "$\\frac$", "_a_b", "a\\b", "a\nb", "a\x00b", "\udcff", "\U0001f600", "x" * 10_000, ""]
+FIGURES = {
+    "bars": lambda t: pictures.bars({t: {"a": 0.5}, f"{t} 2": {"a": 0.1}}, {t: (0.4, 0.6)}, t, t),
+    "stacked_bars": lambda t: pictures.stacked_bars({t: dict(a=0.5, b=0.5), f"{t} 2": dict(a=1, b=0)}, t),
+    "intervals": lambda t: pictures.intervals({t: (0.5, 0.4, 0.6), f"{t} 2": (1, 1, 1)}, t, t),
+    "curves": lambda t: pictures.curves({"a": (np.arange(2), np.arange(2))}, t, t, t),
+    "heat_maps": lambda t: pictures.heat_maps({t: np.eye(2), f"{t} 2": np.eye(2)}),
+    "classes": lambda t: pictures.classes(np.eye(2, dtype=int), ("a", "b"), t),
+    "token_map": lambda t: pictures.token_map(np.eye(2), [t, t]),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("text", STRANGE, ids=ascii)
+def test_any_text_can_be_drawn(tmp_path, name, text):
+    """Those of a file of the user's are no mathematics, fit on the picture, and are all there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results.save(tmp_path / "out", "name", {}, {}, {"drawn": FIGURES[name](text)})
+    root = ElementTree.parse(tmp_path / "out" / "drawn.svg").getroot()
+    assert max(float(root.get(side).removesuffix("pt")) for side in ("width", "height")) < 1500
+    drawn = Page(f"<!DOCTYPE html>\n{inlined(FIGURES[name](text), name, text)}").texts["text"]
+    start = "".join(c if c.isprintable() else "�" for c in text[:10])
+    assert start in "\n".join(drawn)
+    assert max(map(len, drawn)) <= 61
+
+
+def test_bars_have_the_ends_of_their_intervals():
+    (axes,) = pictures.intervals({"a": (0.5, 0.4, 0.8), "b": (-1, -2, 0)}, "", "").axes
+    ends = axes.containers[0].lines[2][0].get_segments()
+    assert [segment[:, 0].tolist() for segment in ends] == [pytest.approx([0.4, 0.8]), [-2, 0]]
+
+
+def test_the_attention_of_a_layer_is_drawn_at_the_layer():
+    found = Change(np.ones((3, 2, 4)), np.ones((3, 3)), np.ones(2))
+    (axes,) = sections.change(found, seed=0).drawings[1].figure.axes
+    drawn = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
+    assert drawn == {"hidden states": [0, 1, 2], "attention": [1, 2]}
+
+
+@pytest.mark.parametrize("name", ["ids", "starts", "types", "labels"])
+def test_the_digest_is_of_all_that_a_result_depends_on(texts, name):
+    one = replace(texts, labels=np.arange(5))
+    other = replace(one, **{name: getattr(one, name) + 1})
+    facts = [results.facts(both("bert")[1], each) for each in (one, other, texts)]
+    assert len({each["examples_sha256"] for each in facts}) == 3
 
 
 def shown(template: str) -> list[tuple[str, str | None, str]]:
@@ -44,6 +98,8 @@ def shown(template: str) -> list[tuple[str, str | None, str]]:
         ("{key with spaces, and commas}", [("key with spaces, and commas", "5", "5")]),
         ("{names}", [("names/0", None, "a <b> & {c}"), ("names/1", None, "d")]),
         ("{none}", []),
+        ("{sure:.1%}", [("sure/mean", "0.9999", "100.0%")]),
+        ("{unknown:.1%}", []),
         ("{alone:.1f}", [("alone/mean", "2.0", "2.0")]),
         (
             "{interval:+.2f}",

@@ -81,10 +81,14 @@ def test_of_effective_attention():
     intervals = found.intervals()
     assert intervals["correlation"].mean == pytest.approx(np.nanmean(correlation))
     assert 0.4 < intervals["correlation"].low < intervals["correlation"].high < 0.6
+    assert intervals["correlation"] == pytest.approx(mean_interval(correlation[10:].mean((1, 2))))
+    # one of two: no resample has none
+    pair = EffectiveAttention(correlation[9:11], found.rank[:2], to_kind[:, :2], found.lengths[:2])
+    assert pair.intervals()["correlation"].text(".1f") == f"{correlation[10].mean():.1f}"
     assert intervals["known"].mean == pytest.approx(2 / 3)
     assert intervals["to words"].mean == pytest.approx(to_kind[4].mean())
     unknown = EffectiveAttention(correlation[:5], found.rank[:5], to_kind[:, :5], found.lengths[:5])
-    assert unknown.intervals()["correlation"][:3] == (0, 0, 0)
+    assert str(unknown.intervals(seed=4)["correlation"][:]) == "(nan, None, None, 0, 4)"
 
 
 def test_of_geometry():

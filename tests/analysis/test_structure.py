@@ -10,7 +10,7 @@ import torch
 
 from fastbert.analysis import structure as module
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.structure import spanning_trees, spearman, structural_probe, tree_distances
+from fastbert.analysis.structure import Structure, spanning_trees, spearman, structural_probe, tree_distances
 from tests.support.analysis import sentence
 
 SCHOOL = dict(lr=0.02, batch=10, epochs=60, patience=10, rank=40)
@@ -70,6 +70,24 @@ def test_a_spanning_tree_of_a_trees_distances_is_the_tree():
     (edges,) = spanning_trees(tree_distances(heads)[None])
     expected = {frozenset((i, h - 1)) for i, h in enumerate(heads) if h}
     assert {frozenset(edge) for edge in edges.tolist()} == expected
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_has_no_tree(bad):
+    with pytest.raises(ValueError, match=rf"distances\[0\]: expected finite numbers, got {bad}"):
+        spanning_trees(np.array([[[0, bad], [bad, 0]]]))
+
+
+@pytest.mark.parametrize("heads", [[], [0, 0], [2, 1]])
+def test_a_tree_has_one_root(heads):
+    with pytest.raises(ValueError, match="heads: expected one root"):
+        tree_distances(np.array(heads, np.int64))
+
+
+def test_spearman_of_a_nan_is_nan():
+    one = np.array([[1.0, 2, 3], [1, np.nan, 3]])
+    np.testing.assert_array_equal(spearman(one, np.array([[1.0, 2, 3]] * 2)), [1, np.nan])
+    np.testing.assert_array_equal(spearman(one[::-1] * 0 + [1.0, 2, 3], one), [np.nan, np.nan])
 
 
 def test_spearman_in_closed_form():
@@ -195,6 +213,30 @@ def test_a_chain_is_the_baseline():
     assert found.linear_uuas() == 1
     assert found.linear_spearman() == pytest.approx(1)
     assert found.edges.tolist() == [5]
+
+
+def test_an_arc_to_punctuation_is_none():
+    many = [sentence("a , b c", "X PUNCT X X", np.array([2, 0, 2, 3]), "x x x x")] * 10
+    found = structural_probe(torch.randn(1, 40, 8), many, Examples(*_blank(40, 10)), rank=4, epochs=1)
+    assert (found.edges.tolist(), found.linear_found.tolist()) == ([1], [1])
+
+
+def test_correlations_are_of_lengths_5_to_50():
+    """Of each length a mean, and then of all."""
+    lengths, values = np.array([4, 5, 5, 50, 51]), np.array([[9.0, 1, 3, 5, 9]])
+    rest = [np.zeros((1, 5))] * 3
+    found = Structure(*rest, values, 2 * values, lengths, *rest[:2], (8, 1, 1), 4, 0)
+    assert (found.distance_spearman(), found.depth_spearman()) == ([3.5], [7.0])
+
+
+def test_what_cannot_be_learned():
+    many = [sentence("a b c", "X X X", np.array([0, 1, 2]), "x x x")] * 10
+    states, examples = torch.randn(2, 30, 8), Examples(*_blank(30, 10))
+    with pytest.raises(ValueError, match=r"lr: probes have no finite loss with 1e\+30"):
+        structural_probe(states, many, examples, rank=4, lr=1e30)
+    states[1, 7] = torch.inf
+    with pytest.raises(ValueError, match=r"states\[1\]: expected finite numbers"):
+        structural_probe(states, many, examples, rank=4)
 
 
 def _blank(total, count):

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import processors
 from torch import nn
 
 import fastbert
 from fastbert.analysis.attention import attention_statistics
+from fastbert.analysis.change import change
+from fastbert.analysis.effective import effective_attention
+from fastbert.analysis.examples import tokenized
+from fastbert.analysis.fixed import fixed_heads
+from fastbert.analysis.geometry import geometry
+from fastbert.analysis.heads import ablate, importance, pruning_curve
 from fastbert.analysis.walk import at_rest, batches, encode, native
 from tests.support.analysis import both, inputs_of
 from tests.support.hf_models import FAMILY_NAMES, hf_model
@@ -83,6 +93,37 @@ def test_what_cannot_be_native():
     gpt = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20))
     with pytest.raises(ValueError, match="gpt2"):
         native(gpt)
+
+
+ANALYSES = {
+    "attention": attention_statistics,
+    "effective": effective_attention,
+    "geometry": lambda model, texts: geometry(model, texts, least=2),
+    "change": lambda model, texts: change(model, both("bert")[1], texts),
+    "against": lambda model, texts: change(both("bert")[1], model, texts),
+    "heads": ablate,
+    "importance": importance,
+    "pruning": lambda model, texts: pruning_curve(model, texts, range(9)),
+    "fixed": fixed_heads,
+}
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_weights_that_are_no_numbers(texts, name):
+    """Say so at the first batch, with an example that they spoil."""
+    model = copy.deepcopy(both("bert")[1])
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[texts.ids[texts.starts[3] + 1]] = torch.nan
+    rows = replace(texts.chosen([2, 1, 3]), labels=np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"examples\[[12]\]: the model's numbers are not finite"):
+        ANALYSES[name](model, rows)
+
+
+def test_an_example_of_no_token(tokenizer):
+    bare = tokenizer.from_str(tokenizer.to_str())
+    bare.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    with pytest.raises(ValueError, match=r"examples\[1\]: expected one token at least, got none"):
+        attention_statistics(both("bert")[1], tokenized(bare, ["the cat", ""]))
 
 
 def fails_at_rest(model):

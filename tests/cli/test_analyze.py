@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -36,6 +40,7 @@ def folder(tmp_path_factory):
         model = cls(hf_config("bert", **options))
         model.save_pretrained(place / name)
         (place / name / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
+    transformers.BertModel(hf_config("bert", hidden_size=72)).save_pretrained(place / "wider")
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "many.txt").write_text("".join(f"{line} {LINES[3]}\n{line}\n" for line in LINES[:2]))
     (place / "trees.conllu").write_text(conllu([TREES[1]] * 4))
@@ -127,7 +132,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("kind", ["heads", "importance", "fixed"])
 @pytest.mark.parametrize("which", MEASURED)
-def test_answers_and_pairs(folder, tmp_path, kind, which):
+def test_answers_and_pairs(folder, tmp_path, capsys, kind, which):
     model, file, more, score = MEASURED[which]
     assert call(folder, kind, model, file, tmp_path / "out", *more) == 0
     numbers = json.loads((tmp_path / "out" / f"{kind}.json").read_text())
@@ -136,6 +141,11 @@ def test_answers_and_pairs(folder, tmp_path, kind, which):
     arrays = np.load(tmp_path / "out" / f"{kind}.npz")
     name = {"heads": "loss", "importance": "derivatives", "fixed": "loss"}[kind]
     assert arrays[name].shape == ((4,) if kind == "fixed" else (4, 3, 3))
+    said = capsys.readouterr().out
+    assert ("the pairs have no labels (--labels): a model that makes all texts alike" in said) == (
+        which == "pairs"
+    )
+    assert ("removable" in numbers) == (kind == "importance" and which != "pairs")
 
 
 def test_answers_are_where_the_file_says(folder, tmp_path):
@@ -317,9 +327,17 @@ def test_an_assignment_of_ones_own(folder, tmp_path, capsys):
         ("syntax", "encoder", "trees.conllu", ["--on-long", "truncate"], "--on-long: a tree is not cut"),
         ("syntax", "encoder", "trees.conllu", ["--max-examples", "0"], "--max-examples: expected an integer"),
         ("syntax", "encoder", "trees.conllu", ["--max-examples", "3"], "sentences: expected 4 at least"),
+        (
+            "change",
+            "encoder",
+            "lines.txt",
+            ["--against", "wider"],
+            "against: its hidden_size is 72, expected",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more, expected):
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, kind, model, file, more, expected):
+    more = [str(folder / each) if each == "wider" else each for each in more]
     assert call(folder, kind, model, file, tmp_path / "out", *more) == 2
     said = capsys.readouterr()
     assert re.search(expected, said.err), said.err
@@ -327,10 +345,81 @@ def test_a_mistake_is_one_line(folder, tmp_path, capsys, kind, model, file, more
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_ends_all_work_is_seen_before_it(folder, tmp_path, capsys, monkeypatch, no_work):
+    """No place for the results, no matplotlib for the figures."""
+    (tmp_path / "file").write_text("")
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "file" / "out") == 2
+    assert f"{tmp_path / 'file'}: is no directory" in capsys.readouterr().err
+    monkeypatch.setattr(results.os, "access", lambda path, mode: False)
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "new" / "out") == 2
+    assert f"{tmp_path}: no results can be written there" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
+    assert "pictures need matplotlib: pip install" in capsys.readouterr().err
+
+
+DEEP = "[" * 100_000
+PAIR = '{{"text": "the cat", "pair": "a dog", "class": {}}}'
+BAD_FILES = [
+    ("attention", "encoder", "--input", ('{"text": "a"}', DEEP), "no JSON"),
+    ("attention", "encoder", "--input", ('{"text": "a"}', '{"text": "\\ud83d"}'), "half of a surrogate pair"),
+    ("attention", "encoder", "--input", ('{"text": "a"}', '{"text": "\udcff"}'), "not UTF-8"),
+    ("attention", "encoder", "--input", ('{"text": "a"}', '{"text": "%s"}' % ("a " * 99)), "101 tokens"),
+    ("probe", "encoder", "--edges", ('{"text": "a", "targets": []}', DEEP), "no JSON"),
+    ("probe", "encoder", "--edges", ('{"text": "a", "targets": []}', "\udcff"), "not UTF-8"),
+    ("patterns", "encoder", "--annotations", ("", DEEP), "no JSON"),
+    ("patterns", "encoder", "--annotations", ("", "\udcff"), "not UTF-8"),
+    ("fixed", "words", "--assignment", ("", DEEP), "no JSON"),
+    *(
+        ("heads", "classes", "--input", (PAIR.format(0), PAIR.format(label)), f"labels[1]: {expected}")
+        for label, expected in (
+            ("NaN", "expected finite numbers, got nan"),
+            ("1e400", "expected finite numbers, got inf"),
+            ("null", "expected a number, a text, or a list of numbers, got None"),
+            ("[1, [2]]", "expected a number, a text, or a list of numbers, got [1, [2]]"),
+            ("1" + "0" * 30, "expected a number, a text, or a list of numbers, got 1000"),
+            ("[1, 0]", "expected one like labels[0], 0, got [1, 0]"),
+            ('"the"', "expected one like labels[0], 0, got 'the'"),
+            ("7", "7 is no class; expected 0 to 1"),
+        )
+    ),
+    ("starts", "classes", "--input", (PAIR.format(0), PAIR.format("NaN")), "labels[1]: expected finite"),
+    ("heads", "encoder", "--input", (PAIR.format(0), PAIR.format(3)), "labels[2]: 3 is no cosine"),
+]
+
+
+@pytest.mark.parametrize(("kind", "model", "option", "lines", "expected"), BAD_FILES)
+def test_a_mistake_in_a_file_names_its_line(folder, tmp_path, capsys, kind, model, option, lines, expected):
+    """An empty line is no example, and has its number."""
+    file = tmp_path / "bad.jsonl"
+    file.write_text("\n\n".join(lines) + "\n", errors="surrogateescape")
+    more = [] if option in ("--input", "--edges") else ["--input", folder / "lines.txt"]
+    more += ["--pairs", "--labels", "class"] if "class" in lines[0] else []
+    arguments = [
+        "analyze",
+        kind,
+        "--model",
+        folder / model,
+        "--output",
+        tmp_path / "out",
+        option,
+        file,
+        *more,
+    ]
+    assert main([*map(str, arguments), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}, line 3: " in error
+    assert expected in error
+    assert len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
 def test_a_text_that_is_too_long(folder, tmp_path, capsys):
     (tmp_path / "long.txt").write_text("the cat\n" + "the " * 100 + "\n")
     assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out") == 2
-    assert "examples[1]: 102 tokens; the model reads at most 72" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "long.txt, line 2: examples[1]: 102 tokens; the model reads at most 72" in error
     more = ("--on-long", "truncate")
     assert call(folder, "attention", "encoder", tmp_path / "long.txt", tmp_path / "out", *more) == 0
     assert json.loads((tmp_path / "out" / "attention.json").read_text())["tokens"] == 4 + 72
@@ -375,7 +464,10 @@ def test_sentences_that_do_not_fit(folder, tmp_path, capsys):
     file.write_text(conllu([TREES[1], long, *TREES, "a X 2 dep | \u200b X 0 root"]))
     more = ("--on-long", "error")
     assert call(folder, "syntax", "encoder", file, tmp_path / "out", *more) == 2
-    assert "sentences[1]: 102 tokens, expected 72 at most: 'the the" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.search(
+        r"long.conllu, line \d+: sentences\[1\]: 102 tokens, expected 72 at most: 'the the", error
+    )
     assert call(folder, "syntax", "encoder", file, tmp_path / "out") == 0
     said = capsys.readouterr().out
     assert "syntax of 9 examples" in said
@@ -394,7 +486,57 @@ def test_nothing_is_replaced(folder, tmp_path, capsys):
     assert "exists; expected a new directory, or an empty one" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "empty") == 0
+    for link, target in (("link", "empty"), ("dangling", "new")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+        assert call(folder, "attention", "encoder", "lines.txt", tmp_path / link) == 0
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target / "attention.json").is_file()
+
+
+def test_what_a_killed_run_left_is_removed(folder, tmp_path):
+    """By the next run of the same output; what a living process writes stays."""
+    script = (
+        "import os, sys\n"
+        "from fastbert.analysis import results\n"
+        "results.np.savez_compressed = lambda *args, **kwargs: os.kill(os.getpid(), 9)\n"
+        "results.save(sys.argv[1], 'attention', {}, {}, {})\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    alive = left.with_name(left.name.replace(left.name.split(".")[-2], str(os.getppid())))
+    alive.mkdir()
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", alive.name}
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022])
+def test_the_mode_of_results_is_the_callers(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        place = results.save(tmp_path / "out", "name", {}, {}, {})
+    finally:
+        os.umask(before)
+    assert place.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_a_name_that_is_not_utf8(folder, tmp_path):
+    """Of the file that is read: JSON and page hold it as an escape."""
+    file = tmp_path / os.fsdecode(b"\xff.txt")
+    file.write_text("the cat sat on the mat .\n" * 6)
+    for kind in ("attention", "report"):
+        assert call(folder, kind, "encoder", file, tmp_path / kind) == 0
+        assert json.loads((tmp_path / kind / f"{kind}.json").read_text())["input"] == str(file)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results.np, "savez_compressed", stop)
+    with pytest.raises(KeyboardInterrupt):
+        results.save(tmp_path / "out", "name", {}, {}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):

@@ -116,7 +116,7 @@ def test_random_weights_are_of_the_same_form(folder):
             assert not torch.equal(fresh, other.state_dict()[name])
 
 
-def test_links(folder, tmp_path, capsys):
+def test_links(folder, tmp_path, capsys, request):
     from fastbert.analysis.links import links
     from fastbert.analysis.targets import of_texts, read_edges
 
@@ -139,6 +139,7 @@ def test_links(folder, tmp_path, capsys):
     assert (numbers["links"], numbers["examples_with_links"]) == (20, 20)
     assert f"largest score {found.scores().max():.3f} at " in said
     assert "published: 1-2 0.201, 7-6 0.209 (Kovaleva" in said
+    request.getfixturevalue("no_work")
     for given, expected in (
         (["--edges", "nothing.jsonl"], "nothing.jsonl"),
         ([], "--edges: links needs a file of labelled spans"),
@@ -164,12 +165,17 @@ def test_links(folder, tmp_path, capsys):
         (["--edges", "edges.jsonl", "--probe", "structural"], "--probe structural: needs trees; expected"),
         (["--edges", "edges.jsonl", "--probe", "mdl"], r"targets\[0\]: expected one label, got 2"),
         (["--conllu", "trees.conllu", "--max-examples", "9"], "examples: a split needs 10 with a target"),
+        (["--edges", "edges.jsonl", "--probe", "control"], r"targets\[0\]: expected one label, got 2"),
+        (
+            ["--conllu", "trees.conllu", "--max-examples", "9", "--probe", "structural"],
+            "sentences: a split needs 10 of two words at least, got 8",
+        ),
         (["--edges", "nothing.jsonl"], "nothing.jsonl"),
         (["--edges", "edges.jsonl", "--label", "upos"], "--label: --edges takes none"),
         (["--conllu", "trees.conllu", "--probe", "structural", "--label", "upos"], "structural takes none"),
     ],
 )
-def test_a_mistake_is_one_line(folder, tmp_path, capsys, more, expected):
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, more, expected):
     files = ("trees.conllu", "edges.jsonl", "nothing.jsonl")
     assert call(folder, tmp_path / "out", *(folder / each if each in files else each for each in more)) == 2
     said = capsys.readouterr()

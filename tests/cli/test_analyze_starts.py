@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from fastbert.analysis import starts as analysis
+from fastbert.analysis.intervals import estimate
 from fastbert.cli.main import main
 from fastbert.training.loop import Interrupted
 from tests.support.hf_models import hf_config
@@ -79,7 +80,7 @@ def test_a_result(folder, tmp_path, capsys, model, more, labels, score):
     assert arrays["score"].shape == (3, 4)
     for name, row in zip(analysis.STARTS, arrays["score"], strict=True):
         assert numbers["intervals"][name]["mean"] == pytest.approx(row.mean())
-        assert f"{name}: {score} {row.mean():.4f} [" in said
+        assert f"  {name}: {score} {estimate(row, seed=3).text('.4f')}\n" in said
     assert numbers["intervals"]["baseline"]["mean"] == pytest.approx(arrays["baseline"].mean())
     assert "MRPC 31.6 / 68.3 / 82.3" in said
     assert "intervals over 4 examples, seed 3" in said

@@ -22,6 +22,7 @@ from fastbert.analysis.intervals import estimate
 from fastbert.analysis.syntax import parse
 from fastbert.analysis.treebank import as_examples, read_conllu
 from fastbert.cli.analyses.heads import of_fixed
+from fastbert.cli.analyses.report import name_of
 from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
@@ -54,8 +55,12 @@ def folder(tmp_path_factory):
     ):
         save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
     save(place / STRANGE, hf_model("bert", seed=1))
+    save(place / "wider", transformers.BertModel(hf_config("bert", hidden_size=72)))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "trees.conllu").write_text(conllu(TREES * 8))
+    for name, words in (("long", 30), ("longer", 100)):
+        tree = " | ".join(f"the X {i} dep" for i in range(words))
+        (place / f"{name}.conllu").write_text(conllu([tree] * 12))
     rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
@@ -221,8 +226,12 @@ def test_pairs_of_an_encoder_are_compared(folder, made):
     assert len(captions) == 2
     assert all("examples: n = 6, seed 0" in text for text in captions)
     said = "".join(page.texts["p"])
-    assert "1 minus the cosine of the vectors of the two texts of a pair. A model that makes all" in said
-    assert not any("can go" in text for text in page.texts["th"])
+    assert said.count("A model that makes all texts alike has the largest cosine") == 3
+    assert "how wrong the model is" not in said
+    assert not any("worse" in text for text in page.texts["figcaption"])
+    assert not any("can go" in text or "loss falls" in text for text in page.texts["th"])
+    assert [text for text in page.texts["th"] if "heads are worth" in text] == ["What the heads are worth"]
+    assert "not known: these pairs have no labels (--labels)" in page.texts["td"]
 
 
 def test_cosines_of_the_file_are_a_measure(folder, tmp_path, monkeypatch):
@@ -237,11 +246,11 @@ def test_cosines_of_the_file_are_a_measure(folder, tmp_path, monkeypatch):
     assert "heads that can go before the negative squared error drops (p < 0.01)" in page.texts["th"]
 
 
-def test_names_are_text(made):
+def test_names_are_text(folder, made):
     """Those of files, directories and tokens, whatever they look like."""
     _, page, _, _ = made("strange")
-    assert page.texts["h1"] == [f"What the heads of {STRANGE} do"]
-    assert page.texts["title"][0] == f"What the heads of {STRANGE} do"
+    assert page.texts["h1"] == [f"What the 9 heads of {folder.name}/{STRANGE} do"]
+    assert page.texts["title"][0] == page.texts["h1"][0]
     _, page, numbers, _ = made("words")
     assert ("sections/change/against", None, STRANGE) in [
         (path, value, text.rsplit("/", 1)[-1]) for path, value, text in page.shown
@@ -251,6 +260,19 @@ def test_names_are_text(made):
     of_fifth = [each for each in numbers["sections"]["maps"]["maps"].values() if each["number"] == 5]
     assert all(token in text for each in of_fifth for token in each["tokens"])
     assert "cat" not in page.texts["b"]
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("/home/me/run/model", "run/model"),
+        ("/c/hub/models--org--all-MiniLM/snapshots/0a1b", "org/all-MiniLM"),
+        ("/model", "model"),
+    ],
+)
+def test_the_name_of_a_model(directory, name):
+    """Not that of its directory alone, which is often "model" or a hash."""
+    assert name_of(directory) == name
 
 
 def test_tokens_are_text(folder, tmp_path):
@@ -280,6 +302,10 @@ def test_published_numbers_name_their_model(made):
     assert "32% (MRPC) to 61% (QQP)" in rows
     assert rows.count("bert-base-uncased, fine-tuned on GLUE; Kovaleva et al. 2019") == 2
     assert "+0.1 (STS-B) to +1.2 (MRPC) points" in rows
+    # the largest gain is in the caption of its figure too
+    places = [path for path, _, _ in page.shown]
+    ends = [f"sections/heads/figures/score/{end}/value" for end in ("highest", "lowest")]
+    assert [places.count(end) for end in ends] == [2, 1]
     assert "One head looks at all tokens alike" in text
 
 
@@ -323,13 +349,34 @@ def test_twelve_layers_of_twelve_heads_are_a_small_file(folder, tmp_path):
         ("words", "lines.txt", ["--mode", "skip"], "mode: skip is for unit='layer'"),
         ("words", "lines.txt", ["--max-bytes", "10"], "max_bytes: 10 are too few for the attention maps"),
         ("words", "lines.txt", ["--against", "nothing"], "nothing"),
+        (
+            "words",
+            "lines.txt",
+            ["--against", "wider"],
+            "against: its hidden_size is 72, expected the model's",
+        ),
+        (
+            "words",
+            "lines.txt",
+            ["--conllu", "long.conllu", "--max-bytes", "7000"],
+            "max_bytes: 7,000 are too few for the attention maps of 32 tokens",
+        ),
         ("words", "lines.txt", ["--conllu", "nothing"], "nothing"),
+        (
+            "words",
+            "lines.txt",
+            ["--conllu", "longer.conllu", "--on-long", "error"],
+            r"longer.conllu, line 2: sentences\[0\]: 102 tokens, expected 72 at most",
+        ),
         ("words", "lines.txt", ["--edges", "nothing"], "--edges: report does not read it"),
         ("words", "lines.txt", ["--probe", "edge"], "--probe: report takes none"),
     ],
 )
-def test_a_mistake_is_one_line(folder, tmp_path, capsys, model, file, more, expected):
-    more = [folder / each if each == "nothing" else each for each in more]
+def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, model, file, more, expected):
+    more = [
+        folder / each if each in ("nothing", "wider", "long.conllu", "longer.conllu") else each
+        for each in more
+    ]
     assert call(folder, model, file, tmp_path / "out", *more) == 2
     said = capsys.readouterr()
     assert re.search(expected, said.err), said.err
@@ -399,6 +446,7 @@ def test_a_treebank_of_the_report(folder, made):
     [
         (TREES[:5], {"syntax": "that the model can read", "probe": "that the model can read"}),
         ((*TREES[:4], *(TREES[3],) * 12), {"probe": "of two words or more"}),
+        ((TREES[3],) * 12, {"syntax": "of two words or more", "probe": "of two words or more"}),
     ],
 )
 def test_too_few_trees(folder, tmp_path, monkeypatch, trees, expected):

@@ -1,6 +1,6 @@
 """Faults of analysis: taps, identities, who is looked at, ablation, importance, resamples."""
 
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite, table
 
 _TAPS = "fastbert/layers/encoder.py"
 _IDENTITIES = "fastbert/analysis/identities.py"
@@ -336,8 +336,8 @@ FAULTS = (
     _fault(
         "a head is named twice",
         _ANNOTATIONS,
-        "if first != number:",
-        "if first > number:",
+        "if first != where:",
+        "if first > where:",
     ),
     _fault(
         "resamples without replacement",
@@ -561,6 +561,19 @@ FAULTS = (
         "torch.where((keys > rows)[:, None], 0.0, found) if self.causal else found",
         "found",
     ),
+)
+
+FAULTS += table(
+    "fastbert/analysis",
+    """
+measures | ends, at, right=True) - 1 | ends, at) - 1
+measures | (logits > 0) == | (logits > 0.5) ==
+measures | (logits - labels).square().mean(-1) | (logits - labels).square().sum(-1)
+attention | ** 2) / lengths**2) | ** 2) / lengths)
+effective | * eps * sigma[:, :1] | * eps
+heads | bias.repeat(count, 1, 1, 1) | bias.repeat_interleave(count, 0)
+identities | where((keys > rows) | where((keys >= rows)
+""",
 )
 
 SUITE = Suite(FAULTS, tests=("tests/layers/test_taps.py", "tests/graphs/test_fallbacks.py", "tests/analysis"))

@@ -1,6 +1,6 @@
 """Faults of reports: numbers from elsewhere, texts that are read as HTML, figures that disturb each other."""
 
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite, table
 
 _REPORT = "fastbert/analysis/report.py"
 _MAPS = "fastbert/analysis/maps.py"
@@ -92,8 +92,8 @@ FAULTS = (
     Fault(
         "heads without a correlation have 0",
         "fastbert/analysis/effective.py",
-        "lambda means: means[:, 0] / np.maximum(means[:, 1], 1e-9)",
-        "lambda means: means[:, 0] / self.correlation[0].size",
+        "ratio_interval(sums[some], counts[some], seed=seed)",
+        "estimate(filled, seed=seed)",
     ),
     Fault(
         "an interval without the baseline",
@@ -139,6 +139,18 @@ FAULTS = (
     ),
 )
 
+FAULTS += table(
+    "fastbert/analysis",
+    """
+intervals | sign <= 0) | sign < 0)
+pictures | found[:, 1:] - found[:, :1] | found[:, 1:]
+results | except BaseException: | except Exception:
+results | examples.types, examples.labels): | examples.types):
+sections | (depth[1:], *bands | (depth[:-1], *bands
+sections_of_loss | figures/score/highest | figures/score/lowest
+""",
+)
+
 _PAGES = "tests/cli/test_report.py"
 SUITE = Suite(
     FAULTS,
@@ -152,5 +164,7 @@ SUITE = Suite(
         f"{_PAGES}::test_a_treebank_of_the_report",
         f"{_PAGES}::test_fixed_heads_of_the_report",
         f"{_PAGES}::test_the_numbers_of_fixed_heads",
+        f"{_PAGES}::test_published_numbers_name_their_model",
+        "tests/cli/test_analyze.py::test_an_interrupt_leaves_nothing",
     ),
 )

@@ -1,6 +1,6 @@
 """Faults of probes: what they see, how they learn, splits, codes, control tasks, trees."""
 
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite, table
 
 _FEATURES = "fastbert/analysis/features.py"
 _PROBES = "fastbert/analysis/probes.py"
@@ -148,6 +148,18 @@ FAULTS = (
         "mean = float(of(values.mean(0)[None])[0])",
         "mean = float(of(values).mean())",
     ),
+)
+
+FAULTS += table(
+    "fastbert/analysis",
+    """
+probes | since = 0 if better.any() | since = 0 if better.all()
+probing | of_target < begin) | of_target <= begin)
+structure | range(5, 51) | range(5, 50)
+structure | plain[i] and plain[h - 1] | plain[i]
+targets | word.lower() for | word for
+targets | p=share / share.sum() | p=np.full(len(share), 1 / len(share))
+""",
 )
 
 SUITE = Suite(FAULTS, tests=("tests/analysis/test_probes.py", "tests/analysis/test_structure.py"))

@@ -74,6 +74,12 @@ class Fault:
                 os.utime(path, (second, second))
 
 
+def table(folder: str, text: str) -> tuple[Fault, ...]:
+    """A fault per line of `text`: a module of `folder`, what it has, what replaces it, with " | " between."""
+    rows = [line.split(" | ") for line in text.strip().splitlines()]
+    return tuple(Fault(f"{file}: {new}", f"{folder}/{file}.py", old, new) for file, old, new in rows)
+
+
 @dataclass(frozen=True)
 class Suite:
     """Faults and what must catch them.

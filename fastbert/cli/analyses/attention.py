@@ -135,7 +135,8 @@ def of_effective(
     """Numbers, arrays and figures of effective attention beside the whole."""
     # heads whose attention does not vary have no correlation
     filled, known = found.known()
-    mean = filled.sum(0) / np.maximum(known.sum(0), 1)
+    counts = known.sum(0)
+    mean = np.where(counts > 0, filled.sum(0) / np.maximum(counts, 1), np.nan)
     each, of_each = filled.sum((1, 2)), known.sum((1, 2))
     lengths = np.unique(found.lengths[of_each > 0])
     by_length = [each[found.lengths == n].sum() / of_each[found.lengths == n].sum() for n in lengths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,5 +18,11 @@ TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS
 
 
 def as_numbers(intervals: Mapping[str, Interval]) -> dict[str, dict]:
-    """Intervals for a JSON file."""
-    return {name: interval._asdict() for name, interval in intervals.items()}
+    """Intervals for a JSON file; None for a mean that is not known."""
+    found = {name: interval._asdict() for name, interval in intervals.items()}
+    return {name: each | {"mean": known(each["mean"])} for name, each in found.items()}
+
+
+def known(value: float) -> float | None:
+    """A number for a JSON file, None for what is not defined."""
+    return None if math.isnan(value) else float(value)

@@ -12,11 +12,21 @@ from fastbert.analysis import fixed as patterns
 from fastbert.analysis import heads as analysis
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, estimate
+from fastbert.analysis.measures import UNRATED
 from fastbert.cli.analyses.found import Found, as_numbers
 from fastbert.cli.analyses.loading import pooling_of
 from fastbert.models.base import PreTrainedModel
 
 RANDOM_ORDERS = 5
+_UNRATED = [
+    "the pairs have no labels (--labels): a model that makes all texts alike has the largest cosine, so this "
+    "does not say which heads it needs"
+]
+
+
+def _caveat(score_name: str) -> list[str]:
+    """A line for the summary of what a score does not say."""
+    return _UNRATED if score_name == UNRATED else []
 
 
 def heads(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:
@@ -69,7 +79,7 @@ def of_heads(args: argparse.Namespace, found: analysis.Ablation) -> Found:
         ],
         "count": of_loss.size,
         "loss falls without": int((of_loss < 0).sum()),
-        "summary": summary,
+        "summary": summary + _caveat(found.score_name),
     }
     arrays = {name: getattr(found, name) for name in ("base_loss", "base_score", "loss", "score")}
     if len(found.base_loss) > 1:
@@ -126,7 +136,8 @@ def of_importance(
         "cases": len(found.derivatives),
         "summary": summary,
     }
-    if len(found.derivatives) > 1:
+    summary += _caveat(score_name)
+    if len(found.derivatives) > 1 and score_name != UNRATED:
         removable = made["by importance"].removable(seed=args.seed)
         numbers |= {"removable": removable, "removable share": removable / count}
         summary.append(f"{removable} of {count} heads can go before the {score_name} drops (p < 0.01)")
@@ -190,6 +201,7 @@ def of_fixed(args: argparse.Namespace, found: patterns.FixedHeads) -> Found:
             numbers[key] |= {"interval": interval[1:3], "p": found.p_value(zero=zero, seed=args.seed)}
             line = f"{name}: {found.score_name} {interval.text('+.4f')}"
         summary.append(f"{line}, loss {loss:+.4f}")
+    summary += _caveat(found.score_name)
     figures = {
         "assignment": pictures.classes(
             found.assignment, patterns.NAMES, "each head's pattern", pictures.MORE_COLORS

@@ -20,6 +20,7 @@ def links(
 ) -> Found:
     """Numbers, arrays and figures of the links of a file of labelled spans."""
     targets = of_texts(texts, examples)
+    analysis.check_halves(len(np.unique(targets.example)))
     found = analysis.links(model, examples, targets, batch_tokens=args.batch_tokens, seed=args.seed)
     best, scores, moved = found.best(), found.scores(), found.scores(moved=True)
     maps = {"links": scores}

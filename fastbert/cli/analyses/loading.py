@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.analysis.examples import Examples, masked, paired, read, spans_of, tokenized
+from fastbert.analysis.examples import Examples, lines_of, masked, paired, read, spans_of, tokenized
 from fastbert.analysis.targets import LabelledText, read_edges
-from fastbert.analysis.treebank import Sentence, as_examples, fitting, read_conllu
+from fastbert.analysis.treebank import Sentence, as_examples, blocks_of, fitting, read_conllu
 from fastbert.cli.usage import UsageError, device_of
 from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
@@ -69,6 +73,37 @@ def model_of(directory: str, device: str | None) -> PreTrainedModel:
     return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
 
 
+@contextlib.contextmanager
+def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[None]:
+    """Errors that name an example by its number name the file and the line too."""
+    try:
+        yield
+    except (ValueError, UsageError) as error:
+        found = re.match(r"(examples|texts|pairs|labels|answers|sentences)\[(\d+)\]: ", str(error))
+        name, number = found.groups() if found else ("", "0")
+        of_words = name == "sentences" or args.input is None
+        # after sentences that are left out, a number is none of the file's
+        if not found or (of_words and args.on_long != "error"):
+            raise
+        index = int(number)
+        if not of_words:
+            file, index = args.input, index // (2 if args.pairs and _compares(args, model) else 1)
+        else:
+            file = args.edges if args.conllu is None else args.conllu
+        if of_words and args.conllu is not None:
+            places = (f"{file}, line {block[0][0]}" for block in blocks_of(file))
+        else:
+            places = (where for where, _ in lines_of(file))
+        where = next(itertools.islice(places, index, None), file)
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _compares(args: argparse.Namespace, model: PreTrainedModel) -> bool:
+    """Whether the texts of a pair are two examples, for an encoder without a head."""
+    compared = args.kind in MEASURED or (args.kind == "report" and args.pairs)
+    return compared and not isinstance(model, TaskModel)
+
+
 def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     """The examples of the input file, with labels where the analysis needs them."""
     if args.kind in LEARNING:
@@ -77,8 +112,7 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     of_words, of_answers = (
         measured and isinstance(model, head) for head in (BertForMaskedLM, BertForQuestionAnswering)
     )
-    compared = measured or (args.kind == "report" and args.pairs)
-    of_vectors = compared and not isinstance(model, TaskModel)
+    of_vectors = _compares(args, model)
     in_report = args.kind == "report" and args.labels is not None
     takes_labels = of_vectors or (isinstance(model, TaskModel) and not isinstance(model, BertForMaskedLM))
     if in_report and not takes_labels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,11 @@ from fastbert.analysis import pictures
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.intervals import Interval
-from fastbert.analysis.probing import EdgeProbe, control_task, edge_probe, online_code
-from fastbert.analysis.structure import Structure, structural_probe
+from fastbert.analysis.probing import EdgeProbe, check_code, control_task, edge_probe, online_code
+from fastbert.analysis.structure import Structure, structural_probe, usable_of
 from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank
 from fastbert.analysis.treebank import Sentence
-from fastbert.cli.analyses.found import Found
+from fastbert.cli.analyses.found import Found, known
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
 
@@ -51,9 +50,17 @@ def probe(
         what = "--probe structural" if kind == "structural" else "--edges"
         raise UsageError(f"--label: {what} takes none")
     if kind == "structural":
+        usable_of(texts)
         return of_structural(args, structural(args, model, texts, examples))
     label = args.label or "upos"
     targets = of_treebank(texts, examples, label) if of_trees else of_texts(texts, examples)
+    # what is wrong with the targets is said before the model runs
+    if kind == "mdl":
+        check_code(targets)
+    else:
+        targets.split(args.seed)
+    if kind == "control":
+        targets.check_labels()
     if kind == "edge":
         numbers, arrays, figures = of_edge(args, edge(args, model, examples, targets))
     else:
@@ -144,7 +151,6 @@ def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
     train, held_out, test = ours.targets
     summary.append(f"{train:,} targets to learn from, {held_out:,} held out, {test:,} tested")
     summary.append(_seeded(ours.counts.shape[1], "examples", args.seed))
-    expected = ours.expected_layer()
     numbers = {
         "f1": scores[0].tolist(),
         "f1_random_weights": scores[1].tolist(),
@@ -152,7 +158,7 @@ def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
         "best": _named(scores[0], ours.interval),
         "random": _named(scores[1], found[1].interval),
         "tested": test,
-        "expected_layer": None if math.isnan(expected) else expected,
+        "expected_layer": known(ours.expected_layer()),
         "centre": ours.centre(),
         "intervals": [ours.interval(layer)._asdict() for layer in depth],
         "summary": summary,
@@ -272,8 +278,8 @@ def of_structural(args: argparse.Namespace, found: list[Structure]) -> Found:
         "uuas_linear": ours.linear_uuas(),
         "best": _named(values[0], ours.interval),
         "random": _named(values[1], found[1].interval),
-        "correlation_of_distances": _known(ours.distance_spearman()),
-        "correlation_of_depths": _known(ours.depth_spearman()),
+        "correlation_of_distances": [known(each) for each in ours.distance_spearman()],
+        "correlation_of_depths": [known(each) for each in ours.depth_spearman()],
         "root_accuracy": ours.root_accuracy().tolist(),
         "sentences": list(ours.sentences),
         "intervals": [ours.interval(int(i))._asdict() for i in depth],
@@ -281,11 +287,6 @@ def of_structural(args: argparse.Namespace, found: list[Structure]) -> Found:
     }
     arrays = {name: value for name, value in vars(ours).items() if isinstance(value, np.ndarray)}
     return numbers, arrays | {"found_random_weights": found[1].found}, figures
-
-
-def _known(values: np.ndarray) -> list[float | None]:
-    """Numbers for a JSON file, None for what is not defined."""
-    return [None if math.isnan(value) else float(value) for value in values]
 
 
 def _rank(states: Tensor) -> dict[str, int]:

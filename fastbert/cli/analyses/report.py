@@ -22,8 +22,9 @@ from fastbert.analysis import (
 )
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import Examples, masked
-from fastbert.analysis.maps import ExampleMap, example_maps
+from fastbert.analysis.maps import ExampleMap, check_example_maps, example_maps
 from fastbert.analysis.measures import Measure
+from fastbert.analysis.syntax import check_maps
 from fastbert.analysis.targets import of_treebank
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses import probe, syntax
@@ -45,10 +46,16 @@ def whole(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
     """(numbers, arrays, page) of all analyses; those that share a result run the model for it once."""
     options, seed = {"batch_tokens": args.batch_tokens}, args.seed
+    # what is wrong is said before the work begins
+    heads.check("head", args.mode)
+    check_example_maps(model, examples.lengths, args.max_bytes)
     scored, no_loss = _scored(args, model, examples)
     against = None if args.against is None else model_of(args.against, args.device)
-    # what is wrong in the treebank is said before the work begins
+    if against is not None:
+        change.check(model, against, examples)
     of_words = None if args.conllu is None else words_of(args, model)
+    if of_words is not None:
+        check_maps(model, of_words[1], args.max_bytes)
     shown: list[report.Section] = []
     numbers: dict[str, dict] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -94,10 +101,15 @@ def whole(
         reason = f"no word is in {geometry.LEAST} places of these texts; more text is needed"
         add(sections.missing("geometry", reason))
     if of_words is not None:
-        _add_trees(args, model, *of_words, add)
+        try:
+            _add_trees(args, model, *of_words, add)
+        except ValueError as error:
+            # its examples are sentences of the treebank
+            raise ValueError(f"{args.conllu}: {error}") from error
     summary = [f"{name}: {each['summary'][0]}" for name, each in numbers.items() if "summary" in each]
     numbers = facts | {"sections": numbers, "summary": summary}
-    title = f"What the heads of {Path(args.model).resolve().name} do"
+    of_model = numbers["sections"]["model"]
+    title = f"What the {of_model['count']} heads of {of_model['directory']} do"
     return numbers, arrays, report.page(title, numbers, shown)
 
 
@@ -110,19 +122,20 @@ def _add_trees(
     add: Callable[..., None],
 ) -> None:
     """The sections of a treebank; `examples` are its sentences."""
-    if len(sentences) < SENTENCES:
-        reason = f"the treebank has fewer than {SENTENCES} sentences that the model can read"
+    few = f"the treebank has fewer than {SENTENCES} sentences"
+    of_two = sum(len(sentence) > 1 for sentence in sentences)
+    if len(sentences) < SENTENCES or not of_two:
+        what = "that the model can read" if len(sentences) < SENTENCES else "of two words or more"
         for name in ("syntax", "probe"):
-            add(sections.missing(name, reason))
+            add(sections.missing(name, f"{few} {what}"))
         return
     labels, parsing = syntax.on_trees(args, model, sentences, examples)
     best = parsing.best(seed=args.seed)
     numbers, arrays, _ = syntax.of_syntax(labels, parsing, best)
     numbers["left out"] = left_out
     add(sections_of_trees.of_syntax(labels, parsing, best), (numbers, arrays))
-    if sum(len(sentence) > 1 for sentence in sentences) < SENTENCES:
-        reason = f"the treebank has fewer than {SENTENCES} sentences of two words or more"
-        add(sections.missing("probe", reason))
+    if of_two < SENTENCES:
+        add(sections.missing("probe", f"{few} of two words or more"))
         return
     targets = of_treebank(sentences, examples, "upos")
     found = {
@@ -135,6 +148,13 @@ def _add_trees(
     arrays = {f"{name}/{key}": array for name, each in made.items() for key, array in each[1].items()}
     section = sections_of_trees.of_probes(*(both for both, _ in found.values()))
     add(section, (numbers, arrays))
+
+
+def name_of(directory: str) -> str:
+    """What a report calls a model: its name on the hub, or its directory and the one above."""
+    parts = Path(directory).resolve().parts
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    return "/".join(parts[1:][-2:]) if cached is None else cached.removeprefix("models--").replace("--", "/")
 
 
 def _scored(
@@ -163,11 +183,6 @@ def _scored(
 def _loss_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
     """What the loss of a report's ablation is."""
     if not isinstance(model, TaskModel):
-        if args.labels is None:
-            return (
-                "it is 1 minus the cosine of the vectors of the two texts of a pair. A model that makes all "
-                "texts alike has the least, so to learn which heads tell texts apart takes labels (--labels)"
-            )
         return "it is the square of the cosine of a pair's vectors minus the one that the file says"
     if isinstance(model, BertForMaskedLM):
         return "15% of each text's tokens are masked, and it is the cross-entropy of guessing them, in nats"
@@ -179,7 +194,7 @@ def _of_model(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     lengths = examples.lengths
     numbers = {
-        "directory": Path(args.model).resolve().name,
+        "directory": name_of(args.model),
         "family": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": len(model.base_model.layers()),

@@ -13,6 +13,7 @@ import torch
 from fastbert.analysis import pictures
 from fastbert.analysis import starts as analysis
 from fastbert.analysis.examples import Examples
+from fastbert.analysis.intervals import finite
 from fastbert.cli.analyses.found import Found, as_numbers
 from fastbert.cli.usage import UsageError
 from fastbert.models.auto import AutoModelForSequenceClassification
@@ -65,9 +66,7 @@ def _numbered(args: argparse.Namespace, labels: np.ndarray) -> tuple[np.ndarray,
     if labels.ndim != 1 or labels.dtype.kind not in "iufbU":
         raise UsageError(f"{where}: expected a class or a number per example")
     if labels.dtype.kind == "f":
-        if not np.isfinite(labels).all():
-            raise UsageError(f"{where}: expected finite numbers")
-        return labels.astype(np.float32), None
+        return finite("labels", labels).astype(np.float32), None
     names, numbers = np.unique(labels, return_inverse=True)
     if len(names) < 2:
         raise UsageError(f"{where}: expected two classes at least, got {names.tolist()}")

@@ -23,6 +23,7 @@ def syntax(
     args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
 ) -> Found:
     """Attention by label, and heads as parsers, on a treebank."""
+    analysis.check_halves(len(sentences))
     labels, parsing = on_trees(args, model, sentences, examples)
     return of_syntax(labels, parsing, parsing.best(seed=args.seed))
 
@@ -31,6 +32,7 @@ def on_trees(
     args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
 ) -> tuple[analysis.AttentionByLabel, analysis.Parsing]:
     """Attention by label, and heads as parsers."""
+    analysis.check_maps(model, examples, args.max_bytes)
     labels = analysis.attention_by_label(model, examples, sentences, batch_tokens=args.batch_tokens)
     options = {"batch_tokens": args.batch_tokens, "max_bytes": args.max_bytes}
     return labels, analysis.parse(model, examples, sentences, **options)
