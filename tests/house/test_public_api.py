@@ -107,6 +107,7 @@ ADDED = {
     ", cu_seqlens, max_seqlen, causal)": "of a head's `encode`",
     " causal=None,": "of forward_packed",
     ", rounded=False)": "a norm's result also for products under autocast",
+    ", mean_resizing=True": "of resize_token_embeddings, as in transformers",
     ", strict=True": "unknown keys of a file, left out by request",
     ", calls=1)": "a self-check on a GPU makes every call twice",
 }
