@@ -69,6 +69,8 @@ CONFIG = [
         max_position_embeddings=2),
     config("problem", ValueError, r"problem_type: expected one of regression.*got 'rank'",
         problem_type="rank"),
+    Bad("no-labels", lambda _: fastbert.BertForTokenClassification(EncoderConfig(id2label={})), ValueError,
+        r"config id2label: expected at least one class"),
     config("labels", ValueError, r"num_labels: expected an integer >= 1, got 0", num_labels=0),
     config("unknown-type", ValueError, r"model_type: 'bort' is not supported: unknown", "bort"),
     config("deberta", ValueError, r"model_type: 'deberta-v2' is not supported: disentangled", "deberta-v2"),
