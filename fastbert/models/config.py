@@ -367,5 +367,6 @@ def as_config(config: Any) -> EncoderConfig:
     if isinstance(config, EncoderConfig):
         return config
     if not hasattr(config, "to_dict"):
-        raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
+        more = "; from_pretrained(path) loads a directory" if isinstance(config, (str, Path)) else ""
+        raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}{more}")
     return EncoderConfig.from_hf(config)
