@@ -47,21 +47,32 @@ GONE = {
 # Members of classes that are renamed or new, whichever class has them.
 # answer and words did not say what they do.
 GONE_MEMBERS = {"answer", "words"}
-# A family with other mathematics names its own layer_class and embeddings_class.
+# A family with other mathematics names its own layer_class and embeddings_class. CrossEncoder is new, and
+# SentenceEncoder encodes queries and documents with their prompts.
 NEW_MEMBERS = {
     "as_output",
+    "check_batch_tokens",
+    "device",
     "embeddings_class",
+    "encode_document",
     "encode_inputs",
+    "encode_query",
     "fixed_patterns",
     "layer_class",
     "logits_and_loss",
     "padded_output",
     "pair_head",
     "pair_logits",
+    "from_pretrained",
+    "predict",
+    "rank",
     "taps",
+    "tokenize",
+    "too_long",
 }
 # What is new outside the ops (a new function of an op breaks no caller): name -> reason.
 NEW = {
+    "CrossEncoder": "scores of pairs, as sentence-transformers computes them",
     "testing.Case.in_parts": "what a kernel of several ops is timed beside",
     "fastbert warmup --jobs": "kernels are compiled side by side",
     "testing.Case.kind": "which calls a self-check times",
@@ -72,6 +83,29 @@ NEW = {
 }
 # Name -> (what it is now, reason).
 CHANGED = {
+    "SentenceEncoder": (
+        "class (model, tokenizer=None, *, pooling='mean', normalize=False, max_length=None, "
+        "lower_case=False, prompt='', prompts=None, segments=True, include_prompt=True, "
+        "similarity_fn_name='cosine')",
+        "prompts by name, segments of pairs; says what to call",
+    ),
+    "SentenceEncoder.encode": (
+        "(self, sentences, *, prompt_name=None, prompt=None, batch_tokens=8192, batch_size=None, "
+        "show_progress_bar=None, precision='float32', normalize_embeddings=False, "
+        "truncate_dim=None, on_long='truncate', progress=None)",
+        "as sentence-transformers' encode",
+    ),
+    "SentenceEncoder.tokenize": (
+        "(self, sentences, prompt=None)",
+        "a prompt per call",
+    ),
+    "encode": (
+        "(model, sentences, *, pooling=None, normalize=None, max_length=None, dtype=None, "
+        "device=None, prompt_name=None, prompt=None, batch_tokens=8192, batch_size=None, "
+        "show_progress_bar=None, precision='float32', normalize_embeddings=False, "
+        "truncate_dim=None, on_long='truncate')",
+        "as sentence-transformers' encode",
+    ),
     "fastbert verify --op": (repr(OPS), PACKING),
     "fastbert warmup --op": (repr(OPS), PACKING),
     "fastbert warmup --timeout": (
@@ -96,6 +130,12 @@ CHANGED = {
         "(x, weight, scale, bias=None, activation=None, panels=None)",
         PANELS,
     ),
+}
+
+CHANGED |= {
+    name: ("class (*args, **kwargs)", "an Auto class has no instances and says what to call")
+    for name in fastbert.__all__
+    if name.startswith("Auto")
 }
 
 # Commands that are new as a whole.
