@@ -261,7 +261,7 @@ def __dir__() -> list[str]:
     # It gets the module's own names; the docstring says what there is.
     if sys._getframe(1).f_globals.get("__name__") == "inspect":
         return sorted({*globals()} - {*__all__})
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def _warn_of_the_other_project() -> None:

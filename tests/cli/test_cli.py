@@ -575,6 +575,8 @@ def test_a_line_whose_embedding_is_not_finite_is_named(run, model, text, tmp_pat
 BAD_CALLS = {
     "no command": ([], "arguments are required: COMMAND"),
     "unknown command": (["embed"], "invalid choice: 'embed'"),
+    "a near command": (["encod"], "(see fastbert --help); did you mean 'encode'?"),
+    "a near choice": (["{encode}", "--dtype", "float-32"], "did you mean 'float32'?"),
     "no model": (["encode", "--input", "{text}", "--output", "{out}"], "arguments are required: --model"),
     "kind": (
         ["{encode}", "--output", "{dir}/o.csv"],
