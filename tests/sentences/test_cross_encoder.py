@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -66,6 +67,9 @@ def test_scores_are_sentence_transformers(folders):
     ):
         assert np.abs(ours.predict(PAIRS, **options) - theirs.predict(PAIRS, **options)).max() < 1e-4
     assert len(ours.predict([])) == 0
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(ours.predict, [PAIRS, PAIRS[:3], PAIRS[:1]] * 8):
+            assert np.abs(found - scores[: len(found)]).max() < 1e-4
 
 
 def test_ranks_are_sentence_transformers(folders):
