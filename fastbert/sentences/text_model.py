@@ -76,6 +76,11 @@ class TextModel:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill in what pickles of SentenceEncoder lack that were made before it had prompts by name."""
+        segments = state["model"].config.family.segments
+        self.__dict__.update({"prompts": {}, "segments": segments, "include_prompt": True} | state)
+
     @property
     def device(self) -> torch.device:
         """The device that the model runs on."""
