@@ -8,7 +8,7 @@
 
 Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaModel, …: HuggingFace's names
 Settings       EncoderConfig (BertConfig), AutoConfig
-Sentences      encode, SentenceEncoder
+Sentences      encode, SentenceEncoder, CrossEncoder
 Others' models accelerate, restore
 How it runs    explain, graph, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -33,6 +33,7 @@ from fastbert.runtime.version import VERSION as __version__
 _PLACES = {
     "BertConfig": "models.config:EncoderConfig",
     "CheckpointError": "checkpoint.files",
+    "CrossEncoder": "sentences.cross_encoder",
     "EncoderConfig": "models.config",
     "EncodingError": "sentences.tokenizer",
     "SentenceEncoder": "sentences.encoder",
@@ -79,6 +80,7 @@ __all__ = [
     "CamembertForTokenClassification",
     "CamembertModel",
     "CheckpointError",
+    "CrossEncoder",
     "DistilBertForMaskedLM",
     "DistilBertForMultipleChoice",
     "DistilBertForQuestionAnswering",
@@ -241,6 +243,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     from fastbert.ops.checks import double_backward
     from fastbert.runtime.dispatch import use_backend
     from fastbert.runtime.prepared import clear
+    from fastbert.sentences.cross_encoder import CrossEncoder
     from fastbert.sentences.encoder import SentenceEncoder, encode
     from fastbert.sentences.tokenizer import EncodingError
 else:  # unseen by type checkers, which would take any name for a public one
@@ -260,7 +263,7 @@ def __dir__() -> list[str]:
     # It gets the module's own names; the docstring says what there is.
     if sys._getframe(1).f_globals.get("__name__") == "inspect":
         return sorted({*globals()} - {*__all__})
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def _warn_of_the_other_project() -> None:

@@ -19,9 +19,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_keys(
-    names: Names, config: Any, files: list[Path], found: dict[str, Stored]
-) -> tuple[list[str], list[str]]:
-    """(missing keys of heads, which may be fresh; keys as stored that the model lacks).
+    names: Names, config: Any, files: list[Path], found: dict[str, Stored], strict: bool = True
+) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """(missing keys of heads, which may be fresh; keys as stored that the model lacks; what is to be told).
+
+    The last maps a reason to keys as stored: those of a training alone, and without `strict` unknown ones.
 
     Raises:
         CheckpointError: any other difference.
@@ -29,7 +31,9 @@ def check_keys(
     expected = [key for key in names.state if key not in names.tied]
     missing = [key for key in expected if key not in found]
     extra = [key for key in found if key not in names.state]
-    unexpected = [key for key in extra if not names.may_be_left_over(key)]
+    aids = [key for key in extra if names.is_training_aid(key)]
+    unknown = [key for key in extra if not names.may_be_left_over(key) and key not in aids]
+    unexpected = unknown if strict else []
     where = files[0] if len(files) == 1 else files[0].parent
 
     # A head or a pooler may be missing as a whole
@@ -48,8 +52,11 @@ def check_keys(
         why = _why(names, config, found)
         if refused and all(names.is_pooler(key) for key in refused):
             why = "; the file has no pooler: pass add_pooling_layer=False"
+        elif unexpected and not refused:
+            why += "; strict=False leaves them out"
         raise CheckpointError(f"{where}: {'; '.join(problems)}{why}")
-    return fresh, [found[key].key for key in extra]
+    told = {"of the training alone": aids, "unknown": [] if strict else unknown}
+    return fresh, [found[k].key for k in extra], {r: [found[k].key for k in ks] for r, ks in told.items()}
 
 
 def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:

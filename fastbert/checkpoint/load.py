@@ -40,7 +40,8 @@ class LoadReport:
     Attributes:
         files: the files read.
         missing: the module's keys that no file holds (a fresh head); empty for a complete checkpoint.
-        unused: keys, as stored, of heads that the module does not have.
+        unused: keys, as stored, that the module does not have: of other heads, of a training's helpers, and
+            without `strict` unknown ones.
         mismatched: (key, shape in the file, shape in the module) of the weights that were not loaded because
             their shapes differ; the module's are fresh.
     """
@@ -59,6 +60,7 @@ def load_weights(
     ignore_mismatched_sizes: bool = False,
     use_safetensors: bool | None = None,
     state_dict: dict[str, Tensor] | None = None,
+    strict: bool = True,
 ) -> LoadReport:
     """Load a checkpoint's weights into a model, cast to the dtypes of its parameters.
 
@@ -75,13 +77,16 @@ def load_weights(
             warning that names it; False refuses it.
         use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
         state_dict: tensors to load; no file is read then.
+        strict: False leaves out keys that are not known, with one warning; True refuses them.
 
     Returns:
-        LoadReport: files read, fresh keys, keys of other heads left over.
+        LoadReport: files read, fresh keys, keys left over.
 
     Raises:
         CheckpointError: naming file, key and cause.
     """
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: expected True or False, got {strict!r}")
     config = model.config
     foreign = config.get("quantization_config")
     if foreign and not quantization.in_config(config):
@@ -95,7 +100,8 @@ def load_weights(
     where = files[0].parent if state_dict is None else files[0]
     found = rename(names, stored)
     resolve_ties(names, found)
-    report = LoadReport(files, *check_keys(names, config, files, found))
+    fresh, unused, left_out = check_keys(names, config, files, found, strict)
+    report = LoadReport(files, fresh, unused)
     if report.missing and not allow_missing_head:
         raise CheckpointError(f"{where}: missing keys: {listed(report.missing)}")
     report.mismatched = check_shapes(names, config, found, ignore_mismatched_sizes)
@@ -113,10 +119,14 @@ def load_weights(
         shapes = (f"{key} {stored}, here {own}" for key, stored, own in report.mismatched)
         problems.append(f"has weights of other shapes, left out: {listed(shapes)}")
     if problems:
-        text = "; ".join(problems) + ": freshly initialised, train them before use"
-        warnings.warn(f"{where}: {text}", UserWarning, stacklevel=3)
+        problems[-1] += ": freshly initialised, train them before use"
+    problems += [f"left out, {reason}: {listed(keys)}" for reason, keys in left_out.items() if keys]
+    if names.wrappers:
+        problems.append(f"read the keys without {listed(sorted(names.wrappers))}, which a wrapper put there")
+    if problems:
+        warnings.warn(f"{where}: {'; '.join(problems)}", UserWarning, stacklevel=3)
     if report.unused:
-        logger.info("%s: left over, of heads not in this model: %s", where, listed(report.unused))
+        logger.info("%s: left over, not in this model: %s", where, listed(report.unused))
     if state_dict is not None:
         report.files = []
     return report
@@ -155,6 +165,18 @@ def check_depth(
     if layers > holds:
         says = " * ".join(spelt(family, key) for key in keys)
         raise CheckpointError(f"{files[0]}: config {says} says {layers}, the file has {holds}")
+
+
+def has_pooler(
+    config: Any,
+    directory: str | os.PathLike | None,
+    *,
+    use_safetensors: bool | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> bool:
+    """Whether the weights have a pooler, or a part of one; arguments and errors as `check_depth`."""
+    _, stored = weights_of(directory, use_safetensors, state_dict)
+    return any(f".{config.family.pooler}." in f".{key}" for key in stored)
 
 
 def stored_dtype(directory: str | os.PathLike, use_safetensors: bool | None = None) -> torch.dtype:

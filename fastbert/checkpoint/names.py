@@ -16,8 +16,10 @@ from fastbert.layers import quantized as quantization
 if TYPE_CHECKING:
     from fastbert.models.families import Family
 
-# Wrappers that put their name before every key: DataParallel, torch.compile
-_WRAPPERS = ("module.", "_orig_mod.")
+# Wrappers that put their name before every key: DataParallel, torch.compile, a LightningModule's attribute
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+# First parts of keys that only a training needed: TinyBERT's maps from the student's width to the teacher's
+_TRAINING_AIDS = ("fit_dense", "fit_denses")
 # Buffers that old versions stored and that hold no weights
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _OLD_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
@@ -31,6 +33,7 @@ class Names:
         tied: tied key -> the key of the parameter that it shares.
         roots: first parts of the encoder's own keys: "embeddings", "encoder", ….
         int8: key -> the module whose 8-bit weight or scales it is.
+        wrappers: what `rename` took off the keys' fronts.
     """
 
     def __init__(self, model: nn.Module):
@@ -49,18 +52,18 @@ class Names:
             if isinstance(module, quantization.QuantizedLinear)
             for leaf in ("weight", "scale")
         }
+        self.wrappers: set[str] = set()
 
     def canonical(self, key: str) -> str:
-        """The module's spelling of a stored key."""
-        while key.startswith(_WRAPPERS):
-            key = key.split(".", 1)[1]
+        """The module's spelling of a stored key, without its wrappers."""
         for old, new in _OLD_SUFFIXES.items():
             if key.endswith(old):
                 key = key[: -len(old)] + new
         inside = key.startswith(self.stored_prefix)
         while key.startswith(self.stored_prefix):
             key = key[len(self.stored_prefix) :]
-        if inside or key.split(".")[0] in self.roots | {"pooler"}:
+        root = key.split(".")[0]
+        if root in self.roots | {"pooler"} or (inside and root not in self.family.known_head_roots):
             return self.prefix + key
         return key
 
@@ -71,6 +74,10 @@ class Names:
     def may_be_left_over(self, key: str) -> bool:
         """Whether an unexpected key, in our spelling, is part of a head that this module does not have."""
         return key.split(".")[0] in self.family.known_head_roots or self.is_pooler(key)
+
+    def is_training_aid(self, key: str) -> bool:
+        """Whether a key, in our spelling, is of a part that only a training needed."""
+        return key.split(".")[0] in _TRAINING_AIDS
 
     def part(self, key: str) -> str | None:
         """The part that may be missing as a whole to which the key belongs; None if it belongs to none."""
@@ -88,7 +95,12 @@ def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:
     for key, item in stored.items():
         if key.endswith(_OLD_BUFFERS):
             continue
-        ours = names.canonical(key)
+        bare = key
+        while bare.startswith(_WRAPPERS):
+            bare = bare.split(".", 1)[1]
+        if bare != key:
+            names.wrappers.add(key.removesuffix(bare))
+        ours = names.canonical(bare)
         if ours in renamed:
             raise CheckpointError(f"{item}: the same parameter as {renamed[ours].key}, stored twice")
         renamed[ours] = item

@@ -1,4 +1,4 @@
-"""The `fastbert` command: encode, prepare, env, verify, … A command's file is imported when it is chosen.
+"""The `fastbert` command: encode, pretrain, analyze, … A command's file is imported when it is chosen.
 
 Exit status: 0 done; 1 a check failed; 2 a mistake in the call or its input, named in one line
 (FASTBERT_LOG=debug adds the traceback); 128 + n stopped by signal n.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,13 +37,19 @@ class _Stopped(BaseException):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # one line instead of the usage
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        guess = ""
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), 1)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"{message} (see {self.prog} --help){guess}")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line, with all commands and options."""
     parser = _Parser(
-        prog="fastbert", description="BERT encoders: embed text, look at the set-up, check the numerics."
+        prog="fastbert",
+        description="BERT encoders: embed text; pre-train from raw text; see what heads and layers do; look "
+        "at the set-up, and check the numerics. Every command has its own --help.",
     )
     parser.add_argument("--version", action="version", version=f"fastbert {VERSION}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")

@@ -20,7 +20,7 @@ from fastbert.models.heads.token_classification import BertForTokenClassificatio
 class AutoConfig:
     """Reads the config of any family: `AutoConfig.from_pretrained(path)`; there are no instances."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("AutoConfig: use from_pretrained(…) or for_model(model_type, …)")
 
     @classmethod
@@ -36,8 +36,11 @@ class AutoConfig:
 
 class AutoModel(BertModel):
     """Chooses the family's class by `model_type`: `AutoModel.from_pretrained(path)`,
-    `AutoModel.from_config(config)`.
+    `AutoModel.from_config(config)`; there are no instances.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError("AutoModel: use from_pretrained(path) or from_config(config)")
 
     @classmethod
     def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
@@ -52,8 +55,8 @@ class AutoTaskModel(PreTrainedModel):
     returns an instance of the class on which it is called.
     """
 
-    def __init__(self, config: EncoderConfig):
-        raise TypeError(f"{type(self).__name__}: use from_pretrained(…) or from_config(…)")
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError(f"{type(self).__name__}: use from_pretrained(path) or from_config(config)")
 
     @classmethod
     def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastbert.layers import quantized as quantization
 from fastbert.models.config import EncoderConfig, as_config
@@ -49,6 +49,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     main_input_name: ClassVar[str] = "input_ids"
     input_modalities: ClassVar[str] = "text"
     supports_gradient_checkpointing: ClassVar[bool] = True
+    # of an encoder: the class around it whose head has one row per token of the vocabulary, too
+    _vocabulary_owner: str | None = None
     model_tags: ClassVar[list[str] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -173,7 +175,13 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return self.base_model.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the word embeddings; tied weights follow."""
+        """Replace the word embeddings; tied weights follow.
+
+        Raises:
+            ValueError: this is the encoder of a model whose decoder is tied to them.
+        """
+        if self.config.tie_word_embeddings:
+            self._check_owns_vocabulary("set_input_embeddings")
         self.base_model.embeddings.word_embeddings = value
         self.tie_weights()
 
@@ -188,23 +196,34 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     @torch.no_grad()
     def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
     ) -> nn.Embedding:
         """Change the size of the vocabulary: of the word embeddings, the decoder and its bias.
 
-        New rows are drawn from normal(0, initializer_range), new biases are 0, and the old values are kept.
-        The parameters are new objects, so create the optimizer afterwards.
+        The old values are kept. The parameters are new objects, so create the optimizer afterwards.
 
         Args:
             new_num_tokens: the new size; None keeps it.
             pad_to_multiple_of: round the size up to a multiple of this.
+            mean_resizing: True draws new rows from a normal distribution with the old rows' mean and 1e-9
+                times their covariance; new biases are 0, of an untied decoder the mean bias. False draws
+                rows from normal(0, initializer_range), and new biases are 0.
 
         Returns:
             The word embeddings.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what was expected.
+            TypeError, ValueError: naming the argument, what came and what was expected; or this is the
+                encoder of a model whose head has one row per token, too.
+
+        Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
         """
+        if not isinstance(mean_resizing, bool):
+            raise TypeError(f"mean_resizing: expected True or False, got {mean_resizing!r}")
+        self._check_owns_vocabulary("resize_token_embeddings")
         config = self.config
         size = config.vocab_size if new_num_tokens is None else new_num_tokens
         for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", pad_to_multiple_of)):
@@ -218,7 +237,10 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             path, _, leaf = name.rpartition(".")
             module = self.get_submodule(path)
             if name not in tied:
-                setattr(module, leaf, _resized(getattr(module, leaf), size, config.initializer_range))
+                old = getattr(module, leaf)
+                # transformers leaves the bias of a tied decoder at 0
+                like_old = mean_resizing and (old.dim() > 1 or not config.tie_word_embeddings)
+                setattr(module, leaf, _resized(old, size, None if like_old else config.initializer_range))
             if isinstance(module, nn.Embedding):
                 module.num_embeddings = size
             elif isinstance(module, nn.Linear):
@@ -226,6 +248,13 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         config.vocab_size = size
         self.tie_weights()
         return self.get_input_embeddings()
+
+    def _check_owns_vocabulary(self, method: str) -> None:
+        if self._vocabulary_owner is not None:
+            raise ValueError(
+                f"{method}: this encoder is a part of a {self._vocabulary_owner}, whose head has one row per "
+                f"token, too; expected the call of the whole model's {method}"
+            )
 
     def activation_checkpointing_enable(
         self,
@@ -350,12 +379,26 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return super().train(mode)
 
 
-def _resized(old: nn.Parameter, rows: int, std: float) -> nn.Parameter:
+def _resized(old: nn.Parameter, rows: int, std: float | None) -> nn.Parameter:
+    """`old` with another number of rows: new ones by `std`, or if that is None like the old ones."""
     new = old.new_zeros(rows, *old.shape[1:])
-    if old.dim() > 1:
-        new[old.shape[0] :].normal_(0.0, std)
+    added = new[old.shape[0] :]
+    if std is None:
+        added.copy_(_like(old.to(torch.promote_types(old.dtype, torch.float32)), len(added)))
+    elif old.dim() > 1:
+        added.normal_(0.0, std)
     new[: old.shape[0]] = old[:rows]
     return nn.Parameter(new, old.requires_grad)
+
+
+def _like(old: Tensor, count: int) -> Tensor:
+    """`count` rows with the old ones' mean, and 1e-9 times their covariance if that is positive definite."""
+    mean = old.mean(0).expand(count, *old.shape[1:])
+    if old.dim() == 1 or old.is_meta:
+        return mean
+    centred = old - old.mean(0)
+    factor, failed = torch.linalg.cholesky_ex(1e-9 * (centred.T @ centred) / len(old))
+    return mean if failed else mean + torch.randn_like(mean) @ factor.T
 
 
 def _by_name_after(forward: Callable, count: int, name: str) -> Callable:

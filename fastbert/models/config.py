@@ -107,6 +107,8 @@ class EncoderConfig:
         if id2label is None or (num_labels is not None and num_labels != len(id2label)):
             id2label = {i: f"LABEL_{i}" for i in range(2 if num_labels is None else num_labels)}
             label2id = None
+        if wrong := [name for name in id2label.values() if not isinstance(name, (str, int, float))]:
+            raise TypeError(f"config id2label: expected a text per class, got {brief(wrong[0])}")
         self.id2label = {_class_id(i): name for i, name in id2label.items()}
         self.label2id = dict(label2id) if label2id else {name: i for i, name in self.id2label.items()}
 
@@ -365,5 +367,6 @@ def as_config(config: Any) -> EncoderConfig:
     if isinstance(config, EncoderConfig):
         return config
     if not hasattr(config, "to_dict"):
-        raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
+        more = "; from_pretrained(path) loads a directory" if isinstance(config, (str, Path)) else ""
+        raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}{more}")
     return EncoderConfig.from_hf(config)

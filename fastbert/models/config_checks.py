@@ -71,7 +71,7 @@ def check_config(config: EncoderConfig) -> None:
     """Check every key that this package acts on; see `EncoderConfig.validate`."""
     for key in _COUNTS:
         value = config.__dict__.get(key)
-        if value is None and key not in DEFAULTS:
+        if value is None and (key == "embedding_size" or key not in DEFAULTS | config.family.defaults):
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"config {key}: expected an integer, got {value!r}")
@@ -82,7 +82,9 @@ def check_config(config: EncoderConfig) -> None:
             raise ValueError(f"config {key}: expected an integer <= {MAX_SIZE}, got {brief(value)}")
     for key in _PROBABILITIES:
         value = config.__dict__.get(key)
-        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+        if value is None and DEFAULTS.get(key) is None:
+            continue
+        if not isinstance(value, (int, float)) or not 0 <= value < 1:
             raise ValueError(f"config {key}: expected a probability in [0, 1), got {value!r}")
     for key in ("layer_norm_eps", "initializer_range"):
         value = config.__dict__[key]
@@ -112,6 +114,9 @@ def check_config(config: EncoderConfig) -> None:
         raise ValueError(
             f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {config.problem_type!r}"
         )
+    named = config.architectures
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise TypeError(f"config architectures: expected a list of class names, got {brief(named)}")
     _refuse_other_mathematics(config)
     _check_fixed_heads(config)
 

@@ -401,7 +401,7 @@ def family_of(model_type: object) -> Family:
         TypeError, ValueError: for anything else; the error has the reason if it is known.
     """
     if not isinstance(model_type, str):
-        raise TypeError(f"model_type: expected a text, got {model_type!r}")
+        raise TypeError(f"model_type: expected a text, got {repr(model_type)[:80]}")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(FAMILIES)

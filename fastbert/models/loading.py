@@ -7,6 +7,7 @@ accepted.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -62,6 +63,7 @@ class Loadable:
         state_dict: dict[str, Tensor] | None = None,
         ignore_mismatched_sizes: bool = False,
         use_safetensors: bool | None = None,
+        strict: bool = True,
         output_loading_info: Literal[False] = False,
         subfolder: str = "",
         revision: str | None = None,
@@ -85,6 +87,7 @@ class Loadable:
         state_dict: dict[str, Tensor] | None = None,
         ignore_mismatched_sizes: bool = False,
         use_safetensors: bool | None = None,
+        strict: bool = True,
         output_loading_info: bool = False,
         subfolder: str = "",
         revision: str | None = None,
@@ -112,12 +115,16 @@ class Loadable:
             ignore_mismatched_sizes: initialise weights whose shape differs from the file's (a head with
                 another number of labels); a warning names them.
             use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
+            strict: False leaves out weights under keys that are not known, with one warning; True refuses
+                them. Heads that the model lacks are left out either way, and missing weights of the encoder
+                are refused either way.
             output_loading_info: return (model, info) as transformers does: info has missing_keys,
                 unexpected_keys, mismatched_keys and error_msgs.
             subfolder: the folder in `name_or_path` that holds config.json and the weights.
             revision, cache_dir, force_download, local_files_only, token: for hub names.
             overrides: config keys that override the file's (num_labels, hidden_dropout_prob, …), and the
-                constructor's own (add_pooling_layer).
+                constructor's own (add_pooling_layer). An encoder whose file has no pooler gets none, with
+                one warning, unless add_pooling_layer=True asks for it.
 
         Further arguments of transformers are accepted if they ask for what happens anyway:
 
@@ -185,8 +192,17 @@ class Loadable:
                 "pass device='cpu', or load the floating-point checkpoint"
             )
         load.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
+        built = cls.class_for(config)
+        without_pooler = (
+            built.is_base_model
+            and config.family.pooler is not None
+            and "add_pooling_layer" not in own
+            and not load.has_pooler(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
+        )
+        if without_pooler:
+            own["add_pooling_layer"] = False
         with torch.device("meta"):
-            model = cls.class_for(config)(config, **own)
+            model = built(config, **own)
         if int8:
             quantization.prepare(model)
         model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))
@@ -196,7 +212,14 @@ class Loadable:
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             use_safetensors=use_safetensors,
             state_dict=state_dict,
+            strict=strict,
         )
+        if without_pooler:
+            warnings.warn(
+                f"{name_or_path or 'state_dict'}: has no pooler: pooler_output is None "
+                "(add_pooling_layer=False says so without this warning)",
+                stacklevel=2,
+            )
         model.tie_weights()
         model.to(place).eval()
         if not output_loading_info:

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,14 +26,9 @@ from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
 from fastbert.sentences.progress import bar
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
-from fastbert.sentences.similarity import SIMILARITIES, matrix
-from fastbert.sentences.tokenizer import (
-    EncodingError,
-    TokenBatch,
-    load_tokenizer,
-    pack_batches,
-    tokenize,
-)
+from fastbert.sentences.similarity import PRECISIONS, SIMILARITIES, matrix, quantized
+from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, packed_tensors
+from fastbert.sentences.tokenizer import EncodingError, TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -42,11 +37,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastbert")
 
-# Sentences tokenised at a time: bounds the memory of the token ids
-_SLICE = 32_768
 
-
-class SentenceEncoder:
+class SentenceEncoder(TextModel):
     """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.
 
     Args:
@@ -58,10 +50,15 @@ class SentenceEncoder:
         normalize: scale each embedding to length 1; an all-zero one stays zero.
         max_length: most tokens of a sentence, special ones included; None = as many as the model allows.
         lower_case: convert the text to lower case before it is tokenised.
-        prompt: text put before every sentence.
+        prompt: text put before every sentence, if a call names no other.
+        prompts: name -> prompt, for `encode(…, prompt_name=…)`, `encode_query` and `encode_document`.
+        segments: whether the model is told which text of its pair a token is of, if it has segments.
+        include_prompt: must be True where a prompt is used: pooling without the prompt's tokens is not
+            implemented.
         similarity_fn_name: what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan".
 
     Raises:
+        TypeError: no model, or no tokenizer; `from_pretrained` loads both from a directory.
         ValueError: an unknown pooling or similarity, or a max_length too large for the model or too small for
             one token.
     """
@@ -69,13 +66,16 @@ class SentenceEncoder:
     def __init__(
         self,
         model: torch.nn.Module,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None = None,
         *,
         pooling: str = "mean",
         normalize: bool = False,
         max_length: int | None = None,
         lower_case: bool = False,
         prompt: str = "",
+        prompts: dict[str, str] | None = None,
+        segments: bool = True,
+        include_prompt: bool = True,
         similarity_fn_name: str = "cosine",
     ) -> None:
         if pooling not in POOLINGS:
@@ -84,24 +84,11 @@ class SentenceEncoder:
             raise ValueError(
                 f"similarity_fn_name: {similarity_fn_name!r}; expected one of {', '.join(SIMILARITIES)}"
             )
-        limit = model.config.max_tokens
-        max_length = limit if max_length is None else max_length
-        special = tokenizer.num_special_tokens_to_add(False)
-        if type(max_length) is not int or not special < max_length <= limit:
-            raise ValueError(
-                f"max_length: {max_length!r}; expected an integer from {special + 1} ({special} special "
-                f"tokens and one more) to {limit} (what the model has positions for)"
-            )
-        self.model = model
+        super().__init__(model, tokenizer, max_length, lower_case, prompt, prompts, segments)
         self.pooling = pooling
         self.normalize = normalize
-        self.max_length = max_length
-        self.lower_case = lower_case
-        self.prompt = prompt
+        self.include_prompt = include_prompt
         self.similarity_fn_name = similarity_fn_name
-        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
 
     @classmethod
     def from_pretrained(
@@ -147,6 +134,9 @@ class SentenceEncoder:
             max_length=max_length,
             lower_case=settings.lower_case,
             prompt=settings.prompt,
+            prompts=settings.prompts,
+            include_prompt=settings.include_prompt,
+            segments=settings.segments,
             similarity_fn_name=settings.similarity,
         )
 
@@ -178,6 +168,9 @@ class SentenceEncoder:
             self.lower_case,
             self.prompt,
             self.similarity_fn_name,
+            self.prompts,
+            self.include_prompt,
+            self.segments,
         )
         save_settings(settings, self._tokenizer, self.width, self.model.config.pad_token_id)
 
@@ -213,30 +206,24 @@ class SentenceEncoder:
         )
 
     @property
-    def device(self) -> torch.device:
-        """The device that the model runs on."""
-        return next(self.model.parameters()).device
-
-    @property
     def dtype(self) -> np.dtype:
         """Dtype of the embeddings: float64 from a float64 model, else float32."""
         wide = next(self.model.parameters()).dtype == torch.float64
         return np.dtype(np.float64 if wide else np.float32)
 
-    def tokenize(self, sentences: Sequence[str]) -> TokenBatch:
-        """Token ids, truncated to `max_length`; white space around a sentence is ignored.
+    def _prompt_of(self, prompt: str | None, prompt_name: str | None) -> str:
+        """The text to put before every sentence: `prompt`, else that of `prompt_name`, else the default.
 
         Raises:
-            EncodingError: text that is not valid Unicode, or a token that the model has no embedding for.
-            TypeError: an element that is no str.
+            TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        for index, text in enumerate(sentences):
-            if not isinstance(text, str):
-                raise TypeError(f"sentences[{index}]: {type(text).__name__}; expected str")
-        texts = [(self.prompt + text).strip() for text in sentences]
-        if self.lower_case:
-            texts = [text.lower() for text in texts]
-        return tokenize(self._tokenizer, texts, self.model.config.vocab_size)
+        prompt = super()._prompt_of(prompt, prompt_name)
+        if prompt and not self.include_prompt:
+            raise ValueError(
+                f"prompt: {prompt!r}; the directory's pooling says include_prompt false, which is not "
+                "implemented; expected no prompt"
+            )
+        return prompt
 
     def encode_tokens(
         self,
@@ -247,76 +234,99 @@ class SentenceEncoder:
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
         """Embeddings of tokenised sentences; arguments as `encode`. Returns (sentences, width)."""
-        self.check_batch_tokens(batch_tokens)
-        _check_batch_size(batch_size)
         out = np.empty((len(tokens.full_lengths), self.width), self.dtype)
-        lengths = tokens.lengths
-        for batch in pack_batches(lengths, batch_tokens, batch_size):
-            pieces = [tokens.ids[tokens.starts[i] : tokens.starts[i + 1]] for i in batch]
-            rows = self._forward(np.concatenate(pieces), lengths[batch])
-            bad = ~np.isfinite(rows).all(axis=1)
-            if bad.any():
-                raise EncodingError(int(batch[bad].min()), "the embedding is not finite")
-            out[batch] = rows
-            if progress is not None:
-                progress(len(batch), int(lengths[batch].sum()))
-        return out
+        return self._run(tokens, out, self._forward, batch_tokens, batch_size, progress)
 
     def encode(
         self,
-        sentences: Sequence[str],
+        sentences: Sequence[Text] | Text,
         *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_tokens: int = 8192,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
+        precision: str = "float32",
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
         on_long: str = "truncate",
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
         """Embed sentences, without gradients, in batches packed without padding. The order is kept.
 
         Args:
-            sentences: texts. An empty one is encoded as its special tokens alone.
+            sentences: a sequence of texts, of pairs of texts, or of {"text": one of the two}. An empty text
+                is encoded as its special tokens alone. One text, or one dict, gives one vector.
+            prompt_name: of the prompt, among `prompts`, to put before every sentence.
+            prompt: text put before every sentence, before the first text of a pair; "" for none. None, if
+                there is no prompt_name either: the default prompt.
             batch_tokens: most tokens in one batch; at least `max_length`.
             batch_size: most sentences in one batch; None = no limit but `batch_tokens`. The embeddings do
                 not depend on it beyond rounding.
             show_progress_bar: True shows sentences, their rate and the time left on stderr if that is a
                 terminal; False does not; None (sentence-transformers' rule) does if the level of the logger
                 "fastbert" is INFO or DEBUG.
+            precision: "float32"; "int8" or "uint8", 256 steps from the least to the largest number of each
+                dimension over these sentences, of which there must be two; "binary" or "ubinary", eight
+                signs per int8 or uint8. As sentence-transformers' `quantize_embeddings`.
+            normalize_embeddings: scale each embedding to length 1, after truncation.
+            truncate_dim: keep so many leading numbers of each embedding; None = all.
             on_long: what to do with a sentence of more than `max_length` tokens: "truncate" or "error".
             progress: called after each batch with the numbers of its sentences and tokens.
 
         Returns:
-            (len(sentences), width) float32 (float64 from a float64 model).
+            (len(sentences), width) float32 (float64 from a float64 model), or as `precision` and
+            `truncate_dim` say; (width,) for one text.
 
         Raises:
             EncodingError: a sentence that cannot be encoded, or whose embedding is not finite, by index.
-            TypeError: `sentences` is a str, or an element is no str.
+            TypeError: an element that is no text, pair or dict.
             ValueError: an argument out of range, or a model in training mode.
         """
-        if isinstance(sentences, str):
-            raise TypeError("sentences: a str; expected a sequence of str")
         if on_long not in ("truncate", "error"):
             raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: {precision!r}; expected one of {', '.join(PRECISIONS)}")
+        if truncate_dim is not None and (type(truncate_dim) is not int or not 0 < truncate_dim <= self.width):
+            raise ValueError(f"truncate_dim: {truncate_dim!r}; expected an integer from 1 to {self.width}")
         self.check_batch_tokens(batch_tokens)
-        _check_batch_size(batch_size)
-        sentences = list(sentences)
+        check_batch_size(batch_size)
+        prompt = self._prompt_of(prompt, prompt_name)
+        single = isinstance(sentences, (str, dict))
+        sentences = [sentences] if single else list(sentences)
         out = np.empty((len(sentences), self.width), self.dtype)
         if show_progress_bar is None:
             show_progress_bar = _log.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
         if show_progress_bar and sys.stderr.isatty():
             progress = bar(len(sentences), progress)
-        for first in range(0, len(sentences), _SLICE):
+        for first in range(0, len(sentences), SLICE):
             try:
-                tokens = self.tokenize(sentences[first : first + _SLICE])
+                tokens = self.tokenize(sentences[first : first + SLICE], prompt)
                 if on_long == "error" and tokens.truncated.size:
                     raise self.too_long(tokens)
-                rows = self.encode_tokens(
+                out[first : first + SLICE] = self.encode_tokens(
                     tokens, batch_tokens=batch_tokens, batch_size=batch_size, progress=progress
                 )
-                out[first : first + _SLICE] = rows
             except EncodingError as error:
                 raise EncodingError(first + error.index, error.problem) from None
-        return out
+        out = out[:, :truncate_dim]
+        if normalize_embeddings:
+            out = torch.nn.functional.normalize(torch.from_numpy(out), dim=1).numpy()
+        out = quantized(out, precision)
+        return out[0] if single else out
+
+    def encode_query(self, sentences: Sequence[Text] | Text, **options: Any) -> np.ndarray:
+        """`encode` with the prompt "query", if the directory has one and `options` name no other."""
+        return self._encode_as(("query",), sentences, options)
+
+    def encode_document(self, sentences: Sequence[Text] | Text, **options: Any) -> np.ndarray:
+        """`encode` with the prompt "document", "passage" or "corpus", as `encode_query`."""
+        return self._encode_as(("document", "passage", "corpus"), sentences, options)
+
+    def _encode_as(self, names: Sequence[str], sentences: Any, options: dict[str, Any]) -> np.ndarray:
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            options = {**options, "prompt_name": next((n for n in names if n in self.prompts), None)}
+        return self.encode(sentences, **options)
 
     def similarity(self, embeddings1: Vectors, embeddings2: Vectors) -> torch.Tensor:
         """The similarity of every pair of embeddings, by `similarity_fn_name`.
@@ -339,30 +349,15 @@ class SentenceEncoder:
         dtype = torch.promote_types(a.dtype, b.dtype)
         return SIMILARITIES[self.similarity_fn_name](a.to(dtype), b.to(a.device, dtype))
 
-    def too_long(self, tokens: TokenBatch) -> EncodingError:
-        """The error for the first sentence that lost tokens."""
-        index = int(tokens.truncated[0])
-        return EncodingError(index, f"{tokens.full_lengths[index]} tokens; at most {self.max_length} fit")
-
-    def check_batch_tokens(self, batch_tokens: int) -> None:
-        """Raise ValueError if `encode` would refuse `batch_tokens` or the model's mode."""
-        # Switching the mode here would race with other threads
-        if self.model.training:
-            raise ValueError("model: in training mode, where dropout acts; call model.eval() first")
-        if type(batch_tokens) is not int or batch_tokens < self.max_length:
-            raise ValueError(
-                f"batch_tokens: {batch_tokens!r}; expected an integer >= max_length = {self.max_length}"
-            )
-
     # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
     @torch.no_grad()
-    def _forward(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _forward(self, tokens: TokenBatch) -> np.ndarray:
         # The tokenizer has no special tokens, and all sentences are empty
-        if ids.size == 0:
-            return np.zeros((len(lengths), self.width), self.dtype)
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        # both on the host: nothing waits for a GPU before its result
-        packed = (torch.from_numpy(ids), cu_seqlens, int(lengths.max()))
+        if tokens.ids.size == 0:
+            return np.zeros((len(tokens.lengths), self.width), self.dtype)
+        ids, cu_seqlens, max_seqlen, types = packed_tensors(tokens)
+        # all on the host: nothing waits for a GPU before its result
+        packed = (ids, cu_seqlens, max_seqlen) if types is None else (ids, cu_seqlens, max_seqlen, types)
         if self.pooling == "cls":
             rows = self.model.forward_packed(*packed, first_token_only=True)  # (sentences, hidden)
             rows = rows.to(checks.compute_dtype(rows))
@@ -374,24 +369,23 @@ class SentenceEncoder:
         return rows.cpu().numpy()
 
 
-def _check_batch_size(batch_size: int | None) -> None:
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise ValueError(f"batch_size: {batch_size!r}; expected an integer >= 1, or None")
-
-
 def encode(
     model: str | Path | SentenceEncoder,
-    sentences: Sequence[str],
+    sentences: Sequence[Text] | Text,
     *,
     pooling: str | None = None,
     normalize: bool | None = None,
     max_length: int | None = None,
-    prompt: str | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
     batch_tokens: int = 8192,
     batch_size: int | None = None,
     show_progress_bar: bool | None = None,
+    precision: str = "float32",
+    normalize_embeddings: bool = False,
+    truncate_dim: int | None = None,
     on_long: str = "truncate",
 ) -> np.ndarray:
     """Embed sentences with the model of a directory: (len(sentences), width) float32, in their order.
@@ -399,8 +393,9 @@ def encode(
     Args:
         model: a HuggingFace or sentence-transformers directory, loaded for this one call; or a
             `SentenceEncoder`, which has its settings already: then none may be given here.
-        sentences, batch_tokens, batch_size, show_progress_bar, on_long: as `SentenceEncoder.encode`.
-        pooling, normalize, max_length, prompt, dtype, device: as `SentenceEncoder.from_pretrained`.
+        pooling, normalize, max_length, dtype, device: as `SentenceEncoder.from_pretrained`.
+        sentences, prompt_name, prompt, batch_tokens, batch_size, show_progress_bar, precision,
+            normalize_embeddings, truncate_dim, on_long: as `SentenceEncoder.encode`.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: as those two methods.
@@ -409,7 +404,6 @@ def encode(
         "pooling": pooling,
         "normalize": normalize,
         "max_length": max_length,
-        "prompt": prompt,
         "dtype": dtype,
         "device": device,
     }
@@ -427,8 +421,13 @@ def encode(
         )
     return encoder.encode(
         sentences,
+        prompt_name=prompt_name,
+        prompt=prompt,
         batch_tokens=batch_tokens,
         batch_size=batch_size,
         show_progress_bar=show_progress_bar,
+        precision=precision,
+        normalize_embeddings=normalize_embeddings,
+        truncate_dim=truncate_dim,
         on_long=on_long,
     )

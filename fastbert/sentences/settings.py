@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ class SentenceSettings:
         lower_case: convert the text to lower case before it is tokenised.
         prompt: text put before every sentence.
         similarity: "cosine", "dot", "euclidean" or "manhattan".
+        prompts: name -> prompt.
+        include_prompt: whether pooling reads the prompt's tokens, too.
+        segments: whether the model is told which text of its pair a token is of.
     """
 
     transformer: Path
@@ -57,6 +60,9 @@ class SentenceSettings:
     lower_case: bool = False
     prompt: str = ""
     similarity: str = "cosine"
+    prompts: dict[str, str] = field(default_factory=dict)
+    include_prompt: bool = True
+    segments: bool = True
 
 
 def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
@@ -136,15 +142,34 @@ def sentence_settings(
     if pooling_folder is not None:
         mode, pooling_config = _pooling_of(pooling_folder, pooling)
 
-    says_prompt, similarity = _defaults(directory / "config_sentence_transformers.json")
+    says_prompt, prompts, similarity = _defaults(directory / "config_sentence_transformers.json")
     prompt = says_prompt if prompt is None else prompt
-    if prompt and pooling_config.get("include_prompt", True) is False:
+    include_prompt = pooling_config.get("include_prompt", True) is not False
+    if prompt and not include_prompt:
         raise ValueError(
             f"{pooling_folder / 'config.json'}: include_prompt false is not implemented "
             f"(the prompt is {prompt!r})"
         )
+    max_length, lower_case, segments = text_settings(transformer)
+    return SentenceSettings(
+        transformer,
+        mode,
+        says_normalize if normalize is None else bool(normalize),
+        max_length,
+        lower_case,
+        prompt,
+        similarity,
+        prompts,
+        include_prompt,
+        segments,
+    )
 
+
+def text_settings(transformer: Path) -> tuple[int | None, bool, bool]:
+    """(most tokens of a text, whether it is converted to lower case, segments) as a model's folder says."""
     max_length, lower_case = None, False
+    path = transformer / "tokenizer_config.json"
+    config_of_tokenizer = read_json(path) if path.is_file() else {}
     for name in _LENGTH_FILES:
         if (transformer / name).is_file():
             config = read_json(transformer / name)
@@ -154,19 +179,12 @@ def sentence_settings(
                     f"{transformer / name}: max_seq_length {max_length!r}; expected a positive integer"
                 )
             break
-    if max_length is None and (transformer / "tokenizer_config.json").is_file():
-        says = read_json(transformer / "tokenizer_config.json").get("model_max_length")
+    if max_length is None:
+        says = config_of_tokenizer.get("model_max_length")
         if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 means no limit
             max_length = int(says)
-    return SentenceSettings(
-        transformer,
-        mode,
-        says_normalize if normalize is None else bool(normalize),
-        max_length,
-        lower_case,
-        prompt,
-        similarity,
-    )
+    inputs = config_of_tokenizer.get("model_input_names")
+    return max_length, lower_case, inputs is None or "token_type_ids" in inputs
 
 
 def _module_folder(modules_path: Path, place: int, name: object) -> str:
@@ -179,20 +197,25 @@ def _module_folder(modules_path: Path, place: int, name: object) -> str:
     return plain
 
 
-def _defaults(path: Path) -> tuple[str, str]:
-    """The default prompt and the similarity function that config_sentence_transformers.json asks for."""
+def prompt_settings(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """The default prompt, and all prompts by name, of the content of config_sentence_transformers.json."""
+    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ValueError(f"{path}: prompts: expected an object of texts")
+    if name is not None and name not in prompts:
+        raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
+    return "" if name is None else prompts[name], prompts
+
+
+def _defaults(path: Path) -> tuple[str, dict[str, str], str]:
+    """The default prompt, all prompts, and the similarity that config_sentence_transformers.json asks for."""
     config = read_json(path) if path.is_file() else {}
     similarity = config.get("similarity_fn_name") or "cosine"
     if similarity not in SIMILARITIES:
         raise ValueError(
             f"{path}: similarity_fn_name {similarity!r}; expected one of {', '.join(SIMILARITIES)}"
         )
-    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
-    if name is None:
-        return "", similarity
-    if not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
-        raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
-    return prompts[name], similarity
+    return *prompt_settings(path, config), similarity
 
 
 def save_settings(
@@ -218,13 +241,21 @@ def save_settings(
         for name, spellings in _SPECIAL_TOKENS.items()
     }
     known["pad_token"] = None if pad_token_id is None else tokenizer.id_to_token(pad_token_id)
+    # a default prompt that no name has gets one
+    default = next((name for name, text in settings.prompts.items() if text == settings.prompt), "default")
+    default = default if settings.prompt else None
+    prompts = settings.prompts | ({default: settings.prompt} if default else {})
     modules = ["Transformer", "Pooling", *(["Normalize"] if settings.normalize else [])]
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": settings.max_length,
-            "model_input_names": ["input_ids", "attention_mask"],
+            "model_input_names": [
+                "input_ids",
+                *(["token_type_ids"] if settings.segments else []),
+                "attention_mask",
+            ],
             **{name: token for name, token in known.items() if token is not None},
         },
         "sentence_bert_config.json": {
@@ -234,10 +265,11 @@ def save_settings(
         "1_Pooling/config.json": {
             "word_embedding_dimension": width,
             **{key: mode == settings.pooling for key, mode in _POOLING_KEYS.items()},
+            "include_prompt": settings.include_prompt,
         },
         "config_sentence_transformers.json": {
-            "prompts": {"default": settings.prompt} if settings.prompt else {},
-            "default_prompt_name": "default" if settings.prompt else None,
+            "prompts": prompts,
+            "default_prompt_name": default,
             "similarity_fn_name": settings.similarity,
         },
         # last: without it the directory is a plain one of HuggingFace's

@@ -1,4 +1,4 @@
-"""How similar embeddings are, by sentence-transformers' names."""
+"""What is done with embeddings, by sentence-transformers' names: similarity, and lower precision."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ def _minus_distance(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
     return -torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
 
 
+# Numbers of an embedding, as `quantized` makes them
+PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+
 # sentence-transformers' names: (n, width), (m, width) -> (n, m)
 SIMILARITIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cosine": lambda a, b: _normalized(a) @ _normalized(b).T,
@@ -42,3 +45,28 @@ def matrix(name: str, vectors: Vectors) -> torch.Tensor:
         raise ValueError(f"{name}: shape {tuple(vectors.shape)}; expected (rows, width) or (width,)")
     vectors = vectors.to(checks.compute_dtype(vectors)) if vectors.is_floating_point() else vectors.float()
     return torch.atleast_2d(vectors)
+
+
+def quantized(rows: np.ndarray, precision: str) -> np.ndarray:
+    """Embeddings (n, width) in one of `PRECISIONS`; "float32" keeps them as they are.
+
+    int8 and uint8 divide the range of each dimension over the rows into 256 steps; binary and ubinary hold
+    eight signs per number.
+
+    Raises:
+        ValueError: int8 or uint8 of one row, which has no ranges.
+    """
+    if precision == "float32":
+        return rows
+    if precision.endswith("binary"):
+        values = np.packbits(rows > 0, axis=-1)
+    else:
+        if len(rows) == 1:
+            raise ValueError(
+                f"precision: {precision!r} takes the range of each dimension over all sentences, of which "
+                "there is one; expected two at least, or another precision"
+            )
+        low = rows.min(axis=0, initial=np.inf)
+        steps = (rows.max(axis=0, initial=-np.inf) - low) / 255
+        values = np.clip(np.floor((rows - low) / np.where(steps == 0, 1, steps)), 0, 255).astype(np.uint8)
+    return values if precision.startswith("u") else (values.astype(np.int16) - 128).astype(np.int8)

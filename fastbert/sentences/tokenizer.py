@@ -34,17 +34,19 @@ class EncodingError(ValueError):
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token ids of many sentences, one after the other.
+    """Token ids of many texts, or pairs of texts, one after the other.
 
     Attributes:
         ids: (total,) int64, special tokens included.
         starts: (sentences + 1,) int64; sentence i is ids[starts[i]:starts[i + 1]].
         full_lengths: (sentences,) int64, tokens before truncation.
+        types: (total,) int64, which text of its pair a token is of; None if there are no pairs.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     full_lengths: np.ndarray
+    types: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -55,6 +57,16 @@ class TokenBatch:
     def truncated(self) -> np.ndarray:
         """Indices of the sentences that lost tokens."""
         return np.flatnonzero(self.full_lengths > self.lengths)
+
+    def select(self, rows: np.ndarray) -> TokenBatch:
+        """The sentences of these indices."""
+        of_rows = [slice(self.starts[i], self.starts[i + 1]) for i in rows]
+        ids, types = (
+            None if values is None else np.concatenate([values[piece] for piece in of_rows])
+            for values in (self.ids, self.types)
+        )
+        starts = np.concatenate([[0], np.cumsum(self.lengths[rows])])
+        return TokenBatch(ids, starts, self.full_lengths[rows], types)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -135,8 +147,10 @@ def _wordpiece(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def tokenize(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> TokenBatch:
-    """The token ids of texts, truncated as the tokenizer says.
+def tokenize(
+    tokenizer: Tokenizer, texts: list[str] | list[str | tuple[str, str]], vocab_size: int
+) -> TokenBatch:
+    """The token ids of texts and pairs of texts, truncated as the tokenizer says.
 
     Raises:
         EncodingError: text that is not valid Unicode, or a token with an id of `vocab_size` or more.
@@ -145,7 +159,7 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> TokenBa
         encoded = tokenizer.encode_batch_fast(texts)
     except Exception as error:
         for index, text in enumerate(texts):
-            if re.search("[\ud800-\udfff]", text):
+            if re.search("[\ud800-\udfff]", "".join(text)):
                 raise EncodingError(index, "half of a surrogate pair is no valid Unicode") from None
         raise ValueError(f"the tokenizer failed: {error}") from error
     lengths = np.fromiter((len(e) for e in encoded), np.int64, len(encoded))
@@ -162,7 +176,10 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> TokenBa
         token = tokenizer.id_to_token(int(ids[place]))
         problem = f"token {token!r} has id {ids[place]}, but the model knows {vocab_size} tokens"
         raise EncodingError(index, problem)
-    return TokenBatch(ids, starts, full_lengths)
+    types = None
+    if any(isinstance(text, tuple) for text in texts):
+        types = np.fromiter((i for e in encoded for i in e.type_ids), np.int64, int(starts[-1]))
+    return TokenBatch(ids, starts, full_lengths, types)
 
 
 def pack_batches(

@@ -129,6 +129,17 @@ HOSTILE = [
     ({"layer_norm_eps": 10**400}, ValueError, r"config layer_norm_eps: expected a finite number >= 0"),
     ({"hidden_act": ["gelu"]}, ValueError, r"config hidden_act: unknown activation \['gelu'\]"),
     ({"problem_type": ["regression"]}, ValueError, r"config problem_type: expected one of"),
+    ({"architectures": [1, 2]}, TypeError, r"config architectures: expected a list of class names, got \[1"),
+    ({"architectures": [None]}, TypeError, r"config architectures: expected a list of class names, got \[N"),
+    ({"architectures": {"a": 1}}, TypeError, r"config architectures: expected a list of class names"),
+    ({"architectures": "BertModel"}, TypeError, r"config architectures: expected a list of class names"),
+    ({"id2label": {"0": ["a"]}}, TypeError, r"config id2label: expected a text per class, got \['a'\]"),
+    ({"hidden_dropout_prob": None}, ValueError, r"config hidden_dropout_prob: expected a probability"),
+    (
+        {"model_type": "albert", "embedding_size": 32, "num_hidden_groups": None},
+        TypeError,
+        r"config num_hidden_groups: expected an integer, got None",
+    ),
 ]
 
 

@@ -1,6 +1,7 @@
 """Every spelling of keys that HuggingFace wrote; heads that are missing or left over; tied weights."""
 
 import logging
+import re
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import fastbert
 from fastbert.checkpoint import load as checkpoint
 from fastbert.checkpoint import save as saving
 from fastbert.checkpoint.files import CheckpointError
@@ -17,17 +19,18 @@ from tests.support.checkpoints import CONFIGS, assert_same_state, empty, load, o
 
 
 @pytest.mark.parametrize(
-    "spell",
+    ("spell", "said"),
     [
-        old_norms,
-        lambda key: "module." + key,
-        lambda key: "_orig_mod." + key,
-        lambda key: "module._orig_mod." + old_norms(key),
-        lambda key: "bert." + key,
+        (old_norms, None),
+        (lambda key: "bert." + key, None),
+        (lambda key: "module." + key, r"keys without module\., which a wrapper"),
+        (lambda key: "_orig_mod." + key, r"keys without _orig_mod\., "),
+        (lambda key: "model." + key, r"keys without model\., "),
+        (lambda key: "module._orig_mod." + old_norms(key), r"keys without module\._orig_mod\., "),
     ],
-    ids=["gamma-beta", "data-parallel", "compiled", "all-of-these", "prefix-twice"],
+    ids=["gamma-beta", "prefix-twice", "data-parallel", "compiled", "lightning", "all-of-these"],
 )
-def test_old_and_wrapped_names(bert_mlm, tmp_path, spell):
+def test_old_and_wrapped_names(bert_mlm, tmp_path, spell, said):
     state = {spell(key): value for key, value in bert_mlm.state_dict().items() if key.startswith("bert.")}
     state |= {
         spell(key).removeprefix("bert."): v
@@ -36,7 +39,34 @@ def test_old_and_wrapped_names(bert_mlm, tmp_path, spell):
     }
     state["bert.embeddings.position_ids"] = torch.arange(40)[None]
     state["embeddings.token_type_ids"] = torch.zeros(1, 40, dtype=torch.long)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert_same_state(load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state)), bert_mlm)
+    assert len(told) == (said is not None)
+    assert said is None or re.search(said, str(told[0].message))
+
+
+class Lightning(torch.nn.Module):
+    """Keeps the model as its attribute `model`, as Lightning's modules do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.compile, Lightning])
+def test_what_a_wrapper_saves(bert_mlm, tmp_path, wrap):
+    bert_mlm.config.save_pretrained(tmp_path)
+    torch.save(wrap(bert_mlm).state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.warns(UserWarning, match="which a wrapper put there"):
+        assert_same_state(fastbert.BertForMaskedLM.from_pretrained(tmp_path), bert_mlm)
+
+
+def test_a_head_inside_the_encoders_prefix_as_stock_reads_it(bert_mlm, tmp_path):
+    """The masked-LM model was itself an attribute "bert" of what was saved."""
+    state = {"bert." + key: value for key, value in bert_mlm.state_dict().items()}
     assert_same_state(load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state)), bert_mlm)
+    assert_same_state(transformers.BertForMaskedLM.from_pretrained(tmp_path), bert_mlm)
 
 
 @pytest.mark.parametrize("name", [p + "Model" for p in CONFIGS])
@@ -131,11 +161,75 @@ def test_fresh_sentence_pair_head_beside_a_stored_lm_head(bert_mlm, tmp_path):
     assert sorted(report.missing) == [*pooler, "cls.seq_relationship.bias", "cls.seq_relationship.weight"]
 
 
-def test_bare_encoder_without_pooler(bert_mlm, tmp_path):
-    bert_mlm.save_pretrained(tmp_path)
-    assert load("BertModel", tmp_path, add_pooling_layer=False).load_report.missing == []
-    with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight.*add_pooling_layer=False"):
-        load("BertModel", tmp_path)
+@pytest.mark.parametrize("prefix", ["Bert", "Roberta", "Albert"])
+def test_bare_encoder_without_pooler(prefix, tmp_path):
+    model = theirs(f"{prefix}ForMaskedLM")
+    model.save_pretrained(tmp_path / "a")
+    ids = torch.arange(3, 9)[None]
+    expected = transformers.AutoModel.from_pretrained(tmp_path / "a").eval()(ids).last_hidden_state
+    for source, place in (("a", "b"), ("b", "c")):
+        with pytest.warns(UserWarning, match="no pooler: pooler_output is None") as told:
+            loaded = fastbert.AutoModel.from_pretrained(tmp_path / source)
+        assert len(told) == 1
+        output = loaded(ids)
+        assert output.pooler_output is None
+        assert torch.allclose(output.last_hidden_state, expected, atol=1e-4)
+        loaded.save_pretrained(tmp_path / place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastbert.AutoModel.from_pretrained(tmp_path / "a", add_pooling_layer=False)
+    with pytest.raises(CheckpointError, match=r"pooler\.[a-z.]*weight.*add_pooling_layer=False"):
+        fastbert.AutoModel.from_pretrained(tmp_path / "a", add_pooling_layer=True)
+
+
+# --- keys that no model has ---------------------------------------------------------------------------------
+
+FIT = {"weight": torch.randn(48, 32), "bias": torch.randn(48)}
+# the keys that TinyBERT's code adds to BERT's in general and in task distillation, in both of its versions
+TINYBERT = {
+    "general": ("BertForPreTraining", {f"fit_dense.{k}": v for k, v in FIT.items()}),
+    "task": ("BertForSequenceClassification", {f"fit_dense.{k}": v for k, v in FIT.items()}),
+    "per-layer": ("BertForPreTraining", {f"fit_denses.{i}.{k}": v for i in range(4) for k, v in FIT.items()}),
+}
+
+
+@pytest.mark.parametrize("wanted", ["own", "BertModel"])
+@pytest.mark.parametrize("kind", TINYBERT)
+def test_tinyberts_files(kind, wanted, tmp_path):
+    name, aids = TINYBERT[kind]
+    saved = theirs(name)
+    # its config has no model_type and keys of its own
+    config = {k: v for k, v in saved.config.to_dict().items() if k != "model_type"}
+    config |= {"cell": {}, "emb_size": 32, "structure": [], "pre_trained": "", "training": ""}
+    write(tmp_path, config, {})
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**saved.state_dict(), **aids}, tmp_path / "pytorch_model.bin")
+    wanted = name if wanted == "own" else wanted
+    with pytest.warns(UserWarning, match=rf"left out, of the training alone: {next(iter(aids))}") as told:
+        loaded, info = getattr(fastbert, wanted).from_pretrained(tmp_path, output_loading_info=True)
+    assert len(told) == 1
+    assert set(aids) <= info["unexpected_keys"]
+    stock = getattr(transformers, wanted).from_pretrained(tmp_path)
+    assert_same_state(loaded, stock)
+
+
+def test_unknown_keys_are_left_out_only_by_request(bert_mlm, tmp_path):
+    state = {**bert_mlm.state_dict(), "adapter.weight": torch.zeros(2)}
+    write(tmp_path, bert_mlm.config, state)
+    with pytest.raises(CheckpointError, match=r"unexpected keys: adapter\.weight; .*strict=False"):
+        fastbert.BertForMaskedLM.from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"left out, unknown: adapter\.weight") as told:
+        model, info = fastbert.BertForMaskedLM.from_pretrained(
+            tmp_path, strict=False, output_loading_info=True
+        )
+    assert len(told) == 1
+    assert info["unexpected_keys"] == {"adapter.weight"}
+    assert_same_state(model, bert_mlm)
+    del state["bert.encoder.layer.1.output.dense.bias"]
+    with pytest.raises(CheckpointError, match=r"missing keys: bert\.encoder\.layer\.1\.output\.dense\.bias"):
+        fastbert.BertForMaskedLM.from_pretrained(write(tmp_path, bert_mlm.config, state), strict=False)
+    with pytest.raises(TypeError, match="strict: expected True or False, got 'no'"):
+        fastbert.BertForMaskedLM.from_pretrained(tmp_path, strict="no")
 
 
 # --- tied weights -------------------------------------------------------------------------------------------

@@ -561,9 +561,9 @@ def test_the_first_line_that_was_cut_is_that_of_all_chunks(run, model, tmp_path,
 def test_a_line_whose_embedding_is_not_finite_is_named(run, model, text, tmp_path, monkeypatch):
     original = SentenceEncoder._forward
 
-    def overflows(self, ids, lengths):
-        rows = original(self, ids, lengths)
-        rows[lengths == 3, 5] = np.inf  # the line "a"
+    def overflows(self, tokens):
+        rows = original(self, tokens)
+        rows[tokens.lengths == 3, 5] = np.inf  # the line "a"
         return rows
 
     monkeypatch.setattr(SentenceEncoder, "_forward", overflows)
@@ -575,6 +575,8 @@ def test_a_line_whose_embedding_is_not_finite_is_named(run, model, text, tmp_pat
 BAD_CALLS = {
     "no command": ([], "arguments are required: COMMAND"),
     "unknown command": (["embed"], "invalid choice: 'embed'"),
+    "a near command": (["encod"], "(see fastbert --help); did you mean 'encode'?"),
+    "a near choice": (["{encode}", "--dtype", "float-32"], "did you mean 'float32'?"),
     "no model": (["encode", "--input", "{text}", "--output", "{out}"], "arguments are required: --model"),
     "kind": (
         ["{encode}", "--output", "{dir}/o.csv"],

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 import fastbert
@@ -258,7 +259,22 @@ def test_problem_types(name, problem, num_labels, labels):
         expected, actual = hf(**inputs, labels=labels), model(**inputs, labels=labels)
     close(actual.loss, expected.loss, 1e-5)
     close(actual.logits, expected.logits)
-    assert model.config.problem_type == problem  # computing a loss does not change the config
+    assert model.config.problem_type == hf.config.problem_type
+
+
+def test_a_pipeline_serves_the_labels_that_were_trained(tmp_path):
+    """Several labels per sequence get a sigmoid each; a refused call decides nothing."""
+    _, model = build("bert", "ForSequenceClassification", num_labels=2)
+    inputs = inputs_for("bert", "ForSequenceClassification")
+    words = r"float32 numbers with problem_type None mean several labels.*\(4, 2\), got \(4,\).*pass integers"
+    with pytest.raises(ValueError, match=words):
+        model(**inputs, labels=torch.zeros(4))
+    assert model.config.problem_type is None
+    compiled = torch.compile(model, backend="eager")
+    compiled(**inputs, labels=torch.ones(4, 2))
+    model.save_pretrained(tmp_path)
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert stock.config.problem_type == "multi_label_classification"
 
 
 def test_problem_type_takes_integers_where_it_must():

@@ -91,6 +91,36 @@ def test_resize_token_embeddings(name, tied, tmp_path):
     assert table.num_embeddings == 100
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mean", [True, False])
+def test_new_rows_are_drawn_as_transformers_draws_them(mean, tied):
+    models = build("bert", "ForMaskedLM", tie_word_embeddings=tied)
+    for model in models:
+        for owner in (model.cls.predictions, model.cls.predictions.decoder):
+            owner.bias.data.copy_(torch.linspace(-1.0, 3.0, 120))
+        model.resize_token_embeddings(125, pad_to_multiple_of=500, mean_resizing=mean)
+    for key, theirs in models[0].state_dict().items():
+        ours = models[1].get_parameter(key)
+        close(ours[:120], theirs[:120], 1e-6)
+        if mean or theirs.dim() == 1:
+            close(ours, theirs, 1e-3)
+        elif len(theirs) == 500:
+            assert 0.9 < ours[120:].std() / theirs[120:].std() < 1.1, key
+    with pytest.raises(TypeError, match="mean_resizing: expected True or False, got 1"):
+        models[1].resize_token_embeddings(9, mean_resizing=1)
+
+
+@pytest.mark.parametrize("name", ["bert", "electra"])
+def test_an_encoder_inside_cannot_leave_its_decoder_behind(name):
+    _, model = build(name, "ForMaskedLM")
+    with pytest.raises(ValueError, match=r"resize_token_embeddings: .* a part of a .*ForMaskedLM"):
+        model.base_model.resize_token_embeddings(130)
+    with pytest.raises(ValueError, match=r"set_input_embeddings: .* a part of a .*ForMaskedLM"):
+        model.base_model.set_input_embeddings(torch.nn.Embedding(120, 48))
+    _, model = build(name, "ForTokenClassification")
+    assert model.base_model.resize_token_embeddings(130).num_embeddings == model.config.vocab_size == 130
+
+
 def test_resize_of_a_model_without_decoder():
     config = EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config)
     for model in (AutoModel.from_config(config), fastbert.BertForTokenClassification(config)):

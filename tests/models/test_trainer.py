@@ -556,6 +556,15 @@ def test_auto_config(tmp_path, name):
         fastbert.AutoConfig.from_pretrained(tmp_path / "sub", trust_remote_code=True)
     with pytest.raises(fastbert.CheckpointError, match="has no folder 'other', which subfolder names"):
         fastbert.AutoConfig.from_pretrained(tmp_path, subfolder="other")
+    for auto, given in (
+        (fastbert.AutoModel, ()),
+        (fastbert.AutoModelForMaskedLM, ()),
+        (fastbert.AutoModel, (1,)),
+    ):
+        with pytest.raises(TypeError, match=rf"{auto.__name__}: use from_pretrained\(path\) or from_config"):
+            auto(*given)
+    with pytest.raises(TypeError, match=r"config: .*got str; from_pretrained\(path\) loads a directory"):
+        fastbert.BertModel("some/folder")
     with pytest.raises(TypeError, match="AutoConfig: use from_pretrained"):
         fastbert.AutoConfig()
 

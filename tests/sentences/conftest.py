@@ -21,6 +21,13 @@ def embeddings(encoder):
     return encoder.encode(SENTENCES)
 
 
+@pytest.fixture(scope="session")
+def stock(directory):
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(directory), device="cpu")
+
+
 @pytest.fixture
 def copy(directory, tmp_path):
     return changeable(directory, tmp_path / "model")

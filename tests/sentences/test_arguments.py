@@ -11,8 +11,24 @@ from fastbert.sentences.tokenizer import load_tokenizer
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"sentences": "a lone string"}, TypeError, "sentences: a str; expected a sequence of str"),
-        ({"sentences": ["a", 3]}, TypeError, r"sentences\[1\]: int; expected str"),
+        (
+            {"sentences": ["a", 3]},
+            TypeError,
+            r"sentences\[1\]: int; expected str, a pair of them, or {'text'",
+        ),
+        ({"sentences": [["a", "b", "c"]]}, TypeError, r"sentences\[0\]: a list of 3; expected str"),
+        (
+            {"sentences": {"query": "a"}},
+            TypeError,
+            r"sentences\[0\]: a dict of \['query'\]; expected {'text'",
+        ),
+        ({"sentences": ["a"], "prompt_name": "q"}, ValueError, "prompt_name: 'q'; expected one of .* none"),
+        ({"sentences": ["a"], "prompt_name": "q", "prompt": ""}, ValueError, "expected one of the two"),
+        ({"sentences": ["a"], "prompt": 3}, TypeError, "prompt: int; expected str or None"),
+        ({"sentences": ["a"], "truncate_dim": 385}, ValueError, "truncate_dim: 385; .* from 1 to 384"),
+        ({"sentences": ["a"], "truncate_dim": 0}, ValueError, "truncate_dim: 0; .* from 1 to 384"),
+        ({"sentences": ["a"], "precision": "int4"}, ValueError, "precision: 'int4'; expected one of float32"),
+        ({"sentences": ["a"], "precision": "int8"}, ValueError, "precision: 'int8' takes the range"),
         ({"sentences": ["a", "b", "c\udc80"]}, EncodingError, r"sentences\[2\]: half of a surrogate pair"),
         ({"sentences": ["a"], "on_long": "cut"}, ValueError, "on_long: 'cut'"),
         (
@@ -42,6 +58,10 @@ def test_function_refuses(encoder, directory):
         encode(encoder.model, ["a"])
     with pytest.raises(ValueError, match="pooling: 'sum'; expected one of mean, cls, max"):
         encode(directory, ["a"], pooling="sum")
+    with pytest.raises(TypeError, match=r"model: str; .*SentenceEncoder\.from_pretrained\(directory\)"):
+        SentenceEncoder("some/folder")
+    with pytest.raises(TypeError, match=r"tokenizer: str; expected a tokenizers\.Tokenizer"):
+        SentenceEncoder(encoder.model, "some/folder")
     with pytest.raises(ValueError, match="pooling: 'sum'"):
         SentenceEncoder(encoder.model, load_tokenizer(directory), pooling="sum")
     assert encode(encoder, ["a"]).shape == (1, 384)

@@ -120,7 +120,7 @@ def test_order_is_kept_whatever_the_batches(encoder, embeddings):
 
 
 def test_a_long_input_is_encoded_slice_by_slice(encoder, embeddings, monkeypatch):
-    monkeypatch.setattr("fastbert.sentences.encoder._SLICE", 7)
+    monkeypatch.setattr("fastbert.sentences.encoder.SLICE", 7)
     assert np.abs(encoder.encode(SENTENCES[:20]) - embeddings[:20]).max() < 2e-6
     with pytest.raises(EncodingError, match=r"sentences\[9\]") as error:
         encoder.encode([*SENTENCES[:9], "\ud800"])

@@ -117,6 +117,65 @@ def test_it_says_what_it_is(encoder, directory):
     assert encoder.get_embedding_dimension() == encoder.get_sentence_embedding_dimension() == 384
 
 
+@pytest.mark.parametrize(
+    ("sentences", "options"),
+    (
+        ("one text", {}),
+        ({"text": "one text"}, {}),
+        ({"text": ("one", "pair")}, {}),
+        (("two", "texts"), {}),
+        ([("a pair", "of texts"), "and a text"], {}),
+        ([["a pair", "that is much too long, " * 200]], {}),
+        ([{"text": "a text"}, {"text": ["a", "pair"]}], {"prompt": "query: "}),
+        (np.array(["an", "array"]), {"truncate_dim": 100}),
+        ("one text", {"truncate_dim": 100, "normalize_embeddings": True}),
+        (["a", "b"], {"prompt": "", "batch_size": 1}),
+    ),
+)
+def test_inputs_are_taken_as_sentence_transformers_takes_them(encoder, stock, sentences, options):
+    ours, theirs = encoder.encode(sentences, **options), stock.encode(sentences, **options)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() < 1e-5
+    function = encode(encoder, sentences, **options)
+    assert np.array_equal(function, ours)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8", "uint8", "binary", "ubinary"])
+def test_precisions_are_sentence_transformers(encoder, precision):
+    from sentence_transformers.util import quantize_embeddings
+
+    texts, dim = SENTENCES[:120], 99
+    rows = encoder.encode(texts, truncate_dim=dim)
+    rows = quantize_embeddings(rows, precision)
+    ours = encoder.encode(texts, precision=precision, truncate_dim=dim)
+    assert ours.dtype == rows.dtype
+    assert np.array_equal(ours, rows)
+    assert encoder.encode([], precision=precision).dtype == rows.dtype
+    if not precision.endswith("int8"):
+        assert np.array_equal(encoder.encode(texts[0], precision=precision, truncate_dim=dim), rows[0])
+
+
+def test_prompts_by_name(copy, stock):
+    path = copy / "config_sentence_transformers.json"
+    rewrite(path, prompts={"query": "find: ", "passage": "read: ", "none": ""}, default_prompt_name="passage")
+    one = SentenceEncoder.from_pretrained(copy, device="cpu")
+    for call, said in (
+        (one.encode, "read: a"),
+        (one.encode_document, "read: a"),
+        (one.encode_query, "find: a"),
+        (lambda text: one.encode_query(text, prompt_name="none"), "a"),
+        (lambda text: one.encode_query(text, prompt=""), "a"),
+        (lambda text: one.encode(text, prompt_name="query"), "find: a"),
+    ):
+        assert np.abs(call("a") - stock.encode(said)).max() < 1e-5, said
+    one.save_pretrained(copy.parent / "again")
+    again = SentenceEncoder.from_pretrained(copy.parent / "again", device="cpu")
+    assert (again.prompt, again.prompts) == (one.prompt, one.prompts)
+    rewrite(path, prompts={"query": 3})
+    with pytest.raises(ValueError, match="prompts: expected an object of texts"):
+        sentence_settings(copy)
+
+
 SETTINGS = (
     {},
     {"pooling": "cls", "normalize": False, "prompt": "query: ", "lower_case": True, "max_length": 12},

@@ -32,6 +32,7 @@ class MaskedLMModel(TaskModel):
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
+        self.base_model._vocabulary_owner = type(self).__name__
         config, head = self.config, self.family.lm_head
         width = config.embedding_width
         attach(self, head.dense, nn.Linear(config.hidden_size, width))

@@ -16,8 +16,8 @@ from fastbert.ops import checks
 class BertForSequenceClassification(TaskModel):
     """Classifies a sequence, or predicts numbers for it.
 
-    The loss goes by config `problem_type`; if that is None, by `num_labels` and the labels' dtype at each
-    call:
+    The loss goes by config `problem_type`. If that is None, the first labels set it, by `num_labels` and
+    their dtype, so that a saved model is served as it was trained:
 
     - regression (one label): mean squared error; labels (batch,), or (batch, num_labels).
     - single_label_classification (integer labels): mean cross-entropy; labels (batch,), -100 does not count.
@@ -67,14 +67,27 @@ class BertForSequenceClassification(TaskModel):
         return logits, logits
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
-        """By the problem type; see the class."""
+        """By the problem type, which the config keeps; see the class."""
         problem = self.problem(labels)
+        loss = self._loss_of(problem, logits, labels)
+        if self.config.problem_type is None and not torch.compiler.is_exporting():
+            self.config.problem_type = problem
+        return loss
+
+    def _loss_of(self, problem: str, logits: Tensor, labels: Tensor) -> Tensor:
         if problem == "single_label_classification":
             return sequence_loss("labels", logits, labels)
         checks.same_device("labels", labels, logits)
         if problem == "regression" and self.num_labels == 1:
             check_one_per_sequence("labels", labels, logits.shape[0], logits)
             labels = labels.reshape(-1, 1)
+        elif labels.shape != logits.shape and problem != "regression":
+            dtype = str(labels.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"labels: {dtype} numbers with problem_type {self.config.problem_type!r} mean several labels "
+                f"per sequence: expected shape {tuple(logits.shape)}, got {tuple(labels.shape)}; for one "
+                "class per sequence pass integers, and problem_type None or 'single_label_classification'"
+            )
         else:
             checks.shape("labels", labels, tuple(logits.shape))
         compute = checks.compute_dtype(logits)

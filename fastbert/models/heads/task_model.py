@@ -158,7 +158,13 @@ class TaskModel(PreTrainedModel):
 
     @property
     def num_labels(self) -> int:
-        """Number of classes, from the config."""
+        """Number of classes, from the config.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not self.config.id2label:
+            raise ValueError("config id2label: expected at least one class, got {}")
         return self.config.num_labels
 
     def post_init(self) -> None:

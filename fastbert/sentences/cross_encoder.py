@@ -1,0 +1,273 @@
+"""Pairs of texts to scores: a sequence classifier that reads both texts at once (re-ranking, entailment).
+
+A directory is a plain HuggingFace one, or one saved by sentence-transformers: its activation, maximum length
+and prompts are obeyed. Other modules than the classifier are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from fastbert.checkpoint import hub
+from fastbert.checkpoint.files import read_json
+from fastbert.models.auto import AutoModelForSequenceClassification
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.ops import checks
+from fastbert.sentences.settings import prompt_settings, text_settings
+from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, packed_tensors
+from fastbert.sentences.tokenizer import EncodingError, TokenBatch, load_tokenizer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class CrossEncoder(TextModel):
+    """A sequence classifier and its tokenizer, loaded once. Many threads may call it at the same time.
+
+    Args:
+        model: a fastbert sequence classifier in eval mode, on its device.
+        tokenizer: of the `tokenizers` library. Copied, so its padding and truncation do not change.
+        activation_fn: logits (batch, num_labels) -> scores; None = a sigmoid for one label, else none.
+        max_length: most tokens of a pair, special ones included; None = as many as the model allows.
+        lower_case: convert the texts to lower case before they are tokenised.
+        prompt: text put before the first text of every pair, if a call names no other.
+        prompts: name -> prompt, for `prompt_name`.
+        segments: whether the model is told which text of its pair a token is of, if it has segments.
+
+    Raises:
+        TypeError: no model, or no tokenizer; `from_pretrained` loads both from a directory.
+        ValueError: a max_length too large for the model or too small for one token.
+    """
+
+    _result: ClassVar[str] = "score"
+
+    def __init__(
+        self,
+        model: BertForSequenceClassification,
+        tokenizer: Tokenizer | None = None,
+        *,
+        activation_fn: Activation | None = None,
+        max_length: int | None = None,
+        lower_case: bool = False,
+        prompt: str = "",
+        prompts: dict[str, str] | None = None,
+        segments: bool = True,
+    ) -> None:
+        super().__init__(model, tokenizer, max_length, lower_case, prompt, prompts, segments)
+        if not isinstance(model, BertForSequenceClassification):
+            raise TypeError(f"model: {type(model).__name__}; expected a fastbert sequence classifier")
+        if activation_fn is None:
+            activation_fn = torch.nn.Sigmoid() if model.num_labels == 1 else torch.nn.Identity()
+        self.activation_fn = activation_fn
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        num_labels: int | None = None,
+        activation_fn: Activation | None = None,
+        max_length: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Load a HuggingFace or sentence-transformers directory.
+
+        Args:
+            directory: the folder (or a hub name, where huggingface_hub is installed).
+            num_labels, activation_fn, max_length: override the directory's; None = the directory's.
+            dtype: of the weights; None = as the directory stores them.
+            device: None = the first GPU if there is one, else the CPU.
+
+        Raises:
+            ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        directory = hub.resolve(directory)
+        transformer = _transformer_of(directory)
+        path = directory / "config_sentence_transformers.json"
+        settings = read_json(path) if path.is_file() else {}
+        prompt, prompts = prompt_settings(path, settings)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            transformer,
+            dtype="auto" if dtype is None else dtype,
+            device=device,
+            **({} if num_labels is None else {"num_labels": num_labels}),
+        )
+        says_length, lower_case, segments = text_settings(transformer)
+        if max_length is None and says_length is not None:
+            max_length = min(says_length, model.config.max_tokens)
+        if activation_fn is None:
+            # sentence-transformers 6, 4 and 5, and before 4
+            named = (
+                settings.get("activation_fn")
+                or (model.config.get("sentence_transformers") or {}).get("activation_fn")
+                or model.config.get("sbert_ce_default_activation_function")
+            )
+            activation_fn = None if named is None else _activation(directory, named)
+        return cls(
+            model,
+            load_tokenizer(transformer),
+            activation_fn=activation_fn,
+            max_length=max_length,
+            lower_case=lower_case,
+            prompt=prompt,
+            prompts=prompts,
+            segments=segments,
+        )
+
+    def __repr__(self) -> str:
+        config = self.model.config
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, {config.num_hidden_layers} layers, "
+            f"{config.num_labels} labels, {self.activation_fn!r}, at most {self.max_length} tokens, "
+            f"on {self.device})"
+        )
+
+    def predict(
+        self,
+        pairs: Sequence[Text] | Text,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        activation_fn: Activation | None = None,
+        apply_softmax: bool = False,
+        batch_tokens: int = 8192,
+        batch_size: int | None = None,
+        on_long: str = "truncate",
+    ) -> np.ndarray:
+        """Score pairs of texts, without gradients, in batches packed without padding. The order is kept.
+
+        Args:
+            pairs: a sequence of pairs of texts, or of {"text": a pair}. One pair, or one dict, gives one
+                score.
+            prompt_name: of the prompt, among `prompts`, to put before the first text of every pair.
+            prompt: that text itself; "" for none. None, if there is no prompt_name either: the default.
+            activation_fn: as of the class; None = the class's.
+            apply_softmax: a softmax over the labels, after the activation; nothing where there is one label.
+            batch_tokens: most tokens in one batch; at least `max_length`.
+            batch_size: most pairs in one batch; None = no limit but `batch_tokens`.
+            on_long: what to do with a pair of more than `max_length` tokens: "truncate" (the longer text
+                first) or "error".
+
+        Returns:
+            (len(pairs),) float32, or (len(pairs), num_labels) of several labels; for one pair its entry.
+
+        Raises:
+            EncodingError: a pair that cannot be encoded, or whose score is not finite, by index.
+            TypeError: an element that is no pair.
+            ValueError: an argument out of range, or a model in training mode.
+        """
+        if on_long not in ("truncate", "error"):
+            raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
+        self.check_batch_tokens(batch_tokens)
+        check_batch_size(batch_size)
+        prompt = self._prompt_of(prompt, prompt_name)
+        labels = self.model.num_labels
+        single = isinstance(pairs, dict) or (
+            isinstance(pairs, (list, tuple)) and len(pairs) > 0 and isinstance(pairs[0], str)
+        )
+        pairs = [pairs] if single else list(pairs)
+        out = np.empty((len(pairs),) if labels == 1 else (len(pairs), labels), np.float32)
+        for index, pair in enumerate(pairs):
+            inner = pair.get("text") if isinstance(pair, dict) else pair
+            if isinstance(inner, str):
+                raise TypeError(f"pairs[{index}]: a str; expected a pair of texts")
+
+        def forward(tokens: TokenBatch) -> np.ndarray:
+            return self._forward(tokens, activation_fn or self.activation_fn, apply_softmax)
+
+        for first in range(0, len(pairs), SLICE):
+            try:
+                tokens = self.tokenize(pairs[first : first + SLICE], prompt)
+                if on_long == "error" and tokens.truncated.size:
+                    raise self.too_long(tokens)
+                rows = out[first : first + SLICE]
+                self._run(tokens, rows, forward, batch_tokens, batch_size)
+            except EncodingError as error:
+                raise EncodingError(first + error.index, error.problem) from None
+        return out[0] if single else out
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_k: int | None = None,
+        return_documents: bool = False,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Sort documents by their score for a query, the highest first.
+
+        Args:
+            query: the first text of every pair.
+            documents: the second texts.
+            top_k: how many to return; None = all.
+            return_documents: also return the texts.
+            options: as `predict`.
+
+        Returns:
+            For each document {"corpus_id": its index, "score": float}, and with return_documents "text".
+
+        Raises:
+            ValueError: the model has several labels; or as `predict`.
+        """
+        if self.model.num_labels != 1:
+            raise ValueError(
+                f"rank: the model has {self.model.num_labels} labels; expected one. Call predict, and sort "
+                "by the label that you want"
+            )
+        documents = list(documents)
+        scores = self.predict([(query, document) for document in documents], **options)
+        order = np.argsort(-scores, kind="stable")[:top_k].tolist()
+        found: list[dict[str, Any]] = [{"corpus_id": i, "score": float(scores[i])} for i in order]
+        if return_documents:
+            for entry in found:
+                entry["text"] = documents[entry["corpus_id"]]
+        return found
+
+    # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
+    @torch.no_grad()
+    def _forward(self, tokens: TokenBatch, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
+        ids, cu_seqlens, max_seqlen, types = packed_tensors(tokens)
+        logits = self.model(ids, token_type_ids=types, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).logits
+        scores = activation_fn(logits.to(checks.compute_dtype(logits)))
+        if self.model.num_labels == 1:
+            scores = scores.squeeze(-1)
+        elif apply_softmax:
+            scores = torch.nn.functional.softmax(scores, dim=1)
+        return scores.float().cpu().numpy()
+
+
+def _transformer_of(directory: Path) -> Path:
+    """The folder of the classifier; ValueError for other modules beside it."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return directory
+    modules = read_json(path, list)
+    kinds = [str(m.get("type")).rpartition(".")[2] if isinstance(m, dict) else repr(m) for m in modules]
+    if kinds != ["Transformer"] or modules[0].get("path", "") not in ("", "."):
+        raise ValueError(
+            f"{path}: modules {', '.join(kinds) or 'none'}; expected one Transformer in the same folder"
+        )
+    return directory
+
+
+def _activation(directory: Path, name: object) -> Activation:
+    """The activation of torch.nn that a file names; no other code is imported."""
+    found = getattr(torch.nn, str(name).rpartition(".")[2], None)
+    plain = isinstance(found, type) and issubclass(found, torch.nn.Module)
+    if not plain or f"{found.__module__}.{found.__name__}" != name:
+        raise ValueError(
+            f"{directory}: activation_fn {name!r}; expected one of torch.nn's, such as "
+            "'torch.nn.modules.activation.Sigmoid'; pass activation_fn="
+        )
+    return found()

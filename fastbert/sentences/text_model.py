@@ -1,0 +1,201 @@
+"""What `SentenceEncoder` and `CrossEncoder` share: a model, its tokenizer, prompts, and batches of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from fastbert.sentences.tokenizer import EncodingError, TokenBatch, pack_batches, tokenize
+
+# Texts tokenised at a time: bounds the memory of the token ids
+SLICE = 32_768
+
+# A text, a pair of texts, or {"text": one of the two}
+Text = str | Sequence[str] | dict[str, Any]
+
+
+class TextModel:
+    """A model and its tokenizer, loaded once. Many threads may call it at the same time.
+
+    Args:
+        model: a fastbert model in eval mode, on its device.
+        tokenizer: of the `tokenizers` library. Copied, so its padding and truncation do not change.
+        max_length: most tokens of a text, special ones included; None = as many as the model allows.
+        lower_case: convert the text to lower case before it is tokenised.
+        prompt: text put before every text, if a call names no other.
+        prompts: name -> prompt, for `prompt_name`.
+        segments: whether the model is told which text of its pair a token is of, if it has segments.
+
+    Raises:
+        TypeError: no model, or no tokenizer.
+        ValueError: a max_length too large for the model or too small for one token.
+    """
+
+    # What `_run` computes per text
+    _result: ClassVar[str] = "embedding"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer | None,
+        max_length: int | None,
+        lower_case: bool,
+        prompt: str,
+        prompts: dict[str, str] | None,
+        segments: bool,
+    ) -> None:
+        for name, value, right, expected in (
+            ("model", model, hasattr(model, "config"), "a fastbert model"),
+            ("tokenizer", tokenizer, isinstance(tokenizer, Tokenizer), "a tokenizers.Tokenizer"),
+        ):
+            if not right:
+                raise TypeError(
+                    f"{name}: {type(value).__name__}; expected {expected}; "
+                    f"{type(self).__name__}.from_pretrained(directory) loads both"
+                )
+        limit = model.config.max_tokens
+        max_length = limit if max_length is None else max_length
+        special = tokenizer.num_special_tokens_to_add(False)
+        if type(max_length) is not int or not special < max_length <= limit:
+            raise ValueError(
+                f"max_length: {max_length!r}; expected an integer from {special + 1} ({special} special "
+                f"tokens and one more) to {limit} (what the model has positions for)"
+            )
+        self.model = model
+        self.max_length = max_length
+        self.lower_case = lower_case
+        self.prompt = prompt
+        self.prompts = dict(prompts or {})
+        self.segments = segments and model.config.family.segments
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill in what pickles of SentenceEncoder lack that were made before it had prompts by name."""
+        segments = state["model"].config.family.segments
+        self.__dict__.update({"prompts": {}, "segments": segments, "include_prompt": True} | state)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model runs on."""
+        return next(self.model.parameters()).device
+
+    def _prompt_of(self, prompt: str | None, prompt_name: str | None) -> str:
+        """The text to put before every text: `prompt`, else that of `prompt_name`, else the default.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        if prompt is not None and prompt_name is not None:
+            raise ValueError(f"prompt, prompt_name: {prompt!r} and {prompt_name!r}; expected one of the two")
+        if prompt_name is not None:
+            if prompt_name not in self.prompts:
+                names = ", ".join(self.prompts) or "none"
+                raise ValueError(f"prompt_name: {prompt_name!r}; expected one of the directory's: {names}")
+            prompt = self.prompts[prompt_name]
+        if prompt is not None and not isinstance(prompt, str):
+            raise TypeError(f"prompt: {type(prompt).__name__}; expected str or None")
+        return self.prompt if prompt is None else prompt
+
+    def tokenize(self, sentences: Sequence[Any], prompt: str | None = None) -> TokenBatch:
+        """Token ids, truncated to `max_length`; white space around a text is ignored.
+
+        Args:
+            sentences: texts, pairs of texts, or {"text": one of the two}.
+            prompt: text put before every text, before the first one of a pair; None = the default.
+
+        Raises:
+            EncodingError: text that is not valid Unicode, or a token that the model has no embedding for.
+            TypeError: an element that is none of these.
+        """
+        prompt = self._prompt_of(prompt, None)
+        texts = []
+        for index, given in enumerate(sentences):
+            first, *second = _parts(index, given)
+            parts = [text.strip() for text in (prompt + first, *second)]
+            parts = [text.lower() for text in parts] if self.lower_case else parts
+            texts.append(tuple(parts) if second else parts[0])
+        tokens = tokenize(self._tokenizer, texts, self.model.config.vocab_size)
+        return tokens if self.segments else replace(tokens, types=None)
+
+    def _run(
+        self,
+        tokens: TokenBatch,
+        out: np.ndarray,
+        forward: Callable[[TokenBatch], np.ndarray],
+        batch_tokens: int,
+        batch_size: int | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """Fill `out`, a row per text, by `forward` of packed batches.
+
+        Raises:
+            EncodingError: a text whose result is not finite, by index.
+            ValueError: an argument out of range, or a model in training mode.
+        """
+        self.check_batch_tokens(batch_tokens)
+        check_batch_size(batch_size)
+        lengths = tokens.lengths
+        for batch in pack_batches(lengths, batch_tokens, batch_size):
+            rows = forward(tokens.select(batch))
+            bad = ~np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
+            if bad.any():
+                raise EncodingError(int(batch[bad].min()), f"the {self._result} is not finite")
+            out[batch] = rows
+            if progress is not None:
+                progress(len(batch), int(lengths[batch].sum()))
+        return out
+
+    def too_long(self, tokens: TokenBatch) -> EncodingError:
+        """The error for the first text that lost tokens."""
+        index = int(tokens.truncated[0])
+        return EncodingError(index, f"{tokens.full_lengths[index]} tokens; at most {self.max_length} fit")
+
+    def check_batch_tokens(self, batch_tokens: int) -> None:
+        """Raise ValueError for `batch_tokens` out of range, or a model in training mode."""
+        # Switching the mode here would race with other threads
+        if self.model.training:
+            raise ValueError("model: in training mode, where dropout acts; call model.eval() first")
+        if type(batch_tokens) is not int or batch_tokens < self.max_length:
+            raise ValueError(
+                f"batch_tokens: {batch_tokens!r}; expected an integer >= max_length = {self.max_length}"
+            )
+
+
+def check_batch_size(batch_size: int | None) -> None:
+    """Raise ValueError unless it is a positive number of texts, or None."""
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"batch_size: {batch_size!r}; expected an integer >= 1, or None")
+
+
+def packed_tensors(tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+    """(ids, cu_seqlens, max_seqlen, token_type_ids) on the CPU, as models take packed sequences."""
+    types = None if tokens.types is None else torch.from_numpy(tokens.types)
+    cu_seqlens = torch.from_numpy(tokens.starts.astype(np.int32))
+    return torch.from_numpy(tokens.ids), cu_seqlens, int(tokens.lengths.max()), types
+
+
+def _parts(index: int, given: Any) -> Iterable[str]:
+    """The one or two texts of an element."""
+    value = given
+    if isinstance(value, dict):
+        if set(value) != {"text"}:
+            raise TypeError(
+                f"sentences[{index}]: a dict of {sorted(map(str, value))}; expected {{'text': …}}"
+            )
+        value = value["text"]
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(t, str) for t in value):
+        return value
+    kind = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else None
+    raise TypeError(
+        f"sentences[{index}]: {kind or type(value).__name__}; expected str, a pair of them, "
+        "or {'text': one of these}"
+    )
