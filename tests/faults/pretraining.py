@@ -104,8 +104,23 @@ FAULTS = (
     Fault("bits between two chunks dropped", _CORPUS, "        self._bits = bits[whole:]\n", ""),
     Fault("bits from the byte's start", _CORPUS, "bits[a % 8 : a % 8 + b - a]", "bits[: b - a]"),
     Fault("sizes not compared", _CORPUS, '    if size != entry["bytes"]:', "    if False:"),
-    Fault("digests not compared", _CORPUS, '        if digest != entry["sha256"]:', "        if False:"),
-    Fault("a changed index passes", _CORPUS, 'if index.get("hash") != _hash_of(index):', "if False:"),
+    Fault(
+        "digests not compared", _CORPUS, '    if whole.hexdigest() != entry.get("sha256"):', "    if False:"
+    ),
+    Fault("a changed index passes", _CORPUS, 'index.get("hash") != _hash_of(index):', "False:"),
+    Fault(
+        "the hash is of the arrays alone",
+        _CORPUS,
+        'cut = ("hash", "files", "shard_tokens")',
+        'cut = ("hash", "files", "shard_tokens", "vocab_size", "special_ids", "longest_sentence")',
+    ),
+    Fault(
+        "digests of files that are of no array",
+        _CORPUS,
+        'if parts[-1].get("sha256") != index["arrays"].get(array):',
+        "if False:",
+    ),
+    Fault("sentence starts may fall", _CORPUS, " or (found[1:] <= found[:-1]).any():", ":"),
     Fault("ids of 17 bits in 16", _CORPUS, "vocab_size <= 1 << 16", "vocab_size <= 1 << 17"),
     Fault(
         "what was there is lost if the text is bad",
