@@ -119,8 +119,11 @@ def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:
 
 def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
     """Say how the run has ended."""
-    picture = curves.draw(output)
-    last = result.last or curves.read(output)[-1]  # nothing was left to do
+    picture, last = None, result.last
+    try:
+        picture = curves.draw(output)
+    except ValueError as error:  # of the log; the run itself is complete
+        say(f"no curves: {error}")
     if as_json:
         print(json.dumps({**last, "step": result.step, "checkpoint": str(result.checkpoint)}))
         return

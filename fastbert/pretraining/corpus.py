@@ -28,7 +28,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +37,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.files import cause, digest, is_dead, own_tag, read_json
+from fastbert.checkpoint.files import CheckpointError, cause, digest, new_directory, read_json
 from fastbert.pretraining.documents import documents
 from fastbert.pretraining.spans import KINDS, Source, find, sources_of
 from fastbert.sentences.tokenizer import load_tokenizer
@@ -56,6 +55,8 @@ _SPECIAL = {
     "mask": ("[MASK]", "<mask>"),
 }
 _SPANS = {"spans": "<i8", "lengths": "<u4", "kinds": "u1"}  # array -> dtype
+_NAMES = (INDEX, TOKENIZER, "tokens-*.bin", "words-*.bin", "sentences.bin", "documents.bin")
+_NAMES += tuple(f"{name}.bin" for name in _SPANS)
 _LAST = {"sentences": "tokens", "documents": "sentences"}  # array of starts -> what its last element counts
 _COUNTS = ("tokens", "sentences", "documents", "vocab_size", "shard_tokens", "longest_sentence")
 
@@ -252,7 +253,7 @@ class Corpus:
         Args:
             files, format: see `documents`.
             tokenizer: a directory with one, or the tokenizer.
-            directory: of the corpus; must not exist.
+            directory: of the corpus; must not exist, or be empty.
             spans: where phrases and entities come from: the path of a gazetteer, "pmi", or a source of
                 `spans.py`; of a list, an earlier one has priority. None: the corpus has none.
             shard_tokens: tokens per file, a multiple of 8.
@@ -265,7 +266,8 @@ class Corpus:
         if type(shard_tokens) is not int or shard_tokens < 8 or shard_tokens % 8:
             raise ValueError(f"shard_tokens: expected a multiple of 8, got {shard_tokens!r}")
         directory = Path(directory)
-        _check_place(directory, overwrite)
+        if overwrite:
+            _check_overwritten(directory)
         if isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_str(tokenizer.to_str())  # its own settings stay as they are
             tokenizer.no_padding()
@@ -286,7 +288,7 @@ class Corpus:
             nonlocal seen
             seen += size
 
-        with _place_beside(directory, overwrite) as folder:
+        with _told(directory), new_directory(directory, _NAMES, overwrite) as folder:
             writer = _Writer(folder, "<u2" if vocab_size <= 1 << 16 else "<u4", shard_tokens)
             for chunk in _chunks(documents(files, format, count)):
                 added = writer.add(chunk, tokenizer)
@@ -554,48 +556,18 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _check_place(directory: Path, overwrite: bool) -> None:
-    if not os.path.lexists(directory):
-        return
-    if not overwrite:
-        raise CorpusError(f"{directory}: exists already; remove it, or ask to overwrite it")
-    if not (directory / INDEX).is_file():
-        raise CorpusError(f"{directory}: is no corpus (no {INDEX}), so it is not overwritten")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _check_overwritten(directory: Path) -> None:
+    """Raise CorpusError if what would be overwritten is no corpus."""
+    if os.path.lexists(directory):
+        path = directory / INDEX
+        if not path.is_file() or read_json(path).get("format") != FORMAT:
+            raise CorpusError(f"{directory}: is no corpus (no {INDEX} of one), so it is not overwritten")
 
 
 @contextlib.contextmanager
-def _place_beside(directory: Path, overwrite: bool) -> Iterator[Path]:
-    """A new folder that takes the place of `directory` if all goes well, and is removed otherwise."""
-    parent = directory.absolute().parent
+def _told(directory: Path) -> Iterator[None]:
+    """Turn what `new_directory` raises into a CorpusError."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for left in parent.glob(f".{directory.name}.*.tmp"):  # by a process that was killed
-            if is_dead(left.name[len(directory.name) + 2 : -len(".tmp")]):
-                shutil.rmtree(left, ignore_errors=True)
-        tag = own_tag()
-        folder = parent / f".{directory.name}.{tag}.tmp"
-        folder.mkdir()
-        try:
-            yield folder
-            _sync_folder(folder)
-            if overwrite and directory.exists():
-                os.rename(directory, parent / f".{directory.name}.old.{tag}.tmp")
-            os.rename(folder, directory)
-            _sync_folder(parent)
-            shutil.rmtree(parent / f".{directory.name}.old.{tag}.tmp", ignore_errors=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        # of an input file, which the error names; a full disk names none
-        ours = str(parent / f".{directory.name}.")
-        if error.errno is None or not str(error.filename or ours).startswith(ours):
-            raise
-        raise CorpusError(f"{directory}: could not be written: {cause(error)}") from error
+        yield
+    except CheckpointError as error:
+        raise CorpusError(str(error)) from error

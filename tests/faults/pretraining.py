@@ -5,6 +5,7 @@ from tests.support.mutation import Fault, Suite
 _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
 _DRAWS = "fastbert/training/draws.py"
+_FILES = "fastbert/checkpoint/files.py"
 _FORMATS = "fastbert/pretraining/formats.py"
 _DRAWS = "fastbert/training/draws.py"
 _GROWTH = "fastbert/pretraining/growth.py"
@@ -124,10 +125,27 @@ FAULTS = (
     Fault("ids of 17 bits in 16", _CORPUS, "vocab_size <= 1 << 16", "vocab_size <= 1 << 17"),
     Fault(
         "what was there is lost if the text is bad",
-        _CORPUS,
-        "        folder.mkdir()\n",
-        "        folder.mkdir()\n        shutil.rmtree(directory, ignore_errors=True)\n",
+        _FILES,
+        "        new.mkdir()\n",
+        "        new.mkdir()\n        shutil.rmtree(place, ignore_errors=True)\n",
     ),
+    Fault(
+        "a directory written in its place",
+        _FILES,
+        "            yield new\n",
+        "            yield new.rename(place)\n",
+    ),
+    Fault(
+        "what killed processes left stays", _FILES, "        if kind not in", "        if kind or kind not in"
+    ),
+    Fault(
+        "an old directory that was taken away is removed",
+        _FILES,
+        'if kind == "old" and not os.path.lexists(place):',
+        "if False:",
+    ),
+    Fault("other files are replaced too", _FILES, "    if foreign:\n", "    if False:\n"),
+    Fault("any index.json is a corpus", _CORPUS, 'or read_json(path).get("format") != FORMAT:', "or False:"),
     Fault(
         "documents run together", _DOCUMENTS, "        elif document:\n", "        elif len(document) > 3:\n"
     ),
@@ -181,8 +199,8 @@ FAULTS = (
     Fault(
         "the number of spans not in the hash",
         _CORPUS,
-        'for name in ("span_kinds", "spans")',
-        "for name in ()",
+        'cut = ("hash",',
+        'cut = ("spans", "arrays", "hash",',
     ),
     Fault(
         "a corpus without spans has none", _CORPUS, "        if not self.span_kinds:\n", "        if False:\n"
@@ -324,5 +342,9 @@ FAULTS = (
 )
 
 SUITE = Suite(
-    FAULTS, tests=("tests/pretraining", "-k", "not another_process and not full_disk and not threads")
+    FAULTS,
+    tests=(
+        *("tests/pretraining", "tests/checkpoint/test_directories.py"),
+        *("-k", "not another_process and not full_disk and not threads"),
+    ),
 )

@@ -171,8 +171,7 @@ FAULTS = (
         "        pass\n",
     ),
     Fault("moments are never copied", _COMMAND, '"copied" if args.grow_moments else "fresh"', '"fresh"'),
-    Fault("a finished run has no figures", _COMMAND, "result.last or curves.read(output)[-1]", "result.last"),
-    Fault("a line that is being written", _CURVES, ' if line.endswith("\\n")]', "]"),
+    Fault("a line that is being written", _CURVES, 'split(b"\\n")[:-1]', "splitlines()"),
     Fault("the mean of what comes", _CURVES, "sums[width:] - sums[:-width]", "sums[-1] - sums[:-width]"),
 )
 

@@ -351,7 +351,9 @@ def test_commands(json_file, tokenizer_dir, corpus, tmp_path, capsys):
     assert "words, " in seen
     assert "100%" in seen
     assert main(train) == 2
-    assert "vocab.txt and tokenizer.json are there; add --overwrite" in capsys.readouterr().err
+    assert "tok: exists already; expected a new or an empty directory, or overwrite=True (--overwrite)" in (
+        capsys.readouterr().err
+    )
     assert main([*train, "--overwrite", "--cased"]) == 0
     assert "Python" in (tmp_path / "tok" / "vocab.txt").read_text().split()
     prepare = ["prepare", str(json_file), "--tokenizer", str(tokenizer_dir), "--output", shards]
