@@ -24,7 +24,8 @@ _SHORT = (
     r"mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|st|sr|jr|vs|etc|eg|ie|cf|al|figs?|nos?|vol|pp|ed|eds|dept|"
     r"univ|inc|ltd|co|corp|approx|est|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
-_ABBREVIATION = re.compile(rf"(?:^|[\s(\[\"'“‘])(?:{_SHORT}|[^\W\d_]|(?:\w\.)+\w+)$", re.IGNORECASE)
+_ABBREVIATION = re.compile(rf"{_SHORT}|[^\W\d_]|(?:\w\.)+\w+", re.IGNORECASE)
+_OPENING = "([\"'“‘"  # what a word can follow without white space
 
 
 def split_sentences(text: str) -> list[str]:
@@ -36,12 +37,20 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         start = 0
         for end in _END.finditer(line):
-            if end[0].startswith(".") and _ABBREVIATION.search(line[start : end.start()]):
+            if end[0].startswith(".") and _ABBREVIATION.fullmatch(_last_word(line, start, end.start())):
                 continue
             sentences.append(line[start : end.end()].strip())
             start = end.end()
         sentences.append(line[start:].strip())
     return [sentence for sentence in sentences if sentence]
+
+
+def _last_word(line: str, start: int, end: int) -> str:
+    """The last word of line[start:end]; reads no more than that, for lines without an end of a sentence."""
+    begin = end
+    while begin > start and not (line[begin - 1].isspace() or line[begin - 1] in _OPENING):
+        begin -= 1
+    return line[begin:end]
 
 
 def format_of(path: Path, chosen: str | None = None) -> str:

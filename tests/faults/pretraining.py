@@ -145,12 +145,21 @@ FAULTS = (
         "if False:",
     ),
     Fault("other files are replaced too", _FILES, "    if foreign:\n", "    if False:\n"),
+    Fault(
+        "the last word goes on before the bracket",
+        _DOCUMENTS,
+        "line[begin - 1].isspace() or line[begin - 1] in _OPENING",
+        "line[begin - 1].isspace()",
+    ),
     Fault("any index.json is a corpus", _CORPUS, 'or read_json(path).get("format") != FORMAT:', "or False:"),
     Fault(
         "documents run together", _DOCUMENTS, "        elif document:\n", "        elif len(document) > 3:\n"
     ),
     Fault(
-        "abbreviations end sentences", _DOCUMENTS, "_ABBREVIATION.search(line[start : end.start()])", "False"
+        "abbreviations end sentences",
+        _DOCUMENTS,
+        "_ABBREVIATION.fullmatch(_last_word(line, start, end.start()))",
+        "False",
     ),
     Fault("a BOM is text", _DOCUMENTS, 'line.removeprefix("\\ufeff") if number == 1 else line', "line"),
     Fault(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import random
+import re
 
 import pytest
 
-from fastbert.pretraining.documents import documents, split_sentences
+from fastbert.pretraining.documents import _ABBREVIATION, _last_word, documents, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,49 @@ def test_bad_files_are_named(tmp_path, name, content, match):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=match):
         list(documents([tmp_path / name]))
+
+
+def test_a_line_without_an_end_takes_no_longer_per_character():
+    """A bibliography in one line: minutes, if each full stop reads the line from its beginning."""
+    for text in (
+        "A. " * 50_000,
+        "a.b." * 40_000 + " A",
+        "." + '"' * 10**5 + " " * 10**5 + "x",
+        ". " * 50_000,
+    ):
+        assert "".join(split_sentences(text)).replace(" ", "") == text.replace(" ", "")
+
+
+def test_abbreviations_are_those_of_the_definition():
+    """Read from the beginning of the sentence on."""
+    before = re.compile(rf"(?:^|[\s(\[\"'“‘])(?:{_ABBREVIATION.pattern})$", re.IGNORECASE)
+    draw = random.Random(0)
+    pieces = [
+        "Dr",
+        "e.g",
+        "a",
+        "B",
+        "1",
+        "U.S",
+        "word",
+        "etc",
+        "_",
+        " ",
+        "\u2003",
+        "(",
+        '"',
+        "“",
+        ".",
+        "-",
+        "é",
+    ]
+    found = collections.Counter()
+    for _ in range(20_000):
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 6)))
+        ours = _ABBREVIATION.fullmatch(_last_word(f"x{text}y", 1, len(text) + 1)) is not None
+        assert ours == (before.search(text) is not None), text
+        found[ours] += 1
+    assert min(found.values()) > 2000
 
 
 def test_bad_arguments_are_named(tmp_path):
