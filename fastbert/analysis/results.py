@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ import numpy as np
 import torch
 
 from fastbert.analysis.examples import Examples
-from fastbert.checkpoint import files
 from fastbert.models.base import PreTrainedModel
 from fastbert.runtime.version import VERSION
 
@@ -58,10 +60,13 @@ def save(
         page: for `<name>.html`, or None.
 
     Raises:
-        ValueError: the directory has files, or could not be written; nothing is left.
+        ValueError: the directory has files.
+        OSError: it could not be written; nothing is left.
     """
-    directory = Path(directory)
-    with files.new_directory(directory) as place:
+    directory = check_free(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
         text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         (place / f"{name}.json").write_text(text, encoding="utf-8")
         if page is not None:
@@ -70,6 +75,13 @@ def save(
         for title, figure in figures.items():
             figure.savefig(place / f"{title}.svg", metadata={"Date": None})
             figure.savefig(place / f"{title}.png", dpi=150)
+        os.chmod(place, 0o755)
+        if directory.exists():
+            directory.rmdir()
+        os.replace(place, directory)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
     return directory
 
 
@@ -79,5 +91,7 @@ def check_free(directory: str | Path) -> Path:
     Raises:
         ValueError: naming it.
     """
-    files.check_free(Path(directory))
-    return Path(directory)
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory}: exists; expected a new directory, or an empty one")
+    return directory

@@ -225,12 +225,12 @@ def read(path: Path) -> bytes:
 
 
 def parse_json(content: bytes | str, where: object, kind: type = dict) -> Any:
-    """The object (or with kind `list` the array) in a JSON text.
+    """The object (or with kind `list` the array, with `object` any value) in a JSON text.
 
     Args:
         content: the text, UTF-8.
         where: the file, for messages.
-        kind: dict or list.
+        kind: dict, list or object.
 
     Raises:
         CheckpointError: broken JSON or UTF-8, another kind, or nested deeper than `MAX_DEPTH`.
@@ -243,7 +243,7 @@ def parse_json(content: bytes | str, where: object, kind: type = dict) -> Any:
         raise _too_deep(where) from error
     if not isinstance(value, kind):
         raise CheckpointError(f"{where}: expected a JSON {_KINDS[kind]}, got {type(value).__name__}")
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH + 1):
         if not level:
             return value

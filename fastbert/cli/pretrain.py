@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fastbert.checkpoint.files import CheckpointError, parse_json
 from fastbert.cli.usage import UsageError, device_of, say
 from fastbert.pretraining import run as pretraining
 from fastbert.pretraining.corpus import Corpus
@@ -98,8 +99,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         if not equals:
             raise UsageError(f"--set {text}: expected FIELD=VALUE")
         try:
-            changes.append((path, json.loads(value)))
-        except ValueError:
+            changes.append((path, parse_json(value, f"--set {path}", object)))
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, ValueError):  # it is JSON, nested too deep
+                raise
             changes.append((path, value))
     if args.steps is not None:
         recipe = recipe.with_steps(args.steps)

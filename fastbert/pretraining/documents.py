@@ -9,10 +9,11 @@ Formats:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from fastbert.checkpoint.files import parse_json
 
 FORMATS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -139,11 +140,7 @@ def _of_json(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
     for number, line in lines(path, seen):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
-        text = value.get("text") if isinstance(value, dict) else None
+        text = parse_json(line, f"{path}: line {number}").get("text")
         if not isinstance(text, str):
             raise ValueError(f'{path}: line {number}: expected an object with a text in "text"')
         yield split_sentences(text)

@@ -58,7 +58,7 @@ def train(
         The tokenizer.
 
     Raises:
-        ValueError: naming the argument or the file; nothing has changed.
+        ValueError: naming the argument or the file, or most words would be [UNK]; nothing has changed.
     """
     for name, value, least in (
         ("vocab_size", vocab_size, len(SPECIAL) + 1),
@@ -109,6 +109,7 @@ def _made(
     pieces = wordpieces(words, vocab_size - len(SPECIAL), min_frequency, alphabet)
     if not pieces:
         raise ValueError(f"{', '.join(map(str, files))}: no words")
+    _check_written(words, pieces, vocab_size, alphabet)
     vocabulary = [*SPECIAL, *pieces]
     filled = min(vocab_size, -(-len(vocabulary) // 64) * 64)
     vocabulary += [f"[unused{i}]" for i in range(filled - len(vocabulary))]
@@ -126,6 +127,19 @@ def _made(
     )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     return tokenizer, vocabulary
+
+
+def _check_written(words: Counter[str], pieces: list[str], vocab_size: int, alphabet: int) -> None:
+    """Raise ValueError if most words of the text cannot be written: they would be [UNK]."""
+    known = set(pieces)
+    characters = {w: {c if i == 0 else f"##{c}" for i, c in enumerate(w)} for w in words}
+    unknown = sum(count for word, count in words.items() if not known.issuperset(characters[word]))
+    if 2 * unknown > words.total():
+        needed = len(SPECIAL) + len(set().union(*characters.values()))
+        raise ValueError(
+            f"vocab_size: of the text's words {unknown / words.total():.0%} would be [UNK] with {vocab_size} "
+            f"pieces and an alphabet of {alphabet}; its characters alone need {needed}"
+        )
 
 
 def _pipeline(lowercase: bool) -> Tokenizer:

@@ -391,7 +391,7 @@ def test_nothing_is_replaced(folder, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
-    assert "exists already; expected a new or an empty directory" in capsys.readouterr().err
+    assert "exists; expected a new directory, or an empty one" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "empty") == 0

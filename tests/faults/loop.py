@@ -314,6 +314,13 @@ FAULTS = (
         'if path.suffix in (".json", ".safetensors") and name not in {*entries, MANIFEST}:',
         "if False:",
     ),
+    Fault("NumPy's version does not matter", _IDENTITY, '        "numpy": np.__version__,\n', ""),
+    Fault(
+        "any number of processes",
+        "fastbert/training/parallel.py",
+        "int(text) >= least and",
+        "True and",
+    ),
     Fault("any state goes on", _LOOP, "            self._check_state(found, state)\n", "            pass\n"),
     Fault(
         "a refused config binds",

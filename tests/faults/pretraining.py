@@ -151,6 +151,12 @@ FAULTS = (
         "line[begin - 1].isspace() or line[begin - 1] in _OPENING",
         "line[begin - 1].isspace()",
     ),
+    Fault(
+        "a vocabulary without most words",
+        _VOCABULARY,
+        "    if 2 * unknown > words.total():\n",
+        "    if False:\n",
+    ),
     Fault("any index.json is a corpus", _CORPUS, 'or read_json(path).get("format") != FORMAT:', "or False:"),
     Fault(
         "documents run together", _DOCUMENTS, "        elif document:\n", "        elif len(document) > 3:\n"

@@ -191,8 +191,8 @@ def test_a_byte_level_tokenizers_words_with_and_without_a_space(tmp_path):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("{", r"names\.jsonl: line 2: not JSON"),
-        ('["Rome"]', r'names\.jsonl: line 2: expected an object with a text in "text"'),
+        ("{", r"names\.jsonl: line 2: is not valid JSON"),
+        ('["Rome"]', r"names\.jsonl: line 2: expected a JSON object, got list"),
         ('{"text": 3}', r'names\.jsonl: line 2: expected an object with a text in "text"'),
         ('{"text": "Rome", "kind": "city"}', r"line 2: kind: expected one of phrase, entity, got 'city'"),
         ('{"text": "Rome", "kind": ["phrase"]}', r"line 2: kind: expected one of phrase, entity, got \["),
