@@ -138,5 +138,8 @@ def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
         print(f"{picture}: the curves")
     lines = pretraining.published(recipe)
     if lines:
-        print("Published figures of this recipe, fine-tuned after training on 3.3 billion words:")
+        print(
+            "For comparison, what papers report of this recipe: models pre-trained on 3.3 billion words or "
+            "more, then fine-tuned. Nothing here measures yours:"
+        )
         print("\n".join(lines), file=sys.stdout)

@@ -93,7 +93,8 @@ def test_from_text_to_a_model_that_transformers_loads(call, made, tmp_path, caps
     assert f"{run / 'step-000006' / 'model'}: after 6 steps" in said.out
     for name in ("loss", "mlm_loss", "sentence_accuracy"):
         assert re.search(rf"^  {name} +{last[name]:.4f}$", said.out, re.M)
-    assert "Published figures of this recipe" in said.out
+    assert "For comparison, what papers report of this recipe" in said.out
+    assert "Nothing here measures yours:\nDevlin et al. 2018, table 5" in said.out
     assert "84.4" in said.out
     assert said.err == ""
     names = {path.name for path in run.iterdir()}
