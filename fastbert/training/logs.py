@@ -73,7 +73,7 @@ class Logs:
             self._digests[path] = hashlib.sha256(whole)
             if len(content) < kept:
                 self.lost.append(f"{path}: expected {kept} bytes, got {len(content)}: lines are missing")
-            elif digests and digests[path.name] != self._digests[path].hexdigest():
+            elif digests and digests.get(path.name) != self._digests[path].hexdigest():
                 self.lost.append(f"{path}: was changed since the checkpoint was written")
             if len(whole) < len(content):
                 self.lost.append(f"{path}: ended inside a line, which was cut off")

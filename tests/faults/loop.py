@@ -296,7 +296,7 @@ FAULTS = (
     Fault(
         "a changed log is not told",
         _LOGS,
-        "elif digests and digests[path.name] != self._digests[path].hexdigest():",
+        "elif digests and digests.get(path.name) != self._digests[path].hexdigest():",
         "elif False:",
     ),
     Fault("the digest of half a log", _LOGS, "self._digests[path].update(line[:written])", "pass"),
