@@ -8,12 +8,16 @@ Whoever reads the directory next can tell the case and takes the old config (`co
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
+import glob
 import hashlib
 import json
 import os
 import secrets
+import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +101,110 @@ def is_dead(tag: str) -> bool:
     return False
 
 
+# --- places of results --------------------------------------------------------------------------------------
+
+
+def check_plain(path: Path) -> None:
+    """Raise CheckpointError if a file of ours cannot be at a path: there is a link, a folder, a FIFO, …
+
+    What is opened to be written is not to be read from a pipe, nor to empty a file elsewhere.
+    """
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise CheckpointError(f"{path}: is not a plain file")
+
+
+def check_free(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -> None:
+    """Raise CheckpointError unless a directory of results can be written to a place; see `new_directory`.
+
+    Args:
+        ours: patterns of the names that such a directory has.
+        overwrite: whether one that has no others may be replaced.
+    """
+    where, place = place, Path(os.path.realpath(place))
+    _settle(place)
+    if os.path.lexists(place) and not place.is_dir():
+        raise CheckpointError(f"{where}: exists already and is no directory")
+    if os.path.ismount(place):
+        raise CheckpointError(f"{where}: is a mount point, which cannot be replaced; name a folder in it")
+    if where.is_symlink() and not place.exists():
+        raise CheckpointError(f"{where}: is a link to {place}, which does not exist")
+    held = sorted(path.name for path in place.iterdir()) if place.exists() else []
+    if held and not overwrite:
+        hint = ", or overwrite=True (--overwrite)" if ours else ""
+        raise CheckpointError(f"{where}: exists already; expected a new or an empty directory{hint}")
+    foreign = [name for name in held if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ours)]
+    if foreign:
+        raise CheckpointError(f"{where}: holds {listed(foreign, 3)} besides, so it is not overwritten")
+
+
+@contextlib.contextmanager
+def new_directory(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill. It takes its place, whole, when the block ends, and is removed if the block raises.
+
+    A kill at any moment leaves the old directory, the new one or none. The next call removes what killed ones
+    have left, and puts back an old directory that one had taken away.
+
+    Args:
+        place: of the directory; through a link that to which it points. It must not exist, or be empty.
+        ours, overwrite: what may be there and is replaced; see `check_free`.
+
+    Raises:
+        CheckpointError: something else is there, or it could not be written; what was there is unchanged.
+    """
+    where, place = place, Path(os.path.realpath(place))
+    new, old, gone = (_beside(place, kind, own_tag()) for kind in ("new", "old", "gone"))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        check_free(where, ours, overwrite)
+        new.mkdir()
+        try:
+            yield new
+            flush_folder(new)
+            if overwrite and place.exists():
+                os.rename(place, old)
+            os.rename(new, place)
+            flush_folder(place.parent)
+        finally:
+            if old.exists():
+                os.rename(old, gone if place.exists() else place)
+            for left in (new, gone):
+                shutil.rmtree(left, ignore_errors=True)
+    except OSError as error:
+        # of an input file, which the error names; a full disk names none
+        ours = str(_beside(place, "", "")).removesuffix("..tmp")
+        if error.errno is None or not str(error.filename or ours).startswith((ours, str(place))):
+            raise
+        raise CheckpointError(f"{where}: could not be written: {cause(error)}") from error
+
+
+def _beside(place: Path, kind: str, tag: str) -> Path:
+    return place.with_name(f".{place.name}.{kind}.{tag}.tmp")
+
+
+def _settle(place: Path) -> None:
+    """Remove what killed processes have left beside a place; put back what one had taken away."""
+    for left in sorted(place.parent.glob(f".{glob.escape(place.name)}.*.tmp")):
+        kind, _, tag = left.name[len(place.name) + 2 : -len(".tmp")].partition(".")
+        if kind not in ("new", "old", "gone") or not is_dead(tag):
+            continue
+        if kind == "old" and not os.path.lexists(place):
+            os.rename(left, place)
+            continue
+        if kind == "old":  # never seen with a part of it removed
+            left = left.rename(_beside(place, "gone", tag))
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 # --- JSON ---------------------------------------------------------------------------------------------------
 
 
@@ -117,12 +225,12 @@ def read(path: Path) -> bytes:
 
 
 def parse_json(content: bytes | str, where: object, kind: type = dict) -> Any:
-    """The object (or with kind `list` the array) in a JSON text.
+    """The object (or with kind `list` the array, with `object` any value) in a JSON text.
 
     Args:
         content: the text, UTF-8.
         where: the file, for messages.
-        kind: dict or list.
+        kind: dict, list or object.
 
     Raises:
         CheckpointError: broken JSON or UTF-8, another kind, or nested deeper than `MAX_DEPTH`.
@@ -135,7 +243,7 @@ def parse_json(content: bytes | str, where: object, kind: type = dict) -> Any:
         raise _too_deep(where) from error
     if not isinstance(value, kind):
         raise CheckpointError(f"{where}: expected a JSON {_KINDS[kind]}, got {type(value).__name__}")
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH + 1):
         if not level:
             return value

@@ -29,13 +29,13 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     if not target.parent.is_dir():
         raise UsageError(f"--output {path}: the folder {target.parent} does not exist")
     mode = None
+    _remove_leftovers(target)
     if target.exists():
         if not target.is_file():
             raise UsageError(f"--output {path}: exists and is no plain file")
         if not overwrite:
             raise UsageError(f"--output {path}: exists; --overwrite replaces it")
         mode = stat.S_IMODE(target.stat().st_mode)
-    _remove_leftovers(target)
     temporary = target.with_name(f".{target.name}.{files.own_tag()}.tmp")
     try:
         with named_errors(path):
@@ -55,7 +55,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
                 os.replace(temporary, target)
             else:
                 _publish(temporary, target, path)
-        _sync_folder(target.parent)
+        files.flush_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -92,15 +92,6 @@ def _publish(temporary: Path, target: Path, path: Path) -> None:
         if target.exists():
             raise taken from None
         os.replace(temporary, target)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class _RawWriter:

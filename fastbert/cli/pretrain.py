@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fastbert.checkpoint.files import CheckpointError, parse_json
 from fastbert.cli.usage import UsageError, device_of, say
 from fastbert.pretraining import run as pretraining
 from fastbert.pretraining.corpus import Corpus
@@ -98,8 +99,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         if not equals:
             raise UsageError(f"--set {text}: expected FIELD=VALUE")
         try:
-            changes.append((path, json.loads(value)))
-        except ValueError:
+            changes.append((path, parse_json(value, f"--set {path}", object)))
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, ValueError):  # it is JSON, nested too deep
+                raise
             changes.append((path, value))
     if args.steps is not None:
         recipe = recipe.with_steps(args.steps)
@@ -119,8 +122,11 @@ def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:
 
 def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
     """Say how the run has ended."""
-    picture = curves.draw(output)
-    last = result.last or curves.read(output)[-1]  # nothing was left to do
+    picture, last = None, result.last
+    try:
+        picture = curves.draw(output)
+    except ValueError as error:  # of the log; the run itself is complete
+        say(f"no curves: {error}")
     if as_json:
         print(json.dumps({**last, "step": result.step, "checkpoint": str(result.checkpoint)}))
         return
@@ -132,5 +138,8 @@ def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
         print(f"{picture}: the curves")
     lines = pretraining.published(recipe)
     if lines:
-        print("Published figures of this recipe, fine-tuned after training on 3.3 billion words:")
+        print(
+            "For comparison, what papers report of this recipe: models pre-trained on 3.3 billion words or "
+            "more, then fine-tuned. Nothing here measures yours:"
+        )
         print("\n".join(lines), file=sys.stdout)

@@ -8,16 +8,13 @@ import hashlib
 from pathlib import Path
 
 from fastbert.cli.progress import Progress
-from fastbert.cli.usage import UsageError, say
+from fastbert.cli.usage import say
 from fastbert.pretraining import vocabulary
 
 
 def run(args: argparse.Namespace) -> int:
     """Train and save the tokenizer; returns the exit status."""
     output = Path(args.output)
-    found = [name for name in ("vocab.txt", "tokenizer.json") if (output / name).exists()]
-    if found and not args.overwrite:
-        raise UsageError(f"--output {output}: {' and '.join(found)} are there; add --overwrite")
     progress = Progress(args.text, "words", args.progress)
     with contextlib.closing(progress):
         tokenizer = vocabulary.train(
@@ -28,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
             min_frequency=args.min_frequency,
             alphabet=args.alphabet,
             format=args.format,
+            overwrite=args.overwrite,
             progress=progress,
         )
     digest = hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest()

@@ -2,7 +2,8 @@
 
 A directory:
 
-    index.json           counts, dtypes, sizes and SHA-256 of every file; written last
+    index.json           counts, dtypes, sizes and SHA-256, that of a file with those of its array before it;
+                         written last
     tokenizer.json       the tokenizer that made the ids
     tokens-00000.bin …   ids, uint16 (uint32 for a vocabulary above 65,535), `shard_tokens` of them per file
     words-00000.bin …    one bit per token, the lowest first: whether a word starts there
@@ -13,8 +14,9 @@ A directory:
     kinds.bin            uint8, the kind of each span, a place in index.json's `span_kinds`
 
 All arrays are little-endian. The files of an array, one after the other, hold the same bytes however they are
-cut and however many threads made them; `hash` is of those bytes and of the tokenizer. Text is stored, not
-masked examples, so that masks can differ from epoch to epoch.
+cut and however many threads made them; `hash` is of those bytes, of the tokenizer, and of all in index.json
+that an example depends on. The rest of index.json, such as sizes and the cut, follows from that and is
+compared. Text is stored, not masked examples, so that masks can differ from epoch to epoch.
 
 A corpus is written beside its place, synced and renamed: there is a whole corpus, or none.
 """
@@ -23,9 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,13 +37,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.files import cause, is_dead, own_tag, read_json
+from fastbert.checkpoint.files import CheckpointError, cause, digest, new_directory, read_json
 from fastbert.pretraining.documents import documents
 from fastbert.pretraining.spans import KINDS, Source, find, sources_of
 from fastbert.sentences.tokenizer import load_tokenizer
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
-FORMAT, VERSION = "fastbert corpus", 1
+FORMAT, VERSION = "fastbert corpus", 2
 SHARD_TOKENS = 1 << 28  # half a gigabyte of uint16
 _CHUNK_CHARACTERS = 4 << 20  # of text that is tokenized at a time
 # Names of BERT's and of RoBERTa's special tokens
@@ -53,6 +55,9 @@ _SPECIAL = {
     "mask": ("[MASK]", "<mask>"),
 }
 _SPANS = {"spans": "<i8", "lengths": "<u4", "kinds": "u1"}  # array -> dtype
+_NAMES = (INDEX, TOKENIZER, "tokens-*.bin", "words-*.bin", "sentences.bin", "documents.bin")
+_NAMES += tuple(f"{name}.bin" for name in _SPANS)
+_LAST = {"sentences": "tokens", "documents": "sentences"}  # array of starts -> what its last element counts
 _COUNTS = ("tokens", "sentences", "documents", "vocab_size", "shard_tokens", "longest_sentence")
 
 
@@ -66,7 +71,7 @@ class Corpus:
 
     Attributes:
         directory: where it lies.
-        hash: SHA-256 of all arrays and of the tokenizer, hexadecimal.
+        hash: SHA-256 of all that an example depends on, hexadecimal.
         num_tokens, num_sentences, num_documents: counts.
         longest_sentence: tokens of the longest sentence.
         vocab_size: of the tokenizer; ids are below it.
@@ -111,8 +116,10 @@ class Corpus:
         except ValueError as error:
             raise CorpusError(str(error)) from None
         _check_index(path, index)
-        for entry in index["files"]:
-            _check_file(directory / entry["name"], entry, verify)
+        for entries in _files_by_array(index).values():
+            whole = hashlib.sha256() if verify else None
+            for entry in entries:
+                _check_file(directory / entry["name"], entry, whole)
         return cls._of(directory, index)
 
     @classmethod
@@ -135,12 +142,12 @@ class Corpus:
     @cached_property
     def sentence_starts(self) -> np.ndarray:
         """(num_sentences + 1,) int64: the first token of each sentence; at the end num_tokens."""
-        return self._map("sentences.bin", np.dtype("<i8"))
+        return self._starts("sentences.bin", self.num_tokens)
 
     @cached_property
     def document_starts(self) -> np.ndarray:
         """(num_documents + 1,) int64: the first sentence of each document; at the end num_sentences."""
-        return self._map("documents.bin", np.dtype("<i8"))
+        return self._starts("documents.bin", self.num_sentences)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -152,6 +159,13 @@ class Corpus:
         count = -(-self.num_tokens // self.shard_tokens)
         tokens = [self._map(f"tokens-{i:05d}.bin", self.token_dtype) for i in range(count)]
         return tokens, [self._map(f"words-{i:05d}.bin", np.dtype("u1")) for i in range(count)]
+
+    def _starts(self, name: str, end: int) -> np.ndarray:
+        """An array of starts, which rise from 0 to `end`; planning would not end with others."""
+        found = self._map(name, np.dtype("<i8"))
+        if found[0] != 0 or found[-1] != end or (found[1:] <= found[:-1]).any():
+            raise CorpusError(f"{self.directory / name}: expected numbers that rise from 0 to {end}")
+        return found
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         return np.memmap(self.directory / name, dtype, "r").view(np.ndarray)
@@ -239,7 +253,7 @@ class Corpus:
         Args:
             files, format: see `documents`.
             tokenizer: a directory with one, or the tokenizer.
-            directory: of the corpus; must not exist.
+            directory: of the corpus; must not exist, or be empty.
             spans: where phrases and entities come from: the path of a gazetteer, "pmi", or a source of
                 `spans.py`; of a list, an earlier one has priority. None: the corpus has none.
             shard_tokens: tokens per file, a multiple of 8.
@@ -252,7 +266,8 @@ class Corpus:
         if type(shard_tokens) is not int or shard_tokens < 8 or shard_tokens % 8:
             raise ValueError(f"shard_tokens: expected a multiple of 8, got {shard_tokens!r}")
         directory = Path(directory)
-        _check_place(directory, overwrite)
+        if overwrite:
+            _check_overwritten(directory)
         if isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_str(tokenizer.to_str())  # its own settings stay as they are
             tokenizer.no_padding()
@@ -273,7 +288,7 @@ class Corpus:
             nonlocal seen
             seen += size
 
-        with _place_beside(directory, overwrite) as folder:
+        with _told(directory), new_directory(directory, _NAMES, overwrite) as folder:
             writer = _Writer(folder, "<u2" if vocab_size <= 1 << 16 else "<u4", shard_tokens)
             for chunk in _chunks(documents(files, format, count)):
                 added = writer.add(chunk, tokenizer)
@@ -283,9 +298,10 @@ class Corpus:
             if writer.documents.count == 0:
                 raise CorpusError(f"{', '.join(map(str, files))}: no sentence in any document")
             index = writer.close(description)
-            index |= {"vocab_size": vocab_size, "special_ids": special_ids}
+            index |= {"vocab_size": vocab_size, "special_ids": special_ids, "hash": ""}
             if sources:
                 index = _with_spans(folder, index, find(cls._of(folder, index), sources))
+            index["hash"] = _hash_of(index)
             _write(folder / INDEX, json.dumps(index, indent=1).encode() + b"\n")
         return cls.open(directory, verify=False)
 
@@ -312,48 +328,74 @@ def _check_index(path: Path, index: dict[str, Any]) -> None:
         raise CorpusError(
             f"{path}: special_ids: expected ids of {', '.join(_SPECIAL)} below {size}, got {ids!r}"
         )
-    entries = index.get("files")
-    shards = -(-index["tokens"] // index["shard_tokens"])
-    expected = [TOKENIZER, "sentences.bin", "documents.bin"]
     if "span_kinds" in index:
         if index["span_kinds"] != list(KINDS):
             raise CorpusError(f"{path}: span_kinds: expected {list(KINDS)}, got {index['span_kinds']!r}")
         if type(index.get("spans")) is not int or index["spans"] < 0:
             raise CorpusError(f"{path}: spans: expected an integer >= 0, got {index.get('spans')!r}")
-        expected += [f"{name}.bin" for name in _SPANS if index["spans"]]
-    expected += [f"{kind}-{i:05d}.bin" for kind in ("tokens", "words") for i in range(min(shards, 10**6))]
+    if not isinstance(index.get("arrays"), dict) or index.get("hash") != _hash_of(index):
+        raise CorpusError(f"{path}: hash: does not belong to the other entries; the file was changed")
+    entries, sizes = index.get("files"), dict(itertools.islice(_sizes_of(index), 1 << 20))
     if not (
         isinstance(entries, list)
-        and all(
-            isinstance(e, dict) and type(e.get("bytes")) is int and isinstance(e.get("sha256"), str)
-            for e in entries
-        )
-        and sorted(str(e.get("name")) for e in entries) == sorted(expected)
+        and all(isinstance(e, dict) and isinstance(e.get("name"), str) for e in entries)
+        and sorted(e["name"] for e in entries) == sorted(sizes)
     ):
-        raise CorpusError(f"{path}: files: expected name, bytes and sha256 of {', '.join(expected[:6])} …")
-    if index.get("hash") != _hash_of(index):
-        raise CorpusError(f"{path}: hash: does not belong to the other entries; the file was changed")
+        raise CorpusError(f"{path}: files: expected name, bytes and sha256 of {', '.join([*sizes][:6])} …")
+    for entry in entries:
+        size = sizes[entry["name"]]
+        if type(entry.get("bytes")) is not int or entry["bytes"] != (size or entry["bytes"]):
+            raise CorpusError(
+                f"{path}: files: {entry['name']}: expected {size} bytes, got {entry.get('bytes')!r}"
+            )
+    for array, parts in _files_by_array(index).items():
+        if parts[-1].get("sha256") != index["arrays"].get(array):
+            raise CorpusError(f"{path}: files: {parts[-1]['name']}: sha256: is another one than in arrays")
+
+
+def _sizes_of(index: dict[str, Any]) -> Iterator[tuple[str, int | None]]:
+    """(name, bytes) of each file that an index must list; None for the tokenizer's."""
+    yield TOKENIZER, None
+    for name in _LAST:
+        yield f"{name}.bin", 8 * (index[name] + 1)
+    for name, dtype in _SPANS.items():
+        if "span_kinds" in index and index["spans"]:
+            yield f"{name}.bin", index["spans"] * np.dtype(dtype).itemsize
+    size, most = np.dtype(index["token_dtype"]).itemsize, index["shard_tokens"]
+    for number in range(-(-index["tokens"] // most)):
+        tokens = min(most, index["tokens"] - number * most)
+        yield f"tokens-{number:05d}.bin", tokens * size
+        yield f"words-{number:05d}.bin", -(-tokens // 8)
+
+
+def _files_by_array(index: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The entries of index.json's files by their array, in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in sorted(index["files"], key=lambda e: (len(e["name"]), e["name"])):
+        found.setdefault(Path(entry["name"]).stem.partition("-")[0], []).append(entry)
+    return found
 
 
 def _hash_of(index: dict[str, Any]) -> str:
-    """The corpus's hash: of the digests of its arrays and of the tokenizer, however the arrays are cut."""
-    digests = index.get("arrays")
-    kept = {name: index.get(name) for name in ("token_dtype", "tokens", "sentences", "documents")}
-    kept |= {name: index[name] for name in ("span_kinds", "spans") if name in index}
-    return hashlib.sha256(json.dumps([digests, kept], sort_keys=True).encode()).hexdigest()
+    """The corpus's hash, however its arrays are cut into files: see the module."""
+    cut = ("hash", "files", "shard_tokens")
+    return digest(json.dumps({k: v for k, v in index.items() if k not in cut}, sort_keys=True).encode())
 
 
-def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
+def _check_file(path: Path, entry: dict[str, Any], whole: Any) -> None:
+    """Compare a file's size and, with `whole`, the digest of its array so far, the digest."""
     if not path.is_file():
         raise CorpusError(f"{path}: is missing")
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CorpusError(f"{path}: {size} bytes, but the corpus was written with {entry['bytes']}")
-    if verify:
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != entry["sha256"]:
-            raise CorpusError(f"{path}: was changed since it was written (its SHA-256 is another one)")
+    if whole is None:
+        return
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            whole.update(piece)
+    if whole.hexdigest() != entry.get("sha256"):
+        raise CorpusError(f"{path}: was changed since it was written (its SHA-256 is another one)")
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -388,13 +430,12 @@ class _Array:
     def __init__(self, folder: Path, name: str, dtype: str, most: int | None = None) -> None:
         self._folder, self._name, self._dtype, self._most = folder, name, np.dtype(dtype), most
         self._file, self._room = None, 0
-        self._whole, self._part = hashlib.sha256(), hashlib.sha256()
+        self._whole = hashlib.sha256()
         self.count, self.files = 0, []
 
     def add(self, values: np.ndarray) -> None:
         data = memoryview(np.ascontiguousarray(values, self._dtype)).cast("B")
         self.count += len(values)
-        self._whole.update(data)
         while len(data):
             if self._file is None:
                 number = "" if self._most is None else f"-{len(self.files):05d}"
@@ -402,7 +443,7 @@ class _Array:
                 self._room = self._most or (1 << 62)
             piece = data[: self._room]
             self._file.write(piece)
-            self._part.update(piece)
+            self._whole.update(piece)
             self._room -= len(piece)
             data = data[len(piece) :]
             if self._room == 0:
@@ -413,8 +454,8 @@ class _Array:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self.files.append({"name": name, "bytes": size, "sha256": self._part.hexdigest()})
-        self._file, self._part = None, hashlib.sha256()
+        self.files.append({"name": name, "bytes": size, "sha256": self._whole.hexdigest()})
+        self._file = None
 
     def close(self) -> str:
         """The digest of the whole array."""
@@ -489,7 +530,7 @@ class _Writer:
         entry = {"name": TOKENIZER, "bytes": len(content), "sha256": arrays["tokenizer"]}
         lists = (self.tokens, self.words, self.sentences, self.documents)
         index |= {"arrays": arrays, "files": [entry, *(f for array in lists for f in array.files)]}
-        return index | {"hash": _hash_of(index)}
+        return index
 
 
 def _with_spans(folder: Path, index: dict[str, Any], found: Iterable[np.ndarray]) -> dict[str, Any]:
@@ -505,7 +546,7 @@ def _with_spans(folder: Path, index: dict[str, Any], found: Iterable[np.ndarray]
         name: array.close() for name, array in zip(_SPANS, arrays, strict=True)
     }
     index["files"] = [*index["files"], *(file for array in arrays for file in array.files)]
-    return index | {"hash": _hash_of(index)}
+    return index
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -515,48 +556,18 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _check_place(directory: Path, overwrite: bool) -> None:
-    if not os.path.lexists(directory):
-        return
-    if not overwrite:
-        raise CorpusError(f"{directory}: exists already; remove it, or ask to overwrite it")
-    if not (directory / INDEX).is_file():
-        raise CorpusError(f"{directory}: is no corpus (no {INDEX}), so it is not overwritten")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _check_overwritten(directory: Path) -> None:
+    """Raise CorpusError if what would be overwritten is no corpus."""
+    if os.path.lexists(directory):
+        path = directory / INDEX
+        if not path.is_file() or read_json(path).get("format") != FORMAT:
+            raise CorpusError(f"{directory}: is no corpus (no {INDEX} of one), so it is not overwritten")
 
 
 @contextlib.contextmanager
-def _place_beside(directory: Path, overwrite: bool) -> Iterator[Path]:
-    """A new folder that takes the place of `directory` if all goes well, and is removed otherwise."""
-    parent = directory.absolute().parent
+def _told(directory: Path) -> Iterator[None]:
+    """Turn what `new_directory` raises into a CorpusError."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for left in parent.glob(f".{directory.name}.*.tmp"):  # by a process that was killed
-            if is_dead(left.name[len(directory.name) + 2 : -len(".tmp")]):
-                shutil.rmtree(left, ignore_errors=True)
-        tag = own_tag()
-        folder = parent / f".{directory.name}.{tag}.tmp"
-        folder.mkdir()
-        try:
-            yield folder
-            _sync_folder(folder)
-            if overwrite and directory.exists():
-                os.rename(directory, parent / f".{directory.name}.old.{tag}.tmp")
-            os.rename(folder, directory)
-            _sync_folder(parent)
-            shutil.rmtree(parent / f".{directory.name}.old.{tag}.tmp", ignore_errors=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        # of an input file, which the error names; a full disk names none
-        ours = str(parent / f".{directory.name}.")
-        if error.errno is None or not str(error.filename or ours).startswith(ours):
-            raise
-        raise CorpusError(f"{directory}: could not be written: {cause(error)}") from error
+        yield
+    except CheckpointError as error:
+        raise CorpusError(str(error)) from error

@@ -9,10 +9,11 @@ Formats:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from fastbert.checkpoint.files import parse_json
 
 FORMATS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -24,7 +25,8 @@ _SHORT = (
     r"mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|st|sr|jr|vs|etc|eg|ie|cf|al|figs?|nos?|vol|pp|ed|eds|dept|"
     r"univ|inc|ltd|co|corp|approx|est|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
-_ABBREVIATION = re.compile(rf"(?:^|[\s(\[\"'“‘])(?:{_SHORT}|[^\W\d_]|(?:\w\.)+\w+)$", re.IGNORECASE)
+_ABBREVIATION = re.compile(rf"{_SHORT}|[^\W\d_]|(?:\w\.)+\w+", re.IGNORECASE)
+_OPENING = "([\"'“‘"  # what a word can follow without white space
 
 
 def split_sentences(text: str) -> list[str]:
@@ -36,12 +38,20 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         start = 0
         for end in _END.finditer(line):
-            if end[0].startswith(".") and _ABBREVIATION.search(line[start : end.start()]):
+            if end[0].startswith(".") and _ABBREVIATION.fullmatch(_last_word(line, start, end.start())):
                 continue
             sentences.append(line[start : end.end()].strip())
             start = end.end()
         sentences.append(line[start:].strip())
     return [sentence for sentence in sentences if sentence]
+
+
+def _last_word(line: str, start: int, end: int) -> str:
+    """The last word of line[start:end]; reads no more than that, for lines without an end of a sentence."""
+    begin = end
+    while begin > start and not (line[begin - 1].isspace() or line[begin - 1] in _OPENING):
+        begin -= 1
+    return line[begin:end]
 
 
 def format_of(path: Path, chosen: str | None = None) -> str:
@@ -130,11 +140,7 @@ def _of_json(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
     for number, line in lines(path, seen):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
-        text = value.get("text") if isinstance(value, dict) else None
+        text = parse_json(line, f"{path}: line {number}").get("text")
         if not isinstance(text, str):
             raise ValueError(f'{path}: line {number}: expected an object with a text in "text"')
         yield split_sentences(text)

@@ -21,9 +21,10 @@ A format with sequences of different lengths (doc-sentences) has batches of batc
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,7 @@ class Recipe:
         made = []
         for number, phase in enumerate(phases):
             made.append(_phase(number, phase))
-        published = values.get("published", ())
-        if not isinstance(published, (list, tuple)) or not all(isinstance(t, dict) for t in published):
-            raise RecipeError(f"published: expected a list of objects, got {published!r}")
+        _check_published(values.get("published", ()))
         values = {**copy.deepcopy(dict(values)), "phases": tuple(made)}
         values["published"] = tuple(values.get("published", ()))
         recipe = cls(**values)
@@ -163,6 +162,9 @@ class Recipe:
             raise RecipeError(f"dropout: expected a number in [0, 1), or null, got {self.dropout!r}")
         if type(self.fresh_optimizer) is not bool:
             raise RecipeError(f"fresh_optimizer: expected true or false, got {self.fresh_optimizer!r}")
+        check_options("optimizer", _optimizer, self.optimizer, ("groups", "lr"))
+        check_options("schedule", Schedule, self.schedule)
+        check_options("masking", Masking, self.masking)
         try:
             _optimizer(groups=[torch.zeros(1)], **{"kind": "adamw", **self.optimizer})
         except (TypeError, ValueError) as error:
@@ -171,6 +173,8 @@ class Recipe:
             raise RecipeError(
                 f"format.kind: expected one of {', '.join(FORMATS)}, got {self.format.get('kind')!r}"
             )
+        options = {name: value for name, value in self.format.items() if name != "kind"}
+        check_options("format", FORMATS[self.format["kind"]], options, ("corpus", "max_length", "seed"))
         for number, phase in enumerate(self.phases):
             for name, make in (("masking", self.masking_of), ("schedule", self.schedule_of)):
                 try:
@@ -205,7 +209,7 @@ class Recipe:
             if at not in values:
                 raise RecipeError(f"{path}: is no field of a recipe; expected {', '.join(sorted(values))}")
             value = copy.deepcopy(value)
-            if at == "phases" and rest and not rest[0].isdigit():
+            if at == "phases" and rest and not rest[0].isdecimal():
                 for phase in values["phases"]:
                     _put(phase, rest, value, path, {each.name for each in fields(Phase)})
             elif rest:
@@ -299,6 +303,49 @@ def _phase(number: int, values: Mapping[str, Any]) -> Phase:
         raise RecipeError(f"phases.{number}.{error}") from None
 
 
+def check_options(where: str, kind: Callable, given: Mapping[str, Any], own: Iterable[str] = ()) -> None:
+    """Raise RecipeError for options that `kind` does not take, or that are of another type than its default.
+
+    Args:
+        where: the field of the recipe, for messages.
+        own: arguments of `kind` that are not the recipe's.
+    """
+    known = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name not in own}
+    for name, value in given.items():
+        if name not in known:
+            raise RecipeError(f"{where}.{name}: is no field; expected {', '.join(sorted(known)) or 'none'}")
+        default, real = known[name], type(value) in (int, float) and math.isfinite(value)
+        for types, right, expected in (
+            (bool, type(value) is bool, "true or false"),
+            ((int, float), real, "a finite number"),
+            (str, isinstance(value, str), "a text"),
+            (tuple, isinstance(value, (list, tuple)), "a list"),
+        ):
+            if isinstance(default, types):
+                if not right:
+                    raise RecipeError(f"{where}.{name}: expected {expected}, got {value!r}")
+                break
+
+
+def _check_published(tables: Any) -> None:
+    """Raise RecipeError unless these are tables with a figure per row and column."""
+    if not isinstance(tables, (list, tuple)) or not all(isinstance(table, dict) for table in tables):
+        raise RecipeError(f"published: expected a list of objects, got {tables!r}")
+    for number, table in enumerate(tables):
+        where = f"published.{number}"
+        columns, rows = table.get("columns"), table.get("rows")
+        if not isinstance(table.get("source"), str):
+            raise RecipeError(f"{where}.source: expected a text, got {table.get('source')!r}")
+        if not isinstance(columns, list) or not columns or not all(isinstance(c, str) for c in columns):
+            raise RecipeError(f"{where}.columns: expected a list of texts, got {columns!r}")
+        if not isinstance(rows, dict) or not rows:
+            raise RecipeError(f"{where}.rows: expected an object, a list per row, got {rows!r}")
+        for name, row in rows.items():
+            cells = row if isinstance(row, list) else []
+            if len(cells) != len(columns) or not all(isinstance(c, (int, float, str)) for c in cells):
+                raise RecipeError(f"{where}.rows.{name}: expected {len(columns)} figures, got {row!r}")
+
+
 def _is_number(value: Any) -> bool:
     """Whether a value is a finite number >= 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
@@ -313,7 +360,7 @@ def _put(values: Any, path: list[str], value: Any, whole: str, known: set[str] |
     """Set the value at a path within JSON."""
     *above, last = path
     for key in above:
-        if isinstance(values, list) and key.isdigit() and int(key) < len(values):
+        if isinstance(values, list) and key.isdecimal() and int(key) < len(values):
             values = values[int(key)]
         elif isinstance(values, dict) and key in values:
             values = values[key]

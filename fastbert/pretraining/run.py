@@ -37,7 +37,7 @@ from fastbert.pretraining.objectives.permutation import Permutation
 from fastbert.pretraining.objectives.replaced_tokens import ReplacedTokens
 from fastbert.pretraining.objectives.span_boundary import SpanBoundary
 from fastbert.pretraining.objectives.word_order import WordOrder
-from fastbert.pretraining.recipe import Phase, Recipe, RecipeError
+from fastbert.pretraining.recipe import Phase, Recipe, RecipeError, check_options
 from fastbert.training.loop import Result, Stage, Trainer
 from fastbert.training.parallel import Parallel
 
@@ -241,14 +241,9 @@ def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Obj
     kind = OBJECTIVES.get(recipe.objective)
     if kind is None:
         raise RecipeError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {recipe.objective!r}")
-    try:
-        form = recipe.format_of(phase, corpus, seed)
-    except TypeError as error:
-        raise RecipeError(f"format: {error}") from None
-    try:
-        made = kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
-    except TypeError as error:
-        raise RecipeError(f"options: {error}") from None
+    check_options("options", kind, recipe.options, ("format", "masking", "seed", "static"))
+    form = recipe.format_of(phase, corpus, seed)
+    made = kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
     units = {made.masking.unit, *(unit for unit, _ in getattr(made, "stages", ()))}
     if units & SPAN_UNITS.keys() and not corpus.span_kinds:  # else it would be found when their epoch begins
         raise RecipeError(
@@ -262,7 +257,8 @@ def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     """JSON's lists as tuples, which frozen dataclasses have."""
     made = {}
     for key, value in options.items():
-        made[key] = tuple(map(tuple, value)) if isinstance(value, list) else value
+        is_list = isinstance(value, list)
+        made[key] = tuple(tuple(v) if isinstance(v, list) else v for v in value) if is_list else value
     return made
 
 
@@ -308,6 +304,11 @@ def stages(
     if growth is not None and growth.stages[-1][0] != config.num_hidden_layers:
         raise ValueError(
             f"grow: ends with {growth.stages[-1][0]} layers, but the model has {config.num_hidden_layers}"
+        )
+    if growth is not None and any(isinstance(each, (list, tuple)) for each in config.fixed_heads or ()):
+        raise ValueError(
+            "grow: needs one list of fixed heads for all layers, because layers are copied; the model's "
+            "fixed_heads has one per layer"
         )
     made: list[Stage] = []
     parts = segments(recipe, growth)

@@ -26,7 +26,6 @@ an n-gram only if its parts are frequent).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +35,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from fastbert.checkpoint.files import parse_json
 from fastbert.pretraining.documents import lines
 
 if TYPE_CHECKING:
@@ -237,11 +237,8 @@ class Gazetteer:
             if not line.strip():
                 continue
             place = f"{self.path}: line {number}"
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{place}: not JSON: {error}") from None
-            if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+            entry = parse_json(line, place)
+            if not isinstance(entry.get("text"), str):
                 raise ValueError(f'{place}: expected an object with a text in "text"')
             if unknown := entry.keys() - {"text", "kind"}:
                 raise ValueError(f'{place}: expected "text" and "kind", got {min(unknown)!r}')

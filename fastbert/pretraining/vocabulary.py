@@ -20,10 +20,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from fastbert.checkpoint.files import replace
+from fastbert.checkpoint.files import new_directory, replace
 from fastbert.pretraining.documents import documents
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+FILES = ("vocab.txt", "tokenizer_config.json", "tokenizer.json")
 VOCAB_SIZE = 30_528  # BERT's 30,522 and 6 more, a multiple of 64
 _LONGEST_WORD = 100  # characters; WordPiece reads a longer word as [UNK]
 
@@ -37,25 +38,27 @@ def train(
     min_frequency: int = 2,
     alphabet: int = 1000,
     format: str | None = None,
+    overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokenizer:
     """Train a tokenizer on files of text and save it: vocab.txt, tokenizer.json, tokenizer_config.json.
 
     Args:
         files, format: see `documents`.
-        directory: is created; a tokenizer that is there is overwritten.
+        directory: must not exist, or be empty.
         vocab_size: most pieces, special tokens included. A vocabulary that stays smaller is filled with
             [unused0], … to a multiple of 64, within `vocab_size`.
         lowercase: whether case and accents are dropped, as in BERT's uncased models.
         min_frequency: a pair that occurs less often is not merged.
         alphabet: most characters of the vocabulary, the most frequent ones; words with others are [UNK].
+        overwrite: replace a tokenizer that is there. A directory with other files besides is never replaced.
         progress: is told (bytes of input, words) since its last call.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: naming the argument or the file.
+        ValueError: naming the argument or the file, or most words would be [UNK]; nothing has changed.
     """
     for name, value, least in (
         ("vocab_size", vocab_size, len(SPECIAL) + 1),
@@ -64,7 +67,20 @@ def train(
     ):
         if type(value) is not int or value < least:
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
-    tokenizer = _pipeline(lowercase)
+    with new_directory(Path(directory), FILES, overwrite) as folder:
+        words = _counted(_pipeline(lowercase), files, format, progress)
+        tokenizer, vocabulary = _made(words, files, vocab_size, lowercase, min_frequency, alphabet)
+        _save(tokenizer, folder, vocabulary, lowercase)
+    return tokenizer
+
+
+def _counted(
+    tokenizer: Tokenizer,
+    files: Sequence[str | Path],
+    format: str | None,
+    progress: Callable[[int, int], None] | None,
+) -> Counter[str]:
+    """How often each word occurs."""
     seen = 0
 
     def count(size: int) -> None:
@@ -78,13 +94,27 @@ def train(
         if progress is not None:
             progress(seen, len(found))
             seen = 0
+    return words
+
+
+def _made(
+    words: Counter[str],
+    files: Sequence[str | Path],
+    vocab_size: int,
+    lowercase: bool,
+    min_frequency: int,
+    alphabet: int,
+) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer for counted words, and its pieces."""
     pieces = wordpieces(words, vocab_size - len(SPECIAL), min_frequency, alphabet)
     if not pieces:
         raise ValueError(f"{', '.join(map(str, files))}: no words")
+    _check_written(words, pieces, vocab_size, alphabet)
     vocabulary = [*SPECIAL, *pieces]
     filled = min(vocab_size, -(-len(vocabulary) // 64) * 64)
     vocabulary += [f"[unused{i}]" for i in range(filled - len(vocabulary))]
 
+    tokenizer = _pipeline(lowercase)
     tokenizer.model = models.WordPiece(
         {piece: i for i, piece in enumerate(vocabulary)},
         unk_token="[UNK]",
@@ -96,8 +126,20 @@ def train(
         special_tokens=[(token, SPECIAL.index(token)) for token in ("[CLS]", "[SEP]")],
     )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
-    _save(tokenizer, Path(directory), vocabulary, lowercase)
-    return tokenizer
+    return tokenizer, vocabulary
+
+
+def _check_written(words: Counter[str], pieces: list[str], vocab_size: int, alphabet: int) -> None:
+    """Raise ValueError if most words of the text cannot be written: they would be [UNK]."""
+    known = set(pieces)
+    characters = {w: {c if i == 0 else f"##{c}" for i, c in enumerate(w)} for w in words}
+    unknown = sum(count for word, count in words.items() if not known.issuperset(characters[word]))
+    if 2 * unknown > words.total():
+        needed = len(SPECIAL) + len(set().union(*characters.values()))
+        raise ValueError(
+            f"vocab_size: of the text's words {unknown / words.total():.0%} would be [UNK] with {vocab_size} "
+            f"pieces and an alphabet of {alphabet}; its characters alone need {needed}"
+        )
 
 
 def _pipeline(lowercase: bool) -> Tokenizer:
@@ -202,7 +244,6 @@ def _merged(word: list[int], pair: tuple[int, int], number: int) -> list[int]:
 
 
 def _save(tokenizer: Tokenizer, directory: Path, vocabulary: list[str], lowercase: bool) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     settings = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": lowercase,

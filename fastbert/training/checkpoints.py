@@ -24,7 +24,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fastbert.checkpoint.files import CONFIG, CheckpointError, cause, is_dead, own_tag, read_json
+from fastbert.checkpoint.files import (
+    CONFIG,
+    CheckpointError,
+    cause,
+    check_plain,
+    is_dead,
+    listed,
+    own_tag,
+    read_json,
+)
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -139,9 +148,24 @@ def fault_of(folder: Path) -> str | None:
                 return f"{path}: is missing"
             if _digest(path) != expected:
                 return f"{path}: was changed since it was written (its SHA-256 is another one)"
+        for path in _files(folder):
+            name = path.relative_to(folder).as_posix()
+            if path.suffix in (".json", ".safetensors") and name not in {*entries, MANIFEST}:
+                return f"{path}: is not listed in {MANIFEST}"
     except (CheckpointError, OSError) as error:
         return str(error)
     return None
+
+
+def check_begun(run: Path) -> None:
+    """Raise CheckpointError unless a run can begin in a directory: nothing is in it but traces of one.
+
+    Whoever calls it holds the lock.
+    """
+    foreign = [e.name for e in run.iterdir() if e.name != LOCK and not _HIDDEN.match(e.name)]
+    if foreign:
+        held = listed(sorted(foreign), 3)
+        raise CheckpointError(f"{run}: holds {held}, and no run; expected a new or an empty directory")
 
 
 def clear(run: Path) -> None:
@@ -190,6 +214,7 @@ def _locked_file(run: Path) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
+    check_plain(run / LOCK)
     try:
         file = open(run / LOCK, "a")  # noqa: SIM115 - closed below
     except OSError as error:

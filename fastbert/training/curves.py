@@ -5,22 +5,28 @@
 
 from __future__ import annotations
 
-import json
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fastbert.checkpoint.files import CheckpointError, parse_json, replace
+from fastbert.checkpoint.files import read as read_plain
 from fastbert.training.logs import LOG
 
 PICTURE = "curves.png"
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that are whole: the last one may be being written."""
-    with open(run / LOG, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    """The lines of a run's log that are whole: the last one may be being written.
+
+    Raises:
+        CheckpointError: there is no log, or a line of it is no JSON object; names file and line.
+    """
+    lines = read_plain(run / LOG).split(b"\n")[:-1]
+    return [parse_json(line, f"{run / LOG}: line {number}") for number, line in enumerate(lines, 1)]
 
 
 def draw(run: str | Path) -> Path | None:
@@ -68,7 +74,9 @@ def draw(run: str | Path) -> Path | None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
     path = run / PICTURE
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150)
+    replace(path, content.getvalue())
     return path
 
 
@@ -94,7 +102,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         picture = draw(arguments[0])
-    except OSError as error:
+    except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2
     print(picture or "nothing drawn: matplotlib is not installed, or the log is empty")

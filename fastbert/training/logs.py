@@ -10,6 +10,7 @@ stderr        one line that is written over, on a terminal
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastbert.checkpoint.files import CheckpointError, cause, parse_json
+from fastbert.checkpoint.files import CheckpointError, cause, check_plain, parse_json
 
 LOG, SPEED = "log.jsonl", "speed.jsonl"
 
@@ -31,15 +32,18 @@ class Logs:
         run: its directory.
         step: the step that it begins with.
         steps: of the whole run.
-        offsets: the bytes of each file that belong to the steps before; the rest is cut off.
+        offsets: the bytes of each file that belong to the steps before; the rest is cut off, and so is a line
+            without an end.
+        digests: of those bytes; see `digests`.
         tensorboard: None: if the package is installed.
         progress: None: if stderr is a terminal.
 
     Attributes:
-        lost: a text for each file that is shorter than its offset.
+        lost: a text for each file that does not have what belongs to the steps before.
 
     Raises:
         CheckpointError: a file cannot be written; so do all methods that write.
+        ImportError: tensorboard is wanted and not installed.
     """
 
     def __init__(
@@ -50,23 +54,31 @@ class Logs:
         offsets: Mapping[str, int],
         tensorboard: bool | None = None,
         progress: bool | None = None,
+        digests: Mapping[str, str] | None = None,
     ) -> None:
+        has_board = has_tensorboard(tensorboard)
         self._files: dict[Path, BinaryIO] = {}
+        self._digests: dict[Path, Any] = {}
         self.lost: list[str] = []
         for path in (run / LOG, run / SPEED):
             kept = offsets.get(path.name, 0)
+            check_plain(path)
             with _told(path):
                 file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
                 self._files[path] = file
-                if file.tell() < kept:
-                    self.lost.append(f"{path}: expected {kept} bytes, got {file.tell()}: lines are missing")
-                file.truncate(min(kept, file.tell()))
+                content = path.read_bytes()[:kept]
+                whole = content[: content.rfind(b"\n") + 1]
+                file.truncate(len(whole))
                 file.seek(0, os.SEEK_END)
-        there = importlib.util.find_spec("tensorboard") is not None
-        if tensorboard and not there:
-            raise ImportError("tensorboard: is not installed: pip install tensorboard")
+            self._digests[path] = hashlib.sha256(whole)
+            if len(content) < kept:
+                self.lost.append(f"{path}: expected {kept} bytes, got {len(content)}: lines are missing")
+            elif digests and digests.get(path.name) != self._digests[path].hexdigest():
+                self.lost.append(f"{path}: was changed since the checkpoint was written")
+            if len(whole) < len(content):
+                self.lost.append(f"{path}: ended inside a line, which was cut off")
         self._board = None
-        if there if tensorboard is None else tensorboard:
+        if has_board:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(run / "tensorboard", purge_step=step + 1)
@@ -81,7 +93,9 @@ class Logs:
             line = (json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode()
             with _told(path):
                 while line:
-                    line = line[file.write(line) :]
+                    written = file.write(line)
+                    self._digests[path].update(line[:written])
+                    line = line[written:]
         if self._board is not None:
             for key, value in {**computed, **speed}.items():
                 if isinstance(value, (int, float)):
@@ -112,6 +126,10 @@ class Logs:
             self._board.flush()
         return {path.name: file.tell() for path, file in self._files.items()}
 
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each file, hexadecimal."""
+        return {path.name: digest.hexdigest() for path, digest in self._digests.items()}
+
     def last(self) -> dict[str, Any]:
         """The last line of log.jsonl; empty if there is none."""
         path = next(iter(self._files))
@@ -125,6 +143,18 @@ class Logs:
                 file.close()
         if self._board is not None:
             self._board.close()
+
+
+def has_tensorboard(wanted: bool | None) -> bool:
+    """Whether there are logs for TensorBoard; None: if the package is installed.
+
+    Raises:
+        ImportError: it is wanted, and not installed.
+    """
+    there = importlib.util.find_spec("tensorboard") is not None
+    if wanted and not there:
+        raise ImportError("tensorboard: is not installed: pip install tensorboard")
+    return there if wanted is None else wanted
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from fastbert.training import checkpoints, work
 from fastbert.training.clock import Clock
 from fastbert.training.draws import key_of
 from fastbert.training.identity import difference, versions
-from fastbert.training.logs import Logs
+from fastbert.training.logs import Logs, has_tensorboard
 from fastbert.training.memory import kept_memory
 from fastbert.training.optimizers import optimizer
 from fastbert.training.parallel import Parallel
@@ -151,6 +151,7 @@ class Trainer:
         if type(seed) is not int:
             raise ValueError(f"seed: expected an integer, got {seed!r}")
         check_order(stages)
+        has_tensorboard(tensorboard)
         self.seed, self.dtype = seed, DTYPES[dtype]
         self.parallel = parallel or Parallel(dtype=self.dtype)
         for stage in self.stages:
@@ -204,8 +205,11 @@ class Trainer:
                 if found:
                     self._state().load(found)
                 if self.parallel.is_first:
-                    offsets = state.get("log_bytes", {})
-                    options = self._tensorboard, self._progress
+                    if not (self.output / CONFIG).exists():  # only now: what was refused before binds nobody
+                        text = json.dumps(self.config, indent=1, sort_keys=True) + "\n"
+                        replace(self.output / CONFIG, text.encode())
+                    offsets, digests = state.get("log_bytes", {}), state.get("log_sha256")
+                    options = self._tensorboard, self._progress, digests
                     logs = Logs(self.output, self.step, self.steps, offsets, *options)
                     held.callback(logs.close)
                     for text in logs.lost:
@@ -213,7 +217,7 @@ class Trainer:
             return self._train(found, logs)
 
     def _check_config(self) -> None:
-        """Compare the run's config with the one of the directory, or write it."""
+        """Compare the run's config with the one of the directory; without one the directory must be empty."""
         path = self.output / CONFIG
         problem = None
         if path.exists():
@@ -221,7 +225,7 @@ class Trainer:
         elif checkpoints.steps_in(self.output):
             problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
         else:
-            replace(path, (json.dumps(self.config, indent=1, sort_keys=True) + "\n").encode())
+            checkpoints.check_begun(self.output)
         if problem:
             raise TrainingError(problem)
 
@@ -231,22 +235,43 @@ class Trainer:
         problem = difference({key: state[key] for key in mine}, mine, self.output / CONFIG)
         if problem:
             raise TrainingError(problem)
-        self.step = int(state.get("step", 0))
-        self.totals = {key: int(state.get(key, 0)) for key in ("tokens", "sequences", "skipped")}
-        if self.step > self.steps:
-            raise TrainingError(f"{found}: step {self.step}, but the run has {self.steps}")
+        if found:
+            self._check_state(found, state)
+        self.step = state.get("step", 0)
+        self.totals = {key: state.get(key, 0) for key in ("tokens", "sequences", "skipped")}
         if found:
             self._say(f"{found}: goes on from step {self.step:,}")
             before, now = state.get("versions", {}), versions()
             changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
             if changed:
                 self._say(f"versions have changed, bits may differ: {', '.join(changed)}")
-        number = self._stage = int(state.get("stage", 0))
+        number = self._stage = state.get("stage", 0)
         self._sizes = {int(key): value for key, value in state.get("sizes", {}).items()}
         self.scaler = torch.amp.GradScaler(self.parallel.device.type, enabled=self.dtype == torch.float16)
         if state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         return self._new_module(number)
+
+    def _check_state(self, found: Path, state: Mapping[str, Any]) -> None:
+        """Raise TrainingError if a checkpoint's trainer.json has what no run has written."""
+        step = state.get("step")
+        if type(step) is not int or checkpoints.name_of(step) != found.name:
+            raise TrainingError(f"{found / STATE}: step: expected that of the folder, got {step!r}")
+        if step > self.steps:
+            raise TrainingError(f"{found}: step {step}, but the run has {self.steps}")
+        ended, begun = (self._stage_at(at) for at in (max(step - 1, 0), step))
+        counts = ("tokens", "sequences", "skipped")
+        for name, right, expected in (
+            ("stage", lambda value: _is_count(value) and value in (ended, begun), f"{ended} or {begun}"),
+            *((name, _is_count, "an integer >= 0") for name in counts),
+            ("log_bytes", lambda value: _is_object(value, _is_count), "an object of integers >= 0"),
+            ("log_sha256", lambda value: _is_object(value, _is_text), "an object of texts"),
+            ("sizes", lambda value: _is_object(value, _are_sizes), "an object of pairs of integers"),
+            ("scaler", lambda value: _is_object(value, _is_real), "an object of finite numbers"),
+            ("versions", lambda value: _is_object(value, _is_text), "an object of texts"),
+        ):
+            if not right(state.get(name)):
+                raise TrainingError(f"{found / STATE}: {name}: expected {expected}, got {state.get(name)!r}")
 
     def _new_module(self, number: int) -> nn.Module:
         """The module of a stage with its first weights; of an earlier stage if that one's goes on."""
@@ -531,12 +556,13 @@ class Trainer:
                 raise self._failure
             if logs is not None:
                 with self._writing():
-                    offsets = logs.offsets()
+                    offsets, digests = logs.offsets(), logs.digests()
                 described = {
                     "step": self.step,
                     "stage": self._stage,
                     **self.totals,
                     "log_bytes": offsets,
+                    "log_sha256": digests,
                     "sizes": {**self._sizes, **self._known_sizes()},
                     "scaler": self.scaler.state_dict(),
                     "versions": versions(),
@@ -577,6 +603,27 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_real(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_sizes(value: object) -> bool:
+    pairs = value if isinstance(value, list) else [None]
+    return all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in pairs)
+
+
+def _is_object(value: object, right: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(map(right, value.values()))
 
 
 def _seed(*parts: object) -> int:

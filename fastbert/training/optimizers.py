@@ -85,7 +85,7 @@ def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: floa
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
 
 

@@ -30,6 +30,15 @@ from fastbert.layers.encoder import LayerMath
 KINDS = ("none", "ddp", "fsdp")
 
 
+def _number(name: str, least: int, below: int | None = None) -> int:
+    """The integer that torchrun has put into the environment."""
+    text = os.environ[name]
+    if not (text.isdecimal() and int(text) >= least and (below is None or int(text) < below)):
+        most = "" if below is None else f" and < {below}"
+        raise ValueError(f"{name}: expected an integer >= {least}{most}, got {text!r}")
+    return int(text)
+
+
 class Parallel:
     """This process among those that train together.
 
@@ -55,8 +64,8 @@ class Parallel:
         bucket_mb: float | None = None,
     ) -> None:
         started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        self.world = int(os.environ["WORLD_SIZE"]) if started else 1
-        self.rank = int(os.environ["RANK"]) if started else 0
+        self.world = _number("WORLD_SIZE", 1) if started else 1
+        self.rank = _number("RANK", 0, self.world) if started else 0
         self.kind = kind or ("ddp" if self.world > 1 else "none")
         if self.kind not in KINDS:
             raise ValueError(f"parallel: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -68,7 +77,7 @@ class Parallel:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            self.device = torch.device("cuda", _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else 0)
         if bucket_mb is not None and not 0 < bucket_mb < float("inf"):
             raise ValueError(f"bucket_mb: expected a number > 0, or None, got {bucket_mb!r}")
         self.dtype, self.bucket_mb = dtype, bucket_mb

@@ -286,6 +286,18 @@ def test_a_dangling_link_is_not_written_through_unasked(run, model, text, tmp_pa
     assert np.load(target).shape == (7, 32)
 
 
+def test_leftovers_go_also_where_the_output_is_refused(tmp_path):
+    output, left = tmp_path / "o.npy", tmp_path / f".o.npy.ab.{socket.gethostname()}.999999999.tmp"
+    for path in (output, left):
+        path.write_text("x")
+    with (
+        pytest.raises(output_file.UsageError, match="exists; --overwrite"),
+        output_file.replacing(output, False),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == [output]
+
+
 def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
     """A run that was killed, and one that still runs."""
     output = tmp_path / "o.npy"

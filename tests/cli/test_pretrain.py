@@ -93,7 +93,8 @@ def test_from_text_to_a_model_that_transformers_loads(call, made, tmp_path, caps
     assert f"{run / 'step-000006' / 'model'}: after 6 steps" in said.out
     for name in ("loss", "mlm_loss", "sentence_accuracy"):
         assert re.search(rf"^  {name} +{last[name]:.4f}$", said.out, re.M)
-    assert "Published figures of this recipe" in said.out
+    assert "For comparison, what papers report of this recipe" in said.out
+    assert "Nothing here measures yours:\nDevlin et al. 2018, table 5" in said.out
     assert "84.4" in said.out
     assert said.err == ""
     names = {path.name for path in run.iterdir()}
@@ -309,7 +310,14 @@ def test_a_full_disk_keeps_the_checkpoint_before(call, tmp_path, capsys, monkeyp
         (["--set", "mask.share=1"], r"mask\.share: is no field of a recipe; expected"),
         (["--set", "masking.share=2"], r"masking .*share: expected a number in \(0, 1\]"),
         (["--set", "phases.1.lr=fast"], r"phases\.1\.lr: expected a finite number"),
-        (["--set", "options.speed=1"], r"options: .*speed"),
+        (["--set", "options.speed=1"], r"options\.speed: is no field; expected none"),
+        (["--set", "masking.unitt=word"], r"masking\.unitt: is no field; expected choose, mask_share"),
+        (["--set", "options.stages=[3]", "--recipe", "ernie"], "stages: expected pairs of a unit"),
+        (
+            ["--set", "options.x=" + "[" * 500 + "]" * 500],
+            r"--set options\.x: is nested deeper than 100 levels",
+        ),
+        (["--set", "masking.unit=" + "[" * 10**5], r"--set masking\.unit: is nested deeper than 100 levels"),
         (["--steps", "1"], "steps: expected an integer >= 2, got 1"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--batch-size", "0"], r"phases\.0\.batch_size: expected an integer >= 1"),

@@ -140,7 +140,7 @@ FAULTS = (
     # resume
     Fault("moments are not loaded", _STATE, "                if own:\n", "                if False:\n"),
     Fault("the scaler is not loaded", _LOOP, 'if state.get("scaler"):', "if False:"),
-    Fault("totals begin anew", _LOOP, "key: int(state.get(key, 0)) for key", "key: 0 for key"),
+    Fault("totals begin anew", _LOOP, "key: state.get(key, 0) for key", "key: 0 for key"),
     Fault(
         "heads are not loaded",
         _STATE,
@@ -278,32 +278,55 @@ FAULTS = (
         "                pass\n",
     ),
     # logs
-    Fault(
-        "lines after the checkpoint stay",
-        _LOGS,
-        "                file.truncate(min(kept, file.tell()))\n",
-        "",
-    ),
+    Fault("lines after the checkpoint stay", _LOGS, "                file.truncate(len(whole))\n", ""),
     Fault(
         "one line too many is cut off",
         _LOGS,
-        "file.truncate(min(kept, file.tell()))",
-        "file.truncate(max(0, min(kept, file.tell()) - 9))",
+        "file.truncate(len(whole))",
+        "file.truncate(max(0, len(whole) - 9))",
     ),
-    Fault(
-        "a log filled up with zeros", _LOGS, "file.truncate(min(kept, file.tell()))", "file.truncate(kept)"
-    ),
+    Fault("a log filled up with zeros", _LOGS, "file.truncate(len(whole))", "file.truncate(kept)"),
+    Fault("a line is glued to a stump", _LOGS, 'content[: content.rfind(b"\\n") + 1]', "content"),
     Fault(
         "lines that are missing are not told",
         _LOGS,
-        "                if file.tell() < kept:",
-        "                if False:",
+        "            if len(content) < kept:",
+        "            if False:",
     ),
+    Fault(
+        "a changed log is not told",
+        _LOGS,
+        "elif digests and digests.get(path.name) != self._digests[path].hexdigest():",
+        "elif False:",
+    ),
+    Fault("the digest of half a log", _LOGS, "self._digests[path].update(line[:written])", "pass"),
+    Fault("a log through a link", _LOGS, "            check_plain(path)\n", ""),
     Fault(
         "half a line written",
         _LOGS,
-        "line = line[file.write(line) :]",
-        "line = line[max(file.write(line), 1 << 20) :]",
+        "line = line[written:]",
+        "line = line[max(written, 1 << 20) :]",
+    ),
+    Fault("a run begins among other files", _CHECKPOINTS, "    if foreign:\n", "    if False:\n"),
+    Fault(
+        "files that the manifest does not list",
+        _CHECKPOINTS,
+        'if path.suffix in (".json", ".safetensors") and name not in {*entries, MANIFEST}:',
+        "if False:",
+    ),
+    Fault("NumPy's version does not matter", _IDENTITY, '        "numpy": np.__version__,\n', ""),
+    Fault(
+        "any number of processes",
+        "fastbert/training/parallel.py",
+        "int(text) >= least and",
+        "True and",
+    ),
+    Fault("any state goes on", _LOOP, "            self._check_state(found, state)\n", "            pass\n"),
+    Fault(
+        "a refused config binds",
+        _LOOP,
+        "            checkpoints.check_begun(self.output)\n",
+        "            checkpoints.check_begun(self.output)\n            replace(path, b'{}')\n",
     ),
     Fault(
         "lines wait in a buffer", _LOGS, "                os.fsync(file.fileno())\n", "                pass\n"

@@ -5,6 +5,7 @@ from tests.support.mutation import Fault, Suite
 _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
 _DRAWS = "fastbert/training/draws.py"
+_FILES = "fastbert/checkpoint/files.py"
 _FORMATS = "fastbert/pretraining/formats.py"
 _DRAWS = "fastbert/training/draws.py"
 _GROWTH = "fastbert/pretraining/growth.py"
@@ -104,20 +105,67 @@ FAULTS = (
     Fault("bits between two chunks dropped", _CORPUS, "        self._bits = bits[whole:]\n", ""),
     Fault("bits from the byte's start", _CORPUS, "bits[a % 8 : a % 8 + b - a]", "bits[: b - a]"),
     Fault("sizes not compared", _CORPUS, '    if size != entry["bytes"]:', "    if False:"),
-    Fault("digests not compared", _CORPUS, '        if digest != entry["sha256"]:', "        if False:"),
-    Fault("a changed index passes", _CORPUS, 'if index.get("hash") != _hash_of(index):', "if False:"),
+    Fault(
+        "digests not compared", _CORPUS, '    if whole.hexdigest() != entry.get("sha256"):', "    if False:"
+    ),
+    Fault("a changed index passes", _CORPUS, 'index.get("hash") != _hash_of(index):', "False:"),
+    Fault(
+        "the hash is of the arrays alone",
+        _CORPUS,
+        'cut = ("hash", "files", "shard_tokens")',
+        'cut = ("hash", "files", "shard_tokens", "vocab_size", "special_ids", "longest_sentence")',
+    ),
+    Fault(
+        "digests of files that are of no array",
+        _CORPUS,
+        'if parts[-1].get("sha256") != index["arrays"].get(array):',
+        "if False:",
+    ),
+    Fault("sentence starts may fall", _CORPUS, " or (found[1:] <= found[:-1]).any():", ":"),
     Fault("ids of 17 bits in 16", _CORPUS, "vocab_size <= 1 << 16", "vocab_size <= 1 << 17"),
     Fault(
         "what was there is lost if the text is bad",
-        _CORPUS,
-        "        folder.mkdir()\n",
-        "        folder.mkdir()\n        shutil.rmtree(directory, ignore_errors=True)\n",
+        _FILES,
+        "        new.mkdir()\n",
+        "        new.mkdir()\n        shutil.rmtree(place, ignore_errors=True)\n",
     ),
+    Fault(
+        "a directory written in its place",
+        _FILES,
+        "            yield new\n",
+        "            yield new.rename(place)\n",
+    ),
+    Fault(
+        "what killed processes left stays", _FILES, "        if kind not in", "        if kind or kind not in"
+    ),
+    Fault(
+        "an old directory that was taken away is removed",
+        _FILES,
+        'if kind == "old" and not os.path.lexists(place):',
+        "if False:",
+    ),
+    Fault("other files are replaced too", _FILES, "    if foreign:\n", "    if False:\n"),
+    Fault(
+        "the last word goes on before the bracket",
+        _DOCUMENTS,
+        "line[begin - 1].isspace() or line[begin - 1] in _OPENING",
+        "line[begin - 1].isspace()",
+    ),
+    Fault(
+        "a vocabulary without most words",
+        _VOCABULARY,
+        "    if 2 * unknown > words.total():\n",
+        "    if False:\n",
+    ),
+    Fault("any index.json is a corpus", _CORPUS, 'or read_json(path).get("format") != FORMAT:', "or False:"),
     Fault(
         "documents run together", _DOCUMENTS, "        elif document:\n", "        elif len(document) > 3:\n"
     ),
     Fault(
-        "abbreviations end sentences", _DOCUMENTS, "_ABBREVIATION.search(line[start : end.start()])", "False"
+        "abbreviations end sentences",
+        _DOCUMENTS,
+        "_ABBREVIATION.fullmatch(_last_word(line, start, end.start()))",
+        "False",
     ),
     Fault("a BOM is text", _DOCUMENTS, 'line.removeprefix("\\ufeff") if number == 1 else line', "line"),
     Fault(
@@ -166,8 +214,8 @@ FAULTS = (
     Fault(
         "the number of spans not in the hash",
         _CORPUS,
-        'for name in ("span_kinds", "spans")',
-        "for name in ()",
+        'cut = ("hash",',
+        'cut = ("spans", "arrays", "hash",',
     ),
     Fault(
         "a corpus without spans has none", _CORPUS, "        if not self.span_kinds:\n", "        if False:\n"
@@ -309,5 +357,9 @@ FAULTS = (
 )
 
 SUITE = Suite(
-    FAULTS, tests=("tests/pretraining", "-k", "not another_process and not full_disk and not threads")
+    FAULTS,
+    tests=(
+        *("tests/pretraining", "tests/checkpoint/test_directories.py"),
+        *("-k", "not another_process and not full_disk and not threads"),
+    ),
 )

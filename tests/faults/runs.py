@@ -18,6 +18,22 @@ FAULTS = (
         "",
     ),
     Fault(
+        "a fresh phase's warm-up keeps the share of all phases",
+        _RECIPE,
+        "share = (end - ended) / phase.steps if self.fresh_optimizer else steps / whole",
+        "share = steps / whole",
+    ),
+    Fault("options of any type", _RECIPE, "                if not right:\n", "                if False:\n"),
+    Fault(
+        "a table without rows is found after the run",
+        _RECIPE,
+        "        if not isinstance(rows, dict) or not rows:\n",
+        "        if False:\n",
+    ),
+    Fault(
+        "layers with other fixed heads are grown", _RUN, "if growth is not None and any(", "if False and any("
+    ),
+    Fault(
         "the last phase gets no step",
         _RECIPE,
         "            end = min(end, steps - (len(self.phases) - 1 - number))\n",
@@ -171,8 +187,7 @@ FAULTS = (
         "        pass\n",
     ),
     Fault("moments are never copied", _COMMAND, '"copied" if args.grow_moments else "fresh"', '"fresh"'),
-    Fault("a finished run has no figures", _COMMAND, "result.last or curves.read(output)[-1]", "result.last"),
-    Fault("a line that is being written", _CURVES, ' if line.endswith("\\n")]', "]"),
+    Fault("a line that is being written", _CURVES, 'split(b"\\n")[:-1]', "splitlines()"),
     Fault("the mean of what comes", _CURVES, "sums[width:] - sums[:-width]", "sums[-1] - sums[:-width]"),
 )
 

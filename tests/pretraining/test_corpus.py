@@ -17,6 +17,7 @@ from fastbert.cli.main import main
 from fastbert.pretraining import corpus as module
 from fastbert.pretraining.corpus import Corpus, CorpusError
 from fastbert.pretraining.documents import documents
+from fastbert.pretraining.formats import SegmentPairs
 from fastbert.sentences.tokenizer import load_tokenizer
 
 
@@ -160,6 +161,16 @@ def test_a_flipped_byte_a_short_and_a_missing_file_are_named(copy, name):
         Corpus.open(copy, verify=False)
 
 
+def test_another_file_with_its_own_digest_is_named(copy):
+    path, index = copy / "tokens-00000.bin", json.loads((copy / "index.json").read_text())
+    path.write_bytes(path.read_bytes()[::-1])
+    (entry,) = (entry for entry in index["files"] if entry["name"] == path.name)
+    entry["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (copy / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CorpusError, match=r"index\.json: files: tokens-00000\.bin: sha256: is another one"):
+        Corpus.open(copy)
+
+
 def test_another_tokenizer_is_named(copy):
     path = copy / "tokenizer.json"
     path.write_bytes(path.read_bytes().replace(b'"lowercase": true', b'"lowercase": null'))
@@ -170,7 +181,7 @@ def test_another_tokenizer_is_named(copy):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("format", "other"), ("version", 2), ("tokens", 0), ("tokens", "9"), ("documents", 5)),
+        *(("format", "other"), ("version", 1), ("tokens", 0), ("tokens", "9"), ("documents", 5)),
         *(("token_dtype", "<i2"), ("special_ids", {}), ("files", []), ("hash", "0"), ("shard_tokens", 8)),
         ("files", [{"name": "../../etc/passwd", "bytes": 1, "sha256": ""}]),
     ],
@@ -183,6 +194,89 @@ def test_a_changed_index_is_named(copy, key, value):
     path.write_text("{")
     with pytest.raises(CorpusError, match=r"index\.json: is not valid JSON"):
         Corpus.open(copy)
+
+
+def leaves(value, path=()):
+    """The path of each number and text in a JSON value."""
+    if not isinstance(value, (dict, list)):
+        return [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [leaf for key, inner in items for leaf in leaves(inner, (*path, key))]
+
+
+def other_values(value):
+    """What a damaged digit can make of a number or a text, and values of other types."""
+    if isinstance(value, int):
+        return [value + 1, value - 1, value + 8, value * 10 + 1, -value - 1, str(value), float(value)]
+    return [value[:-1], value + "0", ("1" if value[:1] == "0" else "0") + value[1:], None, 7]
+
+
+def told(corpus: Corpus):
+    """All that a corpus says, its cut aside."""
+    spans = corpus.spans(0, corpus.num_tokens).tolist()
+    names = "hash num_tokens num_sentences num_documents longest_sentence vocab_size special_ids token_dtype"
+    facts = [getattr(corpus, name) for name in names.split()]
+    places = corpus.sentence_starts.tolist(), corpus.document_starts.tolist()
+    starts = corpus.word_starts(0, corpus.num_tokens).tolist()
+    return facts, spans, places, starts, corpus.tokens(0, corpus.num_tokens).tolist()
+
+
+@pytest.mark.parametrize("shard_tokens", [16, 1 << 28])
+def test_every_changed_value_of_the_index_is_named_or_changes_nothing(tokenizer_dir, tmp_path, shard_tokens):
+    (tmp_path / "a.txt").write_text("the name of the name\nin the class\n\nthe class of the name")
+    (tmp_path / "names.jsonl").write_text('{"text": "the name"}')
+    place = tmp_path / "c"
+    made = Corpus.write(
+        [tmp_path / "a.txt"],
+        tokenizer_dir,
+        place,
+        spans=tmp_path / "names.jsonl",
+        shard_tokens=shard_tokens,
+    )
+    assert made.num_spans > 0
+    expected, index = told(Corpus.open(place)), json.loads((place / "index.json").read_text())
+    passed = set()
+    for path in leaves(index):
+        changed = json.loads(json.dumps(index))
+        *above, last = path
+        at = changed
+        for key in above:
+            at = at[key]
+        whole = at[last]
+        for value in [*other_values(whole), KeyError]:
+            at[last] = value
+            if value is KeyError:
+                del at[last]
+            (place / "index.json").write_text(json.dumps(changed))
+            try:
+                found = told(Corpus.open(place))
+            except CorpusError as error:
+                assert str(place) in str(error)  # noqa: PT017
+                assert len(str(error).splitlines()) == 1  # noqa: PT017
+            else:
+                assert found == expected, (path, value)
+                passed.add(path)
+            if isinstance(at, list):
+                break
+    assert passed <= {("shard_tokens",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "array"), [("sentences", "sentence_starts"), ("documents", "document_starts")]
+)
+def test_starts_that_do_not_rise_are_named_before_planning(copy, name, array):
+    """Also where nothing is verified: planning would not end."""
+    path, dtype = copy / f"{name}.bin", "<i8"
+    good = np.fromfile(path, dtype)
+    for at, value in ((0, 1), (3, good[2]), (3, -5), (3, 1 << 60), (-1, good[-1] + 1)):
+        bad = good.copy()
+        bad[at] = value
+        bad.tofile(path)
+        found = Corpus.open(copy, verify=False)
+        message = rf"{name}\.bin: expected numbers that rise from 0 to {good[-1]}$"
+        for read in (lambda c: SegmentPairs(c, 32, 0).plan(0), lambda c: getattr(c, array)):
+            with pytest.raises(CorpusError, match=message):
+                read(found)
 
 
 def test_what_is_there_is_kept(corpus, text_file, tokenizer_dir, tmp_path, monkeypatch):
@@ -257,7 +351,9 @@ def test_commands(json_file, tokenizer_dir, corpus, tmp_path, capsys):
     assert "words, " in seen
     assert "100%" in seen
     assert main(train) == 2
-    assert "vocab.txt and tokenizer.json are there; add --overwrite" in capsys.readouterr().err
+    assert "tok: exists already; expected a new or an empty directory, or overwrite=True (--overwrite)" in (
+        capsys.readouterr().err
+    )
     assert main([*train, "--overwrite", "--cased"]) == 0
     assert "Python" in (tmp_path / "tok" / "vocab.txt").read_text().split()
     prepare = ["prepare", str(json_file), "--tokenizer", str(tokenizer_dir), "--output", shards]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import random
+import re
 
 import pytest
 
-from fastbert.pretraining.documents import documents, split_sentences
+from fastbert.pretraining.documents import _ABBREVIATION, _last_word, documents, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -67,8 +70,8 @@ def test_parquet(tmp_path, texts, json_file):
     ("name", "content", "match"),
     [
         ("a.txt", b"fine\nbad \xff byte", r"a\.txt: line 2: not UTF-8 \(byte 5 is 0xff\)"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl: line 2: not JSON"),
-        ("a.jsonl", b'["x"]', r'a\.jsonl: line 1: expected an object with a text in "text"'),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl: line 2: is not valid JSON"),
+        ("a.jsonl", b'["x"]', r"a\.jsonl: line 1: expected a JSON object, got list"),
         ("a.jsonl", b'{"text": 3}', r"a\.jsonl: line 1: expected an object"),
         ("a.jsonl", b'{"body": "x"}', r"a\.jsonl: line 1: expected an object"),
         ("a.csv", b"x", r"a\.csv: a suffix of no format"),
@@ -78,6 +81,49 @@ def test_bad_files_are_named(tmp_path, name, content, match):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=match):
         list(documents([tmp_path / name]))
+
+
+def test_a_line_without_an_end_takes_no_longer_per_character():
+    """A bibliography in one line: minutes, if each full stop reads the line from its beginning."""
+    for text in (
+        "A. " * 50_000,
+        "a.b." * 40_000 + " A",
+        "." + '"' * 10**5 + " " * 10**5 + "x",
+        ". " * 50_000,
+    ):
+        assert "".join(split_sentences(text)).replace(" ", "") == text.replace(" ", "")
+
+
+def test_abbreviations_are_those_of_the_definition():
+    """Read from the beginning of the sentence on."""
+    before = re.compile(rf"(?:^|[\s(\[\"'“‘])(?:{_ABBREVIATION.pattern})$", re.IGNORECASE)
+    draw = random.Random(0)
+    pieces = [
+        "Dr",
+        "e.g",
+        "a",
+        "B",
+        "1",
+        "U.S",
+        "word",
+        "etc",
+        "_",
+        " ",
+        "\u2003",
+        "(",
+        '"',
+        "“",
+        ".",
+        "-",
+        "é",
+    ]
+    found = collections.Counter()
+    for _ in range(20_000):
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 6)))
+        ours = _ABBREVIATION.fullmatch(_last_word(f"x{text}y", 1, len(text) + 1)) is not None
+        assert ours == (before.search(text) is not None), text
+        found[ours] += 1
+    assert min(found.values()) > 2000
 
 
 def test_bad_arguments_are_named(tmp_path):
@@ -93,6 +139,6 @@ def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(ValueError, match="format: expected one of text, jsonl, parquet, got 'csv'"):
         list(documents([tmp_path / "a.txt"], "csv"))
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"deep\.jsonl: line 1: not JSON"):
+    with pytest.raises(ValueError, match=r"deep\.jsonl: line 1: is nested deeper"):
         list(documents([tmp_path / "deep.jsonl"]))
     assert json.loads('{"text": "x"}') == {"text": "x"}

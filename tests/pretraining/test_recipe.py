@@ -232,11 +232,23 @@ def test_a_changed_field_is_the_only_change():
         ("objective", ["masked"], "objective: expected a text"),
         ("masking", "word", "masking: expected an object, got 'word'"),
         ("masking.unit", "letter", r"masking \(phase 0\): unit: expected one of token"),
-        ("masking.shares", 0.2, r"masking \(phase 0\): .*shares"),
+        ("masking.shares", 0.2, r"masking\.shares: is no field; expected choose, mask_share"),
+        ("masking.share", "much", r"masking\.share: expected a finite number, got 'much'"),
+        ("masking.random_specials", 1, r"masking\.random_specials: expected true or false, got 1"),
+        ("masking.unit", ["word"], r"masking\.unit: expected a text, got \['word'\]"),
+        ("format.relation", 3, r"format\.relation: expected a text, got 3"),
+        ("format.max_length", 3, r"format\.max_length: is no field; expected relation, short_share"),
+        ("schedule.power", "2", r"schedule\.power: expected a finite number, got '2'"),
+        ("schedule.powers", 2, r"schedule\.powers: is no field; expected final_share"),
+        ("optimizer.betas", 0.9, r"optimizer\.betas: expected a list, got 0\.9"),
+        ("optimizer.betas", ["a", 0], "optimizer: betas: expected two numbers"),
+        ("optimizer.eps", None, r"optimizer\.eps: expected a finite number, got None"),
+        ("optimizer.lr", 0.1, r"optimizer\.lr: is no field; expected betas, eps, kind, weight_decay"),
+        ("phases.\u00b2.lr", 1, r"phases\.\u00b2\.lr: there is no \u00b2"),
         ("masking.choose", "bernoulli", r"masking \(phase 0\): max_predictions: expected None"),
         ("format.kind", "rows", r"format\.kind: expected one of segment-pairs, full-sentences"),
         ("optimizer.kind", "sgd", r"optimizer: kind: expected one of adamw, adamw-google, lamb, got 'sgd'"),
-        ("optimizer.momentum", 0.9, "optimizer: .*momentum"),
+        ("optimizer.momentum", 0.9, r"optimizer\.momentum: is no field"),
         ("optimizer.betas", [0.9], "optimizer: betas: expected two numbers"),
         ("optimizer.weight_decay", -0.1, "optimizer: weight_decay: expected a finite number"),
         ("schedule.kind", "cosine", r"schedule \(phase 0\): kind: expected one of constant"),
@@ -252,6 +264,24 @@ def test_a_changed_field_is_the_only_change():
         ("fresh_optimizer", 1, "fresh_optimizer: expected true or false, got 1"),
         ("options", None, "options: expected an object, got None"),
         ("published", [3], "published: expected a list of objects"),
+        ("published", [{}], r"published\.0\.source: expected a text, got None"),
+        ("published", [{"source": "x"}], r"published\.0\.columns: expected a list of texts, got None"),
+        (
+            "published",
+            [{"source": "x", "columns": ["a"]}],
+            r"published\.0\.rows: expected an object.*got None",
+        ),
+        ("published", [{"source": "x", "columns": ["a"], "rows": {}}], r"published\.0\.rows: expected"),
+        (
+            "published",
+            [{"source": "x", "columns": ["a"], "rows": {"r": [1, 2]}}],
+            r"rows\.r: expected 1 figures",
+        ),
+        (
+            "published",
+            [{"source": "x", "columns": ["a"], "rows": {"r": [None]}}],
+            r"rows\.r: expected 1 figures",
+        ),
     ],
 )
 def test_wrong_values_are_named(path, value, match):
@@ -302,6 +332,9 @@ def test_warm_up_of_a_phase_with_its_own_schedule():
     made = recipe.with_steps(14)
     assert [(p.steps, p.warmup) for p in made.phases] == [(13, 1), (1, 1)]
     made.check()
+    for steps in (2, 5, 14, 37, 200):
+        for old, new in zip(recipe.phases, recipe.with_steps(steps).phases, strict=True):
+            assert new.warmup == round(old.warmup * new.steps / old.steps)
 
 
 @pytest.mark.parametrize("steps", [1, 0, -1, 2.0, True, None])

@@ -128,6 +128,16 @@ def test_a_small_text_is_filled_to_a_multiple_of_64(tmp_path):
     assert train([path], tmp_path / "few", vocab_size=20).get_vocab_size() == 20
 
 
+@pytest.mark.parametrize("options", [{"vocab_size": 10}, {"vocab_size": 600, "alphabet": 3}])
+def test_a_vocabulary_without_most_words_is_refused(options, text_file, tmp_path):
+    pattern = (
+        r"vocab_size: of the text's words \d+% would be \[UNK\] with \d+ pieces and an alphabet of \d+; its "
+    )
+    with pytest.raises(ValueError, match=pattern + r"characters alone need \d+"):
+        train([text_file], tmp_path / "t", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bad_arguments_are_named(tmp_path, text_file):
     for name, value in (("vocab_size", 5), ("min_frequency", 0), ("alphabet", 0), ("vocab_size", 1e4)):
         with pytest.raises(ValueError, match=f"{name}: expected an integer >= "):

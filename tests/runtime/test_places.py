@@ -33,6 +33,8 @@ def test_places_are_those_of_the_tensors():
         lambda t: t[:, :2],
         lambda t: t.view(2, 2, 4),
         lambda t: t.view(-1)[::2],
+        lambda t: t[:, :1].expand(4, 4),  # the last stride alone
+        lambda t: t[:1].expand(4, 4),  # the first one alone
     ],
 )
 @pytest.mark.parametrize("which", (0, 1, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.training import checkpoints
 from fastbert.training.loop import TrainingError
+from tests.support import tiny_training
 from tests.support.lives import Operations, life
 from tests.support.tiny_training import Numbered, digests, trainer
 
@@ -414,3 +416,62 @@ def test_what_must_not_change(whole, tmp_path):
     with pytest.raises(TrainingError, match=r"step 6, but the run has 4"):
         trainer(run, 4, config={"steps": 6}).run()
     assert digests(run) == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("step", (-3, 5, 99, "6", 6.0, None, [])),
+        *((name, (-1, 99, "0", 0.0, None, {})) for name in ("stage",)),
+        *((name, (-1, "1", 1.5, None)) for name in ("tokens", "sequences", "skipped")),
+        ("log_bytes", (None, 3, [], {"log.jsonl": -1}, {"log.jsonl": "9"})),
+        ("log_sha256", (None, 3, {"log.jsonl": 1})),
+        ("sizes", (None, [], {"0": 3}, {"0": [[1]]}, {"0": [[1, -2]]})),
+        ("scaler", (None, [], {"scale": "x"}, {"scale": 1e400})),
+        ("versions", (None, "1", {"torch": 2})),
+    ],
+)
+def test_a_state_that_no_run_has_written_is_named(name, values, tmp_path):
+    """Though its manifest agrees."""
+    trainer(tmp_path).run()
+    folder = tmp_path / "step-000006"
+    state, manifest = (json.loads((folder / f"{file}.json").read_text()) for file in ("trainer", "manifest"))
+    for value in values:
+        content = json.dumps({**state, name: value})
+        (folder / "trainer.json").write_text(content)
+        manifest["sha256"]["trainer.json"] = hashlib.sha256(content.encode()).hexdigest()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=rf"trainer\.json: {name}: expected"):
+            trainer(tmp_path).run()
+
+
+def test_a_manifest_that_lists_a_part_of_the_files(tmp_path):
+    trainer(tmp_path).run()
+    path = tmp_path / "step-000006" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["sha256"] = {"trainer.json": manifest["sha256"]["trainer.json"]}
+    path.write_text(json.dumps(manifest))
+    assert "is not listed in manifest.json" in checkpoints.fault_of(path.parent)
+    assert checkpoints.newest(tmp_path)[0].name == "step-000004"
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "speed.jsonl", "curves.png", "notes.txt", "tensorboard"])
+def test_a_run_begins_in_an_empty_directory_alone(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointError, match=rf"holds {name}, and no run; expected a new or an empty"):
+        trainer(tmp_path).run()
+    assert (tmp_path / name).read_text() == "mine"
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_what_is_refused_before_the_first_step_binds_nobody(tmp_path):
+    """The corrected call begins."""
+    (bad,) = tiny_training.stages()
+
+    def build():
+        raise ValueError("model: does not fit")
+
+    bad.build = build
+    with pytest.raises(ValueError, match="does not fit"):
+        trainer(tmp_path, stages=[bad], config={"wrong": 1}).run()
+    assert trainer(tmp_path, 2).run().step == 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 
 import numpy as np
 import pytest
 
+from fastbert.checkpoint.files import CheckpointError
 from fastbert.training import curves
 
 
@@ -79,6 +81,31 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path, monkeypatch):
         file.write('{"step": 4, "lo')
     assert [line["step"] for line in curves.read(tmp_path)] == [1, 2, 3]
     assert list(drawn(tmp_path, monkeypatch)[0].get_lines()[0].get_xdata()) == [1, 2, 3]
+
+
+def test_a_picture_replaces_a_link_and_not_its_target(tmp_path):
+    pytest.importorskip("matplotlib")
+    written(tmp_path, 3)
+    (tmp_path / "mine.png").write_text("mine")
+    (tmp_path / "curves.png").symlink_to(tmp_path / "mine.png")
+    curves.draw(tmp_path)
+    assert (tmp_path / "mine.png").read_text() == "mine"
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path):
+    for line, problem in (
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is nested deeper"),
+        ("1", "expected a"),
+    ):
+        (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(CheckpointError, match=rf"log\.jsonl: line 2: {problem}"):
+            curves.read(tmp_path)
+    (tmp_path / "log.jsonl").unlink()
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(CheckpointError, match=r"log\.jsonl: is not a plain file"):
+        curves.read(tmp_path)
 
 
 def test_no_picture(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ import importlib.util
 import io
 import itertools
 import json
+import os
+import shutil
 import sys
 import types
 from typing import ClassVar
@@ -13,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from fastbert.checkpoint.files import CheckpointError
-from fastbert.training import logs
+from fastbert.training import curves, logs
 from fastbert.training.logs import Logs
 from tests.support.tiny_training import trainer
 from tests.training.conftest import ROOF
@@ -48,6 +50,51 @@ def test_lines_and_offsets(tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == b""
 
 
+def test_a_log_that_is_cut_inside_a_line_is_cut_at_its_start(tmp_path):
+    """As by a power cut; and a log that was changed, is said to be so."""
+    run, path = tmp_path / "run", tmp_path / "run" / "log.jsonl"
+    trainer(run, 6).run()
+    whole = path.read_bytes()
+    for content, told in (
+        (whole[:-9], f"{path}: expected {len(whole)} bytes, got {len(whole) - 9}: lines are missing"),
+        (whole.replace(b'"lr"', b'"lR"'), f"{path}: was changed since the checkpoint was written"),
+        (whole[:-1] + b" ", f"{path}: ended inside a line, which was cut off"),
+    ):
+        said = []
+        path.write_bytes(content)
+        result = trainer(run, 6, say=said.append).run()
+        assert told in said
+        assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
+        assert curves.read(run)[-1]["step"] == result.last["step"] == (6 if b"lR" in content else 5)
+    path.write_bytes(b"")
+    assert trainer(run, 6).run().last == {}
+    path.write_bytes(whole[:-9])
+    for step in (2, 4, 6):  # all of the run anew
+        (run / f"step-{step:06d}").exists() and shutil.rmtree(run / f"step-{step:06d}")
+    trainer(run, 6).run()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "speed.jsonl", ".lock"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder"])
+def test_what_is_no_file_of_ours_is_not_opened(name, kind, tmp_path):
+    """A FIFO would wait for a reader, and a link would empty what it points to."""
+    run, path, aside = tmp_path / "run", tmp_path / "run" / name, tmp_path / "aside"
+    trainer(run, 2).run()
+    path.unlink()
+    if kind == "link":
+        aside.write_text("mine")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(aside)
+    with pytest.raises(CheckpointError, match=rf"{name}: is not a plain file"):
+        trainer(run, 2).run()
+    assert not aside.exists() or aside.read_text() == "mine"
+
+
 def test_numbers_that_json_does_not_have(tmp_path):
     made = opened(tmp_path)
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -77,8 +124,8 @@ def test_offsets_are_on_the_disk(tmp_path, monkeypatch):
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "speed.jsonl").mkdir()
-    with pytest.raises(CheckpointError, match=r"speed\.jsonl: could not be written: IsADirectoryError"):
-        trainer(tmp_path).run()
+    with pytest.raises(CheckpointError, match=r"speed\.jsonl: is not a plain file"):
+        opened(tmp_path)
     (tmp_path / "speed.jsonl").rmdir()
     made = opened(tmp_path)
 

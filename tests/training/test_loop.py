@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 import shutil
 import threading
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 import fastbert
 from fastbert.testing.error_rule import compare
-from fastbert.training import identity, work
+from fastbert.training import identity, loop, work
 from fastbert.training.draws import Draws, key_of
 from fastbert.training.loop import Stage, Trainer, TrainingError
 from fastbert.training.optimizers import decay_groups
@@ -513,6 +514,22 @@ def test_when_checkpoints_are_written(save_every, steps, tmp_path):
     assert sorted(int(p.name[5:]) for p in tmp_path.glob("step-*")) == steps
 
 
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE: expected an integer >= 1, got '0'"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE: expected an integer >= 1, got 'two'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK: expected an integer >= 0 and < 2, got '2'"),
+        ({"WORLD_SIZE": "1", "RANK": "-1"}, "RANK: expected an integer >= 0 and < 1, got '-1'"),
+    ],
+)
+def test_what_torchrun_would_not_say_is_named(variables, match, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=match):
+        Parallel()
+
+
 def test_log_every_and_the_last_step(tmp_path):
     trainer(tmp_path / "a", 7, log_every=3).run(), trainer(tmp_path / "b", 7).run()
     some, all_ = ((tmp_path / run / "log.jsonl").read_text().splitlines() for run in "ab")
@@ -530,6 +547,22 @@ def test_a_versions_change_is_told(tmp_path, monkeypatch):
         f"{tmp_path / 'step-000002'}: goes on from step 2",
         f"versions have changed, bits may differ: fastbert {fastbert.__version__} -> 9.9",
     ]
+
+
+@pytest.mark.parametrize("name", ["fastbert", "torch", "numpy", "python"])
+def test_each_version_that_computes_is_compared(name, tmp_path, monkeypatch):
+    trainer(tmp_path, 2).run()
+    found = {
+        "fastbert": fastbert.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    assert identity.versions() == found
+    said: list[str] = []
+    monkeypatch.setattr(loop, "versions", lambda: {**found, name: "9.9"})
+    trainer(tmp_path, 2, say=said.append).run()
+    assert said[1] == f"versions have changed, bits may differ: {name} {found[name]} -> 9.9"
 
 
 def test_mfu_where_a_peak_is_known(tmp_path, monkeypatch):
