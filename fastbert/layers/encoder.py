@@ -615,7 +615,7 @@ class EncoderLayer(LayerMath, nn.Module):
     def dropout_rates(self) -> tuple[float, float, float]:
         """See `LayerMath`."""
         made = self.__dict__.get("as_made")
-        if made is not None and not any([m.training for m in made.droppers]):
+        if made is not None and not any(m.training for m in made.droppers):
             return 0.0, 0.0, 0.0
         return super().dropout_rates()
 

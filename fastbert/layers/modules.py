@@ -156,7 +156,7 @@ class AsMade:
             and list(map(type, self.modules)) == self.classes
             and type(root) is self.kind
             and not any(map(contains, self.attributes, repeat("forward")))
-            and all([m.p < 1.0 for m in self.dropouts])
+            and all(m.p < 1.0 for m in self.dropouts)
         )
 
     def __deepcopy__(self, memo: dict) -> None:
