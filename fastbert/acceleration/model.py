@@ -32,6 +32,7 @@ from fastbert.acceleration.watching import (
     uncompiled,
 )
 from fastbert.layers.embeddings import embed
+from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
@@ -288,11 +289,20 @@ class AcceleratedModel(Accelerated):
     def _pool(self, hidden: Tensor) -> Tensor | None:
         """The pooler's output of (batch, seqlen, hidden).
 
-        It is called as a module, not read like `models.encoder.pool`: FSDP gathers the parameters in its
-        hooks, and a pooler that was replaced keeps its own code.
+        It is called as a module if FSDP gathers its parameters in hooks, or if it was replaced. Else our op
+        computes it: PyTorch's tanh would wake a thread that spins beside our next call (csrc/cpu/NOTES.md).
         """
-        if self.pooler is None:
+        pooler = self.pooler
+        if pooler is None:
             return None
+        parts = pooler._modules
+        if (
+            parts.keys() == {"dense", "activation"}
+            and type(pooler).forward.__module__ == FAMILIES[self.fastbert_state.model_type].stock_module
+            and type(parts["activation"]) is nn.Tanh
+            and not is_hooked(pooler)
+        ):
+            return apply_linear(parts["dense"], hidden[:, 0], "tanh")
         activation = FAMILIES[self.fastbert_state.model_type].stock_model.pooler_activation
         if activation is None:
             return self.pooler(hidden)

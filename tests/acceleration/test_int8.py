@@ -465,7 +465,7 @@ NO_GRADIENT = (
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("options", [{}, {"unpad": False}, {"strict": True}], ids=str)
 def test_gradients_are_refused(train, options):
-    fast, inputs = int8("bert", HEAD, **options).train(train), first_kept("bert")
+    fast, inputs = int8("bert", HEAD, **options).train(train), padded()
     with pytest.raises(RuntimeError, match=NO_GRADIENT):
         fast(**inputs, labels=torch.tensor([0, 1, 1, 0]))
     assert all(p.grad is None for p in fast.parameters())
@@ -586,7 +586,7 @@ def test_an_unmerged_adapter_keeps_its_layer_in_floating_point(order):
 
 def test_a_model_of_adapters_trains_in_floating_point():
     """If every layer has an adapter, no layer runs in 8 bits, and a warning says so."""
-    inputs = first_kept("bert")
+    inputs = padded()
     slow, fast = with_lora(stock("bert"), None), with_lora(stock("bert"), None)
     with pytest.warns(RuntimeWarning, match="3 of 3 layers run in floating point"):
         fastbert.accelerate(fast, dtype="int8")
