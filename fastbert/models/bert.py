@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.modules import Activation, attach, calls_all, watched
+from fastbert.layers.modules import Activation, attach, calls_all, part, watched
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
@@ -100,7 +100,24 @@ class BertModel(PreTrainedModel):
         return reason
 
     def layers(self) -> list[nn.Module]:
-        """The layers in execution order; a shared layer appears once per use."""
+        """The layers in execution order; a shared layer appears once per use.
+
+        Raises:
+            TypeError: a module around layers was replaced, which nothing here would call.
+        """
+        above, path = self.family.layers.partition(".")[0], self.family.layers
+        stack = self._modules[above]
+        if not isinstance(stack, Stack):
+            raise TypeError(
+                f"model: {above} was replaced by a {type(stack).__name__}, but this package never calls it; "
+                "replace single layers, or subclass the model"
+            )
+        for i, group in enumerate(part(self, path) if self.family.group_layers else ()):
+            if type(group) is not nn.Module or watched(group):
+                raise TypeError(
+                    f"model: {path}.{i} has hooks or was replaced, but this package never calls it; hook or "
+                    "replace its layers"
+                )
         return layers_of(self, self.config, self.family)
 
     def forward(
