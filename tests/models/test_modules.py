@@ -17,13 +17,15 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn.utils import parametrizations, prune, weight_norm
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.pytorch_utils import prune_linear_layer
 
 import fastbert
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
 from tests.support.hf_models import FAMILY_NAMES, batch
-from tests.support.model_pairs import CASES, build, inputs_for
+from tests.support.model_pairs import CASES, build, inputs_for, labels_for
 
 LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet")
 # Modules of heads, and ALBERT's groups, that have no code of their own here
@@ -187,6 +189,24 @@ class Mixes(nn.Module):
         return self.inner(x) + self.inner(x[:, :1])
 
 
+class OwnLayer(nn.Module):
+    """A layer that looks at the whole sequence, whatever else it is given."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states + hidden_states[:, :1]
+
+
+class Container(nn.Module):
+    """Has the parts of the module whose place it takes, and code of its own."""
+
+    def __init__(self, old: nn.Module):
+        super().__init__()
+        self._modules.update(old._modules)
+
+    def forward(self, x, *args, **kwargs):
+        return x
+
+
 class OwnPooler(nn.Module):
     def forward(self, hidden_states):
         return hidden_states[:, 0].tanh() * hidden_states.shape[1]
@@ -293,6 +313,21 @@ def scaled_table(old: nn.Embedding) -> nn.Embedding:
     return new
 
 
+def _fewer_heads(model: nn.Module) -> None:
+    """As people prune: smaller layers, and the new number beside them."""
+    attention = layer(model).attention
+    for name in ("query", "key", "value"):
+        smaller = prune_linear_layer(getattr(attention.self, name), torch.arange(32))
+        setattr(attention.self, name, smaller.double())
+    attention.output.dense = prune_linear_layer(attention.output.dense, torch.arange(32), 1).double()
+    attention.self.num_attention_heads = 2
+
+
+def _twice(model: nn.Module) -> None:
+    once = model.bert.encoder.forward
+    model.bert.encoder.forward = lambda x, **kwargs: once(once(x, **kwargs)[0], **kwargs)
+
+
 CHANGES = {
     "another activation": put("intermediate.intermediate_act_fn", lambda _: nn.ReLU()),
     "an activation of ours": put("intermediate.intermediate_act_fn", lambda _: nn.SiLU()),
@@ -339,6 +374,20 @@ CHANGES = {
     "forward of embeddings": patched("bert.embeddings"),
     "forward of the stack": patched("bert.encoder"),
     "forward of the encoder": patched("bert"),
+    "the stack twice": _twice,
+    "a stack that calls no layer": lambda m: setattr(
+        m.bert.encoder, "forward", lambda x, **kwargs: BaseModelOutputWithPastAndCrossAttentions(x * 1.25)
+    ),
+    "a pre-hook of the encoder that changes ids": lambda m: m.bert.register_forward_pre_hook(
+        lambda m, args: (args[0].roll(1, 1), *args[1:])
+    ),
+    "a layer of one's own": _layers(lambda old: nn.ModuleList([old[0], OwnLayer(), old[2]])),
+    "another feed_forward_chunk": lambda m: setattr(layer(m), "feed_forward_chunk", lambda x: x * 1.25),
+    "heads pruned by hand": _fewer_heads,
+    "heads of another size": lambda m: setattr(layer(m).attention.self, "attention_head_size", 8),
+    "another scaling": lambda m: setattr(layer(m).attention.self, "scaling", 0.1),
+    "attention's dropout replaced": put("attention.self.dropout", lambda _: nn.Identity()),
+    "a norm without weight": put("output.LayerNorm", lambda _: nn.LayerNorm(48, elementwise_affine=False)),
     "weights replaced and written": _weights,
     "frozen": lambda m: m.bert.embeddings.requires_grad_(False),
     "recomputed, with a hook": lambda m: (
@@ -520,6 +569,79 @@ def test_global_hooks_see_every_module():
         assert_same(both, inputs, "global")
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout])
+def test_a_patched_class_of_pytorch_counts(kind, monkeypatch):
+    both, inputs, old = pair("bert"), batch("bert"), kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: old(self, x) * 1.25)
+    assert_same(both, inputs, kind.__name__)
+
+
+HEADS = [
+    ("bert", "ForTokenClassification", "dropout"),
+    ("distilbert", "ForQuestionAnswering", "dropout"),
+    ("bert", "ForMaskedLM", "cls.predictions.transform.transform_act_fn"),
+    ("electra", "ForMaskedLM", "generator_predictions.activation"),
+    ("roberta", "ForMaskedLM", "lm_head.decoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "path"), HEADS)
+def test_hooks_of_a_head_see_the_padded_batch_once(name, task, path):
+    both, inputs, seen = pair(name, task), inputs_for(name, task), []
+    labels = {} if "Question" in task else labels_for(both[1], inputs)
+    for model in both:
+        dropouts(0.0)(model.train())
+        model.get_submodule(path).register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    assert_same(both, inputs | labels, path, backward=True)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("name", "path"), [("bert", "cls.predictions"), ("roberta", "lm_head")])
+def test_a_decoder_of_any_class_trains(name, path):
+    both, inputs = pair(name, "ForMaskedLM"), inputs_for(name, "ForMaskedLM")
+    for model in both:
+        dropouts(0.0)(model.train())
+        head = model.get_submodule(path)
+        head.decoder = Wrapped(head.decoder)
+    assert_same(both, inputs | labels_for(both[1], inputs), path, backward=True)
+
+
+REPLACED = [
+    ("roberta", "ForSequenceClassification", "classifier"),
+    ("electra", "ForMultipleChoice", "sequence_summary"),
+    ("bert", "ForMaskedLM", "cls.predictions.transform"),
+    ("roberta", "ForMaskedLM", "lm_head"),
+    ("albert", "ForPreTraining", "sop_classifier"),
+    ("albert", "Model", "encoder.albert_layer_groups.0"),
+    ("bert", "Model", "encoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "path"), REPLACED)
+def test_code_around_parts_is_never_passed_over(name, task, path):
+    model, inputs = pair(name, task)[1], inputs_of(name, task)
+    above, _, last = path.rpartition(".")
+    owner = model.get_submodule(above)
+    owner._modules[last] = Container(owner._modules[last])
+    with pytest.raises(TypeError, match=rf"model: {re.escape(path)} .*was replaced"):
+        model(**inputs)
+
+
+def test_albert_obeys_another_ff_chunk():
+    both, inputs = pair("albert"), batch("albert")
+    for model in both:
+        model.encoder.albert_layer_groups[0].albert_layers[0].ff_chunk = lambda x: x * 1.25
+    assert_same(both, inputs, "ff_chunk")
+
+
+def test_question_answering_reads_no_dropout_that_bert_lacks():
+    both, inputs = pair("bert", "ForQuestionAnswering"), inputs_for("bert", "ForQuestionAnswering")
+    for model in both:
+        model.dropout = nn.Tanh()
+    assert_same(both, inputs, "dropout")
 
 
 def test_compiled_with_a_hook(fresh_dynamo):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers.linear import apply_activated, apply_linear
-from fastbert.layers.modules import Activation, attach, calls_all, changed, part, watched
+from fastbert.layers.modules import Activation, attach, calls_all, changed, watched
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import pooler_gap
@@ -264,7 +264,8 @@ class TaskModel(PreTrainedModel):
         )
         if watched(encoder) or _has_any_global_hook():
             # Hooks see what transformers' encoder returns
-            inputs, output = encoder.checked(**given), encoder(**given, **asked, return_dict=True)
+            inputs, ids = encoder.checked(**given), given.pop("input_ids")
+            output = encoder(ids, **given, **asked, return_dict=True)
             pack, pack_scores = inputs.packing.pack, inputs.packing.pack_scores
             states, probs = output.hidden_states, output.attentions
             return Encoded(
@@ -298,7 +299,9 @@ class TaskModel(PreTrainedModel):
                             f"use one of {', '.join(f'{path}.{n}' for n in module._modules)}, or "
                             "fastbert.accelerate with transformers' model"
                         )
-                elif type(module) not in (Activation, nn.Dropout) and changed(module) is not None:
+                elif watched(module) or (
+                    type(module) not in (Activation, nn.Dropout) and changed(module) is not None
+                ):
                     found = True
         return found
 
@@ -311,6 +314,24 @@ class TaskModel(PreTrainedModel):
     ) -> Any:
         """An output of loss and logits (`values`) and what the encoder was asked for; see `as_output`."""
         return self.as_output(output_class(*values, encoded.hidden_states, encoded.attentions), return_dict)
+
+    def head_part(self, path: str) -> nn.Module:
+        """The head's module at a dotted path.
+
+        Raises:
+            TypeError: a module around it was replaced, which nothing here would call.
+        """
+        module: nn.Module = self
+        names = path.split(".")
+        for i, name in enumerate(names):
+            module = module._modules.get(name)
+            if i + 1 < len(names) and type(module) is not nn.Module:
+                above = ".".join(names[: i + 1])
+                raise TypeError(
+                    f"model: {above} was replaced by a {type(module).__name__}, but this package never calls "
+                    "it; replace what is inside, or use fastbert.accelerate with transformers' model"
+                )
+        return module
 
     def attach_dropout(self, path: str, key: str) -> None:
         """Create dropout with the probability at the config's `key`, or `hidden_dropout_prob`."""
@@ -343,10 +364,10 @@ class TaskModel(PreTrainedModel):
         else:
             x = encoded.first()
             if head.dropout_first:
-                x = part(self, head.dropout)(x)
-            dense = part(self, head.dense)
+                x = self.head_part(head.dropout)(x)
+            dense = self.head_part(head.dense)
             if head.act is None:
                 x = apply_linear(dense, x, head.activation)
             else:
-                x = apply_activated(dense, part(self, head.act), x)
-        return apply_linear(part(self, head.out), part(self, head.dropout)(x))
+                x = apply_activated(dense, self.head_part(head.act), x)
+        return apply_linear(self.head_part(head.out), self.head_part(head.dropout)(x))
