@@ -370,7 +370,8 @@ class BertModel(PreTrainedModel):
             kept = packing.grid(ids[1])[1]
             if kept is not None and "input_ids" in given:
                 given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
-            return packing.from_grid(embeddings(**given))
+            first = () if self.family.stock_model.embeds_by_name else (given.pop("input_ids", None),)
+            return packing.from_grid(embeddings(*first, **given))
 
         return run_encoder(
             self,

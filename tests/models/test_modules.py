@@ -207,6 +207,13 @@ class Container(nn.Module):
         return x
 
 
+class Summed(Container):
+    """A head that looks at the whole sequence."""
+
+    def forward(self, x, **kwargs):
+        return self.out_proj(self.dense(x[:, 0] + x[:, 1]))
+
+
 class OwnPooler(nn.Module):
     def forward(self, hidden_states):
         return hidden_states[:, 0].tanh() * hidden_states.shape[1]
@@ -610,7 +617,6 @@ def test_a_decoder_of_any_class_trains(name, path):
 
 
 REPLACED = [
-    ("roberta", "ForSequenceClassification", "classifier"),
     ("electra", "ForMultipleChoice", "sequence_summary"),
     ("bert", "ForMaskedLM", "cls.predictions.transform"),
     ("roberta", "ForMaskedLM", "lm_head"),
@@ -628,6 +634,38 @@ def test_code_around_parts_is_never_passed_over(name, task, path):
     owner._modules[last] = Container(owner._modules[last])
     with pytest.raises(TypeError, match=rf"model: {re.escape(path)} .*was replaced"):
         model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["roberta", "electra", "mpnet"])
+@pytest.mark.parametrize("how", ["wrapped", "own", "hooked", "PEFT"])
+def test_a_head_of_the_first_token_may_be_replaced(name, how):
+    both, inputs = pair(name, "ForSequenceClassification"), inputs_of(name, "ForSequenceClassification")
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    for model in both:
+        if how == "hooked":
+            HOOKS["forward"](model.classifier)
+        elif how == "PEFT":
+            peft = pytest.importorskip("peft")
+            old = model.classifier
+            model.classifier = peft.utils.ModulesToSaveWrapper(old, "default")
+        else:
+            model.classifier = {"wrapped": Wrapped, "own": Summed}[how](model.classifier)
+    assert_same(both, inputs, how, backward=True)
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "distilbert"])
+def test_embeddings_get_their_ids_as_in_transformers(name):
+    both, inputs = pair(name), batch(name)
+
+    def other_ids(module, args, kwargs):
+        if name == "bert":
+            return args, kwargs | {"input_ids": kwargs["input_ids"].roll(1, 0)}
+        return (args[0].roll(1, 0), *args[1:]), kwargs
+
+    for model in both:
+        model.embeddings.register_forward_pre_hook(other_ids, with_kwargs=True)
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    assert_same(both, inputs, name)
 
 
 def test_albert_obeys_another_ff_chunk():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers.linear import apply_activated, apply_linear
-from fastbert.layers.modules import Activation, attach, calls_all, changed, watched
+from fastbert.layers.modules import Activation, attach, calls_all, changed, part, watched
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import pooler_gap
@@ -20,6 +20,7 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
 from fastbert.models.outputs import LogitsOutput, ModelOutput
 from fastbert.ops import checks
+from fastbert.ops.activation import activate_eager
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
 
@@ -127,16 +128,38 @@ def without_masked(scores: Tensor, kept: Tensor) -> Tensor:
     return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
 
 
+class FirstTokenHead(nn.Module):
+    """A classifier of the first token, by its own layers; called only if it is watched, or wrapped (PEFT)."""
+
+    def __init__(self, head: ClassifierHead):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(batch, seqlen, hidden) -> (batch, classes)."""
+        head, x = self.head, hidden_states[:, 0]
+        dropout, dense, out = (
+            self._modules[path.rpartition(".")[2]] for path in (head.dropout, head.dense, head.out)
+        )
+        if head.dropout_first:
+            x = dropout(x)
+        act = None if head.act is None else self._modules[head.act.rpartition(".")[2]]
+        x = activate_eager(dense(x), head.activation) if act is None else act(dense(x))
+        return out(dropout(x))
+
+
 class TaskModel(PreTrainedModel):
     """An encoder with a head. A head with one `labels` argument defines `logits` and `loss`.
 
     Attributes:
         model_types: the families that a head's own class accepts; a family's subclass accepts its family.
         reads_first_only: whether the head reads the token at position 0 and no other.
+        around_classifier: the path of the `FirstTokenHead`, or None.
     """
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)
     reads_first_only: ClassVar[bool] = False
+    around_classifier: str | None = None
     __call__: LabelsCall
 
     def __init__(self, config: EncoderConfig):
@@ -247,6 +270,7 @@ class TaskModel(PreTrainedModel):
         """The packed tokens, encoded."""
         encoder, by_modules = self.base_model, self._calls_modules()
         whole = encoder.has_pooler and pooler_gap(encoder, self.family)
+        whole = whole or self._calls_head()
         given = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -315,6 +339,13 @@ class TaskModel(PreTrainedModel):
         """An output of loss and logits (`values`) and what the encoder was asked for; see `as_output`."""
         return self.as_output(output_class(*values, encoded.hidden_states, encoded.attentions), return_dict)
 
+    def _calls_head(self) -> bool:
+        """Whether the module around a classifier's layers must be called, on whole sequences."""
+        if self.around_classifier is None:
+            return False
+        module = part(self, self.around_classifier)
+        return type(module) is not FirstTokenHead or watched(module) or calls_all() is not None
+
     def head_part(self, path: str) -> nn.Module:
         """The head's module at a dotted path.
 
@@ -325,7 +356,7 @@ class TaskModel(PreTrainedModel):
         names = path.split(".")
         for i, name in enumerate(names):
             module = module._modules.get(name)
-            if i + 1 < len(names) and type(module) is not nn.Module:
+            if i + 1 < len(names) and type(module) not in (nn.Module, FirstTokenHead):
                 above = ".".join(names[: i + 1])
                 raise TypeError(
                     f"model: {above} was replaced by a {type(module).__name__}, but this package never calls "
@@ -348,6 +379,9 @@ class TaskModel(PreTrainedModel):
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
         """Create the layers of a head that reads one vector per sequence."""
         hidden = self.config.hidden_size
+        if "." in head.out:
+            self.around_classifier = head.out.rpartition(".")[0]
+            attach(self, self.around_classifier, FirstTokenHead(head))
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden))
         if head.act is not None:
@@ -359,6 +393,9 @@ class TaskModel(PreTrainedModel):
         """(batch, classes) from the pooler's output, or from the first token through the head's own dense
         layer.
         """
+        if self._calls_head():
+            encoded.first()  # refuses what heads refuse
+            return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])
         if head.dense is None:
             x = self.pooled(encoded)
         else:
