@@ -189,6 +189,17 @@ class Mixes(nn.Module):
         return self.inner(x) + self.inner(x[:, :1])
 
 
+class MixesItself(nn.Linear):
+    """The same as a subclass of nn.Linear, with the old one's weights."""
+
+    def __init__(self, old: nn.Linear):
+        super().__init__(old.in_features, old.out_features)
+        self.weight, self.bias = old.weight, old.bias
+
+    def forward(self, x):
+        return super().forward(x) + super().forward(x[:, :1])
+
+
 class OwnLayer(nn.Module):
     """A layer that looks at the whole sequence, whatever else it is given."""
 
@@ -330,6 +341,15 @@ def _fewer_heads(model: nn.Module) -> None:
     attention.self.num_attention_heads = 2
 
 
+def _hook_in_lora(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["query"], r=4, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model).double()
+    inside = layer(model).attention.self.query.lora_A["default"]
+    inside.register_forward_hook(lambda m, args, out: out + out[:, :1])
+
+
 def _twice(model: nn.Module) -> None:
     once = model.bert.encoder.forward
     model.bert.encoder.forward = lambda x, **kwargs: once(once(x, **kwargs)[0], **kwargs)
@@ -357,6 +377,8 @@ CHANGES = {
     "LoRA by hand": put("attention.self.query", low_rank),
     "a linear layer in a sequence": put("output.dense", lambda old: nn.Sequential(old, nn.Tanh())),
     "a layer that mixes tokens": put("attention.self.value", Mixes),
+    "a linear layer of one's own that mixes tokens": put("output.dense", lambda old: MixesItself(old)),
+    "a hook inside PEFT's layer": _hook_in_lora,
     "no norm": put("output.LayerNorm", lambda _: nn.Identity()),
     "RMSNorm": put("attention.output.LayerNorm", lambda _: nn.RMSNorm(48).double()),
     "attention.self wrapped": put("attention.self", Wrapped),
