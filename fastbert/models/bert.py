@@ -71,8 +71,13 @@ class BertModel(PreTrainedModel):
                 self.pooler = Pooler()
             attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
             attach(self, pooler_activation(family), Activation("tanh"))
-        self.has_pooler = bool(family.pooler) and add_pooling_layer
         self.post_init()
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether the family has a pooler, and the model has one now."""
+        pooler = self.family.pooler
+        return pooler is not None and self._modules.get(pooler.partition(".")[0]) is not None
 
     def extra_repr(self) -> str:
         """How many layers run fused, as an accelerated model says it."""

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.pytorch_utils import prune_linear_layer
 
 import fastbert
+from fastbert.layers.modules import Activation
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
@@ -357,7 +358,7 @@ def _twice(model: nn.Module) -> None:
 
 CHANGES = {
     "another activation": put("intermediate.intermediate_act_fn", lambda _: nn.ReLU()),
-    "an activation of ours": put("intermediate.intermediate_act_fn", lambda _: nn.SiLU()),
+    "an activation of ours": put("intermediate.intermediate_act_fn", lambda _: Activation("relu")),
     "no dropout in training": _training(0.0),
     "all dropped in training": _training(1.0),
     "config dropout set to 0 afterwards": _no_config_dropout,
@@ -690,6 +691,18 @@ def test_embeddings_get_their_ids_as_in_transformers(name):
     assert_same(both, inputs, name)
 
 
+@pytest.mark.parametrize("change", [type(None), OwnPooler])
+@pytest.mark.parametrize("task", ["ForNextSentencePrediction", "ForTokenClassification"])
+def test_a_pooler_may_come_and_go(task, change):
+    both, inputs = (
+        tuple(m.base_model for m in pair("bert", task)),
+        inputs_of("bert", "ForSequenceClassification"),
+    )
+    for model in both:
+        model.pooler = change()
+    assert_same(both, inputs, task)
+
+
 def test_albert_obeys_another_ff_chunk():
     both, inputs = pair("albert"), batch("albert")
     for model in both:
@@ -723,6 +736,7 @@ ERRORS = {
         lambda m: setattr(m.bert, "encoder", nn.Identity()),
         "model: encoder was replaced by a Identity",
     ),
+    "encoder": (put(":bert", Wrapped), "model: bert was replaced by a Wrapped"),
     "mapped ids": (lambda m: None, "input_ids: is mapped by torch.func.vmap"),
     "taps": (lambda m: HOOKS["forward"](layer(m)), "model: layer 1 shows nothing of what it computes inside"),
     "no ids": (

@@ -269,6 +269,11 @@ class TaskModel(PreTrainedModel):
     ) -> Encoded:
         """The packed tokens, encoded."""
         encoder, by_modules = self.base_model, self._calls_modules()
+        if not hasattr(encoder, "has_pooler"):
+            raise TypeError(
+                f"model: {self.base_model_prefix} was replaced by a {type(encoder).__name__}; expected an "
+                "encoder of fastbert, which may be hooked"
+            )
         whole = encoder.has_pooler and pooler_gap(encoder, self.family)
         whole = whole or self._calls_head()
         given = dict(
