@@ -492,6 +492,16 @@ def test_what_is_asked_for_beside_a_hook(where, what):
     assert (ours[0][kept] - theirs[0][kept]).abs().max() <= 1e-9 * theirs[0].abs().max()
 
 
+def test_hidden_states_of_a_head_end_with_what_a_hook_made():
+    both, inputs = pair("bert", "ForTokenClassification"), inputs_for("bert", "ForTokenClassification")
+    kept, last = inputs["attention_mask"].bool(), []
+    for model in both:
+        HOOKS["forward"](model.bert.encoder)
+        with torch.no_grad():
+            last.append(model(**inputs, output_hidden_states=True).hidden_states[-1][kept])
+    assert (last[0] - last[1]).abs().max() <= 1e-9 * last[0].abs().max()
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
 def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
     """What transformers does not have is compared with the model without a hook."""
