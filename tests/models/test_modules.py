@@ -512,6 +512,7 @@ def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
     ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
     calls = [inputs | {"head_mask": torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)}]
     calls += [{"input_ids": inputs["input_ids"][mask], "cu_seqlens": ends, "output_attentions": True}]
+    calls += [inputs | ASKED["4-D mask"]]
     calls += [c | {"causal": True} for c in calls] if name != "mpnet" else []
     for call in calls:
         with torch.no_grad():
