@@ -183,6 +183,8 @@ class LayerMath(FusedLayer):
     def feed_by_modules(self, hidden: Tensor) -> Tensor:
         """The feed-forward block's output, as transformers' layer calls its modules."""
         block = self.form.stock.feed_forward
+        if (own := self.__dict__.get("feed_forward_chunk")) is not None:
+            return own(hidden)
         if block is None:
             return self.output(self.intermediate(hidden), hidden)
         return part(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
@@ -495,15 +497,20 @@ class SelfAttention(Part):
         steps, norm: what the module does after attention; see `Part`.
 
     Attributes:
-        num_attention_heads, attention_head_size: as in transformers.
+        num_attention_heads, attention_head_size, scaling: as in transformers; others are obeyed.
     """
 
     def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
         super().__init__(*steps, norm=norm)
         self.num_attention_heads, self.attention_head_size = form.nheads, form.head_dim
+        self.scaling = form.head_dim**-0.5
         names = form.names
         self.inputs = tuple(path.rpartition(".")[2] for path in (names.query, names.key, names.value))
         self.drop, self.drops_by_itself = form.paths[3][0][-1], form.stock.attention_drops_by_itself
+
+    def heads(self) -> tuple[int, int, float]:
+        """Their number and size, and the factor of their scores."""
+        return self.num_attention_heads, self.attention_head_size, self.scaling
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, head_mask: Tensor | None = None
@@ -515,17 +522,20 @@ class SelfAttention(Part):
             attention_mask: broadcasts to the probabilities; bool (True = attend), or added to the scores.
             head_mask: (nheads,) factors of the heads' outputs, or None.
         """
-        heads = (self.num_attention_heads, self.attention_head_size)
+        heads = (-1, self.attention_head_size)
         q, k, v = (
             self._modules[name](hidden_states).unflatten(-1, heads).transpose(1, 2) for name in self.inputs
         )
-        scores = q @ k.transpose(2, 3) * self.attention_head_size**-0.5
+        scores = q @ k.transpose(2, 3) * self.scaling
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
         elif attention_mask is not None:
             scores = scores + attention_mask
         probs, dropout = torch.softmax(scores, -1), self._modules[self.drop]
-        probs = F.dropout(probs, dropout.p, self.training) if self.drops_by_itself else dropout(probs)
+        if not self.drops_by_itself:
+            probs = dropout(probs)
+        elif self.training:
+            probs = F.dropout(probs, dropout.p)
         context = probs @ v
         if head_mask is not None:
             context = context * head_mask[:, None, None]
@@ -650,6 +660,14 @@ class EncoderLayer(LayerMath, nn.Module):
                     return f"{'.'.join(path)} is gone"
             if type(module) not in _PARTS or watched(module):
                 return f"{'.'.join(path)} was replaced, or has hooks or another forward"
+            if type(module) is SelfAttention and module.heads() != (
+                self.form.nheads,
+                self.form.head_dim,
+                self.form.head_dim**-0.5,
+            ):
+                return f"{'.'.join(path)} has other heads"
+        if (self.form.stock.feed_forward or "feed_forward_chunk") in self.__dict__:
+            return "it has another feed-forward block"
         for path, dotted in (*linears, *norms):
             module = self
             for name in path:

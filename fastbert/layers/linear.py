@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.modules import activation_of, calls_all, is_hooked, is_plain
+from fastbert.layers.modules import activation_of, calls_all, has_weight, is_hooked, is_plain
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
@@ -194,7 +194,7 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
     """module(x), by our op if the module is a plain nn.LayerNorm."""
-    if is_plain(module, nn.LayerNorm) and not calls_all():
+    if is_plain(module, nn.LayerNorm) and has_weight(module) and not calls_all():
         return layer_norm(x, module.weight, module.bias, eps=module.eps)
     return module(x)
 

@@ -7,6 +7,7 @@ from itertools import repeat
 from operator import contains
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -19,6 +20,9 @@ _CAPTURE = "transformers.utils.output_capturing"
 _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 # Libraries whose linear layers treat each row by itself, and so also rows without padding
 _BY_ROW = ("fastbert.", "peft.tuners.")
+# Classes whose instances our ops read, and their code
+_KINDS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout)
+_FORWARDS = tuple(kind.forward for kind in _KINDS)
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -113,13 +117,22 @@ def changed(module: nn.Module) -> str | None:
     """Why a linear layer, norm or table must be called on a padded batch; None if it need not."""
     if watched(module):
         return "has hooks or another forward"
+    if type(module) is nn.LayerNorm and not has_weight(module):
+        return "has no weight, or one of several dimensions"
     return None if by_row(module) else f"is a {type(module).__name__}"
+
+
+def has_weight(norm: nn.LayerNorm) -> bool:
+    """Whether the norm has the weight that our ops take."""
+    return norm.weight is not None and norm.weight.dim() == 1
 
 
 def calls_all() -> str | None:
     """Why every module must be called now; None if our ops may read them."""
     if _has_any_global_hook():
         return "there are global module hooks"
+    if not torch.compiler.is_compiling() and tuple(kind.forward for kind in _KINDS) != _FORWARDS:
+        return "the forward of a class of PyTorch was replaced"
     return plain_torch()
 
 

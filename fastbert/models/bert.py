@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.modules import Activation, attach, calls_all, watched
+from fastbert.layers.modules import Activation, attach, calls_all, part, watched
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
@@ -71,8 +71,13 @@ class BertModel(PreTrainedModel):
                 self.pooler = Pooler()
             attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
             attach(self, pooler_activation(family), Activation("tanh"))
-        self.has_pooler = bool(family.pooler) and add_pooling_layer
         self.post_init()
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether the family has a pooler, and the model has one now."""
+        pooler = self.family.pooler
+        return pooler is not None and self._modules.get(pooler.partition(".")[0]) is not None
 
     def extra_repr(self) -> str:
         """How many layers run fused, as an accelerated model says it."""
@@ -100,7 +105,24 @@ class BertModel(PreTrainedModel):
         return reason
 
     def layers(self) -> list[nn.Module]:
-        """The layers in execution order; a shared layer appears once per use."""
+        """The layers in execution order; a shared layer appears once per use.
+
+        Raises:
+            TypeError: a module around layers was replaced, which nothing here would call.
+        """
+        above, path = self.family.layers.partition(".")[0], self.family.layers
+        stack = self._modules[above]
+        if not isinstance(stack, Stack):
+            raise TypeError(
+                f"model: {above} was replaced by a {type(stack).__name__}, but this package never calls it; "
+                "replace single layers, or subclass the model"
+            )
+        for i, group in enumerate(part(self, path) if self.family.group_layers else ()):
+            if type(group) is not nn.Module or watched(group):
+                raise TypeError(
+                    f"model: {path}.{i} has hooks or was replaced, but this package never calls it; hook or "
+                    "replace its layers"
+                )
         return layers_of(self, self.config, self.family)
 
     def forward(
@@ -353,7 +375,8 @@ class BertModel(PreTrainedModel):
             kept = packing.grid(ids[1])[1]
             if kept is not None and "input_ids" in given:
                 given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
-            return packing.from_grid(embeddings(**given))
+            first = () if self.family.stock_model.embeds_by_name else (given.pop("input_ids", None),)
+            return packing.from_grid(embeddings(*first, **given))
 
         return run_encoder(
             self,

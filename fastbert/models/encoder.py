@@ -79,7 +79,15 @@ def run_encoder(
         (batch, hidden). A list that was not asked for is empty.
     """
     packed, everything = inputs.packing, calls_all()
-    gaps = [everything or layer.gap() if isinstance(layer, EncoderLayer) else None for layer in layers]
+    own = LayerMath, getattr(root, "layer_class", LayerMath)
+    gaps = [
+        everything or layer.gap()
+        if isinstance(layer, EncoderLayer)
+        else None
+        if isinstance(layer, own)
+        else f"it is a {type(layer).__name__}"
+        for layer in layers
+    ]
     drops = drops or any(
         any(layer.dropout_rates()) if isinstance(layer, LayerMath) else layer.training
         for layer, reason in zip(layers, gaps, strict=True)
@@ -234,15 +242,16 @@ class Stack(nn.Module):
 
         def run_padded(x: Tensor) -> Tensor:
             found.append(run(packed.from_grid(x)))
-            return packed.grid(found[0][0])[0]
+            return packed.grid(found[-1][0])[0]
 
         x = packed.grid(hidden)[0]
         y = self(hidden_states=x, run=run_padded) if self.by_name else self(x, run=run_padded)
         hidden = packed.from_grid(_first(y))
-        states = found[0][1]
+        # another forward need not call ours
+        _, states, attentions = found[-1] if found else (None, [], [])
         if states:
             states[-1] = hidden
-        return hidden, states, found[0][2]
+        return hidden, states, attentions
 
 
 class Pooler(Part):
@@ -305,19 +314,9 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
         root: the encoder, with its parts under the family's names.
         config: its EncoderConfig or transformers config.
     """
-    try:
-        stack = part(root, family.layers)
-    except KeyError:
-        above = family.layers.partition(".")[0]
-        raise TypeError(
-            f"model: {above} was replaced by a {type(root._modules[above]).__name__} without "
-            f"{family.layers}; replace single layers, or subclass the model"
-        ) from None
+    stack = part(root, family.layers)
     if family.group_layers is None:
         return list(stack)
-    for i, group in enumerate(stack):
-        if type(group) is nn.Module and watched(group):
-            raise TypeError(f"model: {family.layers}.{i} has hooks, but is never called; hook its layers")
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
     return [layer for group in chosen for layer in group._modules[family.group_layers]]

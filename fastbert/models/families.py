@@ -206,7 +206,7 @@ FAMILIES: dict[str, Family] = {
                 feed_forward="ffn",
                 norms_attention=True,
             ),
-            stock_model=StockModel("BaseModelOutput", stack_by_name=True),
+            stock_model=StockModel("BaseModelOutput", stack_by_name=True, embeds_by_name=False),
         ),
         Family(
             "electra",
@@ -310,7 +310,9 @@ FAMILIES: dict[str, Family] = {
                 positional=("attention_mask",),
                 feed_forward="ff_chunk",
             ),
-            stock_model=StockModel("BaseModelOutputWithPooling", pooler_activation="pooler_activation"),
+            stock_model=StockModel(
+                "BaseModelOutputWithPooling", pooler_activation="pooler_activation", embeds_by_name=False
+            ),
         ),
         Family(
             "ernie",

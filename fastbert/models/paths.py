@@ -130,6 +130,7 @@ class StockModel:
         pooler_activation: if `pooler` is a linear layer, the encoder's module that is applied to its
             output; None if `pooler` does all.
         stack_by_name: the module around the layers gets its input by name.
+        embeds_by_name: the embeddings get their ids by name.
         tuple_keeps_none: with return_dict=False, what is missing is a None in the tuple, because the heads
             count on its place.
     """
@@ -137,4 +138,5 @@ class StockModel:
     output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
     pooler_activation: str | None = None
     stack_by_name: bool = False
+    embeds_by_name: bool = True
     tuple_keeps_none: bool = False

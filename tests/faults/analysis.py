@@ -50,8 +50,8 @@ FAULTS = (
     _fault(
         "tapped rows are skipped",
         "fastbert/models/encoder.py",
-        "(want_attentions or want_states or taps is not None)",
-        "(want_attentions or want_states)",
+        "(want_attentions or want_states or taps is not None or around)",
+        "(want_attentions or want_states or around)",
     ),
     _fault(
         "taps stay set",

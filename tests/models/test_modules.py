@@ -17,13 +17,16 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn.utils import parametrizations, prune, weight_norm
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.pytorch_utils import prune_linear_layer
 
 import fastbert
+from fastbert.layers.modules import Activation
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
 from tests.support.hf_models import FAMILY_NAMES, batch
-from tests.support.model_pairs import CASES, build, inputs_for
+from tests.support.model_pairs import CASES, build, inputs_for, labels_for
 
 LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet")
 # Modules of heads, and ALBERT's groups, that have no code of their own here
@@ -187,6 +190,42 @@ class Mixes(nn.Module):
         return self.inner(x) + self.inner(x[:, :1])
 
 
+class MixesItself(nn.Linear):
+    """The same as a subclass of nn.Linear, with the old one's weights."""
+
+    def __init__(self, old: nn.Linear):
+        super().__init__(old.in_features, old.out_features)
+        self.weight, self.bias = old.weight, old.bias
+
+    def forward(self, x):
+        return super().forward(x) + super().forward(x[:, :1])
+
+
+class OwnLayer(nn.Module):
+    """A layer that looks at the whole sequence, whatever else it is given."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states + hidden_states[:, :1]
+
+
+class Container(nn.Module):
+    """Has the parts of the module whose place it takes, and code of its own."""
+
+    def __init__(self, old: nn.Module):
+        super().__init__()
+        self._modules.update(old._modules)
+
+    def forward(self, x, *args, **kwargs):
+        return x
+
+
+class Summed(Container):
+    """A head that looks at the whole sequence."""
+
+    def forward(self, x, **kwargs):
+        return self.out_proj(self.dense(x[:, 0] + x[:, 1]))
+
+
 class OwnPooler(nn.Module):
     def forward(self, hidden_states):
         return hidden_states[:, 0].tanh() * hidden_states.shape[1]
@@ -293,9 +332,33 @@ def scaled_table(old: nn.Embedding) -> nn.Embedding:
     return new
 
 
+def _fewer_heads(model: nn.Module) -> None:
+    """As people prune: smaller layers, and the new number beside them."""
+    attention = layer(model).attention
+    for name in ("query", "key", "value"):
+        smaller = prune_linear_layer(getattr(attention.self, name), torch.arange(32))
+        setattr(attention.self, name, smaller.double())
+    attention.output.dense = prune_linear_layer(attention.output.dense, torch.arange(32), 1).double()
+    attention.self.num_attention_heads = 2
+
+
+def _hook_in_lora(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["query"], r=4, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model).double()
+    inside = layer(model).attention.self.query.lora_A["default"]
+    inside.register_forward_hook(lambda m, args, out: out + out[:, :1])
+
+
+def _twice(model: nn.Module) -> None:
+    once = model.bert.encoder.forward
+    model.bert.encoder.forward = lambda x, **kwargs: once(once(x, **kwargs)[0], **kwargs)
+
+
 CHANGES = {
     "another activation": put("intermediate.intermediate_act_fn", lambda _: nn.ReLU()),
-    "an activation of ours": put("intermediate.intermediate_act_fn", lambda _: nn.SiLU()),
+    "an activation of ours": put("intermediate.intermediate_act_fn", lambda _: Activation("relu")),
     "no dropout in training": _training(0.0),
     "all dropped in training": _training(1.0),
     "config dropout set to 0 afterwards": _no_config_dropout,
@@ -315,6 +378,8 @@ CHANGES = {
     "LoRA by hand": put("attention.self.query", low_rank),
     "a linear layer in a sequence": put("output.dense", lambda old: nn.Sequential(old, nn.Tanh())),
     "a layer that mixes tokens": put("attention.self.value", Mixes),
+    "a linear layer of one's own that mixes tokens": put("output.dense", lambda old: MixesItself(old)),
+    "a hook inside PEFT's layer": _hook_in_lora,
     "no norm": put("output.LayerNorm", lambda _: nn.Identity()),
     "RMSNorm": put("attention.output.LayerNorm", lambda _: nn.RMSNorm(48).double()),
     "attention.self wrapped": put("attention.self", Wrapped),
@@ -339,6 +404,20 @@ CHANGES = {
     "forward of embeddings": patched("bert.embeddings"),
     "forward of the stack": patched("bert.encoder"),
     "forward of the encoder": patched("bert"),
+    "the stack twice": _twice,
+    "a stack that calls no layer": lambda m: setattr(
+        m.bert.encoder, "forward", lambda x, **kwargs: BaseModelOutputWithPastAndCrossAttentions(x * 1.25)
+    ),
+    "a pre-hook of the encoder that changes ids": lambda m: m.bert.register_forward_pre_hook(
+        lambda m, args: (args[0].roll(1, 1), *args[1:])
+    ),
+    "a layer of one's own": _layers(lambda old: nn.ModuleList([old[0], OwnLayer(), old[2]])),
+    "another feed_forward_chunk": lambda m: setattr(layer(m), "feed_forward_chunk", lambda x: x * 1.25),
+    "heads pruned by hand": _fewer_heads,
+    "heads of another size": lambda m: setattr(layer(m).attention.self, "attention_head_size", 8),
+    "another scaling": lambda m: setattr(layer(m).attention.self, "scaling", 0.1),
+    "attention's dropout replaced": put("attention.self.dropout", lambda _: nn.Identity()),
+    "a norm without weight": put("output.LayerNorm", lambda _: nn.LayerNorm(48, elementwise_affine=False)),
     "weights replaced and written": _weights,
     "frozen": lambda m: m.bert.embeddings.requires_grad_(False),
     "recomputed, with a hook": lambda m: (
@@ -413,6 +492,16 @@ def test_what_is_asked_for_beside_a_hook(where, what):
     assert (ours[0][kept] - theirs[0][kept]).abs().max() <= 1e-9 * theirs[0].abs().max()
 
 
+def test_hidden_states_of_a_head_end_with_what_a_hook_made():
+    both, inputs = pair("bert", "ForTokenClassification"), inputs_for("bert", "ForTokenClassification")
+    kept, last = inputs["attention_mask"].bool(), []
+    for model in both:
+        HOOKS["forward"](model.bert.encoder)
+        with torch.no_grad():
+            last.append(model(**inputs, output_hidden_states=True).hidden_states[-1][kept])
+    assert (last[0] - last[1]).abs().max() <= 1e-9 * last[0].abs().max()
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
 def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
     """What transformers does not have is compared with the model without a hook."""
@@ -423,6 +512,7 @@ def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
     ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
     calls = [inputs | {"head_mask": torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)}]
     calls += [{"input_ids": inputs["input_ids"][mask], "cu_seqlens": ends, "output_attentions": True}]
+    calls += [inputs | ASKED["4-D mask"]]
     calls += [c | {"causal": True} for c in calls] if name != "mpnet" else []
     for call in calls:
         with torch.no_grad():
@@ -522,6 +612,122 @@ def test_global_hooks_see_every_module():
         handle.remove()
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout])
+def test_a_patched_class_of_pytorch_counts(kind, monkeypatch):
+    both, inputs, old = pair("bert"), batch("bert"), kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: old(self, x) * 1.25)
+    assert_same(both, inputs, kind.__name__)
+
+
+HEADS = [
+    ("bert", "ForTokenClassification", "dropout"),
+    ("distilbert", "ForQuestionAnswering", "dropout"),
+    ("bert", "ForMaskedLM", "cls.predictions.transform.transform_act_fn"),
+    ("electra", "ForMaskedLM", "generator_predictions.activation"),
+    ("roberta", "ForMaskedLM", "lm_head.decoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "path"), HEADS)
+def test_hooks_of_a_head_see_the_padded_batch_once(name, task, path):
+    both, inputs, seen = pair(name, task), inputs_for(name, task), []
+    labels = {} if "Question" in task else labels_for(both[1], inputs)
+    for model in both:
+        dropouts(0.0)(model.train())
+        model.get_submodule(path).register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    assert_same(both, inputs | labels, path, backward=True)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("name", "path"), [("bert", "cls.predictions"), ("roberta", "lm_head")])
+def test_a_decoder_of_any_class_trains(name, path):
+    both, inputs = pair(name, "ForMaskedLM"), inputs_for(name, "ForMaskedLM")
+    for model in both:
+        dropouts(0.0)(model.train())
+        head = model.get_submodule(path)
+        head.decoder = Wrapped(head.decoder)
+    assert_same(both, inputs | labels_for(both[1], inputs), path, backward=True)
+
+
+REPLACED = [
+    ("electra", "ForMultipleChoice", "sequence_summary"),
+    ("bert", "ForMaskedLM", "cls.predictions.transform"),
+    ("roberta", "ForMaskedLM", "lm_head"),
+    ("albert", "ForPreTraining", "sop_classifier"),
+    ("albert", "Model", "encoder.albert_layer_groups.0"),
+    ("bert", "Model", "encoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "path"), REPLACED)
+def test_code_around_parts_is_never_passed_over(name, task, path):
+    model, inputs = pair(name, task)[1], inputs_of(name, task)
+    above, _, last = path.rpartition(".")
+    owner = model.get_submodule(above)
+    owner._modules[last] = Container(owner._modules[last])
+    with pytest.raises(TypeError, match=rf"model: {re.escape(path)} .*was replaced"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["roberta", "electra", "mpnet"])
+@pytest.mark.parametrize("how", ["wrapped", "own", "hooked", "PEFT"])
+def test_a_head_of_the_first_token_may_be_replaced(name, how):
+    both, inputs = pair(name, "ForSequenceClassification"), inputs_of(name, "ForSequenceClassification")
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    for model in both:
+        if how == "hooked":
+            HOOKS["forward"](model.classifier)
+        elif how == "PEFT":
+            peft = pytest.importorskip("peft")
+            old = model.classifier
+            model.classifier = peft.utils.ModulesToSaveWrapper(old, "default")
+        else:
+            model.classifier = {"wrapped": Wrapped, "own": Summed}[how](model.classifier)
+    assert_same(both, inputs, how, backward=True)
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "distilbert"])
+def test_embeddings_get_their_ids_as_in_transformers(name):
+    both, inputs = pair(name), batch(name)
+
+    def other_ids(module, args, kwargs):
+        if name == "bert":
+            return args, kwargs | {"input_ids": kwargs["input_ids"].roll(1, 0)}
+        return (args[0].roll(1, 0), *args[1:]), kwargs
+
+    for model in both:
+        model.embeddings.register_forward_pre_hook(other_ids, with_kwargs=True)
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    assert_same(both, inputs, name)
+
+
+@pytest.mark.parametrize("change", [type(None), OwnPooler])
+@pytest.mark.parametrize("task", ["ForNextSentencePrediction", "ForTokenClassification"])
+def test_a_pooler_may_come_and_go(task, change):
+    both, inputs = (
+        tuple(m.base_model for m in pair("bert", task)),
+        inputs_of("bert", "ForSequenceClassification"),
+    )
+    for model in both:
+        model.pooler = change()
+    assert_same(both, inputs, task)
+
+
+def test_albert_obeys_another_ff_chunk():
+    both, inputs = pair("albert"), batch("albert")
+    for model in both:
+        model.encoder.albert_layer_groups[0].albert_layers[0].ff_chunk = lambda x: x * 1.25
+    assert_same(both, inputs, "ff_chunk")
+
+
+def test_question_answering_reads_no_dropout_that_bert_lacks():
+    both, inputs = pair("bert", "ForQuestionAnswering"), inputs_for("bert", "ForQuestionAnswering")
+    for model in both:
+        model.dropout = nn.Tanh()
+    assert_same(both, inputs, "dropout")
+
+
 def test_compiled_with_a_hook(fresh_dynamo):
     own, inputs = pair("bert")[1], batch("bert")
     HOOKS["forward"](own.encoder.layer[1].output)
@@ -541,6 +747,7 @@ ERRORS = {
         lambda m: setattr(m.bert, "encoder", nn.Identity()),
         "model: encoder was replaced by a Identity",
     ),
+    "encoder": (put(":bert", Wrapped), "model: bert was replaced by a Wrapped"),
     "mapped ids": (lambda m: None, "input_ids: is mapped by torch.func.vmap"),
     "taps": (lambda m: HOOKS["forward"](layer(m)), "model: layer 1 shows nothing of what it computes inside"),
     "no ids": (

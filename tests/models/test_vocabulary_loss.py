@@ -251,8 +251,7 @@ def test_deferred_logits_where_they_cannot_be():
     with pytest.raises(RuntimeError, match=r"^logits: an autograd.Function took .* output_logits=True"):
         taken.sum().backward()
     usual, wider = model.get_output_embeddings(), torch.nn.Linear(48, 130)
-    model.cls.predictions.decoder = torch.nn.Sequential(wider)
-    model.cls.predictions.decoder.weight = usual.weight
+    model.cls.predictions.decoder = wider
     with pytest.raises(RuntimeError, match=r"^logits: expected torch.float32 of shape \(4, 18, 120\)"):
         model(**inputs).logits.sum()
     model.cls.predictions.decoder = usual

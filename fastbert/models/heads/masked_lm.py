@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm, has_float_weight
-from fastbert.layers.modules import Activation, attach, part
+from fastbert.layers.modules import Activation, attach
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel
@@ -62,7 +62,7 @@ class MaskedLMModel(TaskModel):
 
     def get_output_embeddings(self) -> nn.Module:
         """The decoder."""
-        return part(self, self.family.lm_head.decoder)
+        return self.head_part(self.family.lm_head.decoder)
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Replace the decoder; its bias becomes the head's.
@@ -84,21 +84,21 @@ class MaskedLMModel(TaskModel):
     def transform(self, hidden: Tensor) -> Tensor:
         """(…, hidden) -> (…, embedding size): what the decoder reads."""
         head = self.family.lm_head
-        dense = part(self, head.dense)
+        dense = self.head_part(head.dense)
         if head.act is None:
             x = apply_linear(dense, hidden, head.activation)
         else:
-            x = apply_activated(dense, part(self, head.act), hidden)
-        return apply_norm(part(self, head.norm), x)
+            x = apply_activated(dense, self.head_part(head.act), hidden)
+        return apply_norm(self.head_part(head.norm), x)
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """(…, hidden) -> (…, vocab_size)."""
-        return apply_linear(part(self, self.family.lm_head.decoder), self.transform(hidden))
+        return apply_linear(self.head_part(self.family.lm_head.decoder), self.transform(hidden))
 
     def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
         """Mean cross-entropy of the labelled tokens. `count` is their number, or None if it is not known."""
         hidden, labels = encoded.labelled(labels, count)
-        decoder = part(self, self.family.lm_head.decoder)
+        decoder = self.head_part(self.family.lm_head.decoder)
         if encoded.by_modules:
             return cross_entropy(encoded.by_token(self.lm_logits), labels, ignore_index=IGNORED)
         x = self.transform(hidden)
@@ -124,7 +124,7 @@ class MaskedLMModel(TaskModel):
         """
         if output_logits is False:
             return None, self.lm_loss(encoded, labels, count)
-        if output_logits is None and self.training and labels is not None:
+        if output_logits is None and self.training and labels is not None and not encoded.by_modules:
             return self.deferred_logits(encoded, name), self.lm_loss(encoded, labels, count)
         logits = encoded.by_token(self.lm_logits)
         return encoded.unpack(logits), None if labels is None else encoded.token_loss(logits, labels)
@@ -132,7 +132,7 @@ class MaskedLMModel(TaskModel):
     def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
         """The padded logits, not computed yet."""
         head, hidden = self.family.lm_head, encoded.hidden
-        modules = [part(self, path) for path in (head.dense, head.norm, head.decoder)]
+        modules = [self.head_part(path) for path in (head.dense, head.norm, head.decoder)]
         dtype = modules[-1].weight.dtype
         if dtype != torch.float64:  # which autocast leaves alone
             dtype = checks.autocast_dtype(hidden) or dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_linear
-from fastbert.layers.modules import attach, part
+from fastbert.layers.modules import attach
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.task_model import Encoded, TaskModel
@@ -40,7 +40,7 @@ class BertForNextSentencePrediction(TaskModel):
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """(batch, 2), twice."""
-        logits = apply_linear(part(self, self.family.next_sentence), self.pooled(encoded))
+        logits = apply_linear(self.head_part(self.family.next_sentence), self.pooled(encoded))
         return logits, logits
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_linear
-from fastbert.layers.modules import attach, part
+from fastbert.layers.modules import attach
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.masked_lm import MaskedLMModel
@@ -51,13 +51,13 @@ class BertForPreTraining(MaskedLMModel):
     @property
     def pair_head(self) -> nn.Module:
         """The layer whose outputs are the classes of a pair."""
-        return part(self, self.family.next_sentence)
+        return self.head_part(self.family.next_sentence)
 
     def pair_logits(self, encoded: Encoded) -> Tensor:
         """(batch, 2)."""
         pooled = self.pooled(encoded)
         if self.family.next_sentence_dropout is not None:
-            pooled = part(self, self.family.next_sentence_dropout[0])(pooled)
+            pooled = self.head_part(self.family.next_sentence_dropout[0])(pooled)
         return apply_linear(self.pair_head, pooled)
 
     def forward(

@@ -82,7 +82,7 @@ class BertForQuestionAnswering(TaskModel):
             max_seqlen,
             causal,
         )
-        dropout = self._modules.get("dropout", nn.Identity())
+        dropout = nn.Identity() if self.family.qa_dropout_key is None else self.dropout
         logits = encoded.by_token(lambda x: apply_linear(self.qa_outputs, dropout(x)))
         packing = encoded.inputs.packing
         padded, kept = packing.grid(logits)

@@ -20,6 +20,7 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
 from fastbert.models.outputs import LogitsOutput, ModelOutput
 from fastbert.ops import checks
+from fastbert.ops.activation import activate_eager
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
 
@@ -127,16 +128,38 @@ def without_masked(scores: Tensor, kept: Tensor) -> Tensor:
     return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
 
 
+class FirstTokenHead(nn.Module):
+    """A classifier of the first token, by its own layers; called only if it is watched, or wrapped (PEFT)."""
+
+    def __init__(self, head: ClassifierHead):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(batch, seqlen, hidden) -> (batch, classes)."""
+        head, x = self.head, hidden_states[:, 0]
+        dropout, dense, out = (
+            self._modules[path.rpartition(".")[2]] for path in (head.dropout, head.dense, head.out)
+        )
+        if head.dropout_first:
+            x = dropout(x)
+        act = None if head.act is None else self._modules[head.act.rpartition(".")[2]]
+        x = activate_eager(dense(x), head.activation) if act is None else act(dense(x))
+        return out(dropout(x))
+
+
 class TaskModel(PreTrainedModel):
     """An encoder with a head. A head with one `labels` argument defines `logits` and `loss`.
 
     Attributes:
         model_types: the families that a head's own class accepts; a family's subclass accepts its family.
         reads_first_only: whether the head reads the token at position 0 and no other.
+        around_classifier: the path of the `FirstTokenHead`, or None.
     """
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)
     reads_first_only: ClassVar[bool] = False
+    around_classifier: str | None = None
     __call__: LabelsCall
 
     def __init__(self, config: EncoderConfig):
@@ -252,7 +275,13 @@ class TaskModel(PreTrainedModel):
     ) -> Encoded:
         """The packed tokens, encoded."""
         encoder, by_modules = self.base_model, self._calls_modules()
+        if not hasattr(encoder, "has_pooler"):
+            raise TypeError(
+                f"model: {self.base_model_prefix} was replaced by a {type(encoder).__name__}; expected an "
+                "encoder of fastbert, which may be hooked"
+            )
         whole = encoder.has_pooler and pooler_gap(encoder, self.family)
+        whole = whole or self._calls_head()
         given = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -270,7 +299,8 @@ class TaskModel(PreTrainedModel):
         )
         if watched(encoder) or _has_any_global_hook():
             # Hooks see what transformers' encoder returns
-            inputs, output = encoder.checked(**given), encoder(**given, **asked, return_dict=True)
+            inputs, ids = encoder.checked(**given), given.pop("input_ids")
+            output = encoder(ids, **given, **asked, return_dict=True)
             pack, pack_scores = inputs.packing.pack, inputs.packing.pack_scores
             states, probs = output.hidden_states, output.attentions
             return Encoded(
@@ -304,7 +334,9 @@ class TaskModel(PreTrainedModel):
                             f"use one of {', '.join(f'{path}.{n}' for n in module._modules)}, or "
                             "fastbert.accelerate with transformers' model"
                         )
-                elif type(module) not in (Activation, nn.Dropout) and changed(module) is not None:
+                elif watched(module) or (
+                    type(module) not in (Activation, nn.Dropout) and changed(module) is not None
+                ):
                     found = True
         return found
 
@@ -317,6 +349,31 @@ class TaskModel(PreTrainedModel):
     ) -> Any:
         """An output of loss and logits (`values`) and what the encoder was asked for; see `as_output`."""
         return self.as_output(output_class(*values, encoded.hidden_states, encoded.attentions), return_dict)
+
+    def _calls_head(self) -> bool:
+        """Whether the module around a classifier's layers must be called, on whole sequences."""
+        if self.around_classifier is None:
+            return False
+        module = part(self, self.around_classifier)
+        return type(module) is not FirstTokenHead or watched(module) or calls_all() is not None
+
+    def head_part(self, path: str) -> nn.Module:
+        """The head's module at a dotted path.
+
+        Raises:
+            TypeError: a module around it was replaced, which nothing here would call.
+        """
+        module: nn.Module = self
+        names = path.split(".")
+        for i, name in enumerate(names):
+            module = module._modules.get(name)
+            if i + 1 < len(names) and type(module) not in (nn.Module, FirstTokenHead):
+                above = ".".join(names[: i + 1])
+                raise TypeError(
+                    f"model: {above} was replaced by a {type(module).__name__}, but this package never calls "
+                    "it; replace what is inside, or use fastbert.accelerate with transformers' model"
+                )
+        return module
 
     def attach_dropout(self, path: str, key: str) -> None:
         """Create dropout with the probability at the config's `key`, or `hidden_dropout_prob`."""
@@ -333,6 +390,9 @@ class TaskModel(PreTrainedModel):
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
         """Create the layers of a head that reads one vector per sequence."""
         hidden = self.config.hidden_size
+        if "." in head.out:
+            self.around_classifier = head.out.rpartition(".")[0]
+            attach(self, self.around_classifier, FirstTokenHead(head))
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden))
         if head.act is not None:
@@ -344,15 +404,18 @@ class TaskModel(PreTrainedModel):
         """(batch, classes) from the pooler's output, or from the first token through the head's own dense
         layer.
         """
+        if self._calls_head():
+            encoded.first()  # refuses what heads refuse
+            return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])
         if head.dense is None:
             x = self.pooled(encoded)
         else:
             x = encoded.first()
             if head.dropout_first:
-                x = part(self, head.dropout)(x)
-            dense = part(self, head.dense)
+                x = self.head_part(head.dropout)(x)
+            dense = self.head_part(head.dense)
             if head.act is None:
                 x = apply_linear(dense, x, head.activation)
             else:
-                x = apply_activated(dense, part(self, head.act), x)
-        return apply_linear(part(self, head.out), part(self, head.dropout)(x))
+                x = apply_activated(dense, self.head_part(head.act), x)
+        return apply_linear(self.head_part(head.out), self.head_part(head.dropout)(x))
