@@ -580,6 +580,7 @@ class EncoderLayer(LayerMath, nn.Module):
 
     def __init__(self, config: EncoderConfig, heads: Heads | None = None):
         super().__init__()
+        self.as_made: AsMade | None = None
         family, hidden = config.family, config.hidden_size
         names, nheads, stock = family.layer, config.num_attention_heads, family.stock_layer
         self.form = LayerForm(names, stock, nheads, config.head_dim, config.activation_name, heads)
@@ -624,13 +625,13 @@ class EncoderLayer(LayerMath, nn.Module):
 
     def dropout_rates(self) -> tuple[float, float, float]:
         """See `LayerMath`."""
-        made = self.__dict__.get("as_made")
+        made = self.as_made
         if made is not None and not any(m.training for m in made.droppers):
             return 0.0, 0.0, 0.0
         return super().dropout_rates()
 
     def _plain_parts(self, sequences: Sequences) -> tuple[list[nn.Module], list[nn.Module]] | None:
-        made = self.__dict__.get("as_made") if sequences.looked_at else None
+        made = self.as_made if sequences.looked_at else None
         if made is None:
             return super()._plain_parts(sequences)
         if made.parts is None:
@@ -641,11 +642,11 @@ class EncoderLayer(LayerMath, nn.Module):
         """Why the layer must be called module by module on a padded batch; None if our ops may run it."""
         if torch.compiler.is_compiling():
             return self._gap()
-        made = self.__dict__.get("as_made")
+        made = self.as_made
         if made is not None and made.holds(self):
             return None
         reason = self._gap()
-        self.__dict__["as_made"] = AsMade(self) if reason is None else None
+        self.as_made = AsMade(self) if reason is None else None
         return reason
 
     def _gap(self) -> str | None:

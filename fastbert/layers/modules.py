@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import repeat
-from operator import contains
 from typing import Any
 
 import torch
@@ -139,8 +137,8 @@ def calls_all() -> str | None:
 class AsMade:
     """The modules below one, at a time when nothing looked at any of them.
 
-    Asked for each layer of each call: so C code walks lists. It holds no reference to the module itself, and
-    is neither copied nor pickled with it.
+    Asked for each layer of each call: so C code walks lists. It holds no reference to the module itself or
+    its attributes, so that these are freed at once, and is neither copied nor pickled with it.
     """
 
     def __init__(self, root: nn.Module):
@@ -150,7 +148,9 @@ class AsMade:
         every = [root, *self.modules]
         self.tables = [m._modules for m in every if m._modules]
         self.children = list(map(list, map(dict.values, self.tables)))
-        self.attributes = list(map(vars, every))
+        # a new `forward` of an instance is one attribute more
+        self.attributes, self.size = list(map(vars, self.modules)), len(vars(root))
+        self.sizes = list(map(len, self.attributes))
         self.hooks = [
             hooks
             for m in every
@@ -159,17 +159,23 @@ class AsMade:
         self.dropouts = [m for m in self.modules if type(m) is nn.Dropout]
         # Whose modes say whether something drops: see `LayerMath.dropout_rates`
         self.parts: tuple | None = None  # kept for `FusedLayer._plain_parts`
-        self.droppers = self.dropouts + [m for m in self.modules if "drops_by_itself" in vars(m)]
+        attentions = [m for m in self.modules if "drops_by_itself" in vars(m)]
+        self.droppers = self.dropouts + attentions
+        self.heads = [(m, m.heads()) for m in attentions]
+        self.norms = [m._parameters for m in self.modules if type(m) is nn.LayerNorm]
 
     def holds(self, root: nn.Module) -> bool:
-        """Whether all modules are still there, of the same classes, without hooks or another forward."""
+        """Whether all modules are still there, as they were, without hooks or another forward."""
         return (
             not any(self.hooks)
             and list(map(list, map(dict.values, self.tables))) == self.children
             and list(map(type, self.modules)) == self.classes
             and type(root) is self.kind
-            and not any(map(contains, self.attributes, repeat("forward")))
+            and list(map(len, self.attributes)) == self.sizes
+            and len(root.__dict__) == self.size
             and all(m.p < 1.0 for m in self.dropouts)
+            and all(m.heads() == heads for m, heads in self.heads)
+            and all(parameters["weight"] is not None for parameters in self.norms)
         )
 
     def __deepcopy__(self, memo: dict) -> None:

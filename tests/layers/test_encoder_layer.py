@@ -226,7 +226,7 @@ def test_freed_with_the_model():
     with torch.no_grad():
         model(**batch("bert"))
     assert any(name[0] == "layer" for name in prepared.remembered(model))
-    model.eval()
+    model.train()
     assert prepared.remembered(model) == []
 
 
