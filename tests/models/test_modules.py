@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import threading
 import types
 
 import pytest
@@ -25,6 +26,8 @@ from fastbert.layers.modules import Activation
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
+from fastbert.ops.checks import plain_torch
+from fastbert.ops.cross_entropy import cross_entropy
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.model_pairs import CASES, build, inputs_for, labels_for
 
@@ -589,6 +592,36 @@ def test_double_backward_on_request():
         torch.autograd.grad(grads, parameters, [torch.ones_like(g) for g in grads])
 
 
+def test_double_backward_holds_in_its_block_and_thread():
+    seen, logits, labels = [], torch.randn(3, 5, dtype=torch.float64), torch.tensor([0, 4, 2])
+    expected = cross_entropy(logits, labels, label_smoothing=0.1)
+    with fastbert.double_backward():
+        with fastbert.double_backward():
+            pass
+        assert plain_torch()
+        assert (cross_entropy(logits, labels, label_smoothing=0.1) - expected).abs() < 1e-12
+        thread = threading.Thread(target=lambda: seen.append(plain_torch()))
+        thread.start()
+        thread.join()
+    with contextlib.suppress(ZeroDivisionError), fastbert.double_backward():
+        raise ZeroDivisionError
+    assert seen == [plain_torch()] == [None]
+
+
+def test_a_hooked_encoder_refuses_a_masked_first_token_too():
+    model, inputs = pair("bert", "ForSequenceClassification")[1], batch("bert")
+    model.bert.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="attention_mask: position 0 of sequence 1"):
+        model(**inputs)
+
+
+def test_embeddings_of_roberta_count_positions_of_vectors():
+    stock, own = pair("roberta")
+    x = torch.randn(2, 7, 48, dtype=torch.float64)
+    a, b = (m.embeddings(inputs_embeds=x) for m in (own, stock))
+    assert (a - b).abs().max() <= 1e-12
+
+
 def test_noise_on_embeddings_as_neftune_draws_it():
     def noise(module, args, out):
         assert out.shape == (4, 40, 48)
@@ -647,7 +680,10 @@ def test_a_decoder_of_any_class_trains(name, path):
         dropouts(0.0)(model.train())
         head = model.get_submodule(path)
         head.decoder = Wrapped(head.decoder)
-    assert_same(both, inputs | labels_for(both[1], inputs), path, backward=True)
+    given = inputs | labels_for(both[1], inputs)
+    assert_same(both, given, path, backward=True)
+    alone = both[1](**given, output_logits=False).loss
+    assert (alone - both[0](**given).loss).abs() <= 1e-9
 
 
 REPLACED = [
