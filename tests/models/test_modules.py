@@ -375,7 +375,10 @@ CHANGES = {
         put("output.dropout", lambda _: nn.Identity())(m),
     ),
     "weight_norm": put("output.dense", parametrizations.weight_norm),
-    "weight_norm, old": put("output.dense", weight_norm),
+    "weight_norm, old": lambda m: (
+        put("output.dense", weight_norm)(m),
+        layer(m).output.dense.weight_g.data.mul_(2),
+    ),
     "orthogonal": put("attention.output.dense", parametrizations.orthogonal),
     "pruned": lambda m: prune.l1_unstructured(layer(m).intermediate.dense, "weight", 0.5),
     "LoRA by hand": put("attention.self.query", low_rank),
@@ -634,10 +637,11 @@ def test_noise_on_embeddings_as_neftune_draws_it():
     assert_same(both, inputs, "noise")
 
 
-def test_global_hooks_see_every_module():
-    both, inputs = pair("bert"), batch("bert")
+@pytest.mark.parametrize("kinds", [("Linear", "LayerNorm"), ("BertModel",)])
+def test_global_hooks_see_every_module(kinds):
+    both, inputs = pair("bert", "ForTokenClassification"), batch("bert")
     handle = nn.modules.module.register_module_forward_hook(
-        lambda m, args, out: scaled(out, 1.01) if isinstance(m, (nn.Linear, nn.LayerNorm)) else None
+        lambda m, args, out: scaled(out, 1.01) if type(m).__name__ in kinds else None
     )
     try:
         assert_same(both, inputs, "global")
