@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers import direct, packing
@@ -29,17 +28,16 @@ from fastbert.layers.linear import (
     has_float_weight,
     takes_rounded,
 )
-from fastbert.layers.modules import (
+from fastbert.layers.modules import attach, changed, is_hooked, part, plain_dropout, watched
+from fastbert.layers.parts import (
+    PARTS,
     Activation,
     AsMade,
+    Attention,
     Part,
+    SelfAttention,
     activation_of,
-    attach,
-    changed,
-    is_hooked,
-    part,
-    plain_dropout,
-    watched,
+    two,
 )
 from fastbert.layers.patterns import Heads, Rows
 from fastbert.layers.quantized import copy_of
@@ -175,7 +173,7 @@ class LayerMath(FusedLayer):
 
     def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
-        attended, probs = _two(self.attention(hidden, *args, **kwargs))
+        attended, probs = two(self.attention(hidden, *args, **kwargs))
         if self.form.stock.norms_attention:
             attended = part(self, self.form.names.attention_norm)(attended + hidden)
         return attended, probs
@@ -489,87 +487,6 @@ def _with_team(hidden: Tensor) -> Iterator[None]:
         close_team()
 
 
-class SelfAttention(Part):
-    """Self-attention on a padded batch in PyTorch's own operations, as transformers' eager attention.
-
-    Args:
-        form: of the layer.
-        steps, norm: what the module does after attention; see `Part`.
-
-    Attributes:
-        num_attention_heads, attention_head_size, scaling: as in transformers; others are obeyed.
-    """
-
-    def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
-        super().__init__(*steps, norm=norm)
-        self.num_attention_heads, self.attention_head_size = form.nheads, form.head_dim
-        self.scaling = form.head_dim**-0.5
-        names = form.names
-        self.inputs = tuple(path.rpartition(".")[2] for path in (names.query, names.key, names.value))
-        self.drop, self.drops_by_itself = form.paths[3][0][-1], form.stock.attention_drops_by_itself
-
-    def heads(self) -> tuple[int, int, float]:
-        """Their number and size, and the factor of their scores."""
-        return self.num_attention_heads, self.attention_head_size, self.scaling
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, head_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(output (batch, seqlen, hidden), probabilities (batch, nheads, seqlen, seqlen) after dropout).
-
-        Args:
-            hidden_states: (batch, seqlen, hidden).
-            attention_mask: broadcasts to the probabilities; bool (True = attend), or added to the scores.
-            head_mask: (nheads,) factors of the heads' outputs, or None.
-        """
-        heads = (-1, self.attention_head_size)
-        q, k, v = (
-            self._modules[name](hidden_states).unflatten(-1, heads).transpose(1, 2) for name in self.inputs
-        )
-        scores = q @ k.transpose(2, 3) * self.scaling
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
-        elif attention_mask is not None:
-            scores = scores + attention_mask
-        probs, dropout = torch.softmax(scores, -1), self._modules[self.drop]
-        if not self.drops_by_itself:
-            probs = dropout(probs)
-        elif self.training:
-            probs = F.dropout(probs, dropout.p)
-        context = probs @ v
-        if head_mask is not None:
-            context = context * head_mask[:, None, None]
-        return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
-
-
-def _two(found: tuple) -> tuple[Tensor, Tensor | None]:
-    """(output, probabilities or None) of what an attention module has returned."""
-    return found[0], found[1] if len(found) > 1 else None
-
-
-class Attention(Part):
-    """The attention block of a padded batch where transformers has self-attention in a module of its own.
-
-    Args:
-        inside: name of the self-attention.
-        steps, norm: what the module does with its output. With neither, `output` is called with both.
-    """
-
-    def __init__(self, inside: str, *steps: str, norm: str | None = None):
-        super().__init__(*steps, norm=norm)
-        self.inside = inside
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As `SelfAttention.forward`."""
-        attended, probs = _two(self._modules[self.inside](hidden_states, *args, **kwargs))
-        if self.norm is None:
-            return self._modules["output"](attended, hidden_states), probs
-        return super().forward(attended, hidden_states), probs
-
-
-_PARTS = frozenset((Part, SelfAttention, Attention))
-
-
 class EncoderLayer(LayerMath, nn.Module):
     """One encoder layer with parameters of its own, and the modules of transformers' layer.
 
@@ -659,7 +576,7 @@ class EncoderLayer(LayerMath, nn.Module):
                 module = module._modules.get(name)
                 if module is None:
                     return f"{'.'.join(path)} is gone"
-            if type(module) not in _PARTS or watched(module):
+            if type(module) not in PARTS or watched(module):
                 return f"{'.'.join(path)} was replaced, or has hooks or another forward"
             if type(module) is SelfAttention and module.heads() != (
                 self.form.nheads,

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.modules import activation_of, calls_all, has_weight, is_hooked, is_plain
+from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain
+from fastbert.layers.parts import activation_of
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager

@@ -6,10 +6,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.ops.activation import activate_eager
 from fastbert.ops.checks import plain_torch
 
 _FSDP = "torch.distributed.fsdp"
@@ -132,98 +131,3 @@ def calls_all() -> str | None:
     if not torch.compiler.is_compiling() and tuple(kind.forward for kind in _KINDS) != _FORWARDS:
         return "the forward of a class of PyTorch was replaced"
     return plain_torch()
-
-
-class AsMade:
-    """The modules below one, at a time when nothing looked at any of them.
-
-    Asked for each layer of each call: so C code walks lists. It holds no reference to the module itself or
-    its attributes, so that these are freed at once, and is neither copied nor pickled with it.
-    """
-
-    def __init__(self, root: nn.Module):
-        self.kind = type(root)
-        self.modules = [m for m in root.modules() if m is not root]
-        self.classes = list(map(type, self.modules))
-        every = [root, *self.modules]
-        self.tables = [m._modules for m in every if m._modules]
-        self.children = list(map(list, map(dict.values, self.tables)))
-        # a new `forward` of an instance is one attribute more
-        self.attributes, self.size = list(map(vars, self.modules)), len(vars(root))
-        self.sizes = list(map(len, self.attributes))
-        self.hooks = [
-            hooks
-            for m in every
-            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        ]
-        self.dropouts = [m for m in self.modules if type(m) is nn.Dropout]
-        # Whose modes say whether something drops: see `LayerMath.dropout_rates`
-        self.parts: tuple | None = None  # kept for `FusedLayer._plain_parts`
-        attentions = [m for m in self.modules if "drops_by_itself" in vars(m)]
-        self.droppers = self.dropouts + attentions
-        self.heads = [(m, m.heads()) for m in attentions]
-        self.norms = [m._parameters for m in self.modules if type(m) is nn.LayerNorm]
-
-    def holds(self, root: nn.Module) -> bool:
-        """Whether all modules are still there, as they were, without hooks or another forward."""
-        return (
-            not any(self.hooks)
-            and list(map(list, map(dict.values, self.tables))) == self.children
-            and list(map(type, self.modules)) == self.classes
-            and type(root) is self.kind
-            and list(map(len, self.attributes)) == self.sizes
-            and len(root.__dict__) == self.size
-            and all(m.p < 1.0 for m in self.dropouts)
-            and all(m.heads() == heads for m, heads in self.heads)
-            and all(parameters["weight"] is not None for parameters in self.norms)
-        )
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()
-
-
-class Activation(nn.Module):
-    """An activation of `fastbert.ops.activation` where transformers has a module."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        """act(x)."""
-        return activate_eager(x, self.name)
-
-    def extra_repr(self) -> str:
-        """Its name."""
-        return self.name
-
-
-def activation_of(module: nn.Module) -> str | None:
-    """The name of a plain `Activation`; None if the module must be called."""
-    return module.name if type(module) is Activation and not watched(module) else None
-
-
-class Part(nn.Module):
-    """A part of a model in transformers' tree: its children in order; then, with `norm`, sum and LayerNorm.
-
-    It is called only if something looks at it, or at what it holds. Otherwise our ops read the parameters.
-
-    Args:
-        steps: names of the children to call, in order.
-        norm: name of the child that is applied to the sum with `input_tensor`, or None.
-    """
-
-    def __init__(self, *steps: str, norm: str | None = None):
-        super().__init__()
-        self.steps, self.norm = steps, norm
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor | None = None) -> Tensor:
-        """(batch, seqlen, width) -> the same shape, maybe of another width."""
-        for step in self.steps:
-            hidden_states = self._modules[step](hidden_states)
-        if self.norm is None:
-            return hidden_states
-        return self._modules[self.norm](hidden_states + input_tensor)

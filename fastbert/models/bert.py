@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.modules import Activation, attach, calls_all, part, watched
+from fastbert.layers.modules import attach, calls_all, part, watched
+from fastbert.layers.parts import Activation
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastbert.layers.linear import apply_activated, apply_linear
-from fastbert.layers.modules import Activation, attach
+from fastbert.layers.modules import attach
+from fastbert.layers.parts import Activation
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.masked_lm import BertForMaskedLM

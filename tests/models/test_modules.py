@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.pytorch_utils import prune_linear_layer
 
 import fastbert
-from fastbert.layers.modules import Activation
+from fastbert.layers.parts import Activation
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm, has_float_weight
-from fastbert.layers.modules import Activation, attach
+from fastbert.layers.modules import attach
+from fastbert.layers.parts import Activation
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel

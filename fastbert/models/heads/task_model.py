@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers.linear import apply_activated, apply_linear
-from fastbert.layers.modules import Activation, attach, calls_all, changed, part, watched
+from fastbert.layers.modules import attach, calls_all, changed, part, watched
+from fastbert.layers.parts import Activation
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import pooler_gap
