@@ -71,7 +71,7 @@ FAULTS = (
     _fault("the table does not reach forward", "AttentionFunction.apply(*inputs, return_probs, save_bits, table)", "AttentionFunction.apply(*inputs, return_probs, save_bits, None)", _ATTENTION),
     _fault("layers do not hand it on", "            return_probs=sequences.return_probs,\n            places=sequences.fitting_places(),", "            return_probs=sequences.return_probs,\n            places=None,", _LAYER),
     _fault("places outlive their lengths", "return places if places is not None and places.cu_seqlens is self.cu_seqlens else None", "return places", _LAYER),
-    _fault("no table for a model", "want_attentions, places=places, causal=causal, taps=taps)", "want_attentions, causal=causal, taps=taps)", _MODEL),
+    _fault("no table for a model", "dict(places=places, causal=causal,", "dict(causal=causal,", _MODEL),
     _fault("Triton's launcher gets no table", "backend.attention_fwd(inputs, return_probs, save_bits, places)", "backend.attention_fwd(inputs, return_probs, save_bits)", _BACKEND),
     _fault("Triton's backward gets no table", "backend.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)", "backend.attention_bwd(dout, inputs, out, lse, keep_bits, need)", _BACKEND),
 )  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fastbert import layers
 from fastbert.layers import direct
+from fastbert.layers import encoder as layers
 from fastbert.layers import linear as linear_layers
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import attention as attention_op

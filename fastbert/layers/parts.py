@@ -1,0 +1,198 @@
+"""The modules of a layer in transformers' tree that hold no parameters of ours.
+
+They are called only where something looks at them or at what they hold. Otherwise our ops read the parameters
+below them, and `AsMade` tells that nothing does.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastbert.layers.modules import watched
+from fastbert.ops.activation import activate_eager
+
+if TYPE_CHECKING:
+    from fastbert.layers.encoder import LayerForm
+
+
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULES = itemgetter("_modules")
+
+
+class AsMade:
+    """The modules below one, at a time when nothing looked at any of them.
+
+    Asked for each layer of each call: so C code walks lists. It holds no reference to the module itself or
+    its attributes, so that these are freed at once, and is neither copied nor pickled with it.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.kind, self.size, self.below = type(root), len(vars(root)), list(root._modules.values())
+        self.modules = [m for m in root.modules() if m is not root]
+        self.classes = list(map(type, self.modules))
+        # a new `forward` of an instance is one attribute more
+        self.attributes = list(map(vars, self.modules))
+        self.sizes = list(map(len, self.attributes))
+        self.owners = [own for own in self.attributes if own["_modules"]]
+        self.children = list(map(list, map(dict.values, map(_MODULES, self.owners))))
+        self.dropouts = [m for m in self.modules if type(m) is nn.Dropout]
+        self.parts: tuple | None = None  # kept for `FusedLayer._plain_parts`
+        # Whose modes say whether something drops: see `LayerMath.dropout_rates`
+        attentions = [m for m in self.modules if "drops_by_itself" in vars(m)]
+        self.droppers = self.dropouts + attentions
+        self.heads = [(m, m.heads()) for m in attentions]
+        self.norms = [m._parameters for m in self.modules if type(m) is nn.LayerNorm]
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether all modules are still there, as they were, without hooks or another forward."""
+        own = root.__dict__
+        return (
+            not any(_HOOKS(own))
+            and not any(chain.from_iterable(map(_HOOKS, self.attributes)))
+            and list(own["_modules"].values()) == self.below
+            and list(map(list, map(dict.values, map(_MODULES, self.owners)))) == self.children
+            and list(map(type, self.modules)) == self.classes
+            and type(root) is self.kind
+            and list(map(len, self.attributes)) == self.sizes
+            and len(own) == self.size
+            and all(m.p < 1.0 for m in self.dropouts)
+            and all(m.heads() == heads for m, heads in self.heads)
+            and all(parameters["weight"] is not None for parameters in self.norms)
+        )
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
+class Activation(nn.Module):
+    """An activation of `fastbert.ops.activation` where transformers has a module."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(x)."""
+        return activate_eager(x, self.name)
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return self.name
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name of a plain `Activation`; None if the module must be called."""
+    return module.name if type(module) is Activation and not watched(module) else None
+
+
+class Part(nn.Module):
+    """A part of a model in transformers' tree: its children in order; then, with `norm`, sum and LayerNorm.
+
+    It is called only if something looks at it, or at what it holds. Otherwise our ops read the parameters.
+
+    Args:
+        steps: names of the children to call, in order.
+        norm: name of the child that is applied to the sum with `input_tensor`, or None.
+    """
+
+    def __init__(self, *steps: str, norm: str | None = None):
+        super().__init__()
+        self.steps, self.norm = steps, norm
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor | None = None) -> Tensor:
+        """(batch, seqlen, width) -> the same shape, maybe of another width."""
+        for step in self.steps:
+            hidden_states = self._modules[step](hidden_states)
+        if self.norm is None:
+            return hidden_states
+        return self._modules[self.norm](hidden_states + input_tensor)
+
+
+class SelfAttention(Part):
+    """Self-attention on a padded batch in PyTorch's own operations, as transformers' eager attention.
+
+    Args:
+        form: of the layer.
+        steps, norm: what the module does after attention; see `Part`.
+
+    Attributes:
+        num_attention_heads, attention_head_size, scaling: as in transformers; others are obeyed.
+    """
+
+    def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
+        super().__init__(*steps, norm=norm)
+        self.num_attention_heads, self.attention_head_size = form.nheads, form.head_dim
+        self.scaling = form.head_dim**-0.5
+        names = form.names
+        self.inputs = tuple(path.rpartition(".")[2] for path in (names.query, names.key, names.value))
+        self.drop, self.drops_by_itself = form.paths[3][0][-1], form.stock.attention_drops_by_itself
+
+    def heads(self) -> tuple[int, int, float]:
+        """Their number and size, and the factor of their scores."""
+        return self.num_attention_heads, self.attention_head_size, self.scaling
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, head_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(output (batch, seqlen, hidden), probabilities (batch, nheads, seqlen, seqlen) after dropout).
+
+        Args:
+            hidden_states: (batch, seqlen, hidden).
+            attention_mask: broadcasts to the probabilities; bool (True = attend), or added to the scores.
+            head_mask: (nheads,) factors of the heads' outputs, or None.
+        """
+        heads = (-1, self.attention_head_size)
+        q, k, v = (
+            self._modules[name](hidden_states).unflatten(-1, heads).transpose(1, 2) for name in self.inputs
+        )
+        scores = q @ k.transpose(2, 3) * self.scaling
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
+        elif attention_mask is not None:
+            scores = scores + attention_mask
+        probs, dropout = torch.softmax(scores, -1), self._modules[self.drop]
+        if not self.drops_by_itself:
+            probs = dropout(probs)
+        elif self.training:
+            probs = F.dropout(probs, dropout.p)
+        context = probs @ v
+        if head_mask is not None:
+            context = context * head_mask[:, None, None]
+        return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
+
+
+def two(found: tuple) -> tuple[Tensor, Tensor | None]:
+    """(output, probabilities or None) of what an attention module has returned."""
+    return found[0], found[1] if len(found) > 1 else None
+
+
+class Attention(Part):
+    """The attention block of a padded batch where transformers has self-attention in a module of its own.
+
+    Args:
+        inside: name of the self-attention.
+        steps, norm: what the module does with its output. With neither, `output` is called with both.
+    """
+
+    def __init__(self, inside: str, *steps: str, norm: str | None = None):
+        super().__init__(*steps, norm=norm)
+        self.inside = inside
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As `SelfAttention.forward`."""
+        attended, probs = two(self._modules[self.inside](hidden_states, *args, **kwargs))
+        if self.norm is None:
+            return self._modules["output"](attended, hidden_states), probs
+        return super().forward(attended, hidden_states), probs
+
+
+PARTS = frozenset((Part, SelfAttention, Attention))
