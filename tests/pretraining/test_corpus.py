@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from fastbert.checkpoint import files
 from fastbert.cli.main import main
 from fastbert.pretraining import corpus as module
 from fastbert.pretraining.corpus import Corpus, CorpusError
@@ -318,7 +319,7 @@ def test_a_full_disk_and_a_kill_leave_no_corpus(text_file, tokenizer_dir, tmp_pa
     assert "c: could not be written: OSError: [Errno 27]" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-    left = tmp_path / f".c.ab.{module.own_tag().split('.', 1)[1].rpartition('.')[0]}.999999999.tmp"
+    left = tmp_path / f".c.new.{files.own_tag().rpartition('.')[0]}.999999999.tmp"
     left.mkdir()  # of a process that was killed
     Corpus.write([text_file], tokenizer_dir, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]

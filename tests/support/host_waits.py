@@ -23,6 +23,7 @@ from fastbert.models.inputs import check_inputs
 from fastbert.ops.first_attention import first_attention, pays
 from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import TokenBatch
 from fastbert.testing.op_cases.first_attention import FirstAttentionCase
 from tests.support import fake_gpu
 from tests.support.fake_gpu import fake, real, waits
@@ -240,13 +241,14 @@ def test_training_waits_once():
 def test_the_sentence_encoder_waits_for_its_result_alone(pooling):
     host, device = pair()
     ids, cu_seqlens, _, _ = packed_batch("bert")
-    lengths = np.diff(cu_seqlens.numpy())
+    starts = cu_seqlens.numpy().astype(np.int64)
+    tokens = TokenBatch(ids.numpy(), starts, np.diff(starts))
     encoders = [SentenceEncoder.__new__(SentenceEncoder) for _ in range(2)]
     for encoder, model in zip(encoders, (host, device), strict=True):
         encoder.model, encoder.pooling, encoder.normalize = model, pooling, True
-    expected = encoders[0]._forward(ids.numpy(), lengths)
+    expected = encoders[0]._forward(tokens)
     with waits() as seen:
-        rows = encoders[1]._forward(ids.numpy(), lengths)
+        rows = encoders[1]._forward(tokens)
         assert len(seen) == 1
     np.testing.assert_allclose(rows, expected, atol=1e-5)
 
