@@ -8,6 +8,7 @@
 | `stream` | on a stream of its own, behind a delay, every kernel gives the same bits |
 | `memory` | 300 batches of other lengths leave memory where it was |
 | `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
+| `sanitizer-hopper` | the same of the CUDA kernels for compute capability 9.0, backward too |
 | `profile` | nothing: ncu's figures of six kernels, where it may measure |
 | `golden` | nothing: what the tiny cases compute, and the code that did, in `golden.zip` beside FILE |
 
@@ -365,13 +366,12 @@ def some_lengths(index: int, tiny: bool) -> tuple[int, ...]:
 
 
 def pins(check: Check, dtype: torch.dtype) -> dict[str, str]:
-    """Triton for every op that it serves here."""
-    triton = [
-        op
-        for op in dispatch.OPS
-        if dispatch.unsupported_reason("triton", op, check.device.type, dtype) is None
-    ]
-    return dict.fromkeys(triton, "triton")
+    """For every op that CUDA or Triton serves here, the first of the two."""
+    found = {}
+    for op, backend in itertools.product(dispatch.OPS, reversed(BACKENDS)):
+        if dispatch.unsupported_reason(backend, op, check.device.type, dtype) is None:
+            found.setdefault(op, backend)
+    return found
 
 
 def host_bytes() -> int:
@@ -406,33 +406,33 @@ def memory(check: Check, unit: Unit) -> Iterator[None]:
 
 
 def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
-    """compute-sanitizer over the tiny cases of all ops, one tool after the other."""
+    """compute-sanitizer over tiny cases, one tool after the other."""
     program = tools.program("compute-sanitizer", check.tiny)
     if not Path(program).is_file():
-        check.row("sanitizer", "skipped", program)
+        check.row(check.name, "skipped", program)
         return
     for tool in ("memcheck", "racecheck"):
         seconds = min(check.left() - 3, 50.0)
         if seconds < 8:
-            check.row(f"sanitizer-{tool}", "skipped", f"{seconds:.0f} s left of the budget")
+            check.row(f"{check.name}-{tool}", "skipped", f"{seconds:.0f} s left of the budget")
             continue
-        check.row(f"sanitizer-{tool}", *tools.sanitized(program, tool, seconds))
+        check.row(f"{check.name}-{tool}", *tools.sanitized(program, tool, SANITIZED[check.name], seconds))
         yield
 
 
 def profile(check: Check, unit: Unit) -> Iterator[None]:
-    """The profiler's figures of one launch of each of six kernels, in training of BERT-base."""
+    """The profiler's figures of one launch of each of tools.PROFILED, in training of BERT-base."""
     program = tools.program("ncu", check.tiny)
     if not Path(program).is_file():
         check.row("profile", "skipped", program)
         return
-    for kernel, op in tools.PROFILED.items():
+    for kernel, (backend, op) in tools.PROFILED.items():
         seconds = min(check.left() - 2, 30.0)
         if seconds < 6:
             check.row(f"profile-{kernel}", "skipped", f"{seconds:.0f} s left of the budget")
             continue
-        status, reason, figures = tools.profiled(program, kernel, op, seconds)
-        check.row(f"profile-{kernel}", status, reason, op=op, backend="triton", **figures)
+        status, reason, figures = tools.profiled(program, kernel, backend, op, seconds)
+        check.row(f"profile-{kernel}", status, reason, op=op, backend=backend, **figures)
         yield
 
 
@@ -450,11 +450,11 @@ def vectors(check: Check, unit: Unit) -> Iterator[None]:
     yield
 
 
-def one_call(op: str) -> int:
-    """What the profiler watches: a training step's last case of the op by Triton, twice."""
+def one_call(op: str, backend: str) -> int:
+    """What the profiler watches: a training step's last case of the op, twice."""
     case = testing.training_cases(op, TRAINING)[-1]
-    unit = Unit(op, "triton", torch.bfloat16)
-    with dispatch.use_backend(**{op: "triton"}):
+    unit = Unit(op, backend, torch.bfloat16)
+    with dispatch.use_backend(**{op: backend}):
         inputs = case.inputs(torch.bfloat16, "cuda")
         call = evaluator(Check("profile", torch.device("cuda"), print), unit, case, inputs, True)
         for _ in range(2):
@@ -476,15 +476,39 @@ def tiny_cases() -> int:
     return 0
 
 
+def hopper_cases() -> int:
+    """What the sanitizer watches: small calls of the CUDA kernels for compute capability 9.0, backward too.
+
+    Calls of this size go to other kernels, but for the products of many rows.
+    """
+    from fastbert.backends.cuda import attention
+
+    attention.hopper_serves = attention.hopper_reads
+    cases = {"attention": ("17_0_5x2x64", "70_19x2x64"), "linear": ("1000x200x1000-gelu",)}
+    for op, names in cases.items():
+        unit = Unit(op, "cuda", torch.bfloat16)
+        for case in (*testing.small_cases(op), *testing.gpu_cases(op)):
+            if case.id.startswith(names):
+                with dispatch.use_backend(**{op: "cuda"}):
+                    inputs = case.inputs(torch.bfloat16, "cuda")
+                    evaluator(Check("", torch.device("cuda"), print), unit, case, inputs, True)()
+                torch.cuda.synchronize()
+                print(f"{op} {case.id}", flush=True)
+    print("hopper cases: done")
+    return 0
+
+
 # ---- Each unit in a process of its own ----
 
+# A check of the sanitizer -> what runs under it.
+SANITIZED = {"sanitizer": "tiny-cases", "sanitizer-hopper": "hopper-cases"}
 CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool], list[Unit]]]] = {
     "correctness": (correctness, lambda tiny: op_units(DTYPES[:1]) if tiny else shares(op_units(DTYPES))),
     "determinism": (determinism, lambda tiny: op_units(DTYPES[:1])),
     "graphs": (graphs, lambda tiny: [Unit("encoder", None, torch.bfloat16), *op_units(DTYPES[:1])]),
     "stream": (stream, lambda tiny: op_units(DTYPES[:1])),
     "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
-    "sanitizer": (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)]),
+    **dict.fromkeys(SANITIZED, (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)])),
     "profile": (profile, lambda tiny: [Unit("profile", None, torch.bfloat16)]),
     "golden": (
         vectors,
@@ -552,7 +576,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/gpu/checks.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("check", choices=(*CHECKS, "tiny-cases", "one-call"))
+    parser.add_argument("check", choices=(*CHECKS, *SANITIZED.values(), "one-call"))
     parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
     tags = [TAGS[dtype] for dtype in DTYPES]
     parser.add_argument("--dtype", choices=tags, action="append", help="only this one (may be repeated)")
@@ -565,7 +589,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--json: got {args.json}, expected a name ending in .jsonl: several processes write it")
     if args.check == "golden" and args.json is None:
         parser.error("--json: golden needs it; golden.zip is written beside it")
-    profiled = sorted(set(tools.PROFILED.values()))
+    profiled = sorted({op for _, op in tools.PROFILED.values()})
     if args.check == "one-call" and (len(args.op or ()) != 1 or args.op[0] not in profiled):
         parser.error(f"--op: got {args.op} for one-call, expected one of {', '.join(profiled)}")
     return args
@@ -575,7 +599,7 @@ def wanted(units: list[Unit], args: argparse.Namespace) -> list[Unit]:
     """The units that `--op`, `--dtype` and `--backend` leave."""
     ops, tags = args.op or [unit.op for unit in units], args.dtype or list(TAGS.values())
     left = [unit for unit in units if unit.op in ops and TAGS[unit.dtype] in tags]
-    return [unit for unit in left if args.backend in (None, unit.backend)]
+    return [unit for unit in left if args.backend is None or unit.backend in (None, args.backend)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -584,8 +608,10 @@ def main(argv: list[str] | None = None) -> int:
     end = time.monotonic() + args.budget
     if args.check == "tiny-cases":
         return tiny_cases()
+    if args.check == "hopper-cases":
+        return hopper_cases()
     if args.check == "one-call":
-        return one_call(args.op[0])
+        return one_call(args.op[0], args.backend or "triton")
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong

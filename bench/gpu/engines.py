@@ -25,8 +25,10 @@ ENGINES = (
     "transformers_eager-bf16",
     "transformers_sdpa-bf16",
     "transformers_sdpa_cudnn-bf16",
+    "transformers_sdpa_graphs-bf16",
     "transformers_flash2-bf16",
     "torch_encoder-bf16",
+    "torch_encoder_graphs-bf16",
     "torch_compile-bf16",
 )
 MOST_TOKENS = 32768  # of a batch that our graphs serve
@@ -63,6 +65,37 @@ def torch_encoder_state(state: dict[str, torch.Tensor], layers: int) -> dict[str
             found[f"{to}self_attn.in_proj_{kind}"] = torch.cat(qkv)
             found |= {f"{to}{name}.{kind}": state[f"{ours}{other}.{kind}"] for name, other in plain.items()}
     return found
+
+
+def captured(forward: Forward) -> Forward:
+    """`forward` as one CUDA graph per batch shape: inputs are copied in, the graph's own output comes back.
+
+    So a peer gets what our graphs have, at its best: no lengths are sorted into buckets. A forward that looks
+    at its inputs cannot be captured, and raises.
+    """
+    graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], torch.Tensor]] = {}
+
+    def call(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        key = tuple((name, value.shape) for name, value in inputs.items())
+        if key not in graphs:
+            static = {name: value.clone() for name, value in inputs.items()}
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # what is made or chosen at a first call
+                    forward(static)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                output = forward(static)
+            graphs[key] = graph, static, output
+        graph, static, output = graphs[key]
+        for name, value in inputs.items():
+            static[name].copy_(value)
+        graph.replay()
+        return output
+
+    return call
 
 
 class Bank:
@@ -109,6 +142,10 @@ class Bank:
             return self._graphs()
         if engine == "accelerated":  # a model of its own: transformers' others stay as they are
             return torch_forward(fastbert.accelerate(self._made(ATTENTION[engine]), strict=True))
+        if engine.endswith("_graphs"):
+            if self.device.type != "cuda":
+                raise RuntimeError(f"CUDA graphs need a GPU, not {self.device.type}")
+            return captured(self.forward(name.replace("_graphs", "")))
         if engine == "torch_encoder":
             with self.device:
                 module = StandInEncoder(self.model, heads_on=False)

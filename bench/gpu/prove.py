@@ -1,4 +1,4 @@
-"""`make gpu OUT=DIR`: prove the project on this machine's GPU, in three calls of under ten minutes each.
+"""`make gpu OUT=DIR`: prove the project on this machine's GPU, in calls of under ten minutes each.
 
     python bench/gpu/prove.py --out DIR [--part a] [--only STEP[,STEP]] [--budget 570]   run the steps
     python bench/gpu/prove.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
@@ -10,6 +10,9 @@
 | a | the extension and all kernels compiled; roofs; correctness; self-checks; forward; training; breakdown |
 | b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
 | c | golden vectors; profiler and sanitizer on single kernels; pre-training; roofs; torch.compile's peers |
+| d | one short lease: headline rows beside graphed peers, the queue, the CUDA kernels' proofs, breakdown |
+
+The queue (bench/gpu/queue/queue.toml) holds questions that wait for a GPU, in order of value.
 
 Each step is its own process with a time limit. What it measures is appended to `DIR/*.jsonl`, line by line
 and written to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that
@@ -37,6 +40,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +52,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 from bench.lib import lines  # noqa: E402
 
 BUDGET_SECONDS = 570.0
+QUEUE = Path(__file__).with_name("queue") / "queue.toml"
 TAIL = 3000  # characters of output that the record of a failed step keeps
 GRACE_SECONDS = 5.0  # what a step keeps between its own end and the one that is forced
 
@@ -118,13 +123,29 @@ def selfcheck(run: Run, seconds: float) -> list[str]:
     return [run.python, "-m", "fastbert", "warmup", "--device", run.device, *dtypes]
 
 
-def check(name: str) -> Callable[[Run, float], list[str]]:
-    """A step of gpu/checks.py."""
+def check(name: str, *options: str) -> Callable[[Run, float], list[str]]:
+    """A step of gpu/checks.py; the dry run has bf16 and Triton alone, and leaves out such options."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        return [*(line := script(run, "gpu/checks.py", "checks.jsonl", seconds))[:2], name, *line[2:]]
+        line = script(run, "gpu/checks.py", "checks.jsonl", seconds)
+        return [*line[:2], name, *line[2:], *(() if run.tiny else options)]
 
     return command
+
+
+def queue() -> tuple[Step, ...]:
+    """A step for each question of the queue, in its order."""
+
+    def step(question: dict) -> Step:
+        name, *options = question["command"]
+        assert question["asks"], name
+
+        def command(run: Run, seconds: float) -> list[str]:
+            return script(run, name, "queue.jsonl", seconds) + options
+
+        return Step(f"queue-{question['name']}", question["seconds"], question["least"], command)
+
+    return tuple(step(question) for question in tomllib.loads(QUEUE.read_text())["question"])
 
 
 def tuning(run: Run, seconds: float) -> list[str]:
@@ -142,14 +163,17 @@ def kernels(run: Run, seconds: float) -> list[str]:
     return [*command, "--workload", "full", "--workload", "squad"]
 
 
-def encoder(*engines: str) -> Callable[[Run, float], list[str]]:
-    """The encoder's forward by these engines, base and large."""
+def encoder(
+    *engines: str, models: str = "base large", batches: str = ""
+) -> Callable[[Run, float], list[str]]:
+    """The encoder's forward by these engines."""
 
     def command(run: Run, seconds: float) -> list[str]:
         line = script(run, "gpu/encoder.py", "encoder.jsonl", seconds)
         line += ["--roofs", str(run.file("probe.jsonl")), "--engines", *engines]
-        tiny = ["--models", "tiny", "--workloads", "squad", "--samples", "2", "--smoke"]
-        return line + (tiny if run.tiny else [])
+        if run.tiny:
+            return [*line, "--models", "tiny", "--workloads", "squad", "--samples", "2", "--smoke"]
+        return line + ["--models", *models.split()] + (["--workloads", *batches.split()] if batches else [])
 
     return command
 
@@ -176,9 +200,17 @@ def breakdown(run: Run, seconds: float) -> list[str]:
     return [*script(run, "gpu/breakdown.py", "breakdown.jsonl", seconds), *tiny]
 
 
-def pretraining(run: Run, seconds: float) -> list[str]:
+def pretraining(*rows: str) -> Callable[[Run, float], list[str]]:
     """Runs of `fastbert pretrain`: killed, with a loss scaler, under torchrun."""
-    return [*script(run, "gpu/pretraining.py", "checks.jsonl", seconds), *(["--smoke"] if run.tiny else [])]
+
+    def command(run: Run, seconds: float) -> list[str]:
+        line = script(run, "gpu/pretraining.py", "checks.jsonl", seconds)
+        return line + (["--rows", *rows] if rows else []) + (["--smoke"] if run.tiny else [])
+
+    return command
+
+
+PEERS = ("transformers_sdpa-", "transformers_sdpa_graphs", "torch_encoder")
 
 
 # The seconds of a part's steps add up to no more than the budget: no step is shortened for a later one.
@@ -207,10 +239,26 @@ PARTS = {
         Step("golden", 60, 20, check("golden")),
         Step("profile", 75, 20, check("profile")),
         Step("sanitizer", 80, 20, check("sanitizer")),
-        Step("pretraining", 75, 30, pretraining),
+        Step("pretraining", 75, 30, pretraining()),
         Step("probe-rest", 60, 20, probe("launch", "cluster", "gemm", "sdpa")),
         Step("compile", 115, 60, encoder("torch_compile")),
         Step("training-compile", 105, 60, training("fastbert", "torch_compile")),
+    ),
+    # numbers before proofs: what is cut off at the end can be repeated elsewhere
+    "d": (
+        Step("build-90a", 70, 20, build),
+        Step("probe-bf16", 20, 8, probe("matrix", "bandwidth")),
+        Step("selfcheck-d", 40, 10, selfcheck),
+        Step("encoder-peers", 75, 30, encoder("fastbert", *PEERS)),
+        Step("encoder-short", 15, 8, encoder("fastbert", *PEERS, models="minilm base", batches="short")),
+        *queue(),
+        Step("graphs-cuda", 20, 8, check("graphs", "--backend", "cuda")),
+        Step("determinism-cuda", 20, 8, check("determinism", "--backend", "cuda")),
+        Step("stream-cuda", 15, 8, check("stream", "--backend", "cuda")),
+        Step("breakdown-d", 40, 10, breakdown),
+        Step("correctness-fp16", 75, 20, check("correctness", "--dtype", "fp16")),
+        Step("pretraining-fp16", 30, 15, pretraining("fp16")),
+        Step("sanitizer-hopper", 50, 15, check("sanitizer-hopper")),
     ),
 }
 STEPS = tuple(step for part in PARTS.values() for step in part)
@@ -415,7 +463,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for what the steps record")
     names = ", ".join(step.name for step in STEPS)
-    parser.add_argument("--part", choices=tuple(PARTS), default="a", help="which of the three calls (a)")
+    parser.add_argument("--part", choices=tuple(PARTS), default="a", help="which of the calls (a)")
     parser.add_argument("--only", metavar="STEP[,STEP]", help=f"some of {names}")
     parser.add_argument("--budget", type=seconds_of, default=BUDGET_SECONDS, help="seconds in all (570)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

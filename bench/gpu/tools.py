@@ -10,14 +10,18 @@ import sys
 from pathlib import Path
 
 CHECKS = Path(__file__).resolve().with_name("checks.py")
-# A kernel of Triton -> an op that launches it in training.
+# A kernel -> the backend and an op that launches it in training.
 PROFILED = {
-    "_attention_fwd_kernel": "attention",
-    "_attention_bwd_dkdv_kernel": "attention",
-    "_attention_bwd_dq_kernel": "attention",
-    "_layer_norm_fwd_kernel": "layer_norm",
-    "_linear_fwd_kernel": "linear",
-    "_feed_forward_bwd_kernel": "feed_forward",
+    "attention_hopper_kernel": ("cuda", "attention"),
+    "dq_hopper_kernel": ("cuda", "attention"),
+    "dkdv_hopper_kernel": ("cuda", "attention"),
+    "hopper_kernel": ("cuda", "feed_forward"),
+    "_attention_fwd_kernel": ("triton", "attention"),
+    "_attention_bwd_dkdv_kernel": ("triton", "attention"),
+    "_attention_bwd_dq_kernel": ("triton", "attention"),
+    "_layer_norm_fwd_kernel": ("triton", "layer_norm"),
+    "_linear_fwd_kernel": ("triton", "linear"),
+    "_feed_forward_bwd_kernel": ("triton", "feed_forward"),
 }
 # ncu's name of a figure -> ours.
 METRICS = {
@@ -39,10 +43,10 @@ def program(name: str, tiny: bool) -> str:
     return shutil.which(name) or f"no {name} on the PATH"
 
 
-def sanitized(program: str, tool: str, seconds: float) -> tuple[str, str | None]:
-    """(status, reason) of one of compute-sanitizer's tools over the tiny cases."""
+def sanitized(program: str, tool: str, cases: str, seconds: float) -> tuple[str, str | None]:
+    """(status, reason) of one of compute-sanitizer's tools over `tiny-cases` or `hopper-cases`."""
     command = [program, f"--tool={tool}", "--error-exitcode=99", "--target-processes=application-only"]
-    command += [sys.executable, str(CHECKS), "tiny-cases"]
+    command += [sys.executable, str(CHECKS), cases]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor has bounds of its own
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
@@ -50,7 +54,7 @@ def sanitized(program: str, tool: str, seconds: float) -> tuple[str, str | None]
         return "skipped", f"did not end within {seconds:.0f} s"
     text = done.stdout + done.stderr
     print(text[-3000:], flush=True)
-    if done.returncode == 0 and "tiny cases: done" in text:
+    if done.returncode == 0 and f"{cases.replace('-', ' ')}: done" in text:
         return "ok", None
     found = [line for line in text.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
     if done.returncode == 99 and "not supported" not in text:
@@ -58,11 +62,13 @@ def sanitized(program: str, tool: str, seconds: float) -> tuple[str, str | None]
     return "skipped", f"the tool does not work here (exit status {done.returncode}): {text[-600:]}"
 
 
-def profiled(program: str, kernel: str, op: str, seconds: float) -> tuple[str, str | None, dict]:
+def profiled(
+    program: str, kernel: str, backend: str, op: str, seconds: float
+) -> tuple[str, str | None, dict]:
     """(status, reason, figures) of a kernel's second launch, the first being its warm-up."""
     command = [program, "--csv", "--page", "raw", "--kernel-name", f"regex:^{kernel}"]
     command += ["--launch-skip", "1", "--launch-count", "1", "--metrics", ",".join(METRICS)]
-    command += [sys.executable, str(CHECKS), "one-call", "--op", op]
+    command += [sys.executable, str(CHECKS), "one-call", "--op", op, "--backend", backend]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:

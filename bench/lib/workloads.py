@@ -6,6 +6,7 @@
 | `squad` | 96 lengths drawn from SQuAD v1.1 dev (about 17,000 real tokens, close to `full`'s 16,384) |
 | `latency-128`, `latency-384` | one sequence; `latency` names both |
 | `train` | 48 packs of 512 tokens |
+| `short` | 256 sentences of 16 to 64 tokens, 40 on average |
 | `1x128`, `1x512`, `8x128` | CPU: batch x length |
 | `ragged16`, `ragged64` | CPU: 16 or 64 lengths drawn from SQuAD v1.1 dev |
 
@@ -32,6 +33,7 @@ FIXED = {
     "latency-128": (128,),
     "latency-384": (384,),
     "train": (512,) * 48,
+    "short": tuple(16 + 29 * i % 49 for i in range(256)),
     "1x128": (128,),
     "1x512": (512,),
     "8x128": (128,) * 8,

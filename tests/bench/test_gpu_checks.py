@@ -397,7 +397,7 @@ def test_the_sanitizer_says_what_it_found_or_why_it_could_not(name, tmp_path):
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\n{text.replace('sleep', 'exec sleep')}\n")
     program.chmod(0o755)
-    found = tools.sanitized(str(program), "memcheck", 1.0 if name == "slow" else 30.0)
+    found = tools.sanitized(str(program), "memcheck", "tiny-cases", 1.0 if name == "slow" else 30.0)
     assert found[0] == status
     assert (found[1] is None) if reason is None else (reason in found[1])
 
@@ -427,7 +427,7 @@ def test_the_profilers_figures_or_why_there_are_none(name, tmp_path):
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
     seconds = 1.0 if name == "slow" else 30.0
-    found = tools.profiled(str(program), "_attention_fwd_kernel", "attention", seconds)
+    found = tools.profiled(str(program), "_attention_fwd_kernel", "triton", "attention", seconds)
     assert found[0] == status
     assert (found[1] is None) if reason is None else (reason in found[1])
     if status == "ok":
@@ -436,10 +436,11 @@ def test_the_profilers_figures_or_why_there_are_none(name, tmp_path):
 
 
 def test_the_kernels_that_are_profiled_exist():
-    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    for kernel, op in tools.PROFILED.items():
-        assert f"\ndef {kernel}(" in sources
-        assert op in dispatch.OPS
+    triton = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    cuda = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu*"))
+    for kernel, (by, op) in tools.PROFILED.items():
+        assert f"\ndef {kernel}(" in triton if by == "triton" else f" {kernel}(" in cuda, kernel
+        assert op in dispatch.backend_module(by).DTYPES
 
 
 def test_the_profiler_gets_a_row_per_kernel(monkeypatch, tmp_path):
@@ -447,7 +448,9 @@ def test_the_profiler_gets_a_row_per_kernel(monkeypatch, tmp_path):
     program.write_text("")
     monkeypatch.setattr(tools, "program", lambda name, tiny: str(program))
     asked = []
-    monkeypatch.setattr(tools, "profiled", lambda *args: asked.append(args[1:3]) or ("ok", None, {"us": 2.0}))
+    monkeypatch.setattr(
+        tools, "profiled", lambda *args: asked.append((args[1], args[2:4])) or ("ok", None, {"us": 2.0})
+    )
     rows = []
     check = checks.Check("profile", torch.device("cuda"), rows.append)
     list(checks.profile(check, None))

@@ -229,7 +229,7 @@ def test_a_killed_run_leaves_an_archive_of_the_steps_before(tmp_path):
         (["--budget", "0"], "got 0, expected a number of seconds above 0"),
         (["--budget", "nan"], "got nan, expected"),
         (["--device", "tpu"], "tpu"),
-        (["--part", "d"], "invalid choice: 'd'"),
+        (["--part", "e"], "invalid choice: 'e'"),
     ],
 )
 def test_bad_arguments_are_named(options, message, tmp_path, capsys):
@@ -251,7 +251,7 @@ def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
             continue
         assert Path(command[1]).is_file(), step.name
         assert command[command.index("--budget") + 1] == "30", step.name
-        if step.name != "build":
+        if not step.name.startswith("build"):
             assert str(tmp_path) in command[command.index("--json") + 1]
     assert prove.environment(run).get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert prove.environment(prove.Run(tmp_path, "cpu"))["TRITON_INTERPRET"] == "1"

@@ -1,0 +1,98 @@
+"""What the host does in an eager call of one sequence: microseconds by Python function.
+
+    python bench/gpu/queue/host.py --json FILE [--budget SECONDS] [--device cpu]
+
+For BERT-base in bf16 at 1 x 128, ours and transformers' (sdpa): the call as a caller waits for it, the time
+until the host has enqueued it, and the functions that take most of that under cProfile, which makes Python
+slower than it is: read their shares, not their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench.gpu import engines, groups  # noqa: E402
+from bench.lib import served, workloads  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
+from bench.lib.report import Report  # noqa: E402
+from bench.lib.timing import synchronize  # noqa: E402
+
+ENGINES = ("fastbert-bf16", "accelerated-bf16", "transformers_sdpa-bf16", "torch_encoder-bf16")
+CALLS, PROFILED, FUNCTIONS = 200, 100, 40
+
+
+def walls(call: Callable[[], object], device: torch.device, calls: int) -> dict[str, float]:
+    """Medians in microseconds: with the device idle at both ends, and until the host is done."""
+    waited, enqueued = [], []
+    for _ in range(calls):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        enqueued.append(time.perf_counter() - begin)
+        synchronize(device)
+        waited.append(time.perf_counter() - begin)
+    return {"wall_us": statistics.median(waited) * 1e6, "host_us": statistics.median(enqueued) * 1e6}
+
+
+def functions(call: Callable[[], object], calls: int) -> list[dict]:
+    """function, calls and own microseconds per call of the model, the longest first."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(calls):
+        call()
+    profile.disable()
+    found = []
+    for (file, line, name), (_, count, own, _, _) in pstats.Stats(profile).stats.items():
+        where = f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
+        found.append({"function": where, "calls": count / calls, "us": own / calls * 1e6})
+    return sorted(found, key=lambda row: -row["us"])[:FUNCTIONS]
+
+
+def line(row: dict) -> str:
+    """The printed form of a row."""
+    head = f"{row['name']}: {row['wall_us']:.0f} us, of them {row['host_us']:.0f} until enqueued"
+    shown = (f"  {f['us']:7.1f} us {f['calls']:6.1f} x {f['function'][:80]}" for f in row["functions"][:16])
+    return "\n".join([head, *shown])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every engine."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    groups.add_options(parser, samples=CALLS)
+    args = parser.parse_args(argv)
+    groups.check_options(parser, args)
+    tiny, device = args.device == "cpu", torch.device(args.device)
+    report = Report(args.json, {"device": args.device}, args.note, line)
+    report.data["environment"] = describe(device)
+    report.save()
+    served.prove(device)
+    model = workloads.TINY if tiny else workloads.BASE
+    bank = engines.Bank(model, device)
+    inputs = workloads.padded_inputs((4,) if tiny else (128,), model.vocab, device)
+    samples, profiled = (2, 2) if tiny else (args.samples, PROFILED)
+    for engine in ENGINES:
+        forward = bank.forward(engine)
+        call = lambda forward=forward: forward(inputs)  # noqa: E731
+        walls(call, device, 2 if tiny else 20)
+        row = {"step": "host", "name": f"host-{engine}-{model.name}-1x128", "status": "ok"}
+        report.row(row | walls(call, device, samples) | {"functions": functions(call, profiled)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
