@@ -2,6 +2,8 @@
 #include "attention.h"
 
 #ifdef __CUDACC__
+#include <cstdlib>
+
 #include "attention_hopper.cuh"
 #include "hopper_host.cuh"
 
@@ -9,20 +11,40 @@ namespace fastbert {
 namespace cuda {
 namespace {
 
-template <class T, bool kDrop>
+// Which variant of the kernel runs: FASTBERT_ATTENTION_VARIANT, 0 by default.
+int chosen_variant() {
+    const char* const text = std::getenv("FASTBERT_ATTENTION_VARIANT");
+    const int found = text == nullptr ? 0 : std::atoi(text);
+    return found >= 0 && found < AttentionTile::kVariants ? found : 0;
+}
+
+template <class T, bool kDrop, int kVariant>
 const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
     using Tile = AttentionTile;
-    const dim3 grid = slot_grid(args.nheads, slots(args.total, args.batch, Tile::kRows));
+    std::int64_t count = slots(args.total, args.batch, Tile::kRows);
+    // Equal shares of slots, where those are fewer
+    const std::int64_t each = (args.max_seqlen + Tile::kRows - 1) / Tile::kRows;
+    const bool equal =
+        kVariant >= Tile::kEarlyStart && each > 0 && args.batch > 0 && each <= count / args.batch;
+    if (equal) count = each * args.batch;
+    const auto kernel = attention_hopper_kernel<T, kDrop, kVariant>;
     // Two blocks per multiprocessor: shared memory before the first cache.
     const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop>),
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
         cudaGetLastError();  // the next launch must not meet it
         return cudaGetErrorString(error);
     }
-    return launch_shared(attention_hopper_kernel<T, kDrop>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
-                         maps, args);
+    return launch_shared(kernel, slot_grid(args.nheads, count), dim3(Tile::kThreads), Tile::kBytes, stream,
+                         maps, args, equal ? static_cast<int>(each) : 0);
+}
+
+template <class T, int kVariant>
+const char* launch_variant(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
+    constexpr int kWithDropout = kVariant < AttentionTile::kLateSums ? kVariant : AttentionTile::kEarlyStart;
+    return args.dropout.seed != nullptr ? launch_hopper<T, true, kWithDropout>(maps, args, stream)
+                                        : launch_hopper<T, false, kVariant>(maps, args, stream);
 }
 
 // Heads lie side by side: a row is one row of a matrix.
@@ -42,8 +64,16 @@ const char* attention_hopper(const AttentionFwd& args, std::uintptr_t stream) {
     if (!map_heads(maps.q, args, args.q) || !map_heads(maps.k, args, args.k) ||
         !map_heads(maps.v, args, args.v))
         return "q, k, v: the driver makes no tensor map of them";
-    return args.dropout.seed != nullptr ? launch_hopper<T, true>(maps, args, stream)
-                                        : launch_hopper<T, false>(maps, args, stream);
+    switch (chosen_variant()) {
+        case 1:
+            return launch_variant<T, 1>(maps, args, stream);
+        case 2:
+            return launch_variant<T, 2>(maps, args, stream);
+        case 3:
+            return launch_variant<T, 3>(maps, args, stream);
+        default:
+            return launch_variant<T, 0>(maps, args, stream);
+    }
 }
 
 }  // namespace
@@ -51,7 +81,7 @@ const char* attention_hopper(const AttentionFwd& args, std::uintptr_t stream) {
 
 bool cuda_attention_hopper(int device) {
     static cuda::HopperDevices devices;
-    return devices.run(cuda::attention_hopper_kernel<bf16, false>, device);
+    return devices.run(cuda::attention_hopper_kernel<bf16, false, 0>, device);
 }
 
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream) {
