@@ -141,6 +141,10 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
     char* const ring = start + (0u - shared_address(start)) % 1024;
     const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
     if (threadIdx.x == 0) {
+        prefetch_map(maps.a);
+        prefetch_map(maps.b);
+        prefetch_map(maps.c);
+        if (args.save) prefetch_map(maps.pre);
         for (int i = 0; i < Tile::kSlots; ++i) {
             init_barrier(&full[i], 1);
             init_barrier(&empty[i], Tile::kWarps);
