@@ -6,6 +6,7 @@
 // Pipeline   Tiles of keys and of values come by tensor maps into a ring of 5 each, which one thread fills. A
 //            group starts the scores of tile t and then P v of tile t - 1: the softmax waits for the scores
 //            alone, and runs beside the products of the other groups. The two groups start products in turns.
+//            Variants, of which one will stay: see AttentionTile.
 // Tails      A tensor map does not know where a sequence ends. Scores of keys behind the end become -inf
 //            whatever those keys hold; values behind it become 0, because 0 times NaN is NaN. Queries behind
 //            it are computed and not stored.
@@ -271,7 +272,7 @@ struct GroupSoftmax {
     __device__ __forceinline__ void follow(float (&sum)[2],
                                            const std::uint32_t (&q)[AttentionTile::kHeadDim / 16][4],
                                            const char* keys, int end) {
-        if (!__any_sync(kAllLanes, sum[0] > kMostSum || sum[1] > kMostSum)) return;
+        if (!__any_sync(kAllLanes, fmaxf(sum[0], sum[1]) > kMostSum)) return;
         float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll 1
         for (int n = 0; n < kTileRows / 8; ++n) {

@@ -26,7 +26,7 @@ FAULTS = (
     _fault("values are cleared before they come", "        values.wait(value);\n        clear_rows", "        clear_rows"),
     _fault("zeros without a fence", "        fence_shared();\n        __syncwarp();\n        if (lane == 0) arrive(&cleared);", "        __syncwarp();\n        if (lane == 0) arrive(&cleared);"),
     _fault("zeros are not waited for", "    if (last < kTileRows) wait_phase(&cleared, 0);\n", ""),
-    _fault("one warp's zeros are waited for", "init_barrier(&cleared, groups * Tile::kWarps);", "init_barrier(&cleared, 1);"),
+    _fault("one warp's zeros are waited for", "init_barrier(&asked, 1);\n        init_barrier(&cleared, groups * Tile::kWarps);", "init_barrier(&asked, 1);\n        init_barrier(&cleared, 1);"),
     _fault("queries behind the end are stored", "        if (warp_row + at < length)\n", ""),
     _fault("lse behind the end is stored", "if (pair == 0 && row + 8 * r < length && args.lse != nullptr)", "if (pair == 0 && args.lse != nullptr)"),
     # rings
