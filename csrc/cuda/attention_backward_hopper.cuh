@@ -36,8 +36,8 @@ template <class Shared>
 const char* launch_group(void (*kernel)(GroupArguments), const GroupArguments& args, std::uintptr_t stream) {
     // As many blocks as registers allow: shared memory before the first cache.
     const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+                      cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
         cudaGetLastError();  // the next launch must not meet it
         return cudaGetErrorString(error);

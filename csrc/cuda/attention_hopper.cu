@@ -30,8 +30,8 @@ const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, s
     const auto kernel = attention_hopper_kernel<T, kDrop, kVariant>;
     // Two blocks per multiprocessor: shared memory before the first cache.
     const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+                      cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
         cudaGetLastError();  // the next launch must not meet it
         return cudaGetErrorString(error);

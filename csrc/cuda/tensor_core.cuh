@@ -13,6 +13,10 @@
 //   C  0, 1: row group, columns 2 * pair, + 1;  2, 3: row + 8
 #pragma once
 
+#include <map>
+#include <mutex>
+#include <tuple>
+
 #include "common.cuh"
 #ifndef __CUDACC__
 #include "tensor_core_on_host.h"
@@ -162,6 +166,22 @@ __device__ __forceinline__ char* dynamic_shared() {
     return bytes;
 }
 
+// Sets an attribute of a kernel on the current device, unless it has that value already: a launch then asks
+// the driver once.
+inline cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+    static std::mutex mutex;
+    static std::map<std::tuple<const void*, int, int>, int> values;
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto key = std::make_tuple(kernel, device, static_cast<int>(attribute));
+    const auto known = values.find(key);
+    if (known != values.end() && known->second == value) return cudaSuccess;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, value);
+    if (error == cudaSuccess) values[key] = value;
+    return error;
+}
+
 // As launch, with `shared` bytes of dynamic shared memory.
 template <class... Params>
 const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared,
@@ -171,8 +191,7 @@ const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std:
     // What needs no permission
     constexpr std::size_t kFree = 48 * 1024;
     if (shared > kFree)
-        error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(shared));
+        error = set_attribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     void* pointers[] = {&params...};
     if (error == cudaSuccess)
         error =

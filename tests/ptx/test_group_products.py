@@ -42,7 +42,7 @@ def test_exact_integers(library, dtype, form, columns, schedule):
     c = torch.full((64, columns), torch.nan)
     given_a = a.T.contiguous() if form & 2 else a
     given_b = b if form & 1 else b.T.contiguous()
-    emulation = Emulation(library, schedule)
+    emulation = Emulation(library, schedule, allowed=library.allowed)
     emulation.register(given_a, given_b, c)
     with emulation.connected():
         places = (ctypes.c_void_p(t.data_ptr()) for t in (given_a, given_b, c))

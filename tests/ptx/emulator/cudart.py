@@ -70,6 +70,8 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.calls = ctypes.CDLL(str(path))
+        # by kernel: the dynamic shared memory that it may have; host code asks for it once
+        self.allowed: dict[str, int] = {}
         self.calls.emulator_ptx.restype = ctypes.c_void_p
         self.calls.emulator_kernel.restype = ctypes.c_char_p
         texts = [self._ptx(i) for i in range(self.calls.emulator_modules())]
@@ -207,7 +209,7 @@ class Emulation:
     backend: ModuleType = cuda
     launches: list[Launch] = field(default_factory=list)
     contract: bool = False
-    _dynamic_shared: dict[str, int] = field(default_factory=dict)
+    allowed: dict[str, int] = field(default_factory=dict)
     _scopes: list[Memory] = field(default_factory=list)
     _raised: BaseException | None = None
 
@@ -244,7 +246,7 @@ class Emulation:
             most = SHARED_OPT_IN[self.library.program(name).target] - self._static_shared(name)
             if attribute != MAX_DYNAMIC_SHARED or not 0 <= value <= most:
                 return INVALID_VALUE
-            self._dynamic_shared[name] = value
+            self.allowed[name] = value
         except BaseException as error:
             self._raised = error
             return LAUNCH_FAILURE
@@ -271,7 +273,7 @@ class Emulation:
         if bounds and threads > math.prod(int(n) for n in bounds[1].split(",")):
             return INVALID_VALUE
         left = SHARED - self._static_shared(launch.kernel)
-        allowed = max(left, self._dynamic_shared.get(launch.kernel, 0))
+        allowed = max(left, self.allowed.get(launch.kernel, 0))
         return INVALID_VALUE if left < 0 or launch.shared_bytes > allowed else 0
 
     def _launch(self, kernel: int, sizes, shared_bytes: int, arguments) -> int:
@@ -376,7 +378,8 @@ def emulated_cuda(
         memory: tensors that kernels may touch besides those of their launcher.
         options: further arguments of `Program.launch`.
     """
-    emulation = Emulation(extension(), schedule, seed, options, list(memory))
+    library = extension()
+    emulation = Emulation(library, schedule, seed, options, list(memory), allowed=library.allowed)
     patched = [
         (cuda, "available", lambda device_type: None if device_type == "cpu" else "emulated on cpu alone"),
         (cuda.device, "extension", Raising(emulation)),
