@@ -184,7 +184,7 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
     run([&] { return cuda_linear_product(args, device, stream); });
 }
 
-void cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
+bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
                          std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
                          int activation, bool exact, Address c, Address pre, int blocks, int device,
                          std::uintptr_t stream) {
@@ -203,7 +203,9 @@ void cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
     check_rows("a", args.a, rows, depth, a_stride);
     check_rows("b", args.b, columns, depth, b_stride);
     check_given("c", args.c, rows);
-    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream); });
+    bool refused = false;
+    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused); });
+    return !refused;
 }
 
 void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
@@ -261,7 +263,8 @@ void bind_linear(py::module_& m) {
     m.def("cuda_linear_product", &cuda_product);
     m.def("cuda_linear_hopper", &cuda_linear_hopper,
           "Whether a device has compute capability 9.0 and the library code for it");
-    m.def("cuda_linear_hopper_product", &cuda_hopper_product);
+    m.def("cuda_linear_hopper_product", &cuda_hopper_product,
+          "Whether it ran: the driver may refuse a tensor map");
     m.def("cuda_linear_gradient", &cuda_gradient);
     m.def("cuda_linear_add_sums", &cuda_add_sums);
 #endif

@@ -15,7 +15,8 @@ const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintpt
 // Whether the device has compute capability 9.0 and the library code for it.
 bool cuda_attention_hopper(int device);
 // As cuda_attention_fwd, by the kernel for compute capability 9.0 (attention_hopper.cuh): headdim 64 without
-// bias, causal mask and probs, a positive scale, and q, k, v whose heads lie side by side in a row.
+// bias, causal mask and probs, a positive scale, and q, k, v whose heads lie side by side in a row. Where the
+// driver refuses a tensor map, the call is one of cuda_attention_fwd.
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

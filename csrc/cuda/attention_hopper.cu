@@ -59,11 +59,11 @@ bool map_heads(CUtensorMap& map, const AttentionFwd& args, const Heads& heads) {
 }
 
 template <class T>
-const char* attention_hopper(const AttentionFwd& args, std::uintptr_t stream) {
+const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_t stream) {
     AttentionMaps maps = {};
     if (!map_heads(maps.q, args, args.q) || !map_heads(maps.k, args, args.k) ||
         !map_heads(maps.v, args, args.v))
-        return "q, k, v: the driver makes no tensor map of them";
+        return cuda_attention_fwd(args, device, stream);
     switch (chosen_variant()) {
         case 1:
             return launch_variant<T, 1>(maps, args, stream);
@@ -97,8 +97,8 @@ const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std:
     if (args.total == 0) return nullptr;
     if (!cuda_attention_hopper(device)) return "the device or the build has no such kernel";
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
-    return args.dtype == DType::kBFloat16 ? cuda::attention_hopper<bf16>(args, stream)
-                                          : cuda::attention_hopper<fp16>(args, stream);
+    return args.dtype == DType::kBFloat16 ? cuda::attention_hopper<bf16>(args, device, stream)
+                                          : cuda::attention_hopper<fp16>(args, device, stream);
 }
 
 }  // namespace fastbert

@@ -69,9 +69,10 @@ bool cuda_linear_hopper(int device);
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);
 // By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU
 // that is not exact, or GELU-tanh, without a residual. columns are a multiple of 8, c and pre lie on 16 bytes
-// and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`.
+// and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`. Where the driver refuses a tensor
+// map, nothing runs and `refused` is true.
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
-                                       std::uintptr_t stream);
+                                       std::uintptr_t stream, bool& refused);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);
 // out (columns,) of `dtype`: the sum of `parts` rows, in order.
 const char* cuda_linear_add_sums(DType dtype, const float* sums, std::int64_t parts, std::int64_t columns,

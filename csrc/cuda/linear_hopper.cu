@@ -24,7 +24,7 @@ struct GeluTanh {
 };
 
 template <class T>
-const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream) {
+const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream, bool& refused) {
     using Tile = HopperTile;
     const std::int64_t tiles = ((args.rows + Tile::kRows - 1) / Tile::kRows) *
                                ((args.columns + Tile::kColumns - 1) / Tile::kColumns);
@@ -36,7 +36,8 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
         make_map(maps.c, args.dtype, args.c, args.rows, args.columns, args.columns, Tile::kPartRows) &&
         (args.pre == nullptr ||
          make_map(maps.pre, args.dtype, args.pre, args.rows, args.columns, args.columns, Tile::kPartRows));
-    if (!made) return "a, b, c, pre: the driver makes no tensor map of them";
+    refused = !made;
+    if (refused) return nullptr;
     const HopperArguments own{static_cast<int>(args.rows), static_cast<int>(args.columns),
                               static_cast<int>(args.depth), args.bias, args.pre != nullptr};
     const auto grid = static_cast<unsigned>(tiles < blocks ? tiles : blocks);
@@ -54,7 +55,8 @@ bool cuda_linear_hopper(int device) {
 }
 
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
-                                       std::uintptr_t stream) {
+                                       std::uintptr_t stream, bool& refused) {
+    refused = false;
     constexpr std::int64_t kMost = 0x7fffffff - 256;
     if (args.rows == 0 || args.columns == 0) return nullptr;
     if (args.rows > kMost || args.columns > kMost || args.depth > kMost)
@@ -73,9 +75,9 @@ const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, in
     if (!cuda_linear_hopper(device)) return "the device or the build has no such kernel";
     switch (args.dtype) {
         case DType::kBFloat16:
-            return cuda::hopper_product<bf16>(args, blocks, stream);
+            return cuda::hopper_product<bf16>(args, blocks, stream, refused);
         case DType::kFloat16:
-            return cuda::hopper_product<fp16>(args, blocks, stream);
+            return cuda::hopper_product<fp16>(args, blocks, stream, refused);
         default:
             return "dtype: bfloat16 or float16";
     }
@@ -89,7 +91,7 @@ namespace fastbert {
 
 // The host has no such instructions.
 bool cuda_linear_hopper(int) { return false; }
-const char* cuda_linear_hopper_product(const LinearProduct&, int, int, std::uintptr_t) {
+const char* cuda_linear_hopper_product(const LinearProduct&, int, int, std::uintptr_t, bool&) {
     return "the device or the build has no such kernel";
 }
 

@@ -159,9 +159,10 @@ def test_rows_after_the_last_sequence_are_zero(emulated, lengths, capacity):
     check(emulated, made(lengths, 2, capacity=capacity, slack=1))
 
 
-def test_many_sequences(emulated):
+@pytest.mark.parametrize("count", (31, 70, 126, 127, 128, 300))
+def test_many_sequences(emulated, count):
     draw = random.Random(5)
-    check(emulated, made([draw.choice((0, 1, 5, 70, 130)) for _ in range(70)], 1, capacity=3))
+    check(emulated, made([draw.choice((0, 1, 5, 70, 130)) for _ in range(count)], 1, capacity=3))
 
 
 def test_nothing_to_do(emulated):
@@ -384,7 +385,6 @@ def test_the_device_and_the_build_decide(emulated):
         ({"k_row": 388}, "rows on 16 bytes"),
         ({"total": 2**30}, "total, batch"),
         ({"batch": 2**30}, "total, batch"),
-        ({"k_row": 1 << 40}, "no tensor map"),
         ({"device": 1}, "no such kernel"),
     ),
     ids=str,
@@ -403,6 +403,17 @@ def test_refusals(emulated, changes, message):
         device.extension.cuda_attention_hopper_fwd(
             (*values.values(), *args[len(names) :]), out.data_ptr(), 0, 0, on, 0
         )
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+def test_a_refused_map_is_for_the_other_kernel(emulated, p):
+    inputs = made((70, 130), 2, p=p)
+    expected = forward(emulated, inputs, hopper=False)
+    with emulated.without_maps():
+        found = emulated.launcher(launchers.forward)(inputs, p > 0, True)
+    assert "attention_forward" in emulated.launches[-1].kernel
+    for a, b in zip((*found[:2], found[3]), expected, strict=True):
+        assert_same_bits(a, b)
 
 
 def test_lse_is_not_wanted(emulated):

@@ -203,7 +203,6 @@ def arguments(a, **changes):
         ({"device": 1}, "no such kernel"),
         ({"rows": -1}, "expected rows >= 0"),
         ({"rows": 1 << 40, "depth": 8}, "less than 2\\*\\*31"),
-        ({"a_stride": 1 << 39, "depth": 8}, "no tensor map"),
     ),
     ids=str,
 )
@@ -211,6 +210,17 @@ def test_refusals(emulated, changes, message):
     a = torch.zeros(16, 16, dtype=torch.bfloat16)
     with pytest.raises((ValueError, RuntimeError), match=message):
         device.extension.cuda_linear_hopper_product(*arguments(a, **changes))
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))
+def test_a_refused_map_is_for_the_other_kernel(emulated, activation):
+    x, weight = (whole_numbers(n, 264, dtype=torch.bfloat16, most=1, seed=n) for n in (130, 200))
+    z = x.float() @ weight.float().T
+    with emulated.without_maps():
+        y, pre = call(emulated, x, weight, None, activation, True)
+    assert not any("hopper" in launch.kernel for launch in emulated.launches)
+    assert torch.equal(pre, z.bfloat16())
+    assert close_to_activated(y, z, activation)
 
 
 def test_no_rows(emulated):

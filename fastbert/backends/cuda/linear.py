@@ -131,19 +131,22 @@ def hopper_product(
 ) -> tuple[Tensor, Tensor]:
     """(act(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
 
-    `blocks`: at most so many take tiles; one per multiprocessor by default.
+    `blocks`: at most so many take tiles; one per multiprocessor by default. Where the driver refuses a tensor
+    map, the product is `product`'s.
     """
     rows, columns = x.shape[0], weight.shape[0]
     c = x.new_empty(rows, columns)
     pre = x.new_empty((rows, columns) if save else 0)
     with on(x.device):
-        device.extension.cuda_linear_hopper_product(
+        served = device.extension.cuda_linear_hopper_product(
             *(DTYPE_CODES[x.dtype], rows, columns, x.shape[1]),
             *(address(x), _row_stride(x), address(weight), _row_stride(weight)),
             *(0 if bias is None else address(bias), CODES[activation], False),
             *(c.data_ptr(), pre.data_ptr() if save else 0),
             *(device.multiprocessors(x.device) if blocks is None else blocks, *device.place(x.device)),
         )
+    if not served:
+        return product(FORWARD, (rows, columns, x.shape[1]), x, weight, bias, activation, save=save)
     return c, pre
 
 

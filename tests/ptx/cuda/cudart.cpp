@@ -86,6 +86,9 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap), "as large as the driver's");
 
+// Whether all maps are refused
+bool refuse_maps = false;
+
 // Matrices and more of 16-bit elements, and what the driver refuses of them.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
@@ -93,7 +96,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     constexpr std::uint32_t kElement = 2;
     const bool halves = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    if (!halves || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+    if (refuse_maps || !halves || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
         fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || reinterpret_cast<std::uintptr_t>(address) % 16 != 0)
         return CUDA_ERROR_INVALID_VALUE;
     TensorMap own = {0x70616D726F736E65, reinterpret_cast<std::uintptr_t>(address), rank, kElement};
@@ -152,6 +155,7 @@ EXPORTED void emulator_set_callbacks(Launch launch, SetAttribute set_attribute, 
     static_shared_in_python = static_shared;
     set_attribute_in_python = set_attribute;
 }
+EXPORTED void emulator_refuse_maps(int refuse) { refuse_maps = refuse != 0; }
 EXPORTED int emulator_modules() { return static_cast<int>(modules().size()); }
 EXPORTED const char* emulator_ptx(int module, std::size_t* bytes) {
     *bytes = modules()[module].bytes;

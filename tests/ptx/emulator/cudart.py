@@ -230,6 +230,15 @@ class Emulation:
         finally:
             self.library.calls.emulator_set_callbacks(None, None, None)
 
+    @contextlib.contextmanager
+    def without_maps(self) -> Iterator[None]:
+        """The driver refuses every tensor map."""
+        self.library.calls.emulator_refuse_maps(1)
+        try:
+            yield
+        finally:
+            self.library.calls.emulator_refuse_maps(0)
+
     def raise_report(self) -> None:
         """Raise what the emulator reported since the last call, if anything."""
         raised, self._raised = self._raised, None
