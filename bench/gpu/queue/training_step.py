@@ -1,0 +1,141 @@
+"""Does a training step wait for the host? BERT's pretraining in bf16 autocast, ours and transformers' (sdpa).
+
+    python bench/gpu/queue/training_step.py --json FILE --budget SECONDS [--device cpu]
+
+A step is forward, backward, the norm of all gradients, clipping and fused AdamW. The host reads the lengths
+of the sequences and the norm (`lengths`), the norm (`norm`) or nothing (`free`; `waits` names lines where it
+waits all the same). `graph` is `free` as a CUDA graph, in turns with `free again`. `wall_ms`: a step of 10
+without a wait between them, median of 5; `alone_ms`: one step; `busy_ms`: its kernels. A CPU has no graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import inspect
+import itertools
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+import torch  # noqa: E402
+
+from bench.gpu import breakdown  # noqa: E402
+from bench.lib import lines, served, training, workloads  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.timing import interleave  # noqa: E402
+from fastbert.pretraining.objectives.masked import MaskedLosses  # noqa: E402
+
+STEPS, RUNS, WARMUPS, CLIP = 10, 5, 3, 1.0
+WAYS = {"fastbert": ("lengths", "norm", "free"), "transformers": ("norm", "free")}
+
+
+class Candidate:
+    def __init__(self, who: str, model: workloads.Model, device: torch.device):
+        lengths = (8, 8) if model.name == "tiny" else workloads.lengths(breakdown.STEPS[model.name])
+        self.inputs, labelled = training.batch(lengths, model.vocab, "pretraining", device)
+        self.model, self.losses = training.modules(model, "pretraining", (who,), device)[who], None
+        self.optimizer = training.optimizer_of(self.model.train())
+        if who == "fastbert":  # as the training loop calls it: packed, with the number of labels
+            pairs = self.inputs.pop("next_sentence_label")
+            ends = torch.arange(len(lengths) + 1, dtype=torch.int32) * lengths[0]
+            self.inputs = {key: value.flatten() for key, value in self.inputs.items()}
+            self.inputs |= {"cu_seqlens": ends, "max_seqlen": lengths[0], "labelled": labelled}
+            self.inputs["sentence_labels"] = pairs
+            self.losses = MaskedLosses(self.model, num_labels=2)
+
+    def loss(self, way: str) -> torch.Tensor:
+        if self.losses is None:  # transformers
+            return training.loss_of(self.model, self.inputs, autocast=True)
+        device = self.inputs["labels"].device
+        ends = self.inputs["cu_seqlens"].to(device if way == "lengths" else "cpu")
+        with torch.autocast(device.type, torch.bfloat16):
+            losses, _ = self.losses(self.inputs | {"cu_seqlens": ends})
+        return losses["mlm"] + losses["sentence"]
+
+    def step(self, way: str) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss(way).backward()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm, self.optimizer.found_inf = torch.nn.utils.get_total_norm(gradients), None
+        if way == "free":
+            wide = norm.double()
+            factor = torch.where(wide > CLIP, CLIP / (wide + 1e-6), torch.ones_like(wide)).float()
+            torch._foreach_mul_(gradients, factor)
+            self.optimizer.found_inf = 1 - norm.isfinite().float()
+        elif (value := float(norm)) > CLIP:
+            torch._foreach_mul_(gradients, CLIP / (value + 1e-6))
+        self.optimizer.step()
+
+    def waits(self) -> list[str]:
+        with warnings.catch_warnings(record=True, action="always") as seen:
+            torch.cuda.set_sync_debug_mode("warn")
+            self.step("free")
+            torch.cuda.set_sync_debug_mode("default")
+        return [f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
+
+    def captured(self) -> Callable[[], None]:
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True
+        encoder = self.model.base_model
+        kept = encoder.checked(*map(self.inputs.get, inspect.signature(encoder.checked).parameters))
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with mock.patch.object(encoder, "checked", return_value=kept):
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUPS):
+                    self.step("free")
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.step("free")
+        return graph.replay
+
+
+def rows(who: str, name: str, device: torch.device) -> Iterator[dict]:
+    engine = "fastbert" if who == "graph" else who
+    candidate = Candidate(engine, workloads.MODELS["tiny" if device.type == "cpu" else name], device)
+    calls = {way: lambda way=way: candidate.step(way) for way in WAYS[engine]}
+    if who == "graph":
+        calls = {"free again": calls["free"], "graph": candidate.captured()}
+    options = {"samples": (RUNS, RUNS), "warmup": WARMUPS, "inner": STEPS}
+    timed = interleave(calls, device, clock="wall", **options)
+    for way, call in calls.items():
+        found = breakdown.measured(call, device, samples=3) | {"way": way}
+        found |= {"alone_ms": found["wall_ms"], "wall_ms": timed[way].median_ms}
+        found["waits"] = candidate.waits() if way == "free" and device.type == "cuda" else []
+        yield found | {"backends": served.backends(engine, device, "bf16 autocast")}
+
+
+def tell(path: Path, row: dict) -> None:
+    lines.append(path, "row", {"step": "training_step", **row})
+    shown = (f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float))
+    print(row["name"], *shown, *row.get("waits", []), row.get("error", ""), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--budget", type=float, required=True)
+    parser.add_argument("--device", type=torch.device, default="cuda:0")
+    args, begin = parser.parse_args(), time.monotonic()
+    lines.append(args.json, "head", {"environment": describe(args.device)})
+    for who, name in itertools.product((*WAYS, "graph"), ("base", "large")):
+        try:
+            if (left := args.budget - (time.monotonic() - begin)) < 20:
+                raise TimeoutError(f"{left:.0f} s of --budget are left, 20 needed")
+            for row in rows(who, name, args.device):
+                tell(args.json, row | {"name": f"{who}-{name}-{row['way']}", "status": "ok"})
+        except Exception as error:
+            reason = reason_of(error.__context__ or error)
+            tell(args.json, {"name": f"{who}-{name}", "status": "error", "error": reason})
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
