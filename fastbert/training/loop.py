@@ -7,6 +7,9 @@ A step:
     3. for each micro-batch: seed torch by (seed, step, j); loss = Σ weight · mean · count · W / all counts
     4. clip the norm of all gradients together; stop if it is not finite; take the optimizer's step
 
+Where the host would wait for the device (a GPU), it reads the norm only in a step that is logged, and before
+a checkpoint. A step that is not finite changes nothing, nor does any step after it, and the run stops there.
+
 So a loss is the mean over the step's whole batch, however it is cut; and data, masks and dropout depend on
 (seed, step, j) alone: on no process, worker or interruption. No state of a generator is kept.
 
@@ -17,6 +20,7 @@ another number of processes the data are the same, and sums differ by rounding.
 A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`,
 `exports` (folder -> model that is saved as a HuggingFace directory) and `weights` (loss -> weight). It may
 have `work(batch)`, its floating-point operations. What it counts without a loss is logged as a share.
+Its inputs are on the device; `cu_seqlens` stays on the host, which reads it.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
+from fastbert.layers.packing import send
 from fastbert.training import checkpoints, work
 from fastbert.training.clock import Clock
 from fastbert.training.draws import key_of
@@ -48,12 +53,15 @@ from fastbert.training.parallel import Parallel
 from fastbert.training.stages import Stage, check_order
 from fastbert.training.state import State
 from fastbert.training.stream import Batch, Stream, loaded
+from fastbert.training.update import Update, local, serves
 
 CONFIG = "config.json"
 STATE = "trainer.json"
 # What ends a run after its step, where the system has it
 _SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Inputs that a model reads on the host: from the device, it would have to wait for them
+_ON_HOST = ("cu_seqlens",)
 # of fp16's scaler: forty skips in a row from its first one
 _LEAST_SCALE = 2.0**-24
 
@@ -296,9 +304,13 @@ class Trainer:
         options = dict(stage.options)
         groups = stage.groups(self.module, options.get("weight_decay", 0.01))
         self.optimizer = optimizer(options.pop("kind", "adamw"), groups, **options)
+        self._update = None
+        if self.parallel.waits and serves(self.optimizer):
+            self._update = Update(self.optimizer, self.scaler, _LEAST_SCALE, self.parallel.device)
 
     def _enter(self, number: int) -> None:
         """Go over to the next stage."""
+        self._read_update()
         stage, self._stage = self.stages[number], number
         if stage.enter is not None:
             module = self._new_module(number)
@@ -430,12 +442,16 @@ class Trainer:
             j = self.parallel.rank + i * self.parallel.world
             self._backward(batch, j, counts, sums, measure, exchange=i + 1 == len(micro))
         self.scaler.unscale_(self.optimizer)
-        norm = self._clip(stage.clip)
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self._update is not None:
+            self._update.step(self.step + 1, stage.clip)
+            norm = self._read_update() if measure else math.nan
+        else:
+            norm = self._clip(stage.clip)
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.totals["skipped"] += self.scaler.get_scale() < before
         self.optimizer.zero_grad(set_to_none=True)
-        self.totals["skipped"] += self.scaler.get_scale() < before
         self.totals["tokens"] += counts["tokens"]
         self.totals["sequences"] += counts["sequences"]
         return self._computed(sums, counts, lr, norm) if measure else {}
@@ -451,8 +467,8 @@ class Trainer:
     ) -> None:
         """Forward and backward of micro-batch j of the step; `sums` gets its losses and right predictions."""
         torch.manual_seed(_seed(self.seed, "step", self.step, j))
-        device = self.parallel.device
-        inputs = {key: _on(value, device) for key, value in batch.inputs.items()}
+        device, host = self.parallel.device, torch.device("cpu")
+        inputs = {key: _on(v, host if key in _ON_HOST else device) for key, v in batch.inputs.items()}
         with self.parallel.exchanging(self._wrapped, exchange):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
                 losses, correct = self._wrapped(inputs, measure)
@@ -486,21 +502,31 @@ class Trainer:
         if not math.isfinite(value):
             if self.scaler.is_enabled() and self.scaler.get_scale() > _LEAST_SCALE:
                 return value
-            name = self._not_finite(parameters)
-            raise TrainingError(
-                f"step {self.step + 1}: the gradient of {name} is not finite; nothing was updated"
-            )
+            wrong = [p.grad is not None and not bool(torch.isfinite(local(p.grad)).all()) for p in parameters]
+            raise self._not_finite(self.step + 1, parameters, wrong)
         if most is not None and value > most:
             torch._foreach_mul_(gradients, most / (value + 1e-6))
         return value
 
-    def _not_finite(self, parameters: Sequence[Tensor]) -> str:
-        """The first parameter whose gradient is not finite, in a share of any process."""
-        wrong = [
-            int(p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())) for p in parameters
-        ]
-        places = [i for i, count in enumerate(self.parallel.summed(wrong)) if count]
-        return self.names[id(parameters[places[0]])] if places else "all parameters together"
+    def _read_update(self) -> float:
+        """The norm of the last step's gradients, from the device; NaN without a step there.
+
+        Raises:
+            TrainingError: the norm of this or an earlier step was not finite.
+        """
+        found = None if self._update is None else self._update.read()
+        if found is None:
+            return math.nan
+        self.totals["skipped"] += found.skipped
+        if found.step is not None:
+            raise self._not_finite(found.step, self._update.parameters, found.wrong)
+        return found.norm
+
+    def _not_finite(self, step: int, parameters: Sequence[Tensor], wrong: Sequence[bool]) -> TrainingError:
+        """The error of a step; `wrong` says of each parameter whether this process has a bad gradient."""
+        places = [i for i, count in enumerate(self.parallel.summed([int(each) for each in wrong])) if count]
+        name = self.names[id(parameters[places[0]])] if places else "all parameters together"
+        return TrainingError(f"step {step}: the gradient of {name} is not finite; nothing was updated")
 
     def _computed(
         self, sums: Mapping[str, Tensor], counts: Mapping[str, int], lr: float, norm: float
@@ -542,6 +568,7 @@ class Trainer:
 
     def _save(self, logs: Logs | None) -> Path:
         """Write a checkpoint of the current step."""
+        self._read_update()
         whole = self._state()
         state, moments = whole.parameters(everywhere=False), whole.moments(everywhere=False)
 
@@ -633,16 +660,7 @@ def _seed(*parts: object) -> int:
 
 def _on(value: Any, device: torch.device) -> Any:
     """An array of a batch as a tensor on the device; anything else as it is."""
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
-        if device.type == "cuda":
-            return value.pin_memory().to(device, non_blocking=True)
-        return value.to(device)
-    return value
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
+    return send(torch.from_numpy(value), device) if isinstance(value, np.ndarray) else value
 
 
 def _number(value: float) -> float | None:

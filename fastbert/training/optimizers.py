@@ -146,7 +146,12 @@ class GoogleAdamW(torch.optim.AdamW):
             for state, step in states:
                 state["step"] = step
         if states:
-            torch._foreach_add_([step for _, step in states], 1)
+            steps = [step for _, step in states]
+            torch._foreach_add_(steps, 1)
+            # 1 where a loss scaler has found what is not finite: then no step was taken
+            skipped = getattr(self, "found_inf", None)
+            if skipped is not None:
+                torch._foreach_sub_(steps, [skipped.to(steps[0].device)] * len(steps))
         return found
 
 

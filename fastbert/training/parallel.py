@@ -51,6 +51,7 @@ class Parallel:
     Attributes:
         kind, device: as chosen.
         rank, world: number of this process, and of all.
+        waits: whether the host waits where it reads a number from the device.
 
     Raises:
         ValueError: naming the argument.
@@ -80,6 +81,7 @@ class Parallel:
             self.device = torch.device("cuda", _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else 0)
         if bucket_mb is not None and not 0 < bucket_mb < float("inf"):
             raise ValueError(f"bucket_mb: expected a number > 0, or None, got {bucket_mb!r}")
+        self.waits = self.device.type != "cpu"
         self.dtype, self.bucket_mb = dtype, bucket_mb
         self._mesh, self._host, self._began = None, None, False
         if self.device.type == "cuda":
@@ -107,9 +109,9 @@ class Parallel:
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module to call: `module` itself, with its gradients averaged over all processes."""
         if self.kind == "ddp":
-            ids = [self.device.index] if self.device.type == "cuda" else None
+            # without device_ids: it would move lengths that the loop leaves on the host
             return nn.parallel.DistributedDataParallel(
-                module, ids, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
+                module, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
             )
         if self.kind == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
