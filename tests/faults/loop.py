@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "gradients of the step before stay",
         _LOOP,
-        "        self.scaler.update()\n        self.optimizer.zero_grad(set_to_none=True)\n",
-        "        self.scaler.update()\n",
+        "        self.optimizer.zero_grad(set_to_none=True)\n        self.totals",
+        "        self.totals",
     ),
     Fault(
         "clipped before the scale is taken out", _LOOP, "        self.scaler.unscale_(self.optimizer)\n", ""

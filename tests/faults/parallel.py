@@ -78,12 +78,14 @@ FAULTS = (
         "stop = self._signal or 0",
     ),
     _fault(
-        "each process names its own gradient", "enumerate(self.parallel.summed(wrong))", "enumerate(wrong)"
+        "each process names its own gradient",
+        "enumerate(self.parallel.summed([int(each) for each in wrong]))",
+        "enumerate(wrong)",
     ),
     _fault(
         "the clipped norm is that of a share",
         "gradients = [p.grad for p in parameters if p.grad is not None]",
-        "gradients = [_local(p.grad) for p in parameters if p.grad is not None]",
+        "gradients = [local(p.grad) for p in parameters if p.grad is not None]",
     ),
     _fault(
         "an error outside a step is raised at once",

@@ -25,7 +25,10 @@ from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import TokenBatch
 from fastbert.testing.op_cases.first_attention import FirstAttentionCase
-from tests.support import fake_gpu
+from fastbert.training import work
+from fastbert.training.loop import Trainer
+from fastbert.training.parallel import Parallel
+from tests.support import fake_gpu, tiny_training
 from tests.support.fake_gpu import fake, real, waits
 from tests.support.hf_models import batch
 from tests.support.model_pairs import model_of
@@ -251,6 +254,37 @@ def test_the_sentence_encoder_waits_for_its_result_alone(pooling):
         rows = encoders[1]._forward(tokens)
         assert len(seen) == 1
     np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw-google"])
+def test_a_step_of_the_training_loop_waits_only_where_it_is_logged(kind, tmp_path):
+    """Forward, backward, clipping, the optimizer; of a batch that comes from the host."""
+    counts = {}
+
+    class Watched(Trainer):
+        def _step(self, *args):
+            del seen[:]
+            found = super()._step(*args)
+            counts[self.step + 1] = list(seen)
+            return found
+
+        def _save(self, logs):
+            return self.output
+
+    def build():
+        return fake_gpu.move(tiny_training.Classes()).requires_grad_()
+
+    parallel = Parallel("none", "cpu")
+    parallel.device, parallel.waits = fake_gpu.DEVICE, True
+    stages = tiny_training.stages(6, clip=0.5, options={"kind": kind})
+    stages[0].build = build
+    options = {"log_every": 3, "tensorboard": False, "progress": False}
+    with waits() as seen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "roof", lambda device, dtype: 1e12)
+        patch.setattr(work, "peak", lambda device, dtype: None)
+        Watched(stages, tmp_path, parallel=parallel, **options).run()
+    assert [counts[step] for step in (1, 2, 4, 5)] == [[]] * 4
+    assert all(counts[step] for step in (3, 6))
 
 
 # -- what is checked, and where ------------------------------------------------------------------------------

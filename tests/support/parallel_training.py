@@ -213,6 +213,7 @@ def train(
     clip: float | None = 1.0,
     albert: bool = False,
     grown: bool = False,
+    waits: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Be one process of a run; how it ended ("done", or the error's type and text), and what was seen.
@@ -222,6 +223,7 @@ def train(
         bucket_mb: megabytes of DDP's buckets.
         grown: whether two stages follow: a module that is filled from the first one, with twice the
             micro-batches, and then a new optimizer.
+        waits: whether the processes take the path of a GPU, which the host would have to wait for.
         others: see `Disturbance`, `MODULES`, `Parallel`, `Stage` and `Trainer`.
     """
     build, source = MODULES[module]
@@ -244,6 +246,7 @@ def train(
             Stage(1, source(), made, schedule, micro_batches, fresh_optimizer=True, **later),
         ]
     parallel = Parallel(kind, "cpu", DTYPES[dtype], bucket_mb)
+    parallel.waits = waits
     own = {"save_every": 2, "log_every": 1, "tensorboard": False, "progress": False, "keep": 9}
     said: list[str] = []
     loop_module.work.roof = lambda *device_and_dtype: 1e9  # measuring it takes longer than the run
