@@ -102,8 +102,7 @@ def rows(who: str, name: str, device: torch.device) -> Iterator[dict]:
     calls = {way: lambda way=way: candidate.step(way) for way in WAYS[engine]}
     if who == "graph":
         calls = {"free again": calls["free"], "graph": candidate.captured()}
-    options = {"samples": (RUNS, RUNS), "warmup": WARMUPS, "inner": STEPS}
-    timed = interleave(calls, device, clock="wall", **options)
+    timed = interleave(calls, device, clock="wall", samples=(RUNS, RUNS), warmup=WARMUPS, inner=STEPS)
     for way, call in calls.items():
         found = breakdown.measured(call, device, samples=3) | {"way": way}
         found |= {"alone_ms": found["wall_ms"], "wall_ms": timed[way].median_ms}
