@@ -248,8 +248,8 @@ PARTS = {
     "d": (
         Step("build-90a", 70, 20, build),
         Step("probe-bf16", 20, 8, probe("matrix", "bandwidth")),
-        Step("selfcheck-d", 40, 10, selfcheck),
-        Step("encoder-peers", 75, 30, encoder("fastbert", *PEERS)),
+        Step("selfcheck-d", 100, 10, selfcheck),
+        Step("encoder-peers", 100, 30, encoder("fastbert", *PEERS)),
         Step("encoder-short", 15, 8, encoder("fastbert", *PEERS, models="minilm base", batches="short")),
         *queue(),
         Step("graphs-cuda", 20, 8, check("graphs", "--backend", "cuda")),

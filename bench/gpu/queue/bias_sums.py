@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,12 +46,15 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no shape is begun")
     parser.add_argument("--device", type=torch.device, default="cuda:0")
-    args = parser.parse_args()
+    args, begin = parser.parse_args(), time.monotonic()
     lines.append(args.json, "head", {"environment": describe(args.device)})
     for rows, columns in SHAPES if args.device.type == "cuda" else ((64, 32),):
         made = {"step": "bias_sums", "name": f"bias_sums-{rows}x{columns}", "status": "ok"}
         try:
+            if time.monotonic() - begin > args.budget:
+                raise TimeoutError(f"--budget {args.budget:.0f} is spent")
             made |= row(rows, columns, args.device)
         except Exception as error:
             made |= {"status": "error", "error": reason_of(error)}
