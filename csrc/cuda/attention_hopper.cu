@@ -2,8 +2,6 @@
 #include "attention.h"
 
 #ifdef __CUDACC__
-#include <cstdlib>
-
 #include "attention_hopper.cuh"
 #include "hopper_host.cuh"
 
@@ -11,40 +9,20 @@ namespace fastbert {
 namespace cuda {
 namespace {
 
-// Which variant of the kernel runs: FASTBERT_ATTENTION_VARIANT, 0 by default.
-int chosen_variant() {
-    const char* const text = std::getenv("FASTBERT_ATTENTION_VARIANT");
-    const int found = text == nullptr ? 0 : std::atoi(text);
-    return found >= 0 && found < AttentionTile::kVariants ? found : 0;
-}
-
-template <class T, bool kDrop, int kVariant>
+template <class T, bool kDrop>
 const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
     using Tile = AttentionTile;
-    std::int64_t count = slots(args.total, args.batch, Tile::kRows);
-    // Equal shares of slots, where those are fewer
-    const std::int64_t each = (args.max_seqlen + Tile::kRows - 1) / Tile::kRows;
-    const bool equal =
-        kVariant >= Tile::kEarlyStart && each > 0 && args.batch > 0 && each <= count / args.batch;
-    if (equal) count = each * args.batch;
-    const auto kernel = attention_hopper_kernel<T, kDrop, kVariant>;
+    const dim3 grid = slot_grid(args.nheads, slots(args.total, args.batch, Tile::kRows));
     // Two blocks per multiprocessor: shared memory before the first cache.
     const cudaError_t error =
-        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
-                      cudaSharedmemCarveoutMaxShared);
+        set_attribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop>),
+                      cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
         cudaGetLastError();  // the next launch must not meet it
         return cudaGetErrorString(error);
     }
-    return launch_shared(kernel, slot_grid(args.nheads, count), dim3(Tile::kThreads), Tile::kBytes, stream,
-                         maps, args, equal ? static_cast<int>(each) : 0);
-}
-
-template <class T, int kVariant>
-const char* launch_variant(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
-    constexpr int kWithDropout = kVariant < AttentionTile::kLateSums ? kVariant : AttentionTile::kEarlyStart;
-    return args.dropout.seed != nullptr ? launch_hopper<T, true, kWithDropout>(maps, args, stream)
-                                        : launch_hopper<T, false, kVariant>(maps, args, stream);
+    return launch_shared(attention_hopper_kernel<T, kDrop>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
+                         maps, args);
 }
 
 // Heads lie side by side: a row is one row of a matrix.
@@ -64,16 +42,8 @@ const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_
     if (!map_heads(maps.q, args, args.q) || !map_heads(maps.k, args, args.k) ||
         !map_heads(maps.v, args, args.v))
         return cuda_attention_fwd(args, device, stream);
-    switch (chosen_variant()) {
-        case 1:
-            return launch_variant<T, 1>(maps, args, stream);
-        case 2:
-            return launch_variant<T, 2>(maps, args, stream);
-        case 3:
-            return launch_variant<T, 3>(maps, args, stream);
-        default:
-            return launch_variant<T, 0>(maps, args, stream);
-    }
+    return args.dropout.seed != nullptr ? launch_hopper<T, true>(maps, args, stream)
+                                        : launch_hopper<T, false>(maps, args, stream);
 }
 
 }  // namespace
@@ -81,7 +51,7 @@ const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_
 
 bool cuda_attention_hopper(int device) {
     static cuda::HopperDevices devices;
-    return devices.run(cuda::attention_hopper_kernel<bf16, false, 0>, device);
+    return devices.run(cuda::attention_hopper_kernel<bf16, false>, device);
 }
 
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream) {

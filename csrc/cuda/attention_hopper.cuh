@@ -4,13 +4,14 @@
 // Tiling     A block owns 128 queries of one sequence and head, 64 for each of two warp groups, whose P and
 //            out stay in registers. It walks over the keys, 64 at a time. Two blocks share a multiprocessor.
 // Pipeline   Tiles of keys and of values come by tensor maps into a ring of 5 each, which one thread fills. A
-//            group starts the scores of tile t and then P v of tile t - 1: the softmax waits for the scores
-//            alone, and runs beside the products of the other groups. The two groups start products in turns.
-//            Variants, of which one will stay: see AttentionTile.
+//            group starts the scores of tile t and then P v of tile t - 1: the softmax waits for both, and
+//            runs beside the products of the other groups. Measured on an H200: groups that start products in
+//            turns are 2 to 5% slower, P v that runs beside the softmax and an earlier start of the copies 0
+//            to 2% faster (32 x 512: 66.7 for 68.0 us) for 250 lines; bench/results/nvidia-h200/queue.json.
 // Tails      A tensor map does not know where a sequence ends. Scores of keys behind the end become -inf
 //            whatever those keys hold; values behind it become 0, because 0 times NaN is NaN. Queries behind
 //            it are computed and not stored.
-// Source     Shah et al. 2024, FlashAttention-3: the next scores before P v, groups in turns.
+// Source     Shah et al. 2024, FlashAttention-3: the next scores before P v.
 #pragma once
 
 #include "attention_forward.cuh"
@@ -23,14 +24,6 @@ struct AttentionTile {
     static constexpr int kGroups = 2, kRows = kGroups * kTileRows, kHeadDim = kSwizzled, kSlots = 5;
     static constexpr int kThreads = kGroups * kGroupThreads, kWarps = kGroupThreads / kWarp;
     static constexpr int kRowBytes = kSwizzled * 2, kTileBytes = kTileRows * kRowBytes;
-    // What a variant of the kernel has; each has what those before it have. Chosen by the launcher.
-    // Without turns: by default the groups start products in turns.
-    static constexpr int kFreeGroups = 1;
-    // Barriers by many lanes, copies as soon as the place is known, that by one round of loads
-    static constexpr int kEarlyStart = 2;
-    // The softmax runs beside the sums of the tile before; without dropout, whose bits would spill
-    static constexpr int kLateSums = 3;
-    static constexpr int kVariants = 4;
     // Queries of both groups, and two rings; tiles begin on 1,024 bytes.
     static constexpr int kBytes = (kGroups + 2 * kSlots) * kTileBytes + 1024;
 };
@@ -80,74 +73,6 @@ __device__ __forceinline__ void clear_rows(char* tile, int end, int threads) {
 #pragma unroll 1
     for (int i = end * kChunks + thread; i < kTileRows * kChunks; i += threads)
         *reinterpret_cast<uint4*>(tile + i * kChunkBytes) = uint4{};
-}
-
-struct EarlyPlace : Place {
-    int rest;  // the first row after the last sequence that this block clears
-};
-
-// As find_place, by one round of loads for up to 126 sequences. `meanwhile` runs while they are under way.
-// each > 0: every sequence has so many slots, and nothing is searched; all blocks clear rows.
-template <int kRows, class Meanwhile>
-__device__ __forceinline__ EarlyPlace find_place_early(const std::int32_t* cu_seqlens, int batch, int total,
-                                                       int each, Meanwhile meanwhile) {
-    constexpr int kLoads = 4;
-    const int slot = static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    if (each > 0) {
-        const int sequence = slot / each;
-        int start = 0, end = 0;
-        if (sequence < batch) start = cu_seqlens[sequence], end = cu_seqlens[sequence + 1];
-        const int after = cu_seqlens[batch];
-        meanwhile();
-        return {{sequence, start, end - start, (slot - sequence * each) * kRows}, after + slot * kRows};
-    }
-    int found = 0, left = batch + 1;
-    while (left >= kLoads * kWarp) {
-        const int step = (left + kWarp - 1) / kWarp, at = lane * step;
-        const bool reached = at < left && cu_seqlens[found + at] / kRows + found + at <= slot;
-        const int before = __popc(__ballot_sync(kAllLanes, reached) >> 1) * step;
-        found += before;
-        left = left - before < step ? left - before : step;
-    }
-    // Starts of sequences; the rows after the last one end with `total`.
-    int starts[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        const int at = i * kWarp + lane;
-        starts[i] = at < left + 1 && found + at <= batch ? cu_seqlens[found + at] : total;
-    }
-    meanwhile();
-    // Starts never decrease: the last one reached is the greatest, and the next one the least of the others.
-    int reached = 0, start = 0, end = total;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        const int at = i * kWarp + lane;
-        const bool is = at < left && starts[i] / kRows + found + at <= slot;
-        reached += __popc(__ballot_sync(kAllLanes, is));
-        start = is && starts[i] > start ? starts[i] : start;
-        end = !is && starts[i] < end ? starts[i] : end;
-    }
-    start = __reduce_max_sync(kAllLanes, start);
-    end = __reduce_min_sync(kAllLanes, end);
-    found += reached - 1;
-    int tile = slot - (start / kRows + found);
-    if (found < batch) tile = (end - start + kRows - 1) / kRows - 1 - tile;
-    const int first_row = tile >= 0 ? tile * kRows : end - start;
-    return {{found, start, end - start, first_row}, found < batch ? total : start + first_row};
-}
-
-// The thread's number, read here, so that what depends on it takes no registers elsewhere.
-__device__ __forceinline__ int thread_again() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
-// c is read and written no earlier than here, and no later.
-__device__ __forceinline__ void settle(float (&c)[kTileRows / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileRows / 2; ++i) asm volatile("" : "+f"(c[i]) : : "memory");
 }
 
 // How much the exponentials of one tile may sum up to in a lane before the maximum that is subtracted
@@ -236,86 +161,6 @@ struct GroupSoftmax {
         for (int r = 0; r < 2; ++r) norm[r] += sum[r];
     }
 
-    // The exponentials in the place of the scores, and their sums.
-    __device__ __forceinline__ void exponentiate_here(float (&sum)[2]) {
-#pragma unroll
-        for (int n = 0; n < kTileRows / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& x = scores[4 * n + i];
-                x = exp2_fast(fmaf(x, unit, -base[i / 2]));
-                sum[i / 2] = n == 0 && i % 2 == 0 ? x : sum[i / 2] + x;
-            }
-    }
-
-    // Scores of this warp's queries and of keys 8 n … 8 n + 7 anew; of keys from `end` on they are -inf.
-    static __device__ __forceinline__ void multiply_again(
-        float (&c)[4], const std::uint32_t (&q)[AttentionTile::kHeadDim / 16][4], const char* keys, int n,
-        int end) {
-        const int lane = thread_again() % kWarp;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[i] = 0.0f;
-#pragma unroll
-        for (int d = 0; d < AttentionTile::kHeadDim / 32; ++d) {
-            std::uint32_t b[4];
-            load_matrices(b, keys + swizzled_chunk(8 * n + lane % 8, 4 * d + lane / 8));
-            const std::uint32_t lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
-            mma<T>(c, q[2 * d], lower);
-            mma<T>(c, q[2 * d + 1], upper);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (8 * n + lane % 4 * 2 + i % 2 >= end) c[i] = -INFINITY;
-    }
-
-    // Where a sum is too large the maximum follows. The scores are gone by then: they are computed again.
-    __device__ __forceinline__ void follow(float (&sum)[2],
-                                           const std::uint32_t (&q)[AttentionTile::kHeadDim / 16][4],
-                                           const char* keys, int end) {
-        if (!__any_sync(kAllLanes, fmaxf(sum[0], sum[1]) > kMostSum)) return;
-        float top[2] = {-INFINITY, -INFINITY};
-#pragma unroll 1
-        for (int n = 0; n < kTileRows / 8; ++n) {
-            float c[4];
-            multiply_again(c, q, keys, n, end);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], c[i]);
-        }
-        bool grown[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            // Of each row by itself: others of the warp may be another sequence's.
-            grown[r] = most_of_row(sum[r]) > kMostSum;
-            const float now = fmaxf(most_of_row(top[r]) * unit, base[r]);
-            const float shrink = grown[r] ? exp2_fast(base[r] - now) : 1.0f;
-            if (grown[r]) base[r] = now, sum[r] = 0.0f;
-            norm[r] *= shrink;
-#pragma unroll
-            for (int n = 0; n < AttentionTile::kHeadDim / 8; ++n) {
-                out[4 * n + 2 * r] *= shrink;
-                out[4 * n + 2 * r + 1] *= shrink;
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < kTileRows / 8; ++n) {
-            float c[4];
-            multiply_again(c, q, keys, n, end);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (grown[i / 2]) {
-                    scores[4 * n + i] = exp2_fast(fmaf(c[i], unit, -base[i / 2]));
-                    sum[i / 2] += scores[4 * n + i];
-                }
-        }
-    }
-
-    // P of exponentials that are in the place of the scores
-    __device__ __forceinline__ void pack() {
-#pragma unroll
-        for (int i = 0; i < kTileRows / 2; i += 2)
-            p[i / 8][i / 2 % 4] = pack_pair<T>(scores[i], scores[i + 1]);
-    }
-
     __device__ __forceinline__ void drop(std::uint32_t keep_bytes) {
         const KeepMasks masks(keep_bytes);
 #pragma unroll
@@ -328,51 +173,24 @@ struct GroupSoftmax {
 // A number that all lanes of a warp have, which ptxas then knows, and keeps in a register of the warp's.
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
 
-template <class T, bool kDrop, int kVariant>
+template <class T, bool kDrop>
 __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
-    attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args, int each) {
+    attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = AttentionTile;
-    constexpr bool kEarly = kVariant >= Tile::kEarlyStart, kLate = kVariant >= Tile::kLateSums;
-    static_assert(!(kLate && kDrop), "spills");
     // The host sees by these whether the kernel was compiled for 9.0 (runs_hopper).
     __shared__ alignas(8) std::uint64_t barriers[4][Tile::kSlots], asked, cleared;
-    if (!kEarly && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
         prefetch_map(maps.q);
         prefetch_map(maps.k);
         prefetch_map(maps.v);
     }
-    // The first warp asks for queries and keys, the second one for values.
-    const int block_warp = of_warp(static_cast<int>(threadIdx.x) / kWarp);
-    const auto prepare = [&] {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        if (block_warp > 1) return;
-        if (lane == 0) prefetch_map(block_warp == 0 ? maps.k : maps.v);
-        if (lane < Tile::kSlots) init_barrier(&barriers[2 * block_warp][lane], 1);
-        if (block_warp == 0 && lane == Tile::kSlots) {
-            prefetch_map(maps.q);
-            init_barrier(&asked, 1);
-        }
-        fence_barriers();
-        __syncwarp();
-    };
-    std::conditional_t<kEarly, EarlyPlace, Place> place;
-    if constexpr (kEarly)
-        place = find_place_early<Tile::kRows>(args.cu_seqlens, static_cast<int>(args.batch),
-                                              static_cast<int>(args.total), each, prepare);
-    else
-        place = find_place<Tile::kRows>(args.cu_seqlens, static_cast<int>(args.batch),
-                                        static_cast<int>(args.total));
+    const Place place =
+        find_place<Tile::kRows>(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
     const int head = static_cast<int>(blockIdx.x), start = of_warp(place.start);
     const int length = of_warp(place.length), first_row = of_warp(place.first_row);
-    if constexpr (kEarly) {
-        const int step = static_cast<int>(gridDim.y * gridDim.z) * Tile::kRows;
-        for (int rest = place.rest; rest < static_cast<int>(args.total); rest += step)
-            zero_rows<T, Tile::kHeadDim, Tile::kRows, Tile::kThreads>(args, rest, head);
-        if (place.sequence == args.batch) return;
-    }
     if (first_row >= length) return;
-    if (!kEarly && place.sequence == args.batch) {
+    if (place.sequence == args.batch) {
         zero_rows<T, Tile::kHeadDim, Tile::kRows, Tile::kThreads>(args, start + first_row, head);
         return;
     }
@@ -385,27 +203,7 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     const int column = head * Tile::kHeadDim;
     const auto fill_keys = [&](int tile) { keys.fill(tile, maps.k, start + tile * kTileRows, column); };
     const auto fill_values = [&](int tile) { values.fill(tile, maps.v, start + tile * kTileRows, column); };
-    if (kEarly) {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        if (block_warp == 0 && lane == 0) {
-            arrive_expecting(&asked, groups * Tile::kTileBytes);
-            load_tile(queries, maps.q, &asked, start + first_row, column);
-            fill_keys(0);
-            if (groups == 2)
-                load_tile(queries + Tile::kTileBytes, maps.q, &asked, start + first_row + kTileRows, column);
-            for (int tile = 1; tile < tiles && tile < Tile::kSlots; ++tile) fill_keys(tile);
-        }
-        if (block_warp == 1 && lane == 0)
-            for (int tile = 0; tile < tiles && tile < Tile::kSlots; ++tile) fill_values(tile);
-        if (block_warp == 2) {
-            if (lane < Tile::kSlots) {
-                init_barrier(&keys.empty[lane], groups * Tile::kWarps);
-                init_barrier(&values.empty[lane], groups * Tile::kWarps);
-            }
-            if (lane == Tile::kSlots) init_barrier(&cleared, groups * Tile::kWarps);
-        }
-    }
-    if (!kEarly && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::kSlots; ++i) {
             init_barrier(&keys.full[i], 1);
             init_barrier(&values.full[i], 1);
@@ -428,13 +226,13 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     __syncthreads();
     const int group = of_warp(static_cast<int>(threadIdx.x) / kGroupThreads);
     if (group >= groups) return;
-    int lane = static_cast<int>(threadIdx.x) % kWarp;
-    int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
-    int pair = lane % 4;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
+    const int pair = lane % 4;
     // In the sequence: this warp's first row, this lane's first row.
-    int warp_row = first_row + group * kTileRows + 16 * warp, row = warp_row + lane / 4;
+    const int warp_row = first_row + group * kTileRows + 16 * warp, row = warp_row + lane / 4;
 
-    char* own = queries + group * Tile::kTileBytes;
+    char* const own = queries + group * Tile::kTileBytes;
     std::uint32_t q[Tile::kHeadDim / 16][4];
     wait_phase(&asked, 0);
 #pragma unroll
@@ -465,22 +263,6 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     GroupSoftmax<T> softmax;
     softmax.unit = args.softmax_scale * kLog2E;
     TilePlace key, value;  // of the tile whose scores, and whose P v, are next
-    // Barriers 1 and 2: the group's turn to start products. Constant numbers: others would reserve all 16.
-    const bool in_turns = kVariant < Tile::kFreeGroups && groups == 2;
-    const auto take_turn = [&] {
-        if (!in_turns) return;
-        if (group == 0)
-            sync_threads_at(1, Tile::kThreads);
-        else
-            sync_threads_at(2, Tile::kThreads);
-    };
-    const auto pass_turn = [&] {
-        if (!in_turns) return;
-        if (group == 0)
-            arrive_at(2, Tile::kThreads);
-        else
-            arrive_at(1, Tile::kThreads);
-    };
     constexpr std::uint64_t kTileStep = Tile::kTileBytes >> 4;
     const std::uint64_t first_keys = operand_at(keys.tiles),
                         first_values = operand_at(values.tiles, 8 * Tile::kRowBytes);
@@ -502,7 +284,6 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     const int last = length - (tiles - 1) * kTileRows;
     const auto end_tile = [&] {
         if (last == kTileRows) return;
-        if (kLate) pair = thread_again() % 4;
         softmax.mask(last - 2 * pair);
         values.wait(value);
         clear_rows(values.at(value), last, groups * kGroupThreads);
@@ -513,10 +294,8 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
 
     // --- the first tile ---
     keys.wait(key);
-    if (group == 1) take_turn();
     fence_products();
     start_scores();
-    pass_turn();
     wait_products<0>();
     if (lane == 0) keys.release(key);
     key.next();
@@ -524,48 +303,12 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     softmax.first_tile();
     if (kDrop) softmax.drop(draw(0));
 
-    for (int tile = 1; kLate && tile < tiles; ++tile) {
-        keys.wait(key);
-        fence_products();
-        start_scores();
-        values.wait(value);
-        start_sums(/*add=*/tile > 1);
-        const TilePlace summed = value;
-        value.next();
-        if (threadIdx.x == 0) {
-            const int later_keys = tile - 2 + Tile::kSlots, later_values = tile - 3 + Tile::kSlots;
-            if (later_keys >= Tile::kSlots && later_keys < tiles) fill_keys(later_keys);
-            if (later_values >= Tile::kSlots && later_values < tiles) fill_values(later_values);
-        }
-        __syncwarp();
-        wait_products<1>();
-        settle(softmax.scores);
-        if (tile == tiles - 1) end_tile();
-        float sum[2];
-        softmax.exponentiate_here(sum);
-        settle(softmax.scores);
-        wait_products<0>();
-        settle(softmax.scores);
-        settle(softmax.out);
-        softmax.follow(sum, q, keys.at(key), tile == tiles - 1 ? last : kTileRows);
-        // Scores may be computed again until here.
-        if (lane == 0) {
-            values.release(summed);
-            keys.release(key);
-        }
-        key.next();
-        softmax.norm[0] += sum[0];
-        softmax.norm[1] += sum[1];
-        softmax.pack();
-    }
-    for (int tile = 1; !kLate && tile < tiles; ++tile) {
+    for (int tile = 1; tile < tiles; ++tile) {
         keys.wait(key);
         values.wait(value);
-        take_turn();
         fence_products();
         start_scores();
         start_sums(tile > 1);
-        pass_turn();
         wait_products<0>();
         if (lane == 0) {
             keys.release(key);
@@ -586,48 +329,27 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     }
     values.wait(value);
     if (last < kTileRows) wait_phase(&cleared, 0);
-    take_turn();
     fence_products();
     start_sums(tiles > 1);
-    if (group == 0) pass_turn();
     wait_products<0>();
 
-    if (kLate) {
-        const int thread = thread_again();
-        lane = thread % kWarp, warp = thread % kGroupThreads / kWarp, pair = lane % 4;
-        warp_row = first_row + group * kTileRows + 16 * warp, row = warp_row + lane / 4;
-        own = queries + group * Tile::kTileBytes;
-    }
     // --- out and lse, through this warp's rows of the queries ---
     const float common = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
     char* const staged = own + 16 * warp * Tile::kRowBytes;
-    std::uint32_t packed[Tile::kHeadDim / 4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float norm = softmax.norm[r];
         norm += __shfl_xor_sync(kAllLanes, norm, 1);
         norm += __shfl_xor_sync(kAllLanes, norm, 2);
         const float factor = norm == 0.0f ? 0.0f : common / norm;
-        if (kLate)
-#pragma unroll
-            for (int n = 0; n < Tile::kHeadDim / 8; ++n)
-                packed[2 * n + r] = pack_pair<T>(softmax.out[4 * n + 2 * r] * factor,
-                                                 softmax.out[4 * n + 2 * r + 1] * factor);
         if (pair == 0 && row + 8 * r < length && args.lse != nullptr)
             args.lse[head * args.total + start + row + 8 * r] =
                 norm == 0.0f ? -INFINITY : (softmax.base[r] + log2f(norm)) * kLn2;
 #pragma unroll
-        for (int n = 0; !kLate && n < Tile::kHeadDim / 8; ++n)
+        for (int n = 0; n < Tile::kHeadDim / 8; ++n)
             *reinterpret_cast<std::uint32_t*>(staged + swizzled_chunk(lane / 4 + 8 * r, n) + 4 * pair) =
                 pack_pair<T>(softmax.out[4 * n + 2 * r] * factor, softmax.out[4 * n + 2 * r + 1] * factor);
     }
-    if (kLate)
-#pragma unroll
-        for (int n = 0; n < Tile::kHeadDim / 16; ++n) {
-            const std::uint32_t four[4] = {packed[4 * n], packed[4 * n + 1], packed[4 * n + 2],
-                                           packed[4 * n + 3]};
-            store_matrices(staged + swizzled_chunk(lane % 16, 2 * n + lane / 16), four);
-        }
     __syncwarp();
     T* const to = static_cast<T*>(args.out) +
                   ((static_cast<std::int64_t>(start) + warp_row) * args.nheads + head) * Tile::kHeadDim;

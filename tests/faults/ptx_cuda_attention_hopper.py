@@ -26,7 +26,7 @@ FAULTS = (
     _fault("values are cleared before they come", "        values.wait(value);\n        clear_rows", "        clear_rows"),
     _fault("zeros without a fence", "        fence_shared();\n        __syncwarp();\n        if (lane == 0) arrive(&cleared);", "        __syncwarp();\n        if (lane == 0) arrive(&cleared);"),
     _fault("zeros are not waited for", "    if (last < kTileRows) wait_phase(&cleared, 0);\n", ""),
-    _fault("one warp's zeros are waited for", "init_barrier(&asked, 1);\n        init_barrier(&cleared, groups * Tile::kWarps);", "init_barrier(&asked, 1);\n        init_barrier(&cleared, 1);"),
+    _fault("one warp's zeros are waited for", "init_barrier(&cleared, groups * Tile::kWarps);", "init_barrier(&cleared, 1);"),
     _fault("queries behind the end are stored", "        if (warp_row + at < length)\n", ""),
     _fault("lse behind the end is stored", "if (pair == 0 && row + 8 * r < length && args.lse != nullptr)", "if (pair == 0 && args.lse != nullptr)"),
     # rings
@@ -52,9 +52,7 @@ FAULTS = (
     _fault("values are stepped like keys", "b + n * kTransposedStep", "b + n * kDepthStep"),
     _fault("values are not transposed", "group_product<T, 1>(softmax.out,", "group_product<T, 0>(softmax.out,"),
     _fault("the first scores are read while they are made", "    wait_products<0>();\n    if (lane == 0) keys.release(key);", "    if (lane == 0) keys.release(key);"),
-    _fault("out is read while it is made", "    if (group == 0) pass_turn();\n    wait_products<0>();\n", "    if (group == 0) pass_turn();\n"),
-    # turns
-    _fault("the first group waits for a turn at first", "    if (group == 1) take_turn();\n", "    take_turn();\n"),
+    _fault("out is read while it is made", "    start_sums(tiles > 1);\n    wait_products<0>();\n", "    start_sums(tiles > 1);\n"),
     # softmax
     _fault("the maximum of one lane", "        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));\n", ""),
     _fault("maxima never follow", "sum[0] > kMostSum || sum[1] > kMostSum", "sum[0] > 1e38f && sum[1] > 1e38f"),

@@ -84,7 +84,8 @@ class Candidate:
         for group in self.optimizer.param_groups:
             group["capturable"] = True
         encoder = self.model.base_model
-        kept = encoder.checked(*map(self.inputs.get, inspect.signature(encoder.checked).parameters))
+        given = map(self.inputs.get, inspect.signature(encoder.checked).parameters)
+        self.kept = kept = encoder.checked(*given)  # replays read its memory
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with mock.patch.object(encoder, "checked", return_value=kept):
