@@ -50,7 +50,7 @@ FAULTS = (
         "            if False:\n",
         "fastbert/training/optimizers.py",
     ),
-    _fault("the norm is that of a share", "norm = norm.full_tensor() if", "norm = norm.to_local() if"),
+    _fault("the norm is that of a share", "vector_norm(gradient)", "vector_norm(local(gradient))"),
 )
 
 SUITE = Suite(FAULTS, tests=("tests/training/test_update.py",), timeout_s=600.0)
