@@ -20,6 +20,7 @@ from fastbert.acceleration.parts import OWN, encoders, kind_of, other_models, ow
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 from fastbert.layers.quantized import MODES
+from fastbert.ops.checks import FLOATS
 from fastbert.runtime import prepared
 from fastbert.runtime.prepared import module_of
 
@@ -252,7 +253,7 @@ def _check_dtype(dtype: Any, options: Options) -> None:
         for name in ("attention", "ffn"):
             if not getattr(options, name):
                 raise ValueError(f"{name}: expected True with dtype={dtype!r}, which needs all of a layer")
-    elif dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    elif dtype is not None and dtype not in FLOATS:
         raise TypeError(f"dtype: expected {expected}, got {dtype!r}")
 
 

@@ -129,6 +129,8 @@ def check_shapes(
     wrong, left_out = [], []
     for key, param in names.state.items():
         item = found.get(key)
+        if item is not None and item.tensor.is_nested:
+            raise CheckpointError(f"{item}: is a nested tensor; expected one shape")
         if item is None or item.tensor.shape == param.shape:
             continue
         if ignore_mismatched and key not in names.int8:

@@ -70,6 +70,8 @@ def resolve(
 
 
 def _inside(directory: Path, subfolder: str) -> Path:
+    if not isinstance(subfolder, str):
+        raise TypeError(f"subfolder: expected a text, got {type(subfolder).__name__}")
     if not subfolder:
         return directory
     if not (directory / subfolder).is_dir():

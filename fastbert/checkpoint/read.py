@@ -93,7 +93,8 @@ def _open_shards(index: Path) -> tuple[list[Path], dict[str, Stored]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: expected a non-empty object of key to file name")
     for key, name in weight_map.items():
-        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        plain = isinstance(name, str) and name not in ("", ".", "..") and len(name) < 256
+        if not plain or re.search(r"[/\\\0]", name):
             raise CheckpointError(
                 f"{index}: weight_map: {key}: expected the name of a file beside it, got {name!r}"
             )

@@ -71,6 +71,8 @@ def save(
         CheckpointError: a file could not be written, or a weight is not finite or has no value.
     """
     limit = _bytes(max_shard_size)
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"save_directory: expected a path, got {type(directory).__name__}")
     directory = Path(directory)
     tied = model.tied_weights()
     own = model.state_dict()
@@ -92,6 +94,8 @@ def save(
 
 def _whole(directory: Path, needed: set, known: Iterable[str], given: dict[str, Tensor]) -> dict[str, Tensor]:
     """`given`, if it has a tensor for every needed key and none for an unknown one."""
+    if not isinstance(given, dict):
+        raise TypeError(f"state_dict: expected a dictionary of tensors, got {type(given).__name__}")
     missing, unknown = sorted(needed - given.keys()), sorted(given.keys() - set(known))
     if missing or unknown:
         raise CheckpointError(

@@ -139,7 +139,8 @@ class GraphedModel:
         if buckets is None:
             buckets = token_buckets(max_tokens)
         elif (
-            not buckets
+            not isinstance(buckets, Sequence)
+            or not buckets
             or any(type(size) is not int or size < 1 for size in buckets)
             or any(a >= b for a, b in pairwise(buckets))
         ):

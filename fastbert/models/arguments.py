@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fastbert.runtime.devices import device_of
+
 _ONE_DEVICE = "the whole model is on one device, without offloading"
 _INT8 = "load the floating-point checkpoint and call quantize()"
 _WEIGHTS = "weights are read from safetensors and .bin files"
@@ -97,10 +99,10 @@ def single_device(device: torch.device | str | int | None, device_map: Any) -> t
             "sequential"): the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: both are given, or `device_map` asks for several devices.
+        ValueError, TypeError: no device, both are given, or `device_map` asks for several devices.
     """
     if device_map is None:
-        return torch.device("cpu" if device is None else device)
+        return device_of("cpu" if device is None else device)
     if device is not None:
         raise ValueError(f"device, device_map: expected one of the two, got {device!r} and {device_map!r}")
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):

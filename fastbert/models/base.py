@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastbert.layers import quantized as quantization
 from fastbert.models.config import EncoderConfig, as_config
+from fastbert.models.config_checks import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.loading import Loadable
 from fastbert.models.lookalike import Lookalike
@@ -178,10 +179,16 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """Replace the word embeddings; tied weights follow.
 
         Raises:
-            ValueError: this is the encoder of a model whose decoder is tied to them.
+            TypeError, ValueError: no table of this width; or this is the encoder of a model whose decoder is
+                tied to them.
         """
         if self.config.tie_word_embeddings:
             self._check_owns_vocabulary("set_input_embeddings")
+        if not isinstance(value, nn.Module):
+            raise TypeError(f"value: expected a torch.nn.Embedding, got {type(value).__name__}")
+        width = self.get_input_embeddings().weight.shape[1]
+        if isinstance(value, nn.Embedding) and value.embedding_dim != width:
+            raise ValueError(f"value: expected rows of {width} numbers, got {value.embedding_dim}")
         self.base_model.embeddings.word_embeddings = value
         self.tie_weights()
 
@@ -227,8 +234,9 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         config = self.config
         size = config.vocab_size if new_num_tokens is None else new_num_tokens
         for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+            integer = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (integer and 1 <= value <= MAX_SIZE):
+                raise ValueError(f"{name}: expected an integer from 1 to {MAX_SIZE}, got {value!r}")
         size = -(-size // pad_to_multiple_of) * pad_to_multiple_of if pad_to_multiple_of else size
         if config.pad_token_id is not None and size <= config.pad_token_id:
             raise ValueError(f"new_num_tokens: {size} leaves out pad_token_id {config.pad_token_id}")

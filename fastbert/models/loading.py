@@ -22,6 +22,7 @@ from fastbert.models import arguments
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_checks import DEFAULTS
 from fastbert.models.families import FAMILIES, family_of
+from fastbert.runtime.devices import check_there
 
 if TYPE_CHECKING:
     from typing import Self
@@ -191,6 +192,7 @@ class Loadable:
                 f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
                 "pass device='cpu', or load the floating-point checkpoint"
             )
+        check_there(place, "device" if device_map is None else "device_map")
         load.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
         built = cls.class_for(config)
         without_pooler = (

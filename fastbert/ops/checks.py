@@ -42,6 +42,8 @@ def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: expected int64 or int32, got {t.dtype}")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {t.layout}")
     same_device(name, t, like)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.devices import device_of
 from fastbert.testing import proving, speed, verdict_keys, verdicts
 from fastbert.testing.proving import is_ranked, known_verdict
 from fastbert.testing.verdicts import KILLED, SLOWER, Verdict
@@ -62,7 +63,7 @@ def choices(device: str | torch.device = "cpu") -> list[Choice]:
     Pins made by `use_backend` are not counted. A GPU kernel that has not been checked yet is reported as
     unverified. Calls that the table ranks apart from the rest of their op have rows of their own.
     """
-    device = _with_index(torch.device(device))
+    device = _with_index(device_of(device, "target"))
     return [
         choice(op, kind, device, dtype)
         for op in dispatch.OPS

@@ -390,7 +390,7 @@ def test_other_words_are_refused(dtype):
     assert type(model) is transformers.BertModel
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, 8, ["int8"]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, 8, ["int8"]], ids=str)
 def test_other_kinds_are_refused(dtype):
     with pytest.raises(
         TypeError, match=r"^dtype: expected a floating-point torch\.dtype, 'int8' or None, got"

@@ -100,6 +100,29 @@ def test_weights_saved_from_meta_are_named(bert_mlm, tmp_path):
         load("BertForMaskedLM", tmp_path)
 
 
+def test_a_nested_tensor_is_named(bert_mlm, tmp_path):
+    bert_mlm.config.save_pretrained(tmp_path)
+    state = bert_mlm.state_dict()
+    key = "bert.encoder.layer.0.output.dense.weight"
+    state[key] = torch.nested.nested_tensor([state[key][0], state[key][1][:5]])
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=rf"pytorch_model\.bin: {key}: is a nested tensor; expected one"
+    ):
+        load("BertForMaskedLM", tmp_path)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_refused(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "x" * 5000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match="weight_map: a: expected the name of a file beside it, got 'xx"
+    ):
+        fastbert.AutoModel.from_pretrained(tmp_path)
+
+
 def test_a_model_on_meta_is_not_saved_and_nothing_is_written(tmp_path):
     with torch.device("meta"):
         model = ours("BertForMaskedLM")(EncoderConfig("bert", **SIZES))

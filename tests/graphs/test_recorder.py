@@ -99,6 +99,7 @@ def test_the_models_own_attributes():
         ({"max_batch": 2.0}, ValueError, "max_batch: expected an integer >= 1, got 2.0"),
         ({"max_graphs": True}, ValueError, "max_graphs: expected an integer >= 1, got True"),
         ({"buckets": []}, ValueError, "buckets: expected integers >= 1"),
+        ({"buckets": 5}, ValueError, "buckets: expected integers >= 1, each above the one before, got 5"),
         ({"buckets": [4, 4]}, ValueError, r"buckets: .*each above the one before, got \[4, 4\]"),
         ({"buckets": [0, 4]}, ValueError, r"buckets: expected integers >= 1"),
     ],

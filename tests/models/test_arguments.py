@@ -298,10 +298,28 @@ def test_save_takes_what_scripts_pass(folder, tmp_path):
         ({"save_function": 1}, TypeError, "save_function: expected a function, got int"),
         ({"zip": True}, TypeError, r"save_pretrained: unexpected arguments \['zip'\]"),
         ({"state_dict": {"a": torch.ones(1)}}, ValueError, "missing: bert.*; unknown: a$"),
+        ({"state_dict": 5}, TypeError, "state_dict: expected a dictionary of tensors, got int"),
     ):
         with pytest.raises(error, match=message):
             model.save_pretrained(tmp_path / "d", **given)
     assert not (tmp_path / "d").exists()
+    with pytest.raises(TypeError, match="save_directory: expected a path, got int"):
+        model.save_pretrained(5)
+
+
+@pytest.mark.parametrize("name", ["device", "device_map"])
+def test_a_gpu_that_is_not_there_is_named(folder, name):
+    with pytest.raises(ValueError, match=rf"^{name}: 'cuda:99', but torch shows [0-9]+ GPUs here"):
+        load(folder, **{name: "cuda:99"})
+
+
+def test_a_device_that_is_none_is_named(folder):
+    with pytest.raises(ValueError, match=r"^device: expected a device such as 'cpu' or 'cuda:0', got 'x'"):
+        load(folder, device="x")
+    with pytest.raises(ValueError, match=r"^target: expected a device such as 'cpu' or 'cuda:0', got 'x'"):
+        fastbert.explain("x")
+    with pytest.raises(TypeError, match=r"^subfolder: expected a text, got int"):
+        load(folder, subfolder=5)
 
 
 def test_the_table_of_the_docstring_is_the_one_that_is_checked():

@@ -379,6 +379,8 @@ FORWARD = [
     forward("ids-float", TypeError, r"input_ids: expected int64 or int32, got torch\.float32",
         ids=IDS.float()),
     forward("ids-bool", TypeError, r"input_ids: expected int64 or int32, got torch\.bool", ids=IDS > 3),
+    forward("ids-sparse", TypeError, r"input_ids: expected a dense tensor, got torch\.sparse_coo",
+            ids=IDS.to_sparse()),
     forward("ids-list", TypeError, r"input_ids: expected a torch\.Tensor, got list", ids=IDS.tolist()),
     forward("ids-1d", ValueError, r"input_ids: expected shape \(batch, seqlen\), got \(6,\)", ids=IDS[0]),
     forward("ids-3d", ValueError, r"input_ids: expected shape \(batch, seqlen\), got \(1, 2, 6\)",

@@ -55,6 +55,18 @@ def test_set_output_embeddings():
     assert pair("bert", "ForTokenClassification")[1].get_output_embeddings() is None
 
 
+def test_tables_that_do_not_fit_are_named():
+    model = fastbert.BertModel(fastbert.EncoderConfig(num_hidden_layers=1, vocab_size=120))
+    with pytest.raises(
+        ValueError, match=r"new_num_tokens: expected an integer from 1 to 16777216, got 10{12}$"
+    ):
+        model.resize_token_embeddings(10**12)
+    with pytest.raises(TypeError, match=r"value: expected a torch\.nn\.Embedding, got int"):
+        model.set_input_embeddings(5)
+    with pytest.raises(ValueError, match="value: expected rows of 768 numbers, got 5"):
+        model.set_input_embeddings(torch.nn.Embedding(120, 5))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["bert", "electra", "albert", "distilbert", "mpnet"])
 def test_resize_token_embeddings(name, tied, tmp_path):
