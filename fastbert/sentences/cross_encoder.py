@@ -15,12 +15,14 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint import hub
-from fastbert.checkpoint.files import read_json
+from fastbert.checkpoint.files import cause, read_json
 from fastbert.models.auto import AutoModelForSequenceClassification
+from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.ops import checks
+from fastbert.runtime.devices import device_of
 from fastbert.sentences.settings import prompt_settings, text_settings
-from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, packed_tensors
+from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, listed, packed_tensors
 from fastbert.sentences.tokenizer import EncodingError, TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class CrossEncoder(TextModel):
         super().__init__(model, tokenizer, max_length, lower_case, prompt, prompts, segments)
         if not isinstance(model, BertForSequenceClassification):
             raise TypeError(f"model: {type(model).__name__}; expected a fastbert sequence classifier")
+        _check_activation(activation_fn)
         if activation_fn is None:
             activation_fn = torch.nn.Sigmoid() if model.num_labels == 1 else torch.nn.Identity()
         self.activation_fn = activation_fn
@@ -90,7 +93,7 @@ class CrossEncoder(TextModel):
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         directory = hub.resolve(directory)
         transformer = _transformer_of(directory)
         path = directory / "config_sentence_transformers.json"
@@ -109,10 +112,10 @@ class CrossEncoder(TextModel):
             # sentence-transformers 6, 4 and 5, and before 4
             named = (
                 settings.get("activation_fn")
-                or (model.config.get("sentence_transformers") or {}).get("activation_fn")
+                or _older_settings(transformer, model.config).get("activation_fn")
                 or model.config.get("sbert_ce_default_activation_function")
             )
-            activation_fn = None if named is None else _activation(directory, named)
+            activation_fn = None if named is None else _activation(directory, named, model.num_labels)
         return cls(
             model,
             load_tokenizer(transformer),
@@ -170,12 +173,13 @@ class CrossEncoder(TextModel):
             raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
         self.check_batch_tokens(batch_tokens)
         check_batch_size(batch_size)
+        _check_activation(activation_fn)
         prompt = self._prompt_of(prompt, prompt_name)
         labels = self.model.num_labels
         single = isinstance(pairs, dict) or (
             isinstance(pairs, (list, tuple)) and len(pairs) > 0 and isinstance(pairs[0], str)
         )
-        pairs = [pairs] if single else list(pairs)
+        pairs = [pairs] if single else listed("pairs", pairs)
         out = np.empty((len(pairs),) if labels == 1 else (len(pairs), labels), np.float32)
         for index, pair in enumerate(pairs):
             inner = pair.get("text") if isinstance(pair, dict) else pair
@@ -218,6 +222,7 @@ class CrossEncoder(TextModel):
             For each document {"corpus_id": its index, "score": float}, and with return_documents "text".
 
         Raises:
+            TypeError: a query or a document that is no text.
             ValueError: the model has several labels; or as `predict`.
         """
         if self.model.num_labels != 1:
@@ -225,7 +230,14 @@ class CrossEncoder(TextModel):
                 f"rank: the model has {self.model.num_labels} labels; expected one. Call predict, and sort "
                 "by the label that you want"
             )
-        documents = list(documents)
+        if not isinstance(query, str):
+            raise TypeError(f"query: {type(query).__name__}; expected str")
+        if top_k is not None and (type(top_k) is not int or top_k < 0):
+            raise ValueError(f"top_k: {top_k!r}; expected an integer >= 0, or None")
+        documents = listed("documents", documents)
+        wrong = next((i for i, text in enumerate(documents) if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise TypeError(f"documents[{wrong}]: {type(documents[wrong]).__name__}; expected str")
         scores = self.predict([(query, document) for document in documents], **options)
         order = np.argsort(-scores, kind="stable")[:top_k].tolist()
         found: list[dict[str, Any]] = [{"corpus_id": i, "score": float(scores[i])} for i in order]
@@ -239,7 +251,7 @@ class CrossEncoder(TextModel):
     def _forward(self, tokens: TokenBatch, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
         ids, cu_seqlens, max_seqlen, types = packed_tensors(tokens)
         logits = self.model(ids, token_type_ids=types, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).logits
-        scores = activation_fn(logits.to(checks.compute_dtype(logits)))
+        scores = _scores(activation_fn, logits.to(checks.compute_dtype(logits)))
         if self.model.num_labels == 1:
             scores = scores.squeeze(-1)
         elif apply_softmax:
@@ -261,7 +273,7 @@ def _transformer_of(directory: Path) -> Path:
     return directory
 
 
-def _activation(directory: Path, name: object) -> Activation:
+def _activation(directory: Path, name: object, labels: int) -> Activation:
     """The activation of torch.nn that a file names; no other code is imported."""
     found = getattr(torch.nn, str(name).rpartition(".")[2], None)
     plain = isinstance(found, type) and issubclass(found, torch.nn.Module)
@@ -270,4 +282,36 @@ def _activation(directory: Path, name: object) -> Activation:
             f"{directory}: activation_fn {name!r}; expected one of torch.nn's, such as "
             "'torch.nn.modules.activation.Sigmoid'; pass activation_fn="
         )
-    return found()
+    try:
+        activation = found()
+        _scores(activation, torch.zeros(2, labels))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{directory}: activation_fn {name!r}: is no activation ({error})") from error
+    return activation
+
+
+def _check_activation(given: Any) -> None:
+    if given is not None and (isinstance(given, type) or not callable(given)):
+        raise TypeError(f"activation_fn: {given!r}; expected a function of a tensor, or None")
+
+
+def _scores(activation_fn: Activation, logits: torch.Tensor) -> torch.Tensor:
+    """The scores of logits (batch, num_labels), of the same shape. Raises ValueError for others."""
+    try:
+        scores = activation_fn(logits)
+    except Exception as error:
+        raise ValueError(f"activation_fn: {activation_fn!r} failed: {cause(error)}") from error
+    if not isinstance(scores, torch.Tensor) or scores.shape != logits.shape:
+        what = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise ValueError(f"activation_fn: expected scores {tuple(logits.shape)}, got {what}")
+    return scores
+
+
+def _older_settings(directory: Path, config: EncoderConfig) -> dict[str, Any]:
+    """What sentence-transformers before version 6 wrote into config.json."""
+    found = config.get("sentence_transformers") or {}
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{directory / 'config.json'}: sentence_transformers: expected an object, got {found!r}"
+        )
+    return found

@@ -24,10 +24,11 @@ from fastbert.models.auto import AutoModel
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
+from fastbert.runtime.devices import device_of
 from fastbert.sentences.progress import bar
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
 from fastbert.sentences.similarity import PRECISIONS, SIMILARITIES, matrix, quantized
-from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, packed_tensors
+from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, listed, packed_tensors
 from fastbert.sentences.tokenizer import EncodingError, TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class SentenceEncoder(TextModel):
     ) -> None:
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
-        if similarity_fn_name not in SIMILARITIES:
+        if similarity_fn_name not in [*SIMILARITIES]:
             raise ValueError(
                 f"similarity_fn_name: {similarity_fn_name!r}; expected one of {', '.join(SIMILARITIES)}"
             )
@@ -114,7 +115,7 @@ class SentenceEncoder(TextModel):
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         directory = hub.resolve(directory)
         settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
         tokenizer = load_tokenizer(settings.transformer)
@@ -291,9 +292,11 @@ class SentenceEncoder(TextModel):
             raise ValueError(f"truncate_dim: {truncate_dim!r}; expected an integer from 1 to {self.width}")
         self.check_batch_tokens(batch_tokens)
         check_batch_size(batch_size)
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress: {type(progress).__name__}; expected a function, or None")
         prompt = self._prompt_of(prompt, prompt_name)
         single = isinstance(sentences, (str, dict))
-        sentences = [sentences] if single else list(sentences)
+        sentences = [sentences] if single else listed("sentences", sentences)
         out = np.empty((len(sentences), self.width), self.dtype)
         if show_progress_bar is None:
             show_progress_bar = _log.getEffectiveLevel() in (logging.INFO, logging.DEBUG)

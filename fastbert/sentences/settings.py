@@ -173,7 +173,11 @@ def text_settings(transformer: Path) -> tuple[int | None, bool, bool]:
     for name in _LENGTH_FILES:
         if (transformer / name).is_file():
             config = read_json(transformer / name)
-            max_length, lower_case = config.get("max_seq_length"), bool(config.get("do_lower_case", False))
+            max_length, lower_case = config.get("max_seq_length"), config.get("do_lower_case") or False
+            if not isinstance(lower_case, bool):
+                raise ValueError(
+                    f"{transformer / name}: do_lower_case {lower_case!r}; expected true or false"
+                )
             if max_length is not None and (type(max_length) is not int or max_length < 1):
                 raise ValueError(
                     f"{transformer / name}: max_seq_length {max_length!r}; expected a positive integer"
@@ -184,6 +188,8 @@ def text_settings(transformer: Path) -> tuple[int | None, bool, bool]:
         if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 means no limit
             max_length = int(says)
     inputs = config_of_tokenizer.get("model_input_names")
+    if inputs is not None and not isinstance(inputs, list):
+        raise ValueError(f"{path}: model_input_names {inputs!r}; expected a list of names")
     return max_length, lower_case, inputs is None or "token_type_ids" in inputs
 
 
@@ -202,7 +208,7 @@ def prompt_settings(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
     name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ValueError(f"{path}: prompts: expected an object of texts")
-    if name is not None and name not in prompts:
+    if name is not None and name not in [*prompts]:
         raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
     return "" if name is None else prompts[name], prompts
 
@@ -211,7 +217,7 @@ def _defaults(path: Path) -> tuple[str, dict[str, str], str]:
     """The default prompt, all prompts, and the similarity that config_sentence_transformers.json asks for."""
     config = read_json(path) if path.is_file() else {}
     similarity = config.get("similarity_fn_name") or "cosine"
-    if similarity not in SIMILARITIES:
+    if similarity not in [*SIMILARITIES]:
         raise ValueError(
             f"{path}: similarity_fn_name {similarity!r}; expected one of {', '.join(SIMILARITIES)}"
         )

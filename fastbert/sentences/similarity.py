@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,17 @@ SIMILARITIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 def matrix(name: str, vectors: Vectors) -> torch.Tensor:
     """(rows, width) of a floating-point dtype; a single vector becomes one row."""
-    if isinstance(vectors, (list, tuple)) and vectors and isinstance(vectors[0], (torch.Tensor, np.ndarray)):
-        vectors = torch.stack([torch.as_tensor(row) for row in vectors])
-    elif not isinstance(vectors, torch.Tensor):
-        vectors = torch.tensor(vectors)
+    given = vectors
+    try:
+        if isinstance(given, (list, tuple)) and given and isinstance(given[0], (torch.Tensor, np.ndarray)):
+            vectors = torch.stack([torch.as_tensor(row) for row in given])
+        elif not isinstance(given, torch.Tensor):
+            vectors = torch.tensor(given)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: expected rows of numbers, got {reprlib.repr(given)}") from error
+    if vectors.is_complex() or vectors.layout != torch.strided:
+        kind = vectors.dtype if vectors.is_complex() else vectors.layout
+        raise ValueError(f"{name}: {kind}; expected real numbers, dense")
     if vectors.dim() not in (1, 2):
         raise ValueError(f"{name}: shape {tuple(vectors.shape)}; expected (rows, width) or (width,)")
     vectors = vectors.to(checks.compute_dtype(vectors)) if vectors.is_floating_point() else vectors.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -58,6 +59,10 @@ class TextModel:
                     f"{name}: {type(value).__name__}; expected {expected}; "
                     f"{type(self).__name__}.from_pretrained(directory) loads both"
                 )
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt: {type(prompt).__name__}; expected str")
+        if prompts is not None and not are_prompts(prompts):
+            raise TypeError(f"prompts: {prompts!r}; expected a dict of texts, or None")
         limit = model.config.max_tokens
         max_length = limit if max_length is None else max_length
         special = tokenizer.num_special_tokens_to_add(False)
@@ -95,7 +100,7 @@ class TextModel:
         if prompt is not None and prompt_name is not None:
             raise ValueError(f"prompt, prompt_name: {prompt!r} and {prompt_name!r}; expected one of the two")
         if prompt_name is not None:
-            if prompt_name not in self.prompts:
+            if not isinstance(prompt_name, str) or prompt_name not in self.prompts:
                 names = ", ".join(self.prompts) or "none"
                 raise ValueError(f"prompt_name: {prompt_name!r}; expected one of the directory's: {names}")
             prompt = self.prompts[prompt_name]
@@ -112,11 +117,11 @@ class TextModel:
 
         Raises:
             EncodingError: text that is not valid Unicode, or a token that the model has no embedding for.
-            TypeError: an element that is none of these.
+            TypeError: no sequence, or an element that is none of these.
         """
         prompt = self._prompt_of(prompt, None)
         texts = []
-        for index, given in enumerate(sentences):
+        for index, given in enumerate(listed("sentences", sentences)):
             first, *second = _parts(index, given)
             parts = [text.strip() for text in (prompt + first, *second)]
             parts = [text.lower() for text in parts] if self.lower_case else parts
@@ -166,6 +171,26 @@ class TextModel:
             raise ValueError(
                 f"batch_tokens: {batch_tokens!r}; expected an integer >= max_length = {self.max_length}"
             )
+
+
+def listed(name: str, given: Any) -> list[Any]:
+    """The elements of a sequence of texts.
+
+    Raises:
+        TypeError: what is given has no elements, or others than texts: one text, bytes, a dict.
+    """
+    elements = None
+    if not isinstance(given, (str, bytes, dict)):
+        with contextlib.suppress(TypeError):
+            elements = iter(given)
+    if elements is None:
+        raise TypeError(f"{name}: {type(given).__name__}; expected a sequence of texts")
+    return list(elements)
+
+
+def are_prompts(given: Any) -> bool:
+    """Whether these are prompts by name."""
+    return isinstance(given, dict) and all(isinstance(text, str) for pair in given.items() for text in pair)
 
 
 def check_batch_size(batch_size: int | None) -> None:

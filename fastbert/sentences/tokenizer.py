@@ -87,6 +87,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         except Exception as error:  # the Rust side raises a bare Exception
             raise ValueError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
         _check_ids(path, tokenizer)
+        _check_runs(path, tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer
@@ -103,6 +104,17 @@ def _check_ids(path: Path, tokenizer: Tokenizer) -> None:
     token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
     if highest >= MAX_SIZE:
         raise ValueError(f"{path}: token {token!r} has id {highest}; expected ids below {MAX_SIZE}")
+
+
+def _check_runs(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that panics, with an error that no handler of exceptions would see."""
+    try:
+        tokenizer.encode_batch_fast(["a", ("a", "b")])
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(f"{path}: not a whole tokenizer: encoding fails ({error})") from None
+        if not isinstance(error, Exception):
+            raise
 
 
 def _wordpiece(directory: Path) -> Tokenizer:
@@ -127,12 +139,14 @@ def _wordpiece(directory: Path) -> Tokenizer:
             raise ValueError(
                 f"{path}: has no {name}_token {special[name]!r}; expected a BERT WordPiece vocabulary"
             )
+    defaults = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
+    chinese, accents, lower = (config.get(name, default) for name, default in defaults.items())
+    for name, value in zip(defaults, (chinese, accents, lower), strict=True):
+        if not isinstance(value, bool) and not (value is None and name == "strip_accents"):
+            raise ValueError(f"{config_path}: {name}: expected true or false, got {value!r}")
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=special["unk"]))
     tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        strip_accents=config.get("strip_accents"),
-        lowercase=config.get("do_lower_case", True),
+        clean_text=True, handle_chinese_chars=chinese, strip_accents=accents, lowercase=lower
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     cls, sep = special["cls"], special["sep"]

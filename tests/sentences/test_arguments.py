@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastbert.sentences.cross_encoder import CrossEncoder
 from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
 from fastbert.sentences.tokenizer import load_tokenizer
 
@@ -36,6 +37,12 @@ from fastbert.sentences.tokenizer import load_tokenizer
             ValueError,
             "batch_tokens: 255; expected an integer >= max_length",
         ),
+        ({"sentences": 5}, TypeError, "sentences: int; expected a sequence of texts"),
+        ({"sentences": None}, TypeError, "sentences: NoneType; expected a sequence"),
+        ({"sentences": b"a"}, TypeError, "sentences: bytes; expected a sequence"),
+        ({"sentences": np.array(5)}, TypeError, "sentences: ndarray; expected a sequence"),
+        ({"sentences": ["a"], "prompt_name": ["q"]}, ValueError, r"prompt_name: \['q'\]; expected one of"),
+        ({"sentences": ["a"], "progress": 5}, TypeError, "progress: int; expected a function"),
         ({"sentences": [], "batch_tokens": 0}, ValueError, "batch_tokens: 0"),
         ({"sentences": ["a"], "batch_tokens": 1e4}, ValueError, "batch_tokens: 10000.0"),
     ],
@@ -43,6 +50,56 @@ from fastbert.sentences.tokenizer import load_tokenizer
 def test_encode_refuses(encoder, arguments, error, words):
     with pytest.raises(error, match=words):
         encoder.encode(**arguments)
+
+
+@pytest.mark.parametrize("given", ["a", {"text": "a"}, 5])
+def test_tokenize_takes_a_sequence(encoder, given):
+    with pytest.raises(TypeError, match=rf"sentences: {type(given).__name__}; expected a sequence of texts"):
+        encoder.tokenize(given)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "words"),
+    [
+        ({"prompt": None}, TypeError, "prompt: NoneType; expected str"),
+        ({"prompts": ["a"]}, TypeError, r"prompts: \['a'\]; expected a dict of texts"),
+        ({"prompts": {"a": 5}}, TypeError, "prompts: {'a': 5}; expected a dict of texts"),
+        ({"similarity_fn_name": ["dot"]}, ValueError, r"similarity_fn_name: \['dot'\]; expected one of"),
+    ],
+)
+def test_odd_settings_are_named(encoder, directory, setting, error, words):
+    with pytest.raises(error, match=words):
+        SentenceEncoder(encoder.model, load_tokenizer(directory), **setting)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "x",
+        None,
+        {"a": 1},
+        ["a"],
+        [[1.0], [1.0, 2.0]],
+        [[10**400]],
+        np.array(["a"]),
+        [torch.zeros(3), torch.zeros(4)],
+        torch.zeros(2, 384).to_sparse(),
+        np.zeros((2, 384), np.complex64),
+    ],
+    ids=str,
+)
+def test_similarity_names_what_are_no_vectors(encoder, given):
+    with pytest.raises(ValueError, match=r"^embeddings2: "):
+        encoder.similarity(np.zeros((2, 384), np.float32), given)
+
+
+@pytest.mark.parametrize("kind", [SentenceEncoder, CrossEncoder])
+@pytest.mark.parametrize(
+    ("device", "error"), [("x", ValueError), ("cuda:x", ValueError), (-1, ValueError), (object(), TypeError)]
+)
+def test_a_device_that_is_none_is_named(directory, kind, device, error):
+    with pytest.raises(error, match=r"^device: expected a device such as 'cpu' or 'cuda:0', got "):
+        kind.from_pretrained(directory, device=device)
 
 
 @pytest.mark.parametrize("max_length", [0, 2, 513, 12.0, True])

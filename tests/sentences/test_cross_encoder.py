@@ -112,31 +112,70 @@ def test_the_directorys_settings_are_read(folders, tmp_path, place):
     path.write_text(json.dumps(content | {"activation_fn": "os.system"}))
     with pytest.raises(ValueError, match=r"activation_fn 'os\.system'; expected one of torch\.nn's"):
         CrossEncoder.from_pretrained(tmp_path)
+    for other in ("activation.Threshold", "activation.Softmax2d", "loss.MSELoss", "module.Module"):
+        path.write_text(json.dumps(content | {"activation_fn": f"torch.nn.modules.{other}"}))
+        with pytest.raises(ValueError, match=rf"activation_fn 'torch\S+{other}': is no activation \("):
+            CrossEncoder.from_pretrained(tmp_path)
+    path.write_text("{}")
+    rewrite(tmp_path / "config.json", sentence_transformers=[1])
+    with pytest.raises(ValueError, match=r"config\.json: sentence_transformers: expected an object, got \[1"):
+        CrossEncoder.from_pretrained(tmp_path)
     (tmp_path / "modules.json").write_text('[{"type": "a.Transformer"}, {"type": "a.Dense"}]')
     with pytest.raises(ValueError, match=r"modules\.json: modules Transformer, Dense; expected one"):
         CrossEncoder.from_pretrained(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def small(directory):
+    return CrossEncoder(
+        fastbert.BertForSequenceClassification(
+            fastbert.EncoderConfig(num_hidden_layers=1, hidden_size=24, intermediate_size=24, num_labels=1)
+        ).eval(),
+        fastbert.SentenceEncoder.from_pretrained(directory, device="cpu")._tokenizer,
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "documents", "top_k", "error", "words"),
+    [
+        (5, ["a"], None, TypeError, "query: int; expected str"),
+        (("a", "b"), ["a"], None, TypeError, "query: tuple; expected str"),
+        ("a", 5, None, TypeError, "documents: int; expected a sequence of texts"),
+        ("a", {"text": "b"}, None, TypeError, "documents: dict; expected a sequence"),
+        ("a", ["b", None], None, TypeError, r"documents\[1\]: NoneType; expected str"),
+        ("a", ["b"], -1, ValueError, "top_k: -1; expected an integer >= 0"),
+        ("a", ["b"], "x", ValueError, "top_k: 'x'; expected an integer"),
+    ],
+)
+def test_bad_arguments_of_rank(small, query, documents, top_k, error, words):
+    with pytest.raises(error, match=words):
+        small.rank(query, documents, top_k=top_k)
+
+
 @pytest.mark.parametrize(
     ("pairs", "options", "error", "words"),
     [
-        ("a text", {}, TypeError, r"pairs\[0\]: a str; expected a pair of texts"),
+        ("a text", {}, TypeError, "pairs: str; expected a sequence of texts"),
         ([("a", "b"), "c"], {}, TypeError, r"pairs\[1\]: a str; expected a pair of texts"),
         ([("a", "b", "c")], {}, TypeError, r"sentences\[0\]: a tuple of 3"),
         ([("a", "long " * 600)], {"on_long": "error"}, fastbert.EncodingError, "tokens; at most 512 fit"),
         ([("a", "b")], {"on_long": "cut"}, ValueError, "on_long: 'cut'"),
         ([("a", "b")], {"batch_tokens": 3}, ValueError, "batch_tokens: 3; expected an integer >= max_length"),
         ([("a", "b")], {"prompt_name": "q"}, ValueError, "prompt_name: 'q'"),
+        (5, {}, TypeError, "pairs: int; expected a sequence of texts"),
+        ([("a", "b")], {"activation_fn": "tanh"}, TypeError, "activation_fn: 'tanh'; expected a function"),
+        ([("a", "b")], {"activation_fn": torch.nn.Tanh}, TypeError, "activation_fn: .*; expected a function"),
+        ([("a", "b")], {"activation_fn": torch.sum}, ValueError, r"activation_fn: expected scores \(1, 1\)"),
+        (
+            [("a", "b")],
+            {"activation_fn": torch.nn.Linear(5, 5)},
+            ValueError,
+            "activation_fn: .* failed: Runt",
+        ),
     ],
 )
-def test_bad_arguments(directory, pairs, options, error, words):
-    model = CrossEncoder(
-        fastbert.BertForSequenceClassification(
-            fastbert.EncoderConfig(num_hidden_layers=1, hidden_size=24, intermediate_size=24, num_labels=1)
-        ).eval(),
-        fastbert.SentenceEncoder.from_pretrained(directory, device="cpu")._tokenizer,
-    )
+def test_bad_arguments(small, pairs, options, error, words):
     with pytest.raises(error, match=words):
-        model.predict(pairs, **options)
+        small.predict(pairs, **options)
     with pytest.raises(TypeError, match=r"model: str; .*CrossEncoder\.from_pretrained\(directory\)"):
         CrossEncoder("a/folder")

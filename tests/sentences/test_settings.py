@@ -285,6 +285,52 @@ BAD_DIRECTORIES = {
         r"token 'b' has id 16777216; expected ids below 16777216",
     ),
     "a huge id, BPE": (with_huge_id("BPE"), ValueError, r"token 'b' has id 1000000000"),
+    "similarity a list": (
+        with_text("config_sentence_transformers.json", '{"similarity_fn_name": ["dot"]}'),
+        ValueError,
+        r"config_sentence_transformers\.json: similarity_fn_name \['dot'\]; expected one of",
+    ),
+    "default prompt a list": (
+        with_text(
+            "config_sentence_transformers.json", '{"prompts": {"a": ""}, "default_prompt_name": ["a"]}'
+        ),
+        ValueError,
+        r"config_sentence_transformers\.json: default_prompt_name \['a'\] is not among the prompts",
+    ),
+    "lower case by a word": (
+        with_text("sentence_bert_config.json", '{"max_seq_length": 9, "do_lower_case": "no"}'),
+        ValueError,
+        r"sentence_bert_config\.json: do_lower_case 'no'; expected true or false",
+    ),
+    "input names a number": (
+        lambda folder: rewrite(folder / "tokenizer_config.json", model_input_names=5),
+        ValueError,
+        r"tokenizer_config\.json: model_input_names 5; expected a list of names",
+    ),
+    "a switch that is a word": (
+        lambda folder: (
+            (folder / "tokenizer.json").unlink(),
+            rewrite(folder / "tokenizer_config.json", do_lower_case="yes"),
+        ),
+        ValueError,
+        r"tokenizer_config\.json: do_lower_case: expected true or false, got 'yes'",
+    ),
+    "a tokenizer that panics": (
+        lambda folder: rewrite(
+            folder / "tokenizer.json",
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {},
+            },
+        ),
+        ValueError,
+        r"tokenizer\.json: not a whole tokenizer: encoding fails",
+    ),
     "vocab not UTF-8": (only_vocab(b"\xff\xfe\n"), ValueError, "vocab.txt: not UTF-8"),
 }
 
