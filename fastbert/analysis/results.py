@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,17 +60,12 @@ def save(
         page: for `<name>.html`, or None.
 
     Raises:
-        ValueError: the directory has files.
-        OSError: it could not be written; nothing is left.
+        ValueError: the directory has files, or could not be written; nothing is left.
     """
     directory = check_free(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(directory)
-    place = directory.with_name(f".{directory.name}.{files.own_tag()}.tmp")
-    place.mkdir()
     # file names may have what is no UTF-8; in JSON that is an escape
     how = {"encoding": "utf-8", "errors": "backslashreplace"}
-    try:
+    with files.new_directory(directory) as place:
         text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         (place / f"{name}.json").write_text(text, **how)
         if page is not None:
@@ -84,23 +77,7 @@ def save(
                 warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
                 figure.savefig(place / f"{title}.svg", metadata={"Date": None})
                 figure.savefig(place / f"{title}.png", dpi=150)
-        if directory.exists():
-            directory.rmdir()
-        os.replace(place, directory)
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
     return directory
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what runs of this output whose process has ended left beside it."""
-    begin, end = f".{directory.name}.", ".tmp"
-    with contextlib.suppress(OSError):  # it only saves space
-        for entry in directory.parent.iterdir():
-            name = entry.name
-            if name.startswith(begin) and name.endswith(end) and files.is_dead(name[len(begin) : -len(end)]):
-                shutil.rmtree(entry, ignore_errors=True)
 
 
 def check_free(directory: str | Path) -> Path:
@@ -110,13 +87,7 @@ def check_free(directory: str | Path) -> Path:
         ValueError: naming it, or the directory above it that is none or cannot be written.
     """
     directory = Path(directory)
-    if directory.is_symlink() or directory.name in ("", ".."):
+    if directory.is_symlink():  # its target may be missing
         directory = Path(os.path.realpath(directory))
-    above = next(each for each in Path(os.path.abspath(directory)).parents if os.path.lexists(each))
-    if not above.is_dir():
-        raise ValueError(f"{above}: is no directory; expected one for {directory}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory}: exists; expected a new directory, or an empty one")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"{above}: no results can be written there; expected a directory of yours")
+    files.check_free(directory)
     return directory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +160,13 @@ class LabelledText:
         words: of the text.
         spans: per target, one or two (first word, word after the last).
         labels: per target, its labels.
+        where: the file and the line, for messages.
     """
 
     words: tuple[str, ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
     labels: tuple[tuple[str, ...], ...]
+    where: str = field(default="", compare=False)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -196,7 +198,7 @@ def read_edges(path: str | Path, max_examples: int | None = None) -> list[Labell
                     f"{where}: a target of {len(spans)} spans; expected {spans_each}, as those before"
                 )
         spans, labels = (tuple(pair[i] for pair in pairs) for i in range(2))
-        found.append(LabelledText(words, spans, labels))
+        found.append(LabelledText(words, spans, labels, where))
         if len(found) == max_examples:
             break
     if spans_each is None:
@@ -232,8 +234,7 @@ def _target(where: str, target: Any, words: int) -> tuple[tuple[tuple[int, int],
             raise ValueError(f"{where}: {key}: expected [first, last + 1] of {words} words, got {span!r}")
         spans.append((span[0], span[1]))
     names = target["label"] if isinstance(target["label"], list) else [target["label"]]
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
+    if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{where}: label: expected a name or a list of names, got {target['label']!r}")
     return tuple(spans), tuple(names)
 

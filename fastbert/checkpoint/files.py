@@ -128,6 +128,7 @@ def check_free(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -
         raise CheckpointError(f"{where}: is a mount point, which cannot be replaced; name a folder in it")
     if where.is_symlink() and not place.exists():
         raise CheckpointError(f"{where}: is a link to {place}, which does not exist")
+    _check_place(where, place)
     held = sorted(path.name for path in place.iterdir()) if place.exists() else []
     if held and not overwrite:
         hint = ", or overwrite=True (--overwrite)" if ours else ""
@@ -135,6 +136,25 @@ def check_free(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -
     foreign = [name for name in held if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ours)]
     if foreign:
         raise CheckpointError(f"{where}: holds {listed(foreign, 3)} besides, so it is not overwritten")
+
+
+def _check_place(where: Path, place: Path) -> None:
+    """Raise CheckpointError if a folder beside a place cannot be made, or cannot be renamed to it."""
+    above = next((each for each in place.parents if os.path.lexists(each)), place)
+    if not above.is_dir():
+        raise CheckpointError(f"{above}: is no directory; expected one for {where}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{above}: no results can be written there; expected a directory of yours")
+    if place.is_dir() and place in (Path.cwd(), *Path.cwd().parents):
+        raise CheckpointError(
+            f"{where}: the working directory is in it, so it is not replaced; name a folder in it"
+        )
+    try:
+        os.lstat(_beside(place, "new", own_tag()))
+    except FileNotFoundError:
+        return
+    except OSError as error:  # the name is too long
+        raise CheckpointError(f"{where}: could not be written: {cause(error)}") from error
 
 
 @contextlib.contextmanager
@@ -154,8 +174,8 @@ def new_directory(place: Path, ours: Iterable[str] = (), overwrite: bool = False
     where, place = place, Path(os.path.realpath(place))
     new, old, gone = (_beside(place, kind, own_tag()) for kind in ("new", "old", "gone"))
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
         check_free(where, ours, overwrite)
+        place.parent.mkdir(parents=True, exist_ok=True)
         new.mkdir()
         try:
             yield new
@@ -169,6 +189,9 @@ def new_directory(place: Path, ours: Iterable[str] = (), overwrite: bool = False
                 os.rename(old, gone if place.exists() else place)
             for left in (new, gone):
                 shutil.rmtree(left, ignore_errors=True)
+    except CheckpointError as error:
+        # the folder is gone by now
+        raise CheckpointError(str(error).replace(str(new), str(where))) from error
     except OSError as error:
         # of an input file, which the error names; a full disk names none
         ours = str(_beside(place, "", "")).removesuffix("..tmp")

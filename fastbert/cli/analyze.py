@@ -14,7 +14,14 @@ from fastbert.cli.analyses.attention import attention, effective, patterns
 from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
 from fastbert.cli.analyses.links import links
-from fastbert.cli.analyses.loading import file_of, load_examples, load_words, model_of, naming_lines
+from fastbert.cli.analyses.loading import (
+    file_of,
+    load_examples,
+    load_words,
+    model_of,
+    naming_lines,
+    naming_targets,
+)
 from fastbert.cli.analyses.probe import probe
 from fastbert.cli.analyses.report import whole
 from fastbert.cli.analyses.starts import starts
@@ -56,6 +63,8 @@ _DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(RE
 def run(args: argparse.Namespace) -> int:
     """Compute, save and print; returns the exit status."""
     output = results.check_free(args.output)
+    if args.seed < 0:
+        raise UsageError(f"--seed {args.seed}: expected an integer >= 0")
     pictures.check()
     file = file_of(args)
     for option, kinds in _OWN.items():
@@ -72,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     with naming_lines(args, model):
         if args.kind in _OF_WORDS:
             texts, examples, options["left_out"] = load_words(args, model)
-            numbers, arrays, figures = _OF_WORDS[args.kind](args, model, texts, examples)
+            with naming_targets(texts):
+                numbers, arrays, figures = _OF_WORDS[args.kind](args, model, texts, examples)
             numbers = results.facts(model, examples, **options) | numbers
         else:
             examples = load_examples(args, model)

@@ -26,6 +26,7 @@ _SHORT = (
     r"univ|inc|ltd|co|corp|approx|est|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
 _ABBREVIATION = re.compile(rf"{_SHORT}|[^\W\d_]|(?:\w\.)+\w+", re.IGNORECASE)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _OPENING = "([\"'“‘"  # what a word can follow without white space
 
 
@@ -143,6 +144,8 @@ def _of_json(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
         text = parse_json(line, f"{path}: line {number}").get("text")
         if not isinstance(text, str):
             raise ValueError(f'{path}: line {number}: expected an object with a text in "text"')
+        if _HALF_PAIR.search(text):
+            raise ValueError(f"{path}: line {number}: half of a surrogate pair is no valid Unicode")
         yield split_sentences(text)
 
 

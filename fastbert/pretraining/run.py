@@ -38,6 +38,7 @@ from fastbert.pretraining.objectives.replaced_tokens import ReplacedTokens
 from fastbert.pretraining.objectives.span_boundary import SpanBoundary
 from fastbert.pretraining.objectives.word_order import WordOrder
 from fastbert.pretraining.recipe import Phase, Recipe, RecipeError, check_options
+from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import Result, Stage, Trainer
 from fastbert.training.parallel import Parallel
 
@@ -185,10 +186,8 @@ def model_of(
 
 def _check_tokenizer(directory: Path, corpus: Corpus) -> None:
     """A directory with a tokenizer must have the corpus's words."""
-    from tokenizers import Tokenizer
-
     path = directory / TOKENIZER
-    if path.is_file() and Tokenizer.from_file(str(path)).get_vocab() != corpus.tokenizer.get_vocab():
+    if path.is_file() and load_tokenizer(directory).get_vocab() != corpus.tokenizer.get_vocab():
         raise ValueError(f"model: {path} is another tokenizer than the one that made {corpus.directory}")
 
 

@@ -108,7 +108,8 @@ def _made(
     """The tokenizer for counted words, and its pieces."""
     pieces = wordpieces(words, vocab_size - len(SPECIAL), min_frequency, alphabet)
     if not pieces:
-        raise ValueError(f"{', '.join(map(str, files))}: no words")
+        few = f" of the {alphabet} characters that alphabet allows" if words else ""
+        raise ValueError(f"{', '.join(map(str, files))}: no words{few}")
     _check_written(words, pieces, vocab_size, alphabet)
     vocabulary = [*SPECIAL, *pieces]
     filled = min(vocab_size, -(-len(vocabulary) // 64) * 64)

@@ -29,6 +29,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,6 +194,8 @@ class Trainer:
             with self.parallel.alike():
                 if self.parallel.is_first:
                     checkpoints.begin(self.output)
+                    if not os.path.lexists(self.output / checkpoints.LOCK):
+                        self._check_config()  # what is refused gets no lock
                     held.enter_context(checkpoints.locked(self.output))
                     checkpoints.clear(self.output)
                     self._check_config()

@@ -467,6 +467,10 @@ def test_edges_of_a_file(tokenizer, tmp_path):
             "line 2: label: expected a name or a list of names, got 3",
         ),
         (
+            '{"text": "a b", "targets": [{"span1": [0, 1], "label": null}]}',
+            "line 2: label: expected a name or a list of names, got None",
+        ),
+        (
             '{"text": "a b", "targets": [{"span1": [0, 1], "span2": [0, 1], "label": "x"}]}',
             "line 2: a target of 2 spans; expected 1, as those before",
         ),

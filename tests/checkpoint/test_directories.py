@@ -108,6 +108,31 @@ def test_what_is_not_ours_is_refused_and_kept(make, overwrite, problem, tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_working_directory_is_not_replaced(tmp_path, monkeypatch):
+    """A shell would be left in a directory that is no more."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for inside in ("a", "a/b"):
+        monkeypatch.chdir(tmp_path / inside)
+        with pytest.raises(CheckpointError, match=r"a: the working directory is in it|a: exists already"):
+            filled(tmp_path / "a", "new")
+    (tmp_path / "a" / "b").rmdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"\.: the working directory is in it, so it is not replaced"):
+        filled(Path("."), "new")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
+
+
+def test_a_name_too_long_for_what_is_written_beside_it(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nn: could not be written: OSError: .*File name too long"):
+        check_free(tmp_path / ("n" * 255))
+
+
+def test_errors_name_the_place_and_not_the_folder_beside_it(tmp_path):
+    expected = f"^{tmp_path / 'c'}/a: is not a plain file$"
+    with pytest.raises(CheckpointError, match=expected), new_directory(tmp_path / "c") as folder:
+        raise CheckpointError(f"{folder / 'a'}: is not a plain file")
+
+
 def test_through_a_link_its_target_is_filled_and_the_umask_counts(tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "c").symlink_to(tmp_path / "far")

@@ -354,6 +354,12 @@ def test_what_ends_all_work_is_seen_before_it(folder, tmp_path, capsys, monkeypa
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "new" / "out") == 2
     assert f"{tmp_path}: no results can be written there" in capsys.readouterr().err
     monkeypatch.undo()
+    assert call(folder, "attention", "encoder", "lines.txt", "/") == 2
+    assert "/: is a mount point, which cannot be replaced" in capsys.readouterr().err
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / ("n" * 255)) == 2
+    assert "nnn: could not be written: OSError: [Errno 36] File name too long" in capsys.readouterr().err
+    assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out", "--seed", "-1") == 2
+    assert "error: --seed -1: expected an integer >= 0" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
     assert "pictures need matplotlib: pip install" in capsys.readouterr().err
@@ -483,7 +489,7 @@ def test_nothing_is_replaced(folder, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
-    assert "exists; expected a new directory, or an empty one" in capsys.readouterr().err
+    assert "out: exists already; expected a new or an empty directory" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     for link, target in (("link", "empty"), ("dangling", "new")):
@@ -545,7 +551,7 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(results.np, "savez_compressed", full)
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
-    assert "No space left on device" in capsys.readouterr().err
+    assert f"{tmp_path / 'out'}: could not be written: OSError: [Errno 28] No sp" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

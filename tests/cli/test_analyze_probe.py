@@ -149,7 +149,13 @@ def test_links(folder, tmp_path, capsys, request):
         out = ["--output", str(tmp_path / "none")]
         assert main(["analyze", "links", "--model", str(folder / "encoder"), *out, *given]) == 2
         assert expected in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    same = {"text": "a dog ran", "targets": [{"span1": [1, 2], "span2": [1, 2], "label": "z"}]}
+    (tmp_path / "same.jsonl").write_text(file.read_text() + "\n" + json.dumps(same) + "\n")
+    given = [*arguments[:-1], tmp_path / "same.jsonl"]
+    given[given.index("--output") + 1] = tmp_path / "none"
+    assert main([str(each) for each in given]) == 2
+    assert "same.jsonl, line 22: targets[20]: a link needs two tokens" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "same.jsonl"}
 
 
 @pytest.mark.parametrize(
@@ -163,9 +169,15 @@ def test_links(folder, tmp_path, capsys, request):
         ),
         (["--conllu", "trees.conllu", "--edges", "edges.jsonl"], "--edges: probe reads one file; expected"),
         (["--edges", "edges.jsonl", "--probe", "structural"], "--probe structural: needs trees; expected"),
-        (["--edges", "edges.jsonl", "--probe", "mdl"], r"targets\[0\]: expected one label, got 2"),
+        (
+            ["--edges", "edges.jsonl", "--probe", "mdl"],
+            r"edges\.jsonl, line 1: targets\[0\]: expected one label, got 2",
+        ),
         (["--conllu", "trees.conllu", "--max-examples", "9"], "examples: a split needs 10 with a target"),
-        (["--edges", "edges.jsonl", "--probe", "control"], r"targets\[0\]: expected one label, got 2"),
+        (
+            ["--edges", "edges.jsonl", "--probe", "control"],
+            r"edges\.jsonl, line 1: targets\[0\]: expected one label, got 2",
+        ),
         (
             ["--conllu", "trees.conllu", "--max-examples", "9", "--probe", "structural"],
             "sentences: a split needs 10 of two words at least, got 8",

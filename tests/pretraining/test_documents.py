@@ -73,6 +73,11 @@ def test_parquet(tmp_path, texts, json_file):
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl: line 2: is not valid JSON"),
         ("a.jsonl", b'["x"]', r"a\.jsonl: line 1: expected a JSON object, got list"),
         ("a.jsonl", b'{"text": 3}', r"a\.jsonl: line 1: expected an object"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800"}',
+            r"a\.jsonl: line 1: half of a surrogate pair is no valid Unicode",
+        ),
         ("a.jsonl", b'{"body": "x"}', r"a\.jsonl: line 1: expected an object"),
         ("a.csv", b"x", r"a\.csv: a suffix of no format"),
     ],

@@ -297,6 +297,9 @@ def test_models_that_do_not_fit(corpus, stock, tokenizer_dir, text_file, tmp_pat
         (tmp_path / "other" / name).write_bytes((stock / name).read_bytes())
     with pytest.raises(ValueError, match=r"model: .*tokenizer\.json is another tokenizer than the one"):
         ran(corpus, tmp_path / "other", recipe, run)
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other/tokenizer\.json: not a tokenizer of the tokenizers library"):
+        ran(corpus, tmp_path / "other", recipe, run)
     (tmp_path / "other" / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
     values = json.loads((stock / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**values, "pad_token_id": 3}))

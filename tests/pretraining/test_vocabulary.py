@@ -146,4 +146,7 @@ def test_bad_arguments_are_named(tmp_path, text_file):
     empty.write_text("\n\n")
     with pytest.raises(ValueError, match=r"e\.txt: no words"):
         train([empty], tmp_path / "t")
+    empty.write_text("one two three four\n")
+    with pytest.raises(ValueError, match=r"e\.txt: no words of the 1 characters that alphabet allows"):
+        train([empty], tmp_path / "t", alphabet=1)
     assert not (tmp_path / "t").exists()

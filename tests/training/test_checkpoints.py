@@ -461,7 +461,7 @@ def test_a_run_begins_in_an_empty_directory_alone(name, tmp_path):
     with pytest.raises(CheckpointError, match=rf"holds {name}, and no run; expected a new or an empty"):
         trainer(tmp_path).run()
     assert (tmp_path / name).read_text() == "mine"
-    assert not (tmp_path / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_what_is_refused_before_the_first_step_binds_nobody(tmp_path):

@@ -98,6 +98,19 @@ def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[N
         raise UsageError(f"{where}: {error}") from error
 
 
+@contextlib.contextmanager
+def naming_targets(texts: list[Sentence] | list[LabelledText]) -> Iterator[None]:
+    """Errors that name a target of labelled spans by its number name the file and the line too."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.match(r"targets\[(\d+)\]: ", str(error))
+        if not found or not isinstance(texts[0], LabelledText):
+            raise
+        where = [text.where for text in texts for _ in text.spans][int(found[1])]
+        raise UsageError(f"{where}: {error}") from error
+
+
 def _compares(args: argparse.Namespace, model: PreTrainedModel) -> bool:
     """Whether the texts of a pair are two examples, for an encoder without a head."""
     compared = args.kind in MEASURED or (args.kind == "report" and args.pairs)
