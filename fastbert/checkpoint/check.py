@@ -74,6 +74,9 @@ def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
         inner = numbered(names.family.group_layers, found)
         if inner and inner != config.inner_group_num:
             return f"; config inner_group_num says {config.inner_group_num}, the file has {inner}"
+    segments = next((i for key, i in found.items() if key.endswith("token_type_embeddings.weight")), None)
+    if segments is not None and not config.type_vocab_size:
+        return f"; config type_vocab_size says 0, the file has {len(segments.tensor)}"
     first = {item.key.split(".")[0] for item in found.values()}
     if foreign := sorted(first & names.family.foreign_prefixes):
         return (

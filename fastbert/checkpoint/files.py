@@ -138,6 +138,13 @@ def check_free(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -
         raise CheckpointError(f"{where}: holds {listed(foreign, 3)} besides, so it is not overwritten")
 
 
+def check_kept(place: Path, inputs: Iterable[str | Path]) -> None:
+    """Raise CheckpointError if an input is in a directory that is to be replaced."""
+    for path in inputs:
+        if Path(os.path.realpath(place)) in Path(os.path.realpath(path)).parents:
+            raise CheckpointError(f"{place}: {path} is in it, so it is not overwritten")
+
+
 def _check_place(where: Path, place: Path) -> None:
     """Raise CheckpointError if a folder beside a place cannot be made, or cannot be renamed to it."""
     above = next((each for each in place.parents if os.path.lexists(each)), place)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if args.threads is not None:
             stack.enter_context(_threads(args.threads))
         name, stream = stack.enter_context(_input(args.input))
-        if args.input != "-" and output.exists() and os.path.samefile(args.input, output):
+        if _reads(stream, output):
             raise UsageError(f"--output {output}: is the input file")
         file = stack.enter_context(replacing(output, args.overwrite))  # a bad path fails at once
         encoder = SentenceEncoder.from_pretrained(
@@ -111,6 +111,13 @@ def _input(path: str) -> Iterator[tuple[str, BinaryIO]]:
         return
     with open(path, "rb") as stream:
         yield path, stream
+
+
+def _reads(stream: BinaryIO, path: Path) -> bool:
+    """Whether a stream, which may be stdin, is of this file."""
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no stream of the system's
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    return False
 
 
 def _chunks(name: str, stream: BinaryIO, lines: int) -> Iterator[tuple[list[str], int]]:

@@ -22,7 +22,7 @@ from fastbert.training.parallel import Parallel
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the config; returns the exit status."""
-    if args.output is None and not args.print_config:
+    if not args.output and not args.print_config:
         raise UsageError("--output: expected a directory for the run")
     recipe, growth = recipe_of(args), growth_of(args)
     is_first = os.environ.get("RANK", "0") == "0"

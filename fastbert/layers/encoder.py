@@ -432,8 +432,16 @@ class LayerMath(FusedLayer):
             parts = (columns, columns, shape[1] * shape[2])
             each = [apply_linear(m, x) for m in modules] if joined is None else joined.split(parts, 1)
             return tuple(t.reshape(shape[0], t.shape[1] // shape[2], shape[2]) for t in each)
+        each = [joined] if joined is not None else [apply_linear(m, x) for m in modules]
+        width = shape[1] * shape[2]
+        if sum(t.shape[1] for t in each) != 3 * width:
+            raise ValueError(
+                f"query, key, value: expected {width} outputs each, {shape[1]} heads of {shape[2]}, got "
+                f"{', '.join(str(m.out_features) for m in modules)}; after pruning by hand set "
+                "num_attention_heads of the attention module"
+            )
         if joined is None:
-            return tuple(apply_linear(m, x).reshape(shape) for m in modules)
+            return tuple(t.reshape(shape) for t in each)
         return split(joined.reshape(x.shape[0], 3, *shape[1:]))
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.files import CheckpointError, cause, digest, new_directory, read_json
+from fastbert.checkpoint.files import CheckpointError, cause, check_kept, digest, new_directory, read_json
 from fastbert.pretraining.documents import documents
 from fastbert.pretraining.spans import KINDS, Source, find, sources_of
 from fastbert.sentences.tokenizer import load_tokenizer
@@ -288,6 +288,8 @@ class Corpus:
             nonlocal seen
             seen += size
 
+        with _told(directory):
+            check_kept(directory, files)
         with _told(directory), new_directory(directory, _NAMES, overwrite) as folder:
             writer = _Writer(folder, "<u2" if vocab_size <= 1 << 16 else "<u4", shard_tokens)
             for chunk in _chunks(documents(files, format, count)):

@@ -163,8 +163,16 @@ def _of_parquet(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
         if "text" not in file.schema_arrow.names:
             raise ValueError(f'{path}: expected a column "text", got {", ".join(file.schema_arrow.names)}')
         row, size = 0, path.stat().st_size
-        for batch in file.iter_batches(1024, columns=["text"]):
-            for text in batch.column(0).to_pylist():
+        batches = file.iter_batches(1024, columns=["text"])
+        while True:
+            try:
+                batch = next(batches, None)
+                texts = [] if batch is None else batch.column(0).to_pylist()
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}: after row {row}: damaged ({error})") from None
+            if batch is None:
+                break
+            for text in texts:
                 row += 1
                 if not isinstance(text, str):
                     raise ValueError(f'{path}: row {row}: expected a text in "text", got {text!r}')

@@ -169,7 +169,7 @@ class Recipe:
             _optimizer(groups=[torch.zeros(1)], **{"kind": "adamw", **self.optimizer})
         except (TypeError, ValueError) as error:
             raise RecipeError(f"optimizer: {error}") from None
-        if self.format.get("kind") not in FORMATS:
+        if self.format.get("kind") not in [*FORMATS]:
             raise RecipeError(
                 f"format.kind: expected one of {', '.join(FORMATS)}, got {self.format.get('kind')!r}"
             )

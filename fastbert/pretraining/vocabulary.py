@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from fastbert.checkpoint.files import new_directory, replace
+from fastbert.checkpoint.files import check_kept, new_directory, replace
 from fastbert.pretraining.documents import documents
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -67,6 +67,7 @@ def train(
     ):
         if type(value) is not int or value < least:
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+    check_kept(Path(directory), files)
     with new_directory(Path(directory), FILES, overwrite) as folder:
         words = _counted(_pipeline(lowercase), files, format, progress)
         tokenizer, vocabulary = _made(words, files, vocab_size, lowercase, min_frequency, alphabet)

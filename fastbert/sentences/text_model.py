@@ -127,7 +127,15 @@ class TextModel:
             parts = [text.lower() for text in parts] if self.lower_case else parts
             texts.append(tuple(parts) if second else parts[0])
         tokens = tokenize(self._tokenizer, texts, self.model.config.vocab_size)
-        return tokens if self.segments else replace(tokens, types=None)
+        if not self.segments:
+            return replace(tokens, types=None)
+        known, types = self.model.config.type_vocab_size, tokens.types
+        if types is not None and types.size and types.max() >= known:
+            raise ValueError(
+                f"config type_vocab_size: the model knows {known} types of tokens, but of a pair the "
+                f"tokenizer gives the type {types.max()}"
+            )
+        return tokens
 
     def _run(
         self,

@@ -162,6 +162,11 @@ def test_every_command_that_writes_a_directory_refuses_what_is_not_its_own(tmp_p
         with pytest.raises(ValueError, match=rf"{name}: (holds mine besides|exists)"):
             call()
         assert (tmp_path / name / "mine").read_text() == "mine"
+    for name in ("tok", "c"):
+        (tmp_path / name / "mine").unlink()
+    inside = tmp_path / "tok" / "vocab.txt"
+    with pytest.raises(ValueError, match=r"tok: .*vocab\.txt is in it, so it is not overwritten"):
+        vocabulary.train([inside], tmp_path / "tok", vocab_size=64, overwrite=True)
     site = tmp_path / "site"
     site.mkdir()
     (site / "index.json").write_text("{}")

@@ -175,6 +175,15 @@ def test_a_hostile_config_is_refused_by_name(changes, error, words, tmp_path):
             load_one(tmp_path)
 
 
+def test_a_config_without_the_segments_of_the_file_is_named(tmp_path):
+    saved(tmp_path)
+    edit_config(tmp_path, type_vocab_size=0)
+    with pytest.raises(
+        CheckpointError, match=r"unexpected keys: .*; config type_vocab_size says 0, the file has 2"
+    ):
+        fastbert.AutoModel.from_pretrained(tmp_path)
+
+
 def test_labels_are_counted_before_they_are_named(tmp_path):
     saved(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())

@@ -137,6 +137,16 @@ def test_stdin(run, model, text, tmp_path, monkeypatch):
     assert (tmp_path / "stdin.npy").read_bytes() == (tmp_path / "file.npy").read_bytes()
 
 
+def test_stdin_that_is_the_output_is_kept(run, model, text, tmp_path, monkeypatch):
+    file = tmp_path / "o.jsonl"
+    file.write_bytes(text.read_bytes())
+    with file.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        _, err = run(*encode_args(model, "-", file, "--overwrite"), status=2)
+    assert "o.jsonl: is the input file" in err
+    assert file.read_bytes() == text.read_bytes()
+
+
 def test_flags_reach_the_encoder(run, model, text, tmp_path):
     encoder = SentenceEncoder.from_pretrained(
         model, pooling="max", normalize=True, max_length=5, device="cpu"

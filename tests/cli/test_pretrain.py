@@ -387,7 +387,9 @@ def test_where_the_run_cannot_be(call, tmp_path, capsys):
     assert failed(call(tmp_path / "file"), capsys).startswith("output: expected a directory")
     given = call(tmp_path)
     at = given.index("--output")
-    assert failed(given[:at] + given[at + 2 :], capsys) == "--output: expected a directory for the run"
+    for output in ([], ["--output", ""]):
+        arguments = given[:at] + output + given[at + 2 :]
+        assert failed(arguments, capsys) == "--output: expected a directory for the run"
     (tmp_path / "run" / "step-000001").mkdir(parents=True)
     assert re.search(r"config\.json: is missing beside checkpoints", failed(call(tmp_path / "run"), capsys))
 

@@ -345,6 +345,17 @@ def _fewer_heads(model: nn.Module) -> None:
     attention.self.num_attention_heads = 2
 
 
+def test_pruned_heads_without_their_number_are_named():
+    _, model = pair("bert", "ForSequenceClassification")
+    _fewer_heads(model)
+    layer(model).attention.self.num_attention_heads = model.config.num_attention_heads
+    model.train()
+    with pytest.raises(
+        ValueError, match=r"query, key, value: expected \d+ outputs each, .* set num_attention_"
+    ):
+        model(**batch("bert"))
+
+
 def _hook_in_lora(model: nn.Module) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -61,6 +61,11 @@ def test_parquet(tmp_path, texts, json_file):
     parquet.write_table(pyarrow.table({"body": texts}), path)
     with pytest.raises(ValueError, match=r'a\.parquet: expected a column "text", got body'):
         list(documents([path]))
+    parquet.write_table(pyarrow.table({"text": [f"one {i}" for i in range(1000)]}), path)
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"\xff" * 50 + content[150:])
+    with pytest.raises(ValueError, match=r"a\.parquet: after row 0: damaged \("):
+        list(documents([path]))
     path.write_bytes(b"PAR1 is not enough")
     with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file"):
         list(documents([path]))

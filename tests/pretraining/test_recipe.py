@@ -247,6 +247,7 @@ def test_a_changed_field_is_the_only_change():
         ("phases.\u00b2.lr", 1, r"phases\.\u00b2\.lr: there is no \u00b2"),
         ("masking.choose", "bernoulli", r"masking \(phase 0\): max_predictions: expected None"),
         ("format.kind", "rows", r"format\.kind: expected one of segment-pairs, full-sentences"),
+        ("format.kind", {}, r"format\.kind: expected one of segment-pairs, full-sentences"),
         ("optimizer.kind", "sgd", r"optimizer: kind: expected one of adamw, adamw-google, lamb, got 'sgd'"),
         ("optimizer.momentum", 0.9, r"optimizer\.momentum: is no field"),
         ("optimizer.betas", [0.9], "optimizer: betas: expected two numbers"),

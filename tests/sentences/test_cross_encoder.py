@@ -135,6 +135,18 @@ def small(directory):
     )
 
 
+def test_a_model_of_one_segment_is_named(directory):
+    config = fastbert.EncoderConfig(
+        num_hidden_layers=1, hidden_size=24, intermediate_size=24, num_labels=1, type_vocab_size=1
+    )
+    tokenizer = fastbert.SentenceEncoder.from_pretrained(directory, device="cpu")._tokenizer
+    model = CrossEncoder(fastbert.BertForSequenceClassification(config).eval(), tokenizer)
+    with pytest.raises(
+        ValueError, match="config type_vocab_size: the model knows 1 types of tokens, but of a"
+    ):
+        model.predict([("a", "b")])
+
+
 @pytest.mark.parametrize(
     ("query", "documents", "top_k", "error", "words"),
     [
