@@ -23,10 +23,14 @@ def read(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that are whole: the last one may be being written.
 
     Raises:
-        CheckpointError: there is no log, or a line of it is no JSON object; names file and line.
+        CheckpointError: there is no log, or a line of it is no JSON object of numbers; names file and line.
     """
     lines = read_plain(run / LOG).split(b"\n")[:-1]
-    return [parse_json(line, f"{run / LOG}: line {number}") for number, line in enumerate(lines, 1)]
+    found = [parse_json(line, f"{run / LOG}: line {number}") for number, line in enumerate(lines, 1)]
+    for number, line in enumerate(found, 1):
+        if "step" not in line or not all(v is None or isinstance(v, (int, float)) for v in line.values()):
+            raise CheckpointError(f"{run / LOG}: line {number}: expected numbers, with a step")
+    return found
 
 
 def draw(run: str | Path) -> Path | None:

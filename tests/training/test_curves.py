@@ -98,6 +98,8 @@ def test_a_line_that_is_no_object_is_named(tmp_path):
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is nested deeper"),
         ("1", "expected a"),
+        ('{"loss": 1}', "expected numbers, with a step"),
+        ('{"step": 2, "loss": "x"}', "expected numbers, with a step"),
     ):
         (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
         with pytest.raises(CheckpointError, match=rf"log\.jsonl: line 2: {problem}"):
