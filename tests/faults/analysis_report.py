@@ -144,7 +144,7 @@ FAULTS += table(
     """
 intervals | sign <= 0) | sign < 0)
 pictures | found[:, 1:] - found[:, :1] | found[:, 1:]
-results | except BaseException: | except Exception:
+results | with files.new_directory(directory) as place: | for place in [os.makedirs(directory) or directory]:
 results | examples.types, examples.labels): | examples.types):
 sections | (depth[1:], *bands | (depth[:-1], *bands
 sections_of_loss | figures/score/highest | figures/score/lowest
