@@ -197,6 +197,8 @@ def new_directory(place: Path, ours: Iterable[str] = (), overwrite: bool = False
             for left in (new, gone):
                 shutil.rmtree(left, ignore_errors=True)
     except CheckpointError as error:
+        if str(new) not in str(error):
+            raise
         # the folder is gone by now
         raise CheckpointError(str(error).replace(str(new), str(where))) from error
     except OSError as error:
