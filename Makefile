@@ -1,9 +1,9 @@
 # demo · test · sweep · exhaustive · lint · docs · bench · gpu
 #
 #   make test        minutes: every op, backend, pass, dtype, family and head; bad inputs; one fault per suite
-#   make sweep       what CI runs besides: all lengths, shapes, options and seeds; builds under sanitizers; more faults
+#   make sweep       all lengths, shapes, options and seeds; builds under sanitizers; more faults. PART=2/4: a quarter, as in CI
 #   make exhaustive  hours: every planted fault, a thousand killed saves, whole builds, the oldest Triton
-# Each test belongs to one of the three (tests/support/tiers.py).
+# Each test belongs to one of the three, by the markers beside it and the rule of tests/support/tiers.py.
 #
 # A virtual environment is made in $(VENV). `VENV=` (empty) uses $(PYTHON) as it is, with the torch it already has and
 # without calling pip: build in place with what is there (`make gpu PYTHON=python3 VENV=`).
@@ -46,7 +46,7 @@ test: $(READY)
 	$(PYTEST) $(SHARED) $(ARGS)
 
 sweep: $(READY)
-	$(PYTEST) $(SHARED) -m "sweep and not slow" $(ARGS)
+	$(PYTEST) $(SHARED) -m "sweep and not slow" $(if $(findstring /,$(PART)),--part $(PART)) $(ARGS)
 
 # one process: each of these has the machine to itself. `make exhaustive ARGS="-k killed_saves"` runs some of them
 exhaustive: $(READY)

@@ -40,9 +40,21 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the usual one may know an op 
 os.environ["FASTBERT_CACHE"] = ""  # tests neither read nor write the user's verdicts
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="run the tests of the K-th of N parts of the files")
+
+
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     tiers.mark(items)
+    if (text := config.getoption("--part")) is not None:
+        try:
+            which, count = tiers.part(text)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        found = [item for item in items if tiers.part_of(item.nodeid.partition("::")[0], count) == which]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(found)])
+        items[:] = found
 
 
 @pytest.fixture(autouse=True)

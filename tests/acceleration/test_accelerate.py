@@ -389,6 +389,7 @@ def test_versions_in_range_are_accelerated_without_a_word(version, monkeypatch):
     assert all(layer.fused for layer in fastbert.explain(fast).layers)
 
 
+@pytest.mark.sweep
 def test_import_asks_for_no_transformers(tmp_path):
     """A process that does not import fastbert itself reads a pickled model."""
     slow, fast = build("bert", HEAD)

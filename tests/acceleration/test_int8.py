@@ -657,6 +657,7 @@ def test_other_architectures_stay_in_floating_point():
 # -- compile and export --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_compile_leaves_the_encoder_as_it_is(fresh_dynamo):
     fast, inputs = int8("bert", HEAD), first_kept("bert")
     compiled = torch.compile(fast, backend="aot_eager")
@@ -675,6 +676,7 @@ def test_compile_leaves_the_encoder_as_it_is(fresh_dynamo):
             torch.compile(fast, backend="aot_eager", fullgraph=True)(**inputs)
 
 
+@pytest.mark.sweep
 def test_layers_compiled_one_by_one(fresh_dynamo):
     fast, inputs = int8(unpad=False), first_kept("bert")
     expected = last(fast, inputs)

@@ -684,6 +684,7 @@ def test_strict_names_the_layer():
 # --- torch.compile and export -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_compiled_without_a_graph_break():
     model = stock("nomic_bert", num_hidden_layers=1)
     fast = ours(model)

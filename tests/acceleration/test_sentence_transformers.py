@@ -47,6 +47,7 @@ def test_sentence_embeddings_of_minilm(minilm, encoded, batch_size):
     assert_fused(model)
 
 
+@pytest.mark.sweep
 def test_everything_else_that_encode_gives(minilm):
     model, stock = fastbert.accelerate(sentence_model(minilm)), sentence_model(minilm)
     one, stock_one = (m.encode(SENTENCES[0]) for m in (model, stock))

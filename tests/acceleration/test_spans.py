@@ -321,6 +321,7 @@ def test_errors_of_the_stock_model_come_through():
         fast.bert(**inputs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["vmap", "compile"])
 def test_mapped_and_compiled_heads_are_the_stock_models(how):
     slow, fast = build("bert", SPANS, attention="eager")
@@ -387,6 +388,7 @@ def learnt(accelerated: bool) -> nn.Module:
     return fastbert.restore(model.eval())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accelerated", [False, True], ids=["by-transformers", "through-accelerate"])
 def test_trained_model_answers_as_well_as_stock(accelerated):
     slow = learnt(accelerated)

@@ -123,6 +123,7 @@ def test_threads_get_their_own_results(folders, kind):
     check(KINDS[kind], folders, 8)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_thousands_of_calls_of_threads(folders, kind):
     check(KINDS[kind], folders, 48)

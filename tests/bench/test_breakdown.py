@@ -12,6 +12,7 @@ from tests.support.triton_fixtures import interpreted
 OPTIONS = ["--device", "cpu", "--models", "tiny", "--samples", "1"]
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_whole_run_has_the_kernels_of_every_call(tmp_path, capsys):
     file = tmp_path / "breakdown.jsonl"

@@ -98,6 +98,7 @@ def test_a_failed_export_is_tried_once(monkeypatch, tmp_path):
     assert len(calls) == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     not all(has(p) for p in engines.PACKAGES), reason="needs ONNX Runtime and OpenVINO: pip install .[bench]"
 )

@@ -148,6 +148,7 @@ def test_the_code_of_a_kernel(tmp_path):
     assert run.stdout.startswith("kernels/a_kernel-")
 
 
+@pytest.mark.sweep
 @interpreted
 def test_the_check_writes_one_archive_that_this_machine_confirms(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(

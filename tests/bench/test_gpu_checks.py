@@ -100,6 +100,7 @@ def test_correctness_has_what_training_runs(check):
         assert [case.dropout_p for case in testing.training_cases(op, lengths)] == [0.1]
 
 
+@pytest.mark.sweep
 @interpreted
 @pytest.mark.parametrize("op", [op for op in dispatch.OPS if op in backend.DTYPES])
 def test_correctness_of_a_small_training_step(check, monkeypatch, op):
@@ -166,6 +167,7 @@ def test_bits_tell_zeros_apart_and_know_a_nan():
     assert not bool(checks.equal_bits({"y": zero, "z": zero}, {"y": zero, "z": nan}))
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_hang_a_crash_and_an_ending_process_are_rows(check, monkeypatch):
     units = [checks.Unit(name, "triton", torch.float32) for name in ("hang", "crash", "silent", "fine")]
@@ -228,6 +230,7 @@ def test_every_kernel_of_every_gpu_backend_is_a_unit():
     assert {"attention", "linear"} >= {unit.op for unit in units[:4]}  # the longest begin first
 
 
+@pytest.mark.sweep
 @interpreted
 def test_memory_sees_growth(check, monkeypatch):
     assert run(checks.memory, named(check, "memory"), ENCODER)[0]["status"] == "ok"
@@ -239,6 +242,7 @@ def test_memory_sees_growth(check, monkeypatch):
     assert row["error"] == "grew by 3072 MiB on the host"
 
 
+@pytest.mark.sweep
 @interpreted
 def test_graphs_see_stale_weights_and_calls_that_are_not_replayed(check, monkeypatch):
     assert run(checks.graphs, named(check, "graphs"), ENCODER)[0]["status"] == "ok"
@@ -331,6 +335,7 @@ def test_a_replay_must_follow_its_inputs(on_gpu, monkeypatch, op):
     assert row["error"] == "3 of 3 replays differ from an eager call"
 
 
+@pytest.mark.sweep
 @interpreted
 @pytest.mark.parametrize("op", ["attention", "embedding", "layer_norm"])
 def test_a_replay_must_draw_the_mask_of_the_seed_it_finds(on_gpu, monkeypatch, op):

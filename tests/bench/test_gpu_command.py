@@ -98,6 +98,7 @@ def processes_in(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_what_a_hanging_step_has_started_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED_IN", str(tmp_path))
@@ -295,6 +296,7 @@ def dry(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
     return of
 
 
+@pytest.mark.sweep
 @interpreted
 @pytest.mark.parametrize("part", prove.PARTS)
 def test_a_dry_run_passes_every_step(dry, part):
@@ -307,6 +309,7 @@ def test_a_dry_run_passes_every_step(dry, part):
     assert (head["finished"], head["device_type"], head["part"]) == (True, "cpu", part)
 
 
+@pytest.mark.sweep
 @interpreted
 @pytest.mark.parametrize("part", prove.PARTS)
 def test_a_dry_run_leaves_eight_files_at_most_and_one_has_all(dry, part):
@@ -319,6 +322,7 @@ def test_a_dry_run_leaves_eight_files_at_most_and_one_has_all(dry, part):
             assert file.extractfile(name).read() == (folder / name).read_bytes(), name
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_dry_run_checks_every_triton_kernel(dry):
     found = {}
@@ -338,6 +342,7 @@ def test_a_dry_run_checks_every_triton_kernel(dry):
     assert {row["status"] for rows in found.values() for row in rows} == {"ok", "skipped"}
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_dry_run_times_every_engine(dry):
     def rows_of(part):
@@ -368,6 +373,7 @@ def test_a_dry_run_times_every_engine(dry):
     assert sorted(rows) == sorted([*beside, "torch_compile-bf16"])
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_dry_run_trains(dry):
     data = lines.read(dry("a")[0] / "training.jsonl")
@@ -385,6 +391,7 @@ def test_a_dry_run_trains(dry):
     assert ("torch_compile-bf16", "ok") in {(row["candidate"], row["status"]) for row in compiled}
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_dry_run_tunes(dry):
     folder, _ = dry("b")
@@ -395,6 +402,7 @@ def test_a_dry_run_tunes(dry):
     assert set(json.loads((folder / "tuned.json").read_text())) == {"device", *kernels}
 
 
+@pytest.mark.sweep
 @interpreted
 @pytest.mark.parametrize("part", ["a", "b"])
 def test_a_dry_run_is_no_result(dry, tmp_path, capsys, part):

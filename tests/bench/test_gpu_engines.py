@@ -90,6 +90,7 @@ def test_torch_compile_is_timed_last_and_beside_ours():
     assert [group.candidates for group in alone] == [found[-1].candidates]
 
 
+@pytest.mark.sweep
 def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):
     options = ["--device", "cpu", "--models", "tiny", "--workloads", "squad", "--smoke", "--samples", "2"]
     options += ["--engines", "fastbert-bf16", "torch_compile", "--budget", "100"]

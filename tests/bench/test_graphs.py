@@ -10,6 +10,7 @@ from bench import graphs
 from bench.lib import report, schema
 
 
+@pytest.mark.sweep
 def test_a_whole_run(tmp_path, capsys):
     options = ["--rounds", "1", "--calls", "2", "--out", str(tmp_path), "--other", str(graphs.HERE)]
     assert graphs.main(options) == 0

@@ -61,6 +61,7 @@ def wait_until(true, seconds: float = 20.0) -> None:
 # ---- the suite's file ----
 
 
+@pytest.mark.sweep
 def test_a_whole_run(tmp_path):
     saved = tmp_path / "load.json"
     options = ["--model", "minilm", "--peers", "other", "--samples", 2, f"--other={ROOT}"]
@@ -82,6 +83,7 @@ def test_a_whole_run(tmp_path):
     assert data["fastbert"]["without_a_time"] == []
 
 
+@pytest.mark.sweep
 def test_a_broken_promise_fails_the_test_of_ours(tmp_path):
     plugin = """
 import tests.bench.test_load
@@ -114,6 +116,7 @@ def test_other_is_a_checkout(tmp_path):
         conftest.checkout(str(tmp_path))
 
 
+@pytest.mark.sweep
 def test_other_needs_its_equals_sign():
     done = suite("--collect-only", "--other", ROOT)
     assert (done.returncode, "expected --other=DIR" in done.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
@@ -334,6 +337,7 @@ def tiny(tmp_path):
     bench.close()
 
 
+@pytest.mark.sweep
 def test_an_engine_that_fails_is_an_error_row(tiny):
     names = ("fastbert-fp32", "other-fp32", "fastbert-fp64")
     good, other, unknown = tiny.rows("threads", "1x16", names, 1)
@@ -352,6 +356,7 @@ def test_an_engine_that_fails_is_an_error_row(tiny):
         next(tiny.rows("rain", "1x16", ("fastbert-fp32",), 1))
 
 
+@pytest.mark.sweep
 def test_no_process_is_left(tiny, monkeypatch):
     begun = []
     popen = subprocess.Popen
@@ -371,6 +376,7 @@ def test_no_process_is_left(tiny, monkeypatch):
     assert tiny.neighbour.process.poll() is not None
 
 
+@pytest.mark.sweep
 @linux
 def test_an_engine_ends_with_a_benchmark_that_is_killed(tiny):
     """While it is at work: it reads no more input, and its parent's end does not reach it that way."""

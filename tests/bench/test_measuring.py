@@ -19,6 +19,7 @@ from tests.support.stand_in_stream import Stream
 # --- memory -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_memory_grows_with_the_batch():
     small, large = (
         next(memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths))
@@ -32,6 +33,7 @@ def test_memory_grows_with_the_batch():
     assert large["above_mib"] < 500
 
 
+@pytest.mark.sweep
 def test_a_peak_is_forgotten():
     code = (
         "from bench import memory\n"
@@ -50,6 +52,7 @@ def test_a_peak_is_forgotten():
     assert done.stdout.split() == ["True", "True"]
 
 
+@pytest.mark.sweep
 def test_a_process_that_fails_or_hangs_is_a_row():
     [row] = memory.bench_memory("tiny", "a", ("fastbert-fp8",), lengths=(4,))
     assert row["status"] == "error"
@@ -102,6 +105,7 @@ def test_register_loops_do_the_work_they_count(tmp_path):
         assert row["gflops"] == pytest.approx(counted)
 
 
+@pytest.mark.sweep
 def test_without_a_compiler_the_roofs_are_torchs(monkeypatch):
     monkeypatch.setenv("CXX", str(ROOT / "no" / "such" / "compiler"))
     rows: list[dict] = []

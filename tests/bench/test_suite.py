@@ -209,6 +209,7 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
     assert data["fastbert"]["commit"] is None or len(data["fastbert"]["commit"]) == 40
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "candidates"),
     [
@@ -224,6 +225,7 @@ def test_options_choose(tmp_path, options, candidates):
     assert sorted(each["extra_info"]["candidate"] for each in data["benchmarks"]) == candidates
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -298,6 +300,7 @@ def test_a_training_step_says_who_serves_under_autocast(tmp_path):
     assert {name.split()[-1] for name in found["fastbert-fp32"]} == {"fp32"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("file", "options", "expected"),
     [
@@ -338,6 +341,7 @@ def test_smoke_on_cuda_that_computes_on_the_cpu(tmp_path, file, options, expecte
         assert {each["candidate"] for each in data["fastbert"]["without_a_time"]} == {"triton-bf16"}
 
 
+@pytest.mark.sweep
 def test_a_planted_wrong_kernel_has_no_line_of_speed(tmp_path):
     (tmp_path / "planted.py").write_text(
         "import fastbert.backends.aten as aten\n"

@@ -23,6 +23,7 @@ def test_sentences_are_real_distinct_and_the_same_again(monkeypatch):
         texts.sentences(100000)
 
 
+@pytest.mark.sweep
 def test_paragraphs_are_prose_distinct_and_the_same_again():
     many = texts.paragraphs(300)
     assert many == texts.paragraphs(300)

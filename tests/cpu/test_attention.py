@@ -321,10 +321,12 @@ def run_sanitized(sanitizers):
     assert int(run.stdout.split()[0]) > 500, run.stdout
 
 
+@pytest.mark.sweep
 def test_kernels_under_address_and_undefined_sanitizers():
     run_sanitized("address,undefined")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_kernels_under_the_thread_sanitizer():
     run_sanitized("thread")

@@ -473,6 +473,7 @@ def test_extension_needs_no_symbol_of_torch():
 # --- the sources under other compilers ------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_instruction_set_units_share_no_function(tmp_path):
     """The linker could keep the copy of a weak symbol in an AVX-512 unit for all units."""
     if shutil.which("nm") is None:
@@ -505,6 +506,7 @@ def test_instruction_set_units_share_no_function(tmp_path):
         assert all(re.search(rf"\d{isa}", name) for name in exported), exported
 
 
+@pytest.mark.sweep
 def test_kernels_under_address_and_undefined_sanitizers():
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
@@ -514,6 +516,7 @@ def test_kernels_under_address_and_undefined_sanitizers():
     assert int(run.stdout.split()[0]) > 500, run.stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("sanitizers", "cuda"), (("thread", False), ("address,undefined", True)))
 def test_kernels_under_more_sanitizers(sanitizers, cuda):
@@ -536,6 +539,7 @@ def cuda_on_host(cuda_on_host, monkeypatch):
     return cuda_on_host
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize("hidden", (7, 264))  # looped, in registers
 def test_cuda_makes_only_what_is_wanted(cuda_on_host, hidden, p, guarded):
@@ -543,6 +547,7 @@ def test_cuda_makes_only_what_is_wanted(cuda_on_host, hidden, p, guarded):
 
 
 # A hidden size for each kernel: looped, a warp to a row (four sizes), a block to a row; and their edges.
+@pytest.mark.sweep
 @pytest.mark.parametrize("hidden", (1, 7, 8, 256, 264, 520, 768, 1000, 1032, 2056))
 def test_cuda_kernels_on_the_host(cuda_on_host, guarded, hidden):
     for dtype, options in (

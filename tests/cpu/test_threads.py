@@ -21,6 +21,7 @@ from tests.support import cpu_build
 pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension is not built")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_every_task_runs_once_under_sanitizers(sanitizers):
     driver = cpu_build.sanitized("parallel", sanitizers)

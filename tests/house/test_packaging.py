@@ -258,6 +258,7 @@ def check_install(site: Path, tmp_path: Path, executable: Path | None = None) ->
     assert torch.__version__ in shown
 
 
+@pytest.mark.sweep
 def test_wheel(checkout, tmp_path):
     # -O0 comes after the build's own flags and overrides them: this test asks what is in the wheel
     check_wheel(build("wheel", checkout, tmp_path / "dist", CXXFLAGS="-O0"), tmp_path)

@@ -1,6 +1,6 @@
 """The rule that shares the tests between `make test` and `make sweep`, and its table."""
 
-import ast
+import collections
 import itertools
 import pathlib
 
@@ -11,23 +11,31 @@ from tests.support import tiers
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 
 
-def test_every_name_of_the_table_is_a_test():
-    for folder, names in tiers.WHOLE.items():
-        there = {
-            node.name
-            for path in (TESTS / folder).glob("test_*.py")
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.FunctionDef)
-        }
-        assert {name.partition("[")[0] for name in names.split()} - there == set(), folder
+def test_a_marker_leaves_all_sets_of_a_test_to_the_sweep_or_those_that_begin_so():
+    def kept(*markers):
+        items = [
+            Item(f"tests/ops/test_x.py::test_a{name}", *markers) for name in ("[triton-1]", "[cpu-1]", "")
+        ]
+        return [item.nodeid.partition("::")[2] for item in items if not tiers.is_whole(item)]
+
+    assert kept() == ["test_a[triton-1]", "test_a[cpu-1]", "test_a"]
+    assert kept(pytest.mark.sweep) == []
+    assert kept(pytest.mark.sweep_of("triton", "x")) == ["test_a[cpu-1]", "test_a"]
 
 
-def test_a_bracket_names_the_beginning_of_an_id(monkeypatch):
-    monkeypatch.setattr(tiers, "WHOLE", {"ops": "test_a test_b[triton"})
-    ids = ("test_a", "test_a[1]", "test_ab", "test_b", "test_b[triton-1]", "test_b[cpu-1]")
-    whole = [name for name in ids if tiers.is_whole(f"tests/ops/test_x.py::{name}")]
-    assert whole == ["test_a", "test_a[1]", "test_b[triton-1]"]
-    assert not tiers.is_whole("tests/cpu/test_x.py::test_a")
+@pytest.mark.parametrize("count", [1, 4])
+def test_each_file_is_in_one_part_and_the_parts_are_about_as_large(count):
+    files = [str(path.relative_to(TESTS.parent)) for path in TESTS.rglob("test_*.py")]
+    sizes = collections.Counter(tiers.part_of(path, count) for path in files)
+    assert sorted(sizes) == list(range(1, count + 1))
+    assert min(sizes.values()) > len(files) / count / 2
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "a/b", "1/4/2", "-1/4"])
+def test_a_part_that_says_nothing_is_named(text):
+    assert tiers.part("2/4") == (2, 4)
+    with pytest.raises(ValueError, match="--part: got"):
+        tiers.part(text)
 
 
 def test_keys_are_combined_and_values_covered():
@@ -72,21 +80,25 @@ class Item:
 
     fixturenames = ()
 
-    def __init__(self, nodeid):
-        self.nodeid, self.names = nodeid, []
+    def __init__(self, nodeid, *markers):
+        self.nodeid, self.markers = nodeid, [getattr(m, "mark", m) for m in markers]
 
     def add_marker(self, marker):
-        self.names.append(marker.name)
+        self.markers.append(marker.mark)
 
     def get_closest_marker(self, name):
-        return name if name in self.names else None
+        return next((marker for marker in self.markers if marker.name == name), None)
 
 
-def test_what_waits_for_a_build_is_left_to_the_sweep(monkeypatch):
-    monkeypatch.setattr(tiers, "WHOLE", {"ptx": "test_b"})
+def test_what_waits_for_a_build_is_left_to_the_sweep():
     items = [
-        Item(f"tests/{name}")
-        for name in ("ptx/test_x.py::test_a", "ptx/test_x.py::test_b", "ops/test_x.py::test_a")
+        Item("tests/ptx/test_x.py::test_a"),
+        Item("tests/ptx/test_x.py::test_b", pytest.mark.sweep),
+        Item("tests/ops/test_x.py::test_a"),
     ]
     tiers.mark(items)
-    assert [item.names for item in items] == [["built", "sweep"], ["sweep"], []]
+    assert [{marker.name for marker in item.markers} for item in items] == [
+        {"built", "sweep"},
+        {"sweep"},
+        set(),
+    ]

@@ -114,6 +114,7 @@ def mypy(python: Path, folder: Path) -> dict[tuple[str, int], str]:
     return {(name, int(line)): message for name, line, message in found}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("checker", (pyright, mypy), ids=("pyright", "mypy"))
 def test_type_checkers_pass_what_is_right_and_flag_what_is_wrong(checker, editable, tmp_path):
     for name in ("user.py", "mistakes.py"):

@@ -372,6 +372,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
     dispatch._resolved.clear()
 
 
+@pytest.mark.sweep
 def test_eager_autocast_and_compiled_agree():
     model, inputs = of("bert"), batch("bert")
     with torch.no_grad():
@@ -446,10 +447,12 @@ def run_sanitized(sanitizers):
     assert int(run.stdout.split()[0]) >= 432, run.stdout  # one instruction set
 
 
+@pytest.mark.sweep
 def test_kernels_under_address_and_undefined_sanitizers():
     run_sanitized("address,undefined")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_kernels_under_the_thread_sanitizer():
     run_sanitized("thread")

@@ -206,6 +206,7 @@ def test_inference_mode_and_no_grad_share_the_derived_weights(bert):
     assert torch.equal(bert(**batch("bert")).last_hidden_state, first)
 
 
+@pytest.mark.sweep
 def test_compile_full_graph(bert):
     torch._dynamo.reset()
     bert.quantize()
@@ -303,6 +304,7 @@ def test_quantising_the_encoder_of_a_head():
 # --- how good it is -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_embeddings_of_minilm_keep_their_direction(minilm, pooling, capsys):
     """All 285 real sentences have a cosine of at least 0.995 with float32."""

@@ -241,6 +241,7 @@ def test_int8_layers_show_their_insides():
     torch.testing.assert_close(found, answer(model, inputs), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.sweep
 def test_compiled_models_see_them():
     model = AutoModel.from_config(EncoderConfig.from_hf(hf_config("bert"))).eval()
     inputs = {"input_ids": torch.arange(5, 23).view(2, 9)}

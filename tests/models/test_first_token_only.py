@@ -182,6 +182,7 @@ def test_in_float64_nothing_but_rounding_differs(name):
     close(first[:, 0], whole[:, 0], 1e-13)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
@@ -599,6 +600,7 @@ def test_autocast(dtype):
     assert mine <= 1.05 * theirs, f"mean error {mine:.3g}, transformers' {theirs:.3g}"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["bert", "mpnet"])
 def test_compile_full_graph_dynamic(name):
     torch._dynamo.reset()
@@ -707,6 +709,7 @@ def test_every_head_says_what_it_reads():
             assert head.reads_first_only == (head.task in FIRST_ONLY_TASKS), name
 
 
+@pytest.mark.sweep
 def test_compiled_in_training():
     model, inputs = model_of("bert").double(), batch("bert")
     expected = gradients(model, model(**inputs, first_token_only=True)[0])

@@ -76,6 +76,7 @@ def test_family_saved_by_us_loads_into_transformers(name, tmp_path):
         close(model(**inputs).last_hidden_state[kept], hf.eval()(**inputs).last_hidden_state[kept])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
@@ -533,6 +534,7 @@ def test_inference_mode_and_autograd_share_the_derived_weights():
 _COMPILED = ("bert", "mpnet")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", [n if n in _COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in FAMILY_NAMES]
 )
@@ -557,6 +559,7 @@ def test_compile_full_graph_dynamic(name):
         close(a, b, 1e-4 * max(1.0, b.abs().max().item()))
 
 
+@pytest.mark.sweep
 def test_compile_with_attentions_and_a_mask():
     torch._dynamo.reset()
     model = _small()
@@ -570,6 +573,7 @@ def test_compile_with_attentions_and_a_mask():
     close(actual.hidden_states[1], expected.hidden_states[1], 5e-6)
 
 
+@pytest.mark.sweep
 def test_compile_with_inductor():
     torch._dynamo.reset()
     model = _small()
@@ -615,6 +619,7 @@ def test_random_configs_equal_transformers(name, heads, head_dim, layers, act, s
         close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept], 1e-4)
 
 
+@pytest.mark.sweep
 def test_many_lengths_leave_nothing_behind():
     model = _small()
     ids = torch.randint(5, 120, (2, 32))

@@ -130,6 +130,7 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
 # -- Trainer -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [

@@ -150,6 +150,7 @@ def test_a_grad_scaler_skips_gradients_that_overflow():
 # -- torch.compile -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_compiled_layer_trains_with_the_masks_of_eager():
     torch._dynamo.reset()
     layer, counter = a_layer(), CompileCounterWithBackend("inductor")
@@ -171,6 +172,7 @@ def test_a_compiled_layer_trains_with_the_masks_of_eager():
     assert counter.frame_count == 1
 
 
+@pytest.mark.sweep
 def test_a_compiled_model_draws_a_new_mask_at_every_call():
     torch._dynamo.reset()
     model = trained("ForSequenceClassification", num_hidden_layers=1, classifier_dropout=0.0)
@@ -502,6 +504,7 @@ def test_no_label_counts_in_training(name, task):
 # -- repeats, backends, processes ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_hundred_steps_repeated_are_bit_equal():
     def run() -> tuple[list[float], list[torch.Tensor]]:
         model = trained("ForMaskedLM")
@@ -554,6 +557,7 @@ def two_processes(tmp_path_factory):
     return processes.ranks("training_workers.py", tmp_path_factory.mktemp("training"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "wrapper",
     ["ddp", "ddp, micro-batches", "ddp, checkpointing", "fsdp2", "fsdp2, inside", "fsdp2, checkpointing"],
@@ -566,6 +570,7 @@ def test_data_parallel_training_equals_transformers_in_one_process(two_processes
         assert max(found["logits"]) <= 1e-5
 
 
+@pytest.mark.sweep
 def test_fsdp2_in_bfloat16_is_no_worse_than_transformers_own(two_processes):
     for rank in two_processes:
         found, theirs = rank["fsdp2, bf16"], rank["transformers, fsdp2, bf16"]

@@ -46,6 +46,7 @@ def test_error_rule(backend, case, dtype):
     assert not [f"{row.quantity}: {row.reason}" for row in rows if not row.passed]
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("backend", PLAIN)
 def test_float32_is_no_worse_than_eager_in_the_median(backend):
     ratios = []
@@ -68,6 +69,7 @@ def test_error_rule_fails_a_wrong_result():
     )[-1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [False, True])
@@ -104,6 +106,7 @@ def test_only_the_gradients_that_are_wanted(backend, dtype, options):
                 assert made[-1] == [name in names for name in ("q", "k", "v", "bias", "gate")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_length(backend, dtype):
@@ -115,6 +118,7 @@ def test_every_length(backend, dtype):
     assert not [row for row in rows if not row.passed]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", PLAIN)
 def test_every_length_alone_is_as_in_a_batch(backend):
     dtype, tolerance = (torch.float64, 1e-12) if backend in DOUBLE else (torch.float32, 5e-6)

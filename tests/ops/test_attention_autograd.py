@@ -95,6 +95,7 @@ def test_second_derivative_is_refused():
         dq.sum().backward()
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,11 +173,13 @@ def test_compiled_equals_eager(dropout):
     assert counter.frame_count == 1  # one graph for all lengths
 
 
+@pytest.mark.sweep
 def test_inductor_equals_eager():
     torch._dynamo.reset()
     _same_compiled(torch.compile(_compiled_body, fullgraph=True, dynamic=True), True, [6, 13, 0, 8, 2])
 
 
+@pytest.mark.sweep
 def test_compiled_probs_and_padded_layout():
     torch._dynamo.reset()
 

@@ -100,6 +100,7 @@ def test_zero_lengths(backend, lengths, capacity, options):
         assert_near(a, e, 2e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", ["plain", "all"])
@@ -232,6 +233,7 @@ def test_wholly_masked_rows_are_zero(backend, dtype, what, dropout_p):
         assert not probs[1].any()
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("backend", PLAIN)
 def test_strides_are_respected(backend):
     lengths, total = [5, 7], 14
@@ -338,6 +340,7 @@ def test_more_rows_than_16_bits(total, length):
     assert_near(out, grid.reshape(total, 1, 16), 1e-6)
 
 
+@pytest.mark.sweep
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_lengths_and_masks(data):

@@ -123,6 +123,7 @@ def test_the_lengths_of_a_table_are_checked():
         table(ends_of(LENGTHS), 2**31, LONGEST, torch.float32)
 
 
+@pytest.mark.sweep_of("triton")
 def test_opcheck():
     torch.library.opcheck(op.places_table, (ends_of(LENGTHS), TOTAL, LONGEST, torch.float32))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fastbert.ops.cross_entropy import cross_entropy
@@ -52,6 +53,7 @@ def model(p, ids, indices, labels, seed):
     return cross_entropy(linear(x, p["word"]).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
+@pytest.mark.sweep
 def test_inductor_gives_the_eager_loss_and_gradients():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)

@@ -75,6 +75,7 @@ def test_gradcheck(double_backend, smoothing):
     assert torch.autograd.gradcheck(lambda t: cross_entropy(t, LABELS, label_smoothing=smoothing), logits)
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_opcheck(backend, smoothing):
     logits = randn(5, 6, grad=True)

@@ -137,6 +137,7 @@ def test_gradcheck(double_backend, dropout_p):
     assert torch.autograd.gradcheck(from_embeds, (embeds, leaves[1], *leaves[3:]))
 
 
+@pytest.mark.sweep_of("triton")
 def test_opcheck(backend):
     word, position, segment, w, b = tables(grad=True)
     ids, positions, types = IDS.flatten(), POSITIONS.expand(2, 4).flatten(), TYPES.flatten()

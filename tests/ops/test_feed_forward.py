@@ -143,6 +143,7 @@ def test_autocast_casts_as_linear_does(dtype):
     assert [g.dtype for g in grads] == [torch.float32] * 4
 
 
+@pytest.mark.sweep_of("triton")
 def test_opcheck(backend):
     torch.library.opcheck(op.feed_forward_fwd, (*inputs(), "gelu", True))
     x, up, bias, down = inputs(grad=False)

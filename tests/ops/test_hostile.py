@@ -147,6 +147,7 @@ def test_packed_weights_and_layers_of_negative_views(int8):
 # --- the tests ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @needs_kernels
 @pytest.mark.parametrize("door", DOORS)
 def test_hostile_numbers_reach_nothing(door):
@@ -208,6 +209,7 @@ def test_every_public_op_has_rows():
     assert {name.partition(",")[0] for name in PUBLIC} == ops
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("after", [True, False], ids=["behind", "before"])
 def test_the_fence_is_one(after):
     """An access outside a fenced tensor ends the process or is reported."""

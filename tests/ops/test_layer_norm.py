@@ -186,6 +186,7 @@ def test_gradcheck(backend, dropout_p):
     assert torch.autograd.gradcheck(run, (x, w))
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("summed", [False, True])
 def test_opcheck(backend, dropout_p, summed):

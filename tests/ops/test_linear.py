@@ -135,6 +135,7 @@ def test_reference_is_what_pytorch_defines(activation):
     torch.testing.assert_close(linear_ref(x, w, b, activation), activate_eager(F.linear(x, w, b), activation))
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_opcheck(backend, activation):
     x, w, b, r = (randn(*s, grad=True) for s in ((4, 6), (5, 6), (5,), (4, 5)))

@@ -86,6 +86,7 @@ def test_gradcheck(which, rows):
         assert torch.autograd.gradcheck(loss, inputs(dtype=torch.float64))
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("labelled", [5, op.UNKNOWN])
 def test_opcheck(backend, labelled):
     given = (*inputs(), LABELS, labelled, IGNORE, 0.1)

@@ -343,6 +343,7 @@ def test_autocast_casts_as_linear_does(run, autocast):
             assert linear_int8(x.double(), weight, scale).dtype == torch.float64
 
 
+@pytest.mark.sweep_of("triton")
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_opcheck(run, activation):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

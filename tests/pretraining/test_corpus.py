@@ -85,6 +85,7 @@ def test_the_cut_into_files_changes_nothing(
             cut.tokens(*bad)
 
 
+@pytest.mark.sweep
 def test_threads_of_the_tokenizer_change_nothing(corpus, text_file, tokenizer_dir, tmp_path):
     command = [sys.executable, "-m", "fastbert", "prepare", str(text_file), "--tokenizer", str(tokenizer_dir)]
     command += ["--spans", "pmi", "--min-count", "4"]
@@ -306,6 +307,7 @@ def test_what_is_there_is_kept(corpus, text_file, tokenizer_dir, tmp_path, monke
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt", "c", "other", "short.txt"]
 
 
+@pytest.mark.sweep
 def test_a_full_disk_and_a_kill_leave_no_corpus(text_file, tokenizer_dir, tmp_path):
     code = (
         "import resource, signal, sys; from fastbert.cli.main import main; "

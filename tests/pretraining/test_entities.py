@@ -129,6 +129,7 @@ def test_bad_rules_are_named():
         objective(static=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(3))
 def test_stages_learn(seed):
     """Tokens, words, n-grams: the loss is that of the last stage, on text that was held out."""

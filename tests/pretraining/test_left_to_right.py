@@ -197,6 +197,7 @@ def test_work_is_that_of_a_triangle():
     assert built(ours).work(batch) == pytest.approx(3 * expected, rel=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(3))
 def test_left_to_right_learns(seed):
     text, held = (LeftToRight(DocSentences(corpus, 64, 0)) for corpus in english())

@@ -35,6 +35,7 @@ def corpus_of(relation: str, tokenizer, folder) -> Corpus:
     return Corpus.write([folder / "text.txt"], tokenizer, folder / "corpus")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("family", "relation"), [("bert", "next"), ("albert", "order"), ("bert", "three")])
 def test_pairs_of_sentences_are_learnt(family, relation, seed, tokenizer_dir, tmp_path):

@@ -379,6 +379,7 @@ def test_bad_arguments_are_named():
     assert len(hashes) == 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(3))
 def test_permutation_learns(seed):
     text, held = (Permutation(DocSentences(corpus, 64, 0)) for corpus in english())

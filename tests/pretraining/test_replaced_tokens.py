@@ -519,6 +519,7 @@ def test_work_is_that_of_the_products(embedding, monkeypatch):
 # --- learning -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_discriminator_learns(seed, tokenizer_dir, tmp_path):
     """300 steps: its loss is below that of always saying the share of replaced tokens.

@@ -29,6 +29,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "recipe", "name"),
     [

@@ -368,6 +368,7 @@ def test_work_is_that_of_the_products():
 # --- learning -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_learns(seed, tokenizer_dir, tmp_path):
     """300 steps: the masked tokens cost less than by their shares in the text."""

@@ -99,6 +99,7 @@ def test_a_twentieth_of_the_trigrams():
     assert (objective(0.0).mask(example, Draws(1, 0, 0)).more == IGNORED).all()
 
 
+@pytest.mark.sweep
 def test_orders_and_places_have_equal_chance():
     ids = np.arange(500, 1012)
     ids[[0, -1]] = CLS, SEP
@@ -257,6 +258,7 @@ def test_work_has_both_predictions():
     assert built(ours).work(batch) == pytest.approx(3 * expected, rel=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(3))
 def test_word_order_learns(seed):
     text, held = (WordOrder(SegmentPairs(corpus, 64, 0, relation="three")) for corpus in english())

@@ -68,12 +68,14 @@ def test_some_ops():
     assert_right(rows_of("emulated_ops", *ops, "--first", "1"), set().union(*(OPS[op] for op in ops)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 def test_every_op(op):
     options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
     assert_right(rows_of("emulated_ops", op, *options), OPS[op])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("contract", ((), ("--contract",)), ids=("as Triton", "as ptxas may"))
 @pytest.mark.parametrize(("op", "case"), (("layer_norm", "9x1-residual"), ("embedding", "7x11x1-dropout")))
 def test_one_number_a_row_has_no_gradient(op, case, contract):
@@ -106,6 +108,7 @@ def test_every_case(op):
     assert rows
 
 
+@pytest.mark.sweep
 def test_tutorials():
     rows = rows_of("tutorials")
     assert [r for r in rows if not r["right"]] == []

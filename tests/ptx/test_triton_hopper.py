@@ -14,12 +14,14 @@ LARGER = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_on_sm_90(op):
     options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
     assert_right(rows_of("emulated_ops", op, "--arch", "90", *options), OPS[op])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", LARGER)
 def test_larger_tiles_on_sm_90(op):
     options, forms = LARGER[op]

@@ -222,6 +222,7 @@ def test_every_op_has_cases_and_small_cases():
         assert 1 <= len(testing.small_cases(op)) <= 4
 
 
+@pytest.mark.sweep
 def test_the_table_of_gpus_trains_a_model(monkeypatch):
     """In Triton's interpreter: its kernels where the table has them, else aten's backward."""
     from fastbert import BertModel, EncoderConfig

@@ -84,6 +84,7 @@ print(json.dumps([found, recorder.problems, counts]))
 """
 
 
+@pytest.mark.sweep
 def test_what_the_checks_launch_is_known_without_a_gpu():
     done = python(ALL, TRITON_INTERPRET="0", FASTBERT_CACHE="")
     assert done.returncode == 0, done.stderr
@@ -164,6 +165,7 @@ print(json.dumps([len(hits), all(hits)]))
 """
 
 
+@pytest.mark.sweep
 def test_a_check_finds_its_kernels_compiled(tmp_path):
     found = asked(tmp_path)
     assert (found["notes"], found["done"]) == ([], 2)
@@ -175,6 +177,7 @@ def test_a_check_finds_its_kernels_compiled(tmp_path):
     assert json.loads(done.stdout) == [count, True]
 
 
+@pytest.mark.sweep
 def test_a_process_that_dies_costs_one_kernel(tmp_path):
     found = asked(
         tmp_path,
@@ -203,6 +206,7 @@ def recording():
 """
 
 
+@pytest.mark.sweep
 def test_code_that_does_not_compile_is_noted(tmp_path):
     found = asked(
         tmp_path,
@@ -220,6 +224,7 @@ def test_code_that_does_not_compile_is_noted(tmp_path):
     }
 
 
+@pytest.mark.sweep
 def test_a_compilation_that_hangs_is_ended(tmp_path):
     found = asked(
         tmp_path,
@@ -235,6 +240,7 @@ def test_a_compilation_that_hangs_is_ended(tmp_path):
     assert any("_cross_entropy_bwd_kernel" in note and "SIGKILL" in note for note in found["notes"])
 
 
+@pytest.mark.sweep
 def test_what_is_damaged_in_the_cache_is_made_anew(tmp_path):
     assert asked(tmp_path)["notes"] == []
     metadata = [path for path in (tmp_path / "triton").glob("*/_*.json") if "__grp__" not in path.name]
@@ -247,6 +253,7 @@ def test_what_is_damaged_in_the_cache_is_made_anew(tmp_path):
         json.loads(path.read_text())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fault", "note"),
     [
@@ -302,6 +309,7 @@ print(json.dumps([notes, held == still, bool(more), os.waitpid(compiler.pid, 0)[
 """
 
 
+@pytest.mark.sweep
 def test_in_spare_time_what_is_next_is_compiled_but_not_while_something_is_timed(tmp_path):
     done = python(BEGIN + AHEAD, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path / "triton"))
     assert done.returncode == 0, done.stderr

@@ -109,6 +109,7 @@ def test_whatever_it_does_this_process_goes_on(planted, monkeypatch, cache, beha
     assert [path.suffix for path in cache.iterdir()] == [".json"]
 
 
+@pytest.mark.sweep
 def test_a_hang_ends_at_the_limit(planted, monkeypatch):
     planted("hang")
     defaults = processes.checked.__kwdefaults__
@@ -118,6 +119,7 @@ def test_a_hang_ends_at_the_limit(planted, monkeypatch):
     assert verdicts.load(key()).outcome == "failed"
 
 
+@pytest.mark.sweep
 def test_a_killed_check_is_tried_again_but_not_for_ever(planted, monkeypatch):
     checks = inside(monkeypatch)
     planted("killed")
@@ -463,6 +465,7 @@ def test_another_gpu_of_the_same_name_is_not_checked_instead(monkeypatch):
         list(processes.checked(CPU, [LAYER_NORM]))
 
 
+@pytest.mark.sweep
 def test_it_ends_with_its_parent(tmp_path, cache):
     """Else a kernel that hangs would hold the GPU for ever."""
     planted_kernel = str(ROOT / "tests" / "support" / "planted_kernel.py")
@@ -500,6 +503,7 @@ def test_a_long_wait_is_told_once(planted, monkeypatch):
     assert "fastbert warmup" in str(caught[0].message)
 
 
+@pytest.mark.sweep
 def test_ctrl_c_ends_the_process_and_blames_no_kernel(planted, monkeypatch, cache):
     planted("hang")
     receive, pids = processes._Child.receive, []

@@ -701,6 +701,7 @@ def test_a_hang_that_was_killed_leaves_a_failure(cache):
     assert found.reason == verdicts.DIED
 
 
+@pytest.mark.sweep
 def test_processes_that_check_at_once(cache):
     """One checks, and the other waits for its verdict."""
     together = [first_use("slow", wait=False) for _ in range(2)]

@@ -133,6 +133,7 @@ def test_mistakes_in_the_call(capsys, arguments, message):
 # --- verdicts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_whatever_one_kernel_does_the_others_are_checked(planted, run, cache):
     planted("float32=wrong,bfloat16=segv,float16=good")
     text = run("warmup", "--device", "cpu", status=1)
@@ -170,6 +171,7 @@ def test_whatever_one_kernel_does_the_others_are_checked(planted, run, cache):
     proving._verdicts.clear()
 
 
+@pytest.mark.sweep
 def test_a_hang_is_ended_and_kept_and_again_checks_anew(planted, run, cache):
     planted("bfloat16=hang,float32=good")
     begin = time.monotonic()

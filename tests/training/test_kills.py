@@ -93,6 +93,7 @@ def test_a_run_that_is_killed_twice(tmp_path):
         assert finished(run, plain) == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "kills"), [("plain", 100), ("half", 15), ("bfloat", 15), ("ahead", 15), ("growth", 25)]
 )
@@ -136,6 +137,7 @@ def growing(run: Path):
     return trainer(run, stages=grown_stages(1, 1), save_every=1, keep=1)
 
 
+@pytest.mark.sweep
 def test_a_kill_at_every_file_operation(tmp_path):
     """Of a run with two checkpoints, the second of which removes the first, and of the run after the kill."""
     expected = finished(tmp_path / "unbroken", two_saves)
@@ -167,6 +169,7 @@ def test_a_kill_at_every_file_operation(tmp_path):
     assert died == len(names) > 80
 
 
+@pytest.mark.sweep
 def test_a_kill_at_every_file_operation_of_growth(tmp_path):
     """The checkpoint between two stages is of the new module."""
     expected = finished(tmp_path / "unbroken", growing)
@@ -265,6 +268,7 @@ def wait_for_the_log(run: Path) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.sweep
 def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent(tmp_path):
     """As torchrun and terminals send it."""
     expected = finished(tmp_path / "unbroken", long)
@@ -303,6 +307,7 @@ def alive(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_workers_end_after_a_parent_that_was_killed(tmp_path):
     """Though nobody reads what they have made; and they do not hinder the next life."""
@@ -319,6 +324,7 @@ def test_workers_end_after_a_parent_that_was_killed(tmp_path):
     assert alive(pid) == []
 
 
+@pytest.mark.sweep
 def test_a_full_disk_at_every_writing_operation(tmp_path):
     """Each is one line that names a file; what was there stays, nothing is left behind, the run goes on."""
     expected = finished(tmp_path / "unbroken", two_saves)
@@ -348,6 +354,7 @@ def test_a_full_disk_at_every_writing_operation(tmp_path):
     assert refused > 40
 
 
+@pytest.mark.sweep
 def test_small_disks(tmp_path):
     """A real disk that is full sooner or later; what it holds then goes on where there is room."""
     disk = tmp_path / "disk"

@@ -82,6 +82,7 @@ def test_each_example_once_per_epoch(read_by_one):
     assert epochs[0] != sorted(epochs[0])
 
 
+@pytest.mark.sweep
 def test_processes_read_what_one_reads(tmp_path):
     """With workers; the first micro-batch that a process of ddp computes is the discarded one."""
     one = train(tmp_path / "one", "none", module="recording")[0]["seen"]
@@ -94,6 +95,7 @@ def test_processes_read_what_one_reads(tmp_path):
 # -- results -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep_of("ddp3", "fsdp3")
 @pytest.mark.parametrize("name", MANY)
 def test_processes_equal_one(tmp_path, reference, name):
     """With dropout, shared weights, and two losses with weights and unequal counts."""
@@ -115,6 +117,7 @@ def test_some_process_has_nothing_to_predict():
         assert len(set(of_ranks)) > 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["fsdp2", "ddp2"])
 def test_saved_models_are_whole_directories(tmp_path, name):
     train(tmp_path / "run", name, steps=1)
@@ -134,6 +137,7 @@ def test_saved_models_are_whole_directories(tmp_path, name):
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MANY)
 @pytest.mark.parametrize("optimizer", ["adamw-google", "lamb"])
 def test_other_optimizers(tmp_path, reference, name, optimizer):
@@ -143,18 +147,21 @@ def test_other_optimizers(tmp_path, reference, name, optimizer):
     assert runs.misses(tmp_path / "run", *reference(**options)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MANY)
 def test_micro_batches_by_tokens(tmp_path, reference, name):
     assert ends(train(tmp_path / "run", name, tokens=16)) == ["done"] * KINDS[name][1]
     assert runs.misses(tmp_path / "run", *reference(tokens=16)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
 def test_layers_that_share_their_weights(tmp_path, reference, name):
     assert ends(train(tmp_path / "run", name, albert=True)) == ["done"] * 2
     assert runs.misses(tmp_path / "run", *reference(albert=True)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
 def test_stages(tmp_path, reference, name):
     """A module that grows from another one, more micro-batches, and a new optimizer; also when resumed."""
@@ -167,6 +174,7 @@ def test_stages(tmp_path, reference, name):
         assert runs.bits(tmp_path / "run") == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["none", *MANY])
 def test_bfloat16(tmp_path, reference, name):
     """Its losses are within the error rule of half precision; fsdp computes more of the model in it."""
@@ -194,6 +202,7 @@ def unbroken(folder, name, **options):
     return runs.bits(folder / "unbroken")
 
 
+@pytest.mark.sweep_of("kill", "raise-ddp3", "raise-fsdp")
 @pytest.mark.parametrize("name", MANY)
 @pytest.mark.parametrize("what", ["raise", "kill"])
 def test_resumed_bits_equal(tmp_path, name, what):
@@ -214,6 +223,7 @@ def test_resumed_bits_equal(tmp_path, name, what):
     assert runs.bits(tmp_path / "run") == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["none", "ddp2", "fsdp2"])
 @pytest.mark.parametrize("what", ["inf", "nan"])
 def test_float16_and_its_scaler(tmp_path, name, what):
@@ -231,6 +241,7 @@ def test_float16_and_its_scaler(tmp_path, name, what):
     assert runs.bits(tmp_path / "run") == expected
 
 
+@pytest.mark.sweep_of("fsdp")
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "fsdp3"])
 def test_a_gradient_of_one_process_is_not_finite(tmp_path, name):
     found = ends(train(tmp_path / "run", name, disturbance=Disturbance("nan", 2, (1,))))
@@ -240,6 +251,7 @@ def test_a_gradient_of_one_process_is_not_finite(tmp_path, name):
     assert runs.newest(tmp_path / "run").name == "step-000002"
 
 
+@pytest.mark.sweep_of("SIGINT", "SIGTERM-None", "SIGTERM-ranks0", "SIGTERM-ranks1-fsdp3")
 @pytest.mark.parametrize("name", ["ddp2", "fsdp3"])
 @pytest.mark.parametrize("ranks", [(0,), (1,), None])
 @pytest.mark.parametrize("what", ["SIGTERM", "SIGINT"])
@@ -253,6 +265,7 @@ def test_a_signal_to_one_or_all(tmp_path, name, ranks, what):
     assert runs.bits(tmp_path / "run") == expected
 
 
+@pytest.mark.sweep_of("fsdp")
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
 def test_a_full_disk_ends_all(tmp_path, name):
     found = ends(train(tmp_path / "run", name, disturbance=Disturbance("full", 2, (0,))))
@@ -309,6 +322,7 @@ def halves(tmp_path_factory):
     return of
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("after", KINDS)
 @pytest.mark.parametrize("before", KINDS)
 def test_a_checkpoint_goes_on_under_another_kind(tmp_path, reference, halves, before, after):
@@ -339,6 +353,7 @@ def torchrun(folder, kind, steps):
     return subprocess.Popen([*launcher, str(script)], env=environment, cwd=ROOT, **pipes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_torchrun(tmp_path, reference, kind):
     process = torchrun(tmp_path, kind, runs.STEPS)
@@ -347,6 +362,7 @@ def test_torchrun(tmp_path, reference, kind):
     assert runs.misses(tmp_path / "run", *reference()) == []
 
 
+@pytest.mark.sweep
 def test_torchrun_is_terminated(tmp_path):
     """Its signal reaches each process and its workers; the step ends, and a checkpoint is saved."""
     process = torchrun(tmp_path, "ddp", 100_000)

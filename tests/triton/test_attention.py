@@ -132,6 +132,7 @@ def test_cases(case, dtype):
 
 
 # The last block of keys and the last tile of queries have every size; each sequence has others beside it.
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_every_length_of_small_tiles(small_tiles, dtype, causal):
     check(AttentionCase(tuple(range(1, 50)), 1, 16, causal=causal, lse=True), dtype)
@@ -269,6 +270,7 @@ def test_bias_and_gate_in_another_dtype(small_tiles, bias_dtype):
 # --- dropout ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("seed", "offset", "p"),
     [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.1)],
@@ -363,6 +365,7 @@ def test_outputs_do_not_share_memory():
     assert len(set(storages)) == 3  # a custom op may not return aliases
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_inputs_with_poisoned_gaps(tiles, dtype):
     args = forward_args((20, 2, 17), headdim=24, dtype=dtype, bias=randn(3, 2, 20, 20), return_probs=True)
@@ -375,6 +378,7 @@ def test_strided_inputs_with_poisoned_gaps(tiles, dtype):
     assert_bit_equal(run(args | dict(zip("qkv", packed.unbind(1), strict=True))), expected)
 
 
+@pytest.mark.sweep
 def test_neighbours_and_unused_cells_may_be_nan(tiles):
     nan = float("nan")
     args = forward_args((35, 7, 20), capacity=9, bias=randn(3, 2, 35, 35), return_probs=True)
@@ -431,6 +435,7 @@ class FarOutputs(HugeStrides):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_bits_beyond_2_to_31_words(monkeypatch):
     args = dropped((3, 1, 2), nheads=3)
@@ -443,6 +448,7 @@ def test_bits_beyond_2_to_31_words(monkeypatch):
     assert (actual[:, :3, :1] & 7 != 7).any()
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
@@ -487,6 +493,7 @@ def test_more_than_2_to_31_elements_on_the_gpu():
     assert_bit_equal((many[0][-200:], many[1][:, -200:]), few[:2])
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
     args = forward_args((50, 3, 33), dtype=torch.bfloat16, bias=randn(3, 2, 50, 50), return_probs=True)
     args |= {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
@@ -524,6 +531,7 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
     assert grid(600, 4, 512, probs=True) == (12, 4 * 5, 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("capacity", "causal"), [(37, False), (0, True)])
 def test_more_sequences_than_are_ranked(small_tiles, monkeypatch, capacity, causal):
     g = torch.Generator().manual_seed(2)
@@ -625,6 +633,7 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, strict=False)
 
 
+@pytest.mark.sweep
 @fuzz(200)
 @given(fuzzed_cases())
 def test_fuzz(drawn):

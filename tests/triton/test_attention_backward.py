@@ -167,6 +167,7 @@ def test_cases(case, dtype):
 
 
 # The last block of keys and the last tile of queries have every size; each sequence has others beside it.
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("first", "dtype", "causal"), [(1, torch.float32, False), (18, HALF[0], True)], ids=str
 )
@@ -242,6 +243,7 @@ def test_a_query_that_sees_one_key_has_no_gradient(tiles, dtype, saved):
     assert dq[2:41].abs().max() > 0.1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "options", [{"dropout_p": 0.5}, {"bias": "sequence"}, {"gate": True, "causal": True}]
@@ -344,6 +346,7 @@ def test_a_gate_of_0_has_a_gradient(small_tiles):
 # --- dropout ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize(
     ("seed", "offset", "p"),
@@ -373,6 +376,7 @@ def test_dropout_bits_are_the_definitions(small_tiles, seed, offset, p, saved):
         start += n
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tiles_", CUTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
@@ -398,6 +402,7 @@ def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
     assert not any(torch.equal(a, b) for a, b in zip(other, drawn, strict=True))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("cut_", ["high-wide", "two-words"])
 def test_bits_beyond_2_to_31_words(monkeypatch, cut_):
@@ -477,6 +482,7 @@ def test_what_backward_returns(small_tiles, monkeypatch, needs):
     ]
 
 
+@pytest.mark.sweep
 def test_strided_inputs_with_poisoned_gaps(tiles):
     args = backward_args((17, 2, 5), headdim=24, bias=randn(3, 2, 17, 17))
     expected = run(args)
@@ -491,6 +497,7 @@ def test_strided_inputs_with_poisoned_gaps(tiles):
     assert_bit_equal(run(args | others), expected)
 
 
+@pytest.mark.sweep
 def test_neighbours_and_unused_cells_may_be_nan(tiles):
     nan = float("nan")
     args = backward_args((18, 3, 17), capacity=9, bias=randn(3, 2, 18, 18), gate=randn(2))
@@ -526,6 +533,7 @@ def test_a_nan_stays_where_it_belongs(small_tiles):
     assert torch.equal(dirty[0][4:35, 1], clean[0][4:35, 1])
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
@@ -558,6 +566,7 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     assert_bit_equal(run(args | {"bias": batch_far}), expected)
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
     options = {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
     args = backward_args((17, 3), dtype=torch.bfloat16, bias=randn(1, 2, 1, 17), gate=randn(2), **options)
@@ -602,6 +611,7 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
     assert launched(300, 2, 200, (1, 12, 1, 1))[2] == 12 * 2  # at most one per sequence
 
 
+@pytest.mark.sweep
 def test_more_sequences_than_are_ranked(small_tiles, monkeypatch):
     g = torch.Generator().manual_seed(2)
     lengths = [*torch.randint(-20, 20, (34,), generator=g).clamp(min=0).tolist(), 0]
@@ -666,6 +676,7 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, strict=False)
 
 
+@pytest.mark.sweep
 @fuzz(2)
 @given(fuzzed_cases())
 def test_fuzz(drawn):

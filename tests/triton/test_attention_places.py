@@ -36,6 +36,7 @@ def test_the_kernel_is_the_definition(layout):
     assert made(*layout) == ranked(*layout)
 
 
+@pytest.mark.sweep
 @fuzz(30)
 @given(layouts())
 def test_more_sequences_than_are_ranked(layout):

@@ -70,6 +70,7 @@ LAYER_NORM = {
 }
 
 
+@pytest.mark.sweep
 def test_layer_norm():
     assert_fit(compiled("layer_norm"), LAYER_NORM)
 
@@ -92,6 +93,7 @@ def assert_linear(rows: list[dict]) -> None:
             assert row[unit] > 0, row
 
 
+@pytest.mark.sweep
 def test_linear():
     assert_linear(compiled("linear"))
 
@@ -101,12 +103,14 @@ def test_linear_in_every_config():
     assert_linear(compiled("linear", "--full"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_linear_backward(full):
     rows = compiled("linear_backward", *["--full"] * full)
     assert_fit(rows, {"_linear_bwd_kernel", "_sum_partials_kernel"})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_feed_forward(full):
     """It fits, and half precision uses each generation's tensor cores, and TMA where there is one."""
@@ -122,6 +126,7 @@ def test_feed_forward(full):
             assert plain or row[unit] > 0, row
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_linear_norm(full):
     """It fits, and uses tensor cores: a generation's own for 64 rows, `mma.sync` for fewer."""
@@ -135,6 +140,7 @@ def test_linear_norm(full):
             assert row["tf32"] == 0, row
 
 
+@pytest.mark.sweep
 def test_the_last_to_arrive_sees_what_all_have_stored():
     """The order of memory in kernels/linear_norm.py, step by step, in PTX and in machine code.
 
@@ -147,6 +153,7 @@ def test_the_last_to_arrive_sees_what_all_have_stored():
         assert row["sass"] == ["store", "barrier", "fence", "atomic", "barrier", "load"], row
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_linear_that_may_be_tuned(full):
     from fastbert.kernels import linear
@@ -163,6 +170,7 @@ def test_linear_that_may_be_tuned(full):
         assert row["dynamic_shared"] <= most <= row["shared_limit"], row
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention_that_may_be_tuned(full):
     rows = compiled("attention", "--tuning", *["--full"] * full)
@@ -181,6 +189,7 @@ MAY_BE_TUNED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kernels_that_may_be_tuned(full):
     from fastbert.kernels import feed_forward
@@ -215,22 +224,26 @@ def assert_all_entries(rows: list[dict], op: str, full: bool) -> None:
             assert {row["job"].rpartition("/")[0] for row in rows if row["arch"] == arch} == wanted
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_embedding(full):
     assert_fit(compiled("embedding", *["--full"] * full), EMBEDDING)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding(full):
     assert_fit(compiled("packing", *["--full"] * full), {"_packing_fwd_kernel", "_packing_bwd_kernel"})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_pooling(full):
     kernels = {"_pooling_fwd_kernel", "_pooling_bwd_kernel"}
     assert_fit(compiled("pooling", *["--full"] * full), kernels)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_first_attention(full):
     """It fits, by tensor cores; on sm_120 tokens of 768 columns at most."""
@@ -247,12 +260,14 @@ def test_first_attention(full):
     assert max(width for arch, width in widths if arch == 120) == 768
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_cross_entropy(full):
     kernels = {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_mean_loss_kernel"}
     assert_fit(compiled("cross_entropy", *["--full"] * full), kernels)
 
 
+@pytest.mark.sweep
 def test_attention():
     rows = compiled("attention")
     assert_fit(rows, {"_attention_fwd_kernel"})
@@ -277,6 +292,7 @@ def assert_warp_group_products(rows: list[dict]) -> None:
         assert r["tf32"] == 0, r
 
 
+@pytest.mark.sweep
 def test_attention_places():
     assert_fit(compiled("attention_places"), {"_attention_places_kernel"})
 
@@ -288,6 +304,7 @@ ATTENTION_BACKWARD = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention_backward(full):
     from fastbert.kernels import attention_backward as kernels
@@ -332,11 +349,13 @@ def test_products_in_every_config(full):
         assert dtypes == {"bfloat16", "float16"}
 
 
+@pytest.mark.sweep
 def test_a_spill_is_seen():
     rows = compiled("layer_norm", "--jobs", "1", "--max-registers", "32")
     assert [spills(r) for r in rows if r["kernel"] == "_layer_norm_bwd_kernel"] == [True]
 
 
+@pytest.mark.sweep
 def test_a_stack_is_a_spill_but_for_one():
     row = {"arch": 120, "stack": 8, "local": 0, "reloads": 0, "foreign_copies": 1}
     assert not spills(row)

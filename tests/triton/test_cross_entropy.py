@@ -163,6 +163,7 @@ def test_a_label_that_is_no_class_makes_the_loss_nan(label):
     assert run(kernels, logits, labels)[0].isnan()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_rows_with_poisoned_padding(dtype):
     logits, labels = batch(7, 24, dtype)
@@ -186,6 +187,7 @@ def test_small_integers_are_exact():
     torch.testing.assert_close(dlogits, expected, rtol=0, atol=1e-7)
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch):
     """Rows of the logits and of their gradient begin beyond 32-bit offsets."""
@@ -257,6 +259,7 @@ def test_alignments_are_what_the_sizes_have(monkeypatch, classes, stride, align)
     assert given == [align, None, align]
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     logits, labels = batch(50, 333, torch.bfloat16)
     before = logits.clone(), labels.clone()
@@ -298,6 +301,7 @@ def test_these_kernels_serve_a_linear_layers_loss(monkeypatch):
     assert served == 4 * ["cross_entropy_fwd"] + 4 * ["cross_entropy_bwd"]
 
 
+@pytest.mark.sweep
 @fuzz(60)
 @given(
     st.integers(0, 20),

@@ -241,6 +241,7 @@ def test_ids_of_any_strides():
         assert torch.equal(y, embedding(args["input_ids"], args["word"], *norm, **tables))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch, hidden):
     args = forward_args(3, hidden, torch.bfloat16)
@@ -296,6 +297,7 @@ def test_no_tokens(hidden):
     assert [tuple(t.shape) for t in saved] == [(0, hidden), (0, hidden), (0,), (0,)]
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     args = forward_args(133, 70, torch.bfloat16)
     first = run(args)
@@ -343,6 +345,7 @@ def fuzzed_cases(draw):
     return case, dtype, draw(st.integers(0, 2**20))
 
 
+@pytest.mark.sweep
 @fuzz(100)
 @given(fuzzed_cases())
 def test_fuzz(drawn):

@@ -102,6 +102,7 @@ def test_cases(case, dtype):
     assert failures(case, dtype) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_runs_of_many_chunks_by_the_error_rule(dtype):
     """600 tokens with two ids, 300 per position, in chunks of the normal length."""
@@ -109,11 +110,13 @@ def test_runs_of_many_chunks_by_the_error_rule(dtype):
     assert failures(EmbeddingCase(600, 2, 20), dtype) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_norms_gradients_of_few_tokens(dtype):
     check_few_tokens("triton", dtype, 3, DEVICE, draws=12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_wide_tokens_by_the_error_rule(dtype, hidden, short_chunks):
     assert failures(EmbeddingCase(41, 5, hidden, padding_idx=1, dropout_p=0.1), dtype) == []
@@ -241,6 +244,7 @@ def test_widths(width):
     assert_right(arguments(5, width, DTYPES[width % 3]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("seed", "offset", "p"),
     [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.5)],
@@ -264,12 +268,14 @@ def test_a_seed_is_not_read_without_dropout(monkeypatch, hidden):
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_strided_rows_with_poisoned_padding(hidden):
     args = arguments(19, hidden)
     strided = {"dy": padded(args["dy"], 5), "z": padded(args["z"], 3)}
     assert_bit_equal(run(args | strided), run(args))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(hidden):
     args = arguments(3, hidden)
@@ -352,6 +358,7 @@ def test_a_norm_weight_in_float32_beside_half_gradients(dtype):
     assert_bit_equal(run(args | {"ln_weight": args["ln_weight"].float()}), run(args))
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory, short_chunks):
     args = arguments(67, 20, torch.bfloat16)
     first = run(args)
@@ -404,6 +411,7 @@ def test_self_check_passes_in_every_dtype():
 # --- fuzz ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @fuzz(20)
 @given(
     st.integers(1, 90),

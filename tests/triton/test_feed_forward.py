@@ -199,6 +199,7 @@ def test_a_nan_stays_in_its_column():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pad", [5, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_rows_with_poisoned_padding(dtype, pad):
@@ -227,6 +228,7 @@ def test_a_start_that_no_tensor_map_has(name, monkeypatch):
     assert taken == [True, False]
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("gap", [8, 9])
 def test_offsets_beyond_2_to_31_elements(gap):
@@ -292,6 +294,7 @@ def test_inputs_are_left_alone():
         assert torch.equal(args[name], t)
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     args = arguments(100, 8, 40, torch.bfloat16)
     first = run(args)
@@ -328,6 +331,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("feed_forward", "triton", DEVICE, dtype) is None
 
 
+@pytest.mark.sweep
 @fuzz(30)
 @given(
     st.integers(1, 80),

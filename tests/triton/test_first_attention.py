@@ -155,6 +155,7 @@ def test_more_sequences_than_a_product_has_rows():
     assert_near(run(made), made)
 
 
+@pytest.mark.sweep
 def test_strided_inputs_with_poisoned_gaps():
     made = operands(bias="full", gate=True)
     expected = run(made)
@@ -170,6 +171,7 @@ def test_strided_inputs_with_poisoned_gaps():
     assert torch.equal(run(made, **turned), expected)
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
     torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
@@ -184,6 +186,7 @@ def test_no_sequence_and_no_token():
     assert run(made, q=made["q"][:0], cu_seqlens=none).shape == (0, 48)
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     made = operands((100, 3, 57), bias="full")
     before = made["x"].clone()
@@ -297,6 +300,7 @@ def test_lengths_by_the_error_rule(longest):
         assert_rule(FirstAttentionCase((longest, 2, longest), 2, 32, tail=1), dtype)
 
 
+@pytest.mark.sweep
 @fuzz(40)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=5),

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.sweep
 def test_in_a_process_of_its_own():
     path = Path(__file__).parents[1] / "support" / "host_waits.py"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "--tb=short"]

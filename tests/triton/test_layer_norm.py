@@ -147,6 +147,7 @@ def test_row_counts(rows):
     check(everything(rows, 16), DTYPES[rows % 3])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [kernels.FWD_ONE_BLOCK, kernels.FWD_ONE_BLOCK + 4])
 def test_rows_wider_than_one_block(width):
     check(everything(2, width), torch.bfloat16)
@@ -245,6 +246,7 @@ def test_backward_of_one_number_a_row_is_zero_but_for_a_nan(where):
 LARGEST = 2**32 - 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("seed", "offset", "p"),
     [
@@ -296,6 +298,7 @@ def test_same_seed_at_two_addresses():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_strided_rows_with_poisoned_padding(hidden):
     args = forward_args(5, hidden)
     strided = args | {"x": padded(args["x"], 7), "residual": padded(args["residual"], 11)}
@@ -314,6 +317,7 @@ def test_one_row_expanded_to_many():
     assert torch.equal(y, one.expand(6, 30))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch, hidden):
     args = forward_args(3, hidden, torch.bfloat16)
@@ -407,6 +411,7 @@ def test_outputs_do_not_share_memory():
     assert len(set(storages)) == len(storages)  # a custom op may not return aliases
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     args = forward_args(133, 70, torch.bfloat16)
     dy = torch.randn(133, 70, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
@@ -435,6 +440,7 @@ def fuzzed_cases(draw):
     return case, dtype, draw(st.integers(0, 2**20))
 
 
+@pytest.mark.sweep
 @fuzz(200)
 @given(fuzzed_cases())
 def test_fuzz(drawn):

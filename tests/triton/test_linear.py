@@ -297,6 +297,7 @@ def test_the_activation_takes_the_unrounded_product(exact_gelu):
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pads", [(8, 16, 24), (7, 3, 5)])
 def test_strided_rows_with_poisoned_padding(pads):
     args = forward_args(35, 40, 72, torch.bfloat16)
@@ -331,6 +332,7 @@ def test_one_row_expanded_to_many():
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch, transport):
     args = forward_args(3, 40, 8, torch.bfloat16)
@@ -390,6 +392,7 @@ def test_no_rows():
     assert tuple(y.shape) == tuple(pre.shape) == (0, 72)
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     args = forward_args(70, 72, 136, torch.bfloat16)
     first = kernels.linear_fwd(*args.values())
@@ -552,6 +555,7 @@ def fuzzed_cases(draw):
     return case, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**20))
 
 
+@pytest.mark.sweep
 @fuzz(100)
 @given(fuzzed_cases())
 def test_fuzz(drawn):

@@ -184,6 +184,7 @@ def test_a_nan_stays_in_its_column():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_strided_rows_with_poisoned_padding():
     args = arguments(19, 24, 70)
     strided = {
@@ -194,6 +195,7 @@ def test_strided_rows_with_poisoned_padding():
     assert_bit_equal(passed(strided["dy"], strided["pre"], "gelu"), passed(args["dy"], args["pre"], "gelu"))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
     args = arguments(3, 4, 40)
@@ -271,6 +273,7 @@ def test_inputs_are_left_alone_and_outputs_do_not_share_memory():
         assert len(set(storages)) == 4
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     args = arguments(100, 8, 40, torch.bfloat16)
     first = run(args)
@@ -310,6 +313,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("linear", "triton", DEVICE, dtype) is None
 
 
+@pytest.mark.sweep
 @fuzz(30)
 @given(
     st.integers(1, 80),

@@ -217,6 +217,7 @@ def test_a_graph_of_many_calls_and_calls_on_two_streams():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @LAUNCHES
 @pytest.mark.parametrize("pad", [5, 8])
 def test_strided_rows_with_poisoned_padding(pad, one_launch):
@@ -225,6 +226,7 @@ def test_strided_rows_with_poisoned_padding(pad, one_launch):
     assert torch.equal(check(args._replace(**strided)), check(args))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
     args = arguments(5, 72, 40)
@@ -415,6 +417,7 @@ def test_many_lengths_meet_few_configs():
         assert found == kernels.heuristic(rows, *size, H100)
 
 
+@pytest.mark.sweep
 @fuzz(40)
 @given(
     st.integers(1, 70),

@@ -96,6 +96,7 @@ def test_nothing_kept_and_nothing_there():
         assert torch.equal(kernels.packing_bwd(x[:0], none, rows), torch.zeros_like(x))
 
 
+@pytest.mark.sweep
 def test_strided_rows_with_poisoned_padding():
     wide, narrow = random_bits(60, 40, torch.int16), random_bits(20, 33, torch.int16)
     indices = chosen(60, 20)
@@ -109,6 +110,7 @@ def test_one_column_of_a_matrix():
     assert_right(wide.t()[:1].t()[:, :1], wide[:20, 5:6], chosen(60, 20))
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch):
     x, packed = random_bits(5, 20, torch.int16), random_bits(3, 20, torch.int16)
@@ -137,6 +139,7 @@ def test_the_inputs_are_not_written():
         assert t.data_ptr() not in [y.data_ptr() for y in outputs]
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     x, indices = random_bits(300, 20, torch.int32), chosen(300, 130)
     first = kernels.packing_bwd(kernels.packing_fwd(x, indices), indices, 300)
@@ -169,6 +172,7 @@ def check(drawn) -> None:
     assert_right(random_bits(rows, inner, dtype), random_bits(len(indices), inner, dtype), indices)
 
 
+@pytest.mark.sweep
 @fuzz(150)
 @given(fuzzed_batches())
 def test_fuzz(drawn):

@@ -52,6 +52,7 @@ def test_edges_of_tiles(mode, integer):
         assert_right(*packed(lengths, width, integer=integer, tail=3), mode)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_strided_rows_with_poisoned_padding(mode):
     hidden, ends = packed([4, 0, 20], 24)
@@ -97,6 +98,7 @@ def test_nothing_to_pool():
         assert kernels.pooling_fwd(hidden, ends[:1], mode).shape == (0, 8)
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
     """The last rows begin beyond 32-bit offsets, in one sequence and in two."""
@@ -108,6 +110,7 @@ def test_offsets_beyond_2_to_31_elements():
         assert_right(hidden, torch.tensor(ends, dtype=torch.int32), "mean")
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     hidden, ends = packed([100, 3, 57], 40)
     before = hidden.clone()
@@ -123,6 +126,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("pooling", "triton", DEVICE, dtype) is None
 
 
+@pytest.mark.sweep
 @fuzz(100)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=8),

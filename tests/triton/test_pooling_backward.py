@@ -105,6 +105,7 @@ def test_only_max_reads_the_hidden_states(mode):
     assert torch.equal(blind, expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_strided_rows_with_poisoned_padding(mode):
     hidden, ends = packed([4, 0, 20], 24)
@@ -129,6 +130,7 @@ def test_nothing_to_pool():
         assert run(upstream(ends, 8), hidden[:0], ends, mode).shape == (0, 8)
 
 
+@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("mode", MODES)
 def test_offsets_beyond_2_to_31_elements(mode, monkeypatch):
@@ -166,6 +168,7 @@ def test_sequences_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
     assert grids == [(2**17 + 1, 1)]
 
 
+@pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     hidden, ends = packed([100, 3, 57], 40, torch.bfloat16)
     dy = upstream(ends, 40)
@@ -198,6 +201,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("pooling", "triton", DEVICE, dtype) is None
 
 
+@pytest.mark.sweep
 @fuzz(30)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=8),

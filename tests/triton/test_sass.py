@@ -78,6 +78,7 @@ def test_a_write_before_a_wait_is_seen(products):
         assert hazards[0].product_line == i.line
 
 
+@pytest.mark.sweep
 def test_registers_are_those_of_nvdisasm(products):
     """What each instruction reads and writes, beside the life ranges that nvdisasm prints."""
     checked = set()
