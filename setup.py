@@ -1,15 +1,17 @@
-"""Build of `fastbert._C`: plain C++17 and, where nvcc is found, CUDA. Neither torch nor a GPU is needed.
+"""Build of `fastbert._C`: plain C++17 and, where asked for or of use, CUDA. Neither torch nor a GPU is needed.
 
 What is compiled follows from the file's place under csrc/:
   bindings/*.cpp        the Python module (pybind11), one file per op
   cpu/<op>_simd.cpp     for AVX2 and for AVX-512, each time with that set's flags and in its own namespace
   cpu/<op>_bf16_simd.cpp  for AVX-512-BF16, likewise
   cpu/*.cpp             the rest, with baseline flags: checks, threads, choice of the instruction set
-  cuda/*.cu             for every architecture in CUDA_ARCHS, and PTX for those to come
+  cuda/*.cu             for the architectures below, and PTX for those to come
 
 Environment:
-  FASTBERT_CUDA         1: CUDA or an error; 0: no CUDA; unset: CUDA if nvcc is found
-  FASTBERT_CUDA_ARCHS   such as "90a" or "80;90a;120"; PTX is always added
+  FASTBERT_CUDA         1: CUDA or an error; 0: no CUDA; unset: CUDA if nvcc is found and there is something to
+                        compile it for: FASTBERT_CUDA_ARCHS, or a GPU that nvidia-smi lists
+  FASTBERT_CUDA_ARCHS   such as "90a" or "80;90a;120"; PTX is always added. Unset: those of the GPUs here; with
+                        FASTBERT_CUDA=1 and no GPU all of CUDA_ARCHS
   CXX, CXXFLAGS, LDFLAGS, CUDA_HOME, MAX_JOBS   as usual
 """
 
@@ -46,6 +48,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialize
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 CUDA_ARCHS = ["80", "90a", "100a", "120"]
+FEATURES = {"90": "90a", "100": "100a"}  # devices whose own instructions our kernels use
 PTX_ARCH = "80"  # the oldest: every later device can compile it
 NVCC_FLAGS = [
     *("-std=c++17", "-O3", "--threads", "4"),
@@ -93,22 +96,44 @@ def find_ninja() -> str:
     return found
 
 
+def archs_here() -> list[str]:
+    """The architectures of the GPUs that nvidia-smi lists; none where there is no driver."""
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = dict.fromkeys(line.strip().replace(".", "") for line in listing.splitlines())
+    return [FEATURES.get(arch, arch) for arch in found if arch.isdigit()]
+
+
 def cuda_archs(nvcc: str) -> list[str]:
-    """The architectures to build for: those asked for, or those of CUDA_ARCHS that this nvcc knows."""
+    """The architectures to build for: those asked for, else those of the GPUs here, as far as nvcc knows them.
+
+    None of either: those of CUDA_ARCHS if FASTBERT_CUDA=1, else no CUDA.
+    """
     listing = subprocess.run(
         [nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True
     ).stdout.split()
     known = [code.removeprefix("sm_") for code in listing]
     asked = os.environ.get("FASTBERT_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
     # nvcc lists 90, not 90a
-    unknown = [arch for arch in asked or CUDA_ARCHS if arch.rstrip("af") not in known]
+    wanted = asked or archs_here()
+    if not wanted and os.environ.get("FASTBERT_CUDA") == "1":
+        wanted = CUDA_ARCHS
+    if not wanted:
+        print(
+            "fastbert: no CUDA kernels are compiled, because there is no GPU here; "
+            'FASTBERT_CUDA_ARCHS="80;90a" compiles them for those'
+        )
+    unknown = [arch for arch in wanted if arch.rstrip("af") not in known]
     if asked and unknown:
         raise SetupError(
             f"FASTBERT_CUDA_ARCHS: {nvcc} knows {', '.join(known)}, and not {', '.join(unknown)}"
         )
     for arch in unknown:
         print(f"fastbert: {nvcc} is too old for sm_{arch}: left out")
-    return asked or [arch for arch in CUDA_ARCHS if arch not in unknown]
+    return [arch for arch in wanted if arch not in unknown]
 
 
 class Ninja:
@@ -165,6 +190,7 @@ class BuildExtension(build_ext):
         isas = ISAS if target.startswith("x86_64") else {}
         nvcc = find_nvcc()
         archs = cuda_archs(nvcc) if nvcc else []
+        nvcc = nvcc if archs else None
 
         x86 = f"-DFASTBERT_X86={int(bool(isas))}"
         includes = [pybind11.get_include(), sysconfig.get_path("include")]

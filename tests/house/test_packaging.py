@@ -296,6 +296,38 @@ def test_build_errors_say_what_is_wrong(checkout, tmp_path, env, message):
     assert message in done.stderr
 
 
+def fake_tools(folder: Path, caps: str | None) -> str:
+    """A PATH with an nvcc that knows 80, 90, 100 and 120, and an nvidia-smi that lists GPUs of `caps`."""
+    codes = "echo sm_80 sm_90 sm_100 sm_120"
+    tools = {"nvcc": codes, "nvidia-smi": "exit 9" if caps is None else f"printf '{caps}'"}
+    for name, text in tools.items():
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("caps", "env", "archs"),
+    (
+        ("9.0\\n9.0\\n8.0\\n", {}, ["90a", "80"]),
+        ("10.0\\n", {"FASTBERT_CUDA": "1"}, ["100a"]),
+        ("9.0\\n", {"FASTBERT_CUDA_ARCHS": "80;120"}, ["80", "120"]),
+        ("7.0\\n", {}, []),  # this nvcc does not know it
+        (None, {}, []),
+        (None, {"FASTBERT_CUDA": "1"}, ["80", "90a", "100a", "120"]),
+    ),
+)
+def test_cuda_is_compiled_for_what_is_asked_for_or_here(checkout, tmp_path, caps, env, archs):
+    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.cuda_archs('nvcc'))"
+    path = fake_tools(tmp_path, caps)
+    done = run(sys.executable, "-c", code, cwd=checkout, PATH=path, PYTHONPATH=str(checkout), **env)
+    *said, found = done.stdout.splitlines()
+    assert found == str(archs)
+    assert any("FASTBERT_CUDA_ARCHS=" in line for line in said) is (caps is None and not env)
+    assert any("too old for sm_70" in line for line in said) is (caps is not None and caps.startswith("7"))
+
+
 @pytest.mark.slow
 def test_sdist_to_wheel(checkout, tmp_path):
     with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
