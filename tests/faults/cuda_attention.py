@@ -1,10 +1,8 @@
-"""Faults of the CUDA attention's forward, built anew for the host."""
+"""Faults of the CUDA attention's forward, compiled by nvcc and run in the PTX emulator."""
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _KERNEL = "csrc/cuda/attention_forward.cuh"
 _TILES = "csrc/cuda/attention_tiles.cuh"
@@ -91,11 +89,11 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/cuda/test_attention_on_host.py",
+        "tests/ptx/test_cuda_attention.py",
         "-k",
-        "not two_thousand and not fuzz and not bert_lengths and not many_sequences[10",
+        "not error_rule and not two_thousand and not many_sequences[10",
     ),
-    build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.emulated_extension()"),
+    build=EMULATED,
     quick="not slow",
-    timeout_s=600.0,
+    timeout_s=1200.0,
 )

@@ -1,8 +1,6 @@
-"""Faults of the CUDA attention's backward, whose kernels run on the host."""
+"""Faults of the CUDA attention's backward, compiled by nvcc and run in the PTX emulator."""
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _TILES = "csrc/cuda/attention_backward.cuh"
 _DQ = "csrc/cuda/attention_backward_dq.cu"
@@ -251,25 +249,10 @@ FAULTS = (
     _fault("unaligned tensors to the kernel", "t.data_ptr() % 16 or rows % 8", "rows % 8", _LAUNCHER),
 )
 
-# What sees most comes first: a fault costs the tests up to the one that sees it.
-TESTS = (
-    "empty_sequences_and_capacity",
-    "repeats_are_bit_equal_in_every_order_of_threads",
-    "many_tiles_are_bit_equal_in_every_order_of_threads",
-    "a_query_that_sees_one_key_has_no_gradient",
-    "rows_without_an_allowed_key",
-    "bias_broadcasts",
-    "an_lse_that_is_slightly_wrong_cancels",
-    "neighbours_and_unused_cells_may_be_nan",
-    "dropout_bits_are_the_definitions",
-    "a_table_of_places_is_read",
-    "calls_for_the_next_backend",
-)
-
 SUITE = Suite(
     faults=FAULTS,
-    tests=tuple(f"tests/cuda/test_attention_backward_on_host.py::test_{name}" for name in TESTS),
-    build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.emulated_extension()"),
+    tests=("tests/ptx/test_cuda_attention_backward.py", "-k", "not error_rule and not long_sequences"),
+    build=EMULATED,
     quick="not slow",
-    timeout_s=900.0,
+    timeout_s=1200.0,
 )

@@ -1,14 +1,8 @@
-"""Faults of the CUDA C++ linear, run on the host.
-
-Accesses that are misaligned do no harm there: the sanitizers of sanitize_cuda_linear.cpp and the PTX emulator
-are for those.
-"""
+"""Faults of the CUDA C++ linear, compiled by nvcc and run in the PTX emulator."""
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _TILES = "csrc/cuda/linear_tiles.cuh"
 _PLAN = "csrc/cuda/linear.cu"
@@ -94,11 +88,12 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/cuda/test_linear_on_host.py",
+        "tests/ptx/test_cuda_linear.py",
+        "tests/ptx/test_cuda_linear_calls.py",
         "-k",
-        "not any_shape and not test_error_rule",
+        "not test_error_rule",
     ),
-    build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.emulated_extension()"),
+    build=EMULATED,
     quick="not slow",
-    timeout_s=600.0,
+    timeout_s=1200.0,
 )

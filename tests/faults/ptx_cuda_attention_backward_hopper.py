@@ -2,9 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _DQ = "csrc/cuda/attention_backward_dq_hopper.cu"
 _DKDV = "csrc/cuda/attention_backward_dkdv_hopper.cu"
@@ -62,12 +60,6 @@ FAULTS = (
     _fault("a gate is forgotten", "        and inputs.gate is None\n        and hopper_reads(inputs)\n", "        and hopper_reads(inputs)\n", _PYTHON),
 )  # fmt: skip
 
-_BUILD = """
-from tests.ptx.emulator import library
-from tests.support import cuda_build
-cuda_build.emulated_extension(), library.engine()
-"""
-
 _QUICK = (
     "lengths and (65 or 129 or 193) or places or schedule or (nan and not inf) or one_token or among"
     " or exact or definitions or side_by_side or serve"
@@ -76,7 +68,7 @@ _QUICK = (
 SUITE = Suite(
     faults=FAULTS,
     tests=("tests/ptx/test_cuda_attention_backward_hopper.py", "-k", _QUICK),
-    build=(sys.executable, "-c", _BUILD),
+    build=EMULATED,
     quick="not slow",
     timeout_s=600.0,
 )

@@ -2,9 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _KERNEL = "csrc/cuda/attention_hopper.cuh"
 _HOST = "csrc/cuda/attention_hopper.cu"
@@ -82,12 +80,6 @@ FAULTS = (
     _fault("served without the device", "        and hopper_reads(inputs)\n        and device.is_hopper(inputs.q.device)\n    )\n\n\ndef attention_fwd", "        and hopper_reads(inputs)\n    )\n\n\ndef attention_fwd", _PYTHON),
 )  # fmt: skip
 
-_BUILD = """
-from tests.ptx.emulator import library
-from tests.support import cuda_build
-cuda_build.emulated_extension(), library.engine()
-"""
-
 SUITE = Suite(
     faults=FAULTS,
     tests=(
@@ -95,7 +87,7 @@ SUITE = Suite(
         "-k",
         "not error_rule and not gradients and not every_length and not (test_lengths and fp16)",
     ),
-    build=(sys.executable, "-c", _BUILD),
+    build=EMULATED,
     quick="not slow",
     timeout_s=600.0,
 )

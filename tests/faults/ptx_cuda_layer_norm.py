@@ -1,14 +1,8 @@
-"""Faults of the CUDA layer_norm that only its real code shows: races, guards, alignment, launch limits, fma.
-
-Run on the host with its threads in the order of their indices (tests/cpu/test_layer_norm.py), the kernels
-pass with all of them.
-"""
+"""Faults of the CUDA layer_norm: races, guards, alignment, launch limits, multiply-adds."""
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _FORWARD = "csrc/cuda/layer_norm.cu"
 _BACKWARD = "csrc/cuda/layer_norm_backward.cu"
@@ -50,12 +44,6 @@ FAULTS = (
     _fault("more shared memory than a block gets", "__shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];", "__shared__ float others[kManyRows ? 8 * kColumns * kMaxThreads : 1];", _BACKWARD),
 )  # fmt: skip
 
-_BUILD = """
-from tests.ptx.emulator import library
-from tests.support import cuda_build
-cuda_build.emulated_extension(), library.engine()
-"""
-
 SUITE = Suite(
     faults=FAULTS,
     tests=(
@@ -63,7 +51,7 @@ SUITE = Suite(
         "-k",
         "width or order or gaps or addresses or wanted or rows or multiply_adds",
     ),
-    build=(sys.executable, "-c", _BUILD),
+    build=EMULATED,
     quick="not slow",
     timeout_s=1200.0,
 )

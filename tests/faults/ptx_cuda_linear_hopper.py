@@ -2,9 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import EMULATED, Fault, Suite
 
 _KERNEL = "csrc/cuda/linear_hopper.cuh"
 _INSTRUCTIONS = "csrc/cuda/hopper.cuh"
@@ -66,16 +64,10 @@ FAULTS = (
     _fault("a residual is forgotten", "plan is None and residual is None and hopper_serves", "plan is None and hopper_serves", _PYTHON),
 )  # fmt: skip
 
-_BUILD = """
-from tests.ptx.emulator import library
-from tests.support import cuda_build
-cuda_build.emulated_extension(), library.engine()
-"""
-
 SUITE = Suite(
     faults=FAULTS,
     tests=("tests/ptx/test_cuda_linear_hopper.py", "-k", "not error_rule and not 2100"),
-    build=(sys.executable, "-c", _BUILD),
+    build=EMULATED,
     quick="not slow",
     timeout_s=600.0,
 )

@@ -24,7 +24,7 @@ def needs(name: str) -> None:
     """Skip the test where this machine cannot build or run what the suite plants its faults in."""
     if SUITES[name].build:
         cpu_build.compiler()
-    if name.startswith("ptx_cuda_"):
+    if SUITES[name].build == mutation.EMULATED:
         cuda_build.nvcc()
     if name.endswith("_bf16") and getattr(loader.extension, "best_cpu_isa", str)() != "avx512_bf16":
         pytest.skip("needs the extension and a processor with AVX-512-BF16")

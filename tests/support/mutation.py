@@ -101,6 +101,14 @@ class Suite:
     quick: str = "not slow and not sweep"
 
 
+# the build of suites whose CUDA kernels run in the PTX emulator
+EMULATED = (
+    *(sys.executable, "-c"),
+    "from tests.ptx.emulator import library; from tests.support import cuda_build; "
+    "cuda_build.emulated_extension(), library.engine()",
+)
+
+
 def suites() -> dict[str, Suite]:
     """All suites by name: the modules of tests/faults that have one."""
     names = sorted(path.stem for path in (ROOT / "tests" / "faults").glob("*.py"))

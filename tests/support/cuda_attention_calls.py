@@ -1,0 +1,148 @@
+"""Calls of the CUDA attention kernels on packed inputs, and what float64 says of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+
+from fastbert.backends import reference
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
+from fastbert.ops.attention_grid import keep_mask, unpack_bits
+from tests.support.cpu_truth import randn
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HEADDIMS = (32, 64, 128)
+NAMES = ("dq", "dk", "dv", "dbias", "dgate")
+SEED = torch.tensor([0x123456789ABCDEF])
+
+
+def ends_of(lengths) -> torch.Tensor:
+    """cu_seqlens of these lengths."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def made(
+    lengths, nheads=2, headdim=32, dtype=torch.bfloat16, *, capacity=0, slack=0, p=0.0, **options
+) -> AttentionInputs:
+    """Inputs whose q, k, v are views of one packed tensor; `options` replace the defaults."""
+    q, k, v = randn(sum(lengths) + capacity, 3, nheads, headdim, dtype=dtype, seed=5).unbind(1)
+    size, seed = max(lengths, default=0) + slack, SEED if p > 0 else None
+    inputs = AttentionInputs(
+        *(q, k, v, ends_of(lengths), size, headdim**-0.5, False, None, None, p, seed, 11)
+    )
+    return inputs._replace(**options)
+
+
+def sequences(inputs: AttentionInputs) -> list[tuple[int, int]]:
+    """(first row, length) of each sequence."""
+    return list(zip(inputs.cu_seqlens.tolist(), inputs.cu_seqlens.diff().tolist(), strict=False))
+
+
+def in_float64(inputs: AttentionInputs) -> AttentionInputs:
+    """The same numbers, wider."""
+    named = ((name, getattr(inputs, name)) for name in ("q", "k", "v", "bias", "gate"))
+    return inputs._replace(**{name: None if t is None else t.double() for name, t in named})
+
+
+# --- forward ------------------------------------------------------------------------------------------------
+
+
+def drawn(inputs: AttentionInputs) -> torch.Tensor | None:
+    """The mask of dropout by its definition, (batch, nheads, S, S); None without dropout."""
+    if inputs.dropout_p == 0:
+        return None
+    starts, heads = inputs.cu_seqlens[:-1], inputs.q.shape[1]
+    return keep_mask(inputs.seed, inputs.offset, starts, heads, inputs.max_seqlen, inputs.dropout_p)
+
+
+def forward_truth(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, bound) in float64; the bound is what rounding P and out to the dtype may cost."""
+    q, k, v, ends, size, scale, causal, bias, gate, p, _, _ = in_float64(inputs)
+    options = dict(softmax_scale=scale, causal=causal, bias=bias, dropout_p=p, keep_mask=drawn(inputs))
+    out, lse, _ = attention_ref(q, k, v, ends, size, gate=gate, **options)
+    positive = None if gate is None else gate.abs()
+    terms, *_ = attention_ref(q, k, v.abs(), ends, size, gate=positive, **options)
+    eps = torch.finfo(inputs.q.dtype).eps
+    scores = q.norm(dim=-1).max() * k.norm(dim=-1).max() * abs(scale) if q.numel() else 0.0
+    rounding = eps / 2 * (terms * 1.01 + out.abs() * (1 + eps))
+    # float's own part, and fp16's numbers below 2^-14
+    largest = v.abs().max() if v.numel() else 0.0
+    noise = 1e-6 * (1 + scores) * terms + 1e-7 * largest * size / (1 - p)
+    return out, lse, rounding + (noise if gate is None else noise * (1 + positive.unsqueeze(-1)))
+
+
+def check_bits(inputs: AttentionInputs, bits: torch.Tensor) -> None:
+    """The saved bits are those of the definition, where a query sees the key."""
+    size, nheads = inputs.max_seqlen, inputs.q.shape[1]
+    assert (bits.shape, bits.dtype) == ((nheads, inputs.q.shape[0], -(-size // 32)), torch.int32)
+    keep = drawn(inputs)
+    for b, (start, n) in enumerate(sequences(inputs)):
+        found, wanted = unpack_bits(bits[:, start : start + n], n), keep[b, :, :n, :n]
+        if inputs.causal:
+            found, wanted = found.tril(), wanted.tril()
+        assert torch.equal(found, wanted), f"bits of sequence {b}"
+
+
+def check_forward(run: Callable, inputs: AttentionInputs):
+    """`run(inputs)`: out, lse and bits. They are near the truth, zeros follow the last sequence."""
+    out, lse, bits = run(inputs)
+    expected, expected_lse, bound = forward_truth(inputs)
+    end = int(inputs.cu_seqlens[-1])
+    assert (out.shape, out.dtype, out.is_contiguous()) == (inputs.q.shape, inputs.q.dtype, True)
+    assert (out[end:] == 0).all()
+    assert (lse[:, end:] == 0).all()
+    error = (out.double() - expected).abs()
+    assert out.isfinite().all(), "NaN or infinity"
+    assert (error <= bound).all(), f"error {(error / bound).max():.3g} times what rounding allows"
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=4e-6)
+    if inputs.dropout_p > 0:
+        check_bits(inputs, bits)
+    return out, lse, bits
+
+
+# --- backward -----------------------------------------------------------------------------------------------
+
+
+class Call:
+    """A call of backward: what the reference's forward made of the inputs, dout, and which gradients.
+
+    `backend`: whose `attention_bwd` is called.
+    """
+
+    def __init__(self, backend, inputs: AttentionInputs, dout=None, saved=True) -> None:
+        self.backend, self.inputs, self.places = backend, inputs, None
+        self.need = AttentionNeeds(True, True, True, inputs.bias is not None, inputs.gate is not None)
+        self.out, self.lse, _, bits = reference.attention_fwd(inputs, False, inputs.dropout_p > 0)
+        self.bits = bits if saved and inputs.dropout_p > 0 else None
+        self.dout = randn(*inputs.q.shape, dtype=inputs.q.dtype, seed=9) if dout is None else dout
+
+    def run(self, backend=None):
+        """The five gradients."""
+        args = self.dout, self.inputs, self.out, self.lse, self.bits, self.need
+        return (backend or self.backend).attention_bwd(*args, self.places)
+
+    def truth(self):
+        """The gradients in float64, without an `out` that was rounded."""
+        wide = in_float64(self.inputs)
+        out, lse, _, bits = reference.attention_fwd(wide, False, wide.dropout_p > 0)
+        bits = bits if wide.dropout_p > 0 else None
+        return reference.attention_bwd(self.dout.double(), wide, out, lse, bits, self.need)
+
+    def check(self, tolerance=0.03):
+        """Every gradient is near the truth, relative to the largest."""
+        grads = self.run()
+        for name, a, e in zip(NAMES, grads, self.truth(), strict=True):
+            assert a.shape == e.shape, name
+            scale = max(1.0, e.abs().max().item()) if e.numel() else 1.0
+            torch.testing.assert_close(
+                a.double(), e, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        return grads
+
+
+def assert_bit_equal(a, b) -> None:
+    """The same gradients."""
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        assert torch.equal(x, y), name
