@@ -1,4 +1,4 @@
-"""Builds of the C++ sources for tests: under sanitizers, and with the CUDA kernels compiled for the host.
+"""Builds of the C++ sources for tests: under sanitizers, and small libraries of single parts.
 
 Results are kept in build/tests, so that a second run compiles only what changed.
 """
@@ -9,7 +9,6 @@ import fcntl
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -102,11 +101,6 @@ def cpu_objects(flags: list[str], isas: bool) -> dict[str, tuple[Path, list[str]
     return objects
 
 
-def cuda_objects(flags: list[str]) -> dict[str, tuple[Path, list[str]]]:
-    """Everything under csrc/cuda, compiled for the host (x86-64, F16C) with cuda_on_host.h."""
-    return {f"cuda_{p.stem}": (p, [*flags, "-mf16c"]) for p in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))}
-
-
 def host_objects(archs: str) -> dict[str, tuple[Path, list[str]]]:
     """What `_C` consists of besides CUDA kernels for `archs`: its bindings, and csrc/cpu without kernels."""
     pybind11 = pytest.importorskip("pybind11")
@@ -123,19 +117,12 @@ def extension_name() -> str:
     return "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def emulated_extension() -> Path:
-    """`_C` with the CUDA kernels compiled for the host, and no CPU kernels."""
-    objects = host_objects("host") | cuda_objects(["-O1", "-fvisibility=hidden"])
-    return ninja_build(f"cuda_on_host-{sys.implementation.cache_tag}", objects, extension_name(), ["-shared"])
-
-
-def sanitized(op: str, sanitizers: str, cuda: bool = False) -> Path:
+def sanitized(op: str, sanitizers: str) -> Path:
     """tests/cpu/cpp/sanitize_<op>.cpp, built with -fsanitize=<sanitizers>. The ops share their objects."""
     flags = ["-O1", "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    objects = cpu_objects(flags, isas=True) | (cuda_objects(flags) if cuda else {})
-    driver = ["-DWITH_CUDA_ON_HOST", "-mf16c"] if cuda else []
-    objects[f"driver_{op}"] = (CPP / f"sanitize_{op}.cpp", [*flags, *driver])
-    name = "-".join(["sanitized", *sanitizers.split(","), *(["cuda"] if cuda else [])])
+    objects = cpu_objects(flags, isas=True)
+    objects[f"driver_{op}"] = (CPP / f"sanitize_{op}.cpp", flags)
+    name = "-".join(["sanitized", *sanitizers.split(",")])
     return ninja_build(name, objects, op, [f"-fsanitize={sanitizers}", "-pthread"])
 
 
@@ -154,12 +141,6 @@ def pace() -> Path:
     return ninja_build(
         "pace", {"pace": (CPP / "pace.cpp", ["-O1", "-DFASTBERT_ISA=avx512"])}, "libpace.so", ["-shared"]
     )
-
-
-def cuda_on_host_check() -> Path:
-    """Shared library of cuda_on_host_check.cpp: small kernels, right ones and faulty ones, on the host."""
-    objects = {"check": (CPP / "cuda_on_host_check.cpp", ["-O1", "-mf16c"])}
-    return ninja_build("cuda_on_host_check", objects, "libcheck.so", ["-shared"])
 
 
 def faked_isa() -> Path:

@@ -1,4 +1,4 @@
-"""Calls of the CUDA kernels, drawn at random: for their run on the host and for the PTX emulator."""
+"""Calls of the CUDA kernels, drawn at random for the PTX emulator."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ SAMPLED = {"triton": frozenset({"case"})}
 
 # fixtures that compile, run a whole benchmark or train in two processes: their tests are left to `make sweep`
 BUILDS = {
-    *("dry", "emulated", "emulated_extension", "emulated_launches"),
-    *("small_kernels", "smoke", "two_processes", "whole"),
+    *("dry", "emulated", "emulated_launches", "smoke", "two_processes", "whole"),
 }
 
 # folders whose tests need a build of a minute: what `make test` would run of them gets the marker `built`,
