@@ -10,32 +10,20 @@ namespace cuda {
 
 // NaN where x is NaN.
 __device__ __forceinline__ float least(float x, float most) {
-#ifdef __CUDACC__
     float y;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
     return y;
-#else
-    return x != x ? x : x < most ? x : most;
-#endif
 }
 __device__ __forceinline__ float greatest(float x, float lowest) {
-#ifdef __CUDACC__
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(lowest));
     return y;
-#else
-    return x != x ? x : x > lowest ? x : lowest;
-#endif
 }
 // x >= 1; 0 at infinity. Relative error 2^-22.
 __device__ __forceinline__ float rsqrt_fast(float x) {
-#ifdef __CUDACC__
     float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-#else
-    return 1.0f / std::sqrt(x);
-#endif
 }
 
 template <class T>

@@ -1,11 +1,9 @@
 // dk and dv of attention on compute capability 9.0: as attention_backward_dkdv.cu, by products of a warp
 // group. And the launch of both kernels.
 #include "attention_backward.h"
-#include "linear.h"
-
-#ifdef __CUDACC__
 #include "attention_backward_hopper.cuh"
 #include "hopper_host.cuh"
+#include "linear.h"
 
 namespace fastbert {
 namespace cuda {
@@ -213,16 +211,3 @@ const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, 
 }
 
 }  // namespace fastbert
-
-#else
-
-namespace fastbert {
-
-// The host has no such instructions.
-const char* cuda_attention_bwd_hopper(const CudaAttentionBwd&, int, std::uintptr_t) {
-    return "the device or the build has no such kernel";
-}
-
-}  // namespace fastbert
-
-#endif

@@ -1,10 +1,8 @@
 // dq of attention on compute capability 9.0, and delta and the normaliser of P: as attention_backward_dq.cu,
 // by products of a warp group.
-#include "attention_backward.h"
-
-#ifdef __CUDACC__
 #include <type_traits>
 
+#include "attention_backward.h"
 #include "attention_backward_hopper.cuh"
 
 namespace fastbert {
@@ -230,5 +228,3 @@ const char* launch_dq_hopper(const GroupArguments& args, std::uintptr_t stream) 
 
 }  // namespace cuda
 }  // namespace fastbert
-
-#endif

@@ -1,7 +1,5 @@
 // Attention's forward on compute capability 9.0: the entry points of the kernel in attention_hopper.cuh.
 #include "attention.h"
-
-#ifdef __CUDACC__
 #include "attention_hopper.cuh"
 #include "hopper_host.cuh"
 
@@ -72,17 +70,3 @@ const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std:
 }
 
 }  // namespace fastbert
-
-#else
-
-namespace fastbert {
-
-// The host has no such instructions.
-bool cuda_attention_hopper(int) { return false; }
-const char* cuda_attention_hopper_fwd(const AttentionFwd&, int, std::uintptr_t) {
-    return "the device or the build has no such kernel";
-}
-
-}  // namespace fastbert
-
-#endif

@@ -113,7 +113,6 @@ __device__ __forceinline__ int matrix_row(bool across) {
 
 // --- dropout: the bits of 16 rows and 64 keys, by one warp ---
 
-#ifdef __CUDACC__
 // prmt: byte i of the result is byte s_i of (b, a), s_i the low three bits of nibble i of `selector`; with
 // the nibble's highest bit, eight times that byte's highest bit.
 __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b,
@@ -122,19 +121,6 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uin
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
     return out;
 }
-#else
-inline std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
-    const std::uint64_t both = a | static_cast<std::uint64_t>(b) << 32;
-    std::uint32_t out = 0;
-    for (int i = 0; i < 4; ++i) {
-        const std::uint32_t nibble = selector >> (4 * i) & 15;
-        std::uint32_t byte = static_cast<std::uint32_t>(both >> (8 * (nibble & 7))) & 0xff;
-        if (nibble & 8) byte = byte & 0x80 ? 0xff : 0;
-        out |= byte << (8 * i);
-    }
-    return out;
-}
-#endif
 
 // A 16-bit threshold in both halves of a word, as `kept_lanes` compares with it.
 struct LaneThreshold {

@@ -1,21 +1,14 @@
 // Small parts that every kernel uses: conversions, 16-byte accesses, sums over threads, dropout bits,
 // launching.
-//
-// The kernels also compile as plain C++. `cuda_on_host.h` (tests/cpu/cpp) then replaces the CUDA runtime and
-// runs the threads of a block one by one, so that indices, tails and sums are tested without a GPU.
 #pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "../dtype.h"
-
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#else
-#include "cuda_on_host.h"
-#endif
 
 namespace fastbert {
 namespace cuda {
@@ -25,7 +18,6 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // --- conversions: exact to float, rounded to nearest even from it ---
 
-#ifdef __CUDACC__
 __device__ __forceinline__ float widen(bf16 x) {
     return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
@@ -38,10 +30,6 @@ __device__ __forceinline__ void narrow(float x, fp16& out) {
 }
 // The rounded product: never part of a multiply-add.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-#else
-// The host is compiled without contraction.
-inline float rounded_product(float a, float b) { return a * b; }
-#endif
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ void narrow(float x, float& out) { out = x; }
 
@@ -92,13 +80,9 @@ struct Philox {
 
 // The product of 32-bit numbers. nvcc adds a zero to the upper half of one that is written as 64-bit numbers.
 __device__ __forceinline__ std::uint64_t wide_product(std::uint32_t a, std::uint32_t b) {
-#ifdef __CUDACC__
     std::uint64_t out;
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(out) : "r"(a), "r"(b));
     return out;
-#else
-    return static_cast<std::uint64_t>(a) * b;
-#endif
 }
 
 // The words of columns 8 * group … 8 * group + 7: two 16-bit lanes each, the low half first.
@@ -124,7 +108,6 @@ __device__ __forceinline__ bool kept_lane(std::uint32_t word, bool high, std::ui
 
 // --- launching: nullptr, or the text of the error ---
 
-#ifdef __CUDACC__
 template <class... Params>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::uintptr_t stream,
                    Params... params) {
@@ -133,7 +116,6 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::uintpt
                                                0, reinterpret_cast<cudaStream_t>(stream));
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
-#endif
 
 }  // namespace cuda
 }  // namespace fastbert

@@ -1,8 +1,6 @@
 // Linear layers on compute capability 9.0: the entry points of the kernel in linear_hopper.cuh.
-#include "linear.h"
-
-#ifdef __CUDACC__
 #include "hopper_host.cuh"
+#include "linear.h"
 #include "linear_hopper.cuh"
 
 namespace fastbert {
@@ -84,17 +82,3 @@ const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, in
 }
 
 }  // namespace fastbert
-
-#else
-
-namespace fastbert {
-
-// The host has no such instructions.
-bool cuda_linear_hopper(int) { return false; }
-const char* cuda_linear_hopper_product(const LinearProduct&, int, int, std::uintptr_t, bool&) {
-    return "the device or the build has no such kernel";
-}
-
-}  // namespace fastbert
-
-#endif

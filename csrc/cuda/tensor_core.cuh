@@ -18,9 +18,6 @@
 #include <tuple>
 
 #include "common.cuh"
-#ifndef __CUDACC__
-#include "tensor_core_on_host.h"
-#endif
 
 namespace fastbert {
 namespace cuda {
@@ -42,7 +39,6 @@ __device__ __forceinline__ int chunk_of(int row, int chunk) {
 
 // --- two floats as one word of a fragment ---
 
-#ifdef __CUDACC__
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_pair(float low, float high);
 template <>
@@ -57,15 +53,6 @@ __device__ __forceinline__ std::uint32_t pack_pair<fp16>(float low, float high) 
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
-#else
-template <class T>
-std::uint32_t pack_pair(float low, float high) {
-    T halves[2];
-    narrow(low, halves[0]);
-    narrow(high, halves[1]);
-    return halves[0].bits | static_cast<std::uint32_t>(halves[1].bits) << 16;
-}
-#endif
 
 // The two values of a fragment's word.
 template <class T>
@@ -77,9 +64,7 @@ __device__ __forceinline__ void unpack_pair(std::uint32_t word, float& low, floa
     high = widen(half);
 }
 
-// --- instructions of a whole warp; on the host, tests/cpu/cpp/cuda_on_host.h has them ---
-
-#ifdef __CUDACC__
+// --- instructions of a whole warp ---
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
@@ -200,8 +185,6 @@ const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std:
     cudaGetLastError();  // the next launch must not meet it
     return cudaGetErrorString(error);
 }
-
-#endif
 
 }  // namespace cuda
 }  // namespace fastbert
