@@ -187,6 +187,20 @@ def test_a_write_of_what_another_warp_reads():
     both(SharedRace, body.replace("BARRIER", ""), body.replace("BARRIER", "bar.sync 0;"))
 
 
+@pytest.mark.parametrize(
+    "body",
+    (
+        "st.shared.u32 [%r3], %r1; BARRIER ld.shared.u32 %r5, [%r4]; st.global.u32 [%rd4], %r5;",
+        "st.shared.u32 [%r4], %r1; ld.shared.u32 %r5, [%r4]; BARRIER st.shared.u32 [%r3], %r5;",
+    ),
+    ids=("read", "write"),
+)
+def test_lanes_of_a_warp_that_exchange(body):
+    """The neighbour's word: read after its write, or written after its read."""
+    body = "xor.b32 %r4, %r3, 4; " + body
+    both(SharedRace, body.replace("BARRIER", ""), body.replace("BARRIER", "bar.warp.sync -1;"), threads=32)
+
+
 def test_two_writes():
     body = "mov.u32 %r5, 7; st.shared.u32 [%r2], VALUE; bar.sync 0;"
     # Warps that hold copies of one value may all store it.

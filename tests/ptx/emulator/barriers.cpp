@@ -78,6 +78,7 @@ void warp_sync(Warp& w, const Op& op, uint32_t m) {
     for (int l = 0; l < LANES; ++l)
         if ((m >> l & 1) && (named[l] & w.live & ~m))
             fail(Kind::divergent_barrier, m, named[l], "bar.warp.sync names threads that do not reach it together");
+    ++w.meetings;
 }
 
 }  // namespace

@@ -91,6 +91,7 @@ Clock Block::release(Warp& warp) {
 void Block::acquire(Warp& warp, const Clock& clock) {
     warp.clock.join(clock);
     warp.clock_changed();
+    ++warp.meetings;
 }
 
 // ---- running --------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ struct Warp {
     int64_t budget = 0;                   // statements until another warp gets its turn
     Clock clock;
     uint32_t earliest = 0;  // min(clock.seen): whatever happened before it is ordered
+    uint32_t meetings = 1;  // grows where the warp's lanes wait for each other
 
     std::vector<Copy> copies;
     uint32_t committed[LANES] = {};

@@ -28,6 +28,7 @@ void read_shared(Warp& w, uint64_t at, uint32_t lane, uint8_t* to) {
     Shared& shared = *w.block->shared;
     shared.check(at, size, lane, "a load");
     shared.on_read<size>(w, uint32_t(at), lane);
+    shared.lane_reads<size>(w, uint32_t(at), lane);
     std::memcpy(to, shared.data.data() + at, size);
 }
 
@@ -37,6 +38,7 @@ void write_shared(Warp& w, uint64_t at, uint32_t lane, const uint8_t* from) {
     Shared& shared = *w.block->shared;
     shared.check(at, size, lane, "a store");
     shared.on_write<size>(w, uint32_t(at), lane, 0, valid, from);
+    shared.lane_writes<size>(w, uint32_t(at), lane);
     std::memcpy(shared.data.data() + at, from, size);
 }
 

@@ -24,7 +24,7 @@ class Misaligned(EmulatorError):
 
 
 class SharedRace(EmulatorError):
-    """Two warps touch one byte of shared memory, one of them writing, and no barrier orders them."""
+    """Two warps or lanes touch one byte of shared memory, one of them writing, and no barrier orders them."""
 
 
 class DivergentBarrier(EmulatorError):

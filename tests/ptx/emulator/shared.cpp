@@ -32,6 +32,12 @@ void Shared::explain_race(uint32_t at, uint32_t lane, const char* what, const ch
              " since the last barrier that orders the two");
 }
 
+void Shared::explain_lanes(uint32_t at, uint32_t lane, const char* what, const char* did) {
+    fail(Kind::shared_race, 1u << lane, at,
+         std::string(what) + " a byte of shared memory that another lane of its warp has " + did +
+             " since the last barrier or bar.warp.sync");
+}
+
 void Shared::explain_empty(uint32_t at, uint32_t size, uint32_t lane) {
     uint32_t i = at;
     while (i < at + size && state[i] == valid) ++i;

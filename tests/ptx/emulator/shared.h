@@ -17,10 +17,15 @@ struct Shared {
     std::vector<uint16_t> readers;  // per 16 bytes: asynchronous operations in flight that read them
     std::vector<uint32_t> write_time;
     std::vector<std::vector<uint32_t>> read_time;  // by warp; made when a warp first reads
+    // The lane of the last load or store, and when: `now_of` its warp. MANY: several lanes have read.
+    std::vector<uint32_t> lane_read_at, lane_wrote_at;
+    std::vector<uint8_t> lane_read, lane_wrote;
+    static constexpr uint8_t MANY = 0xFF;
 
     Shared(uint32_t size, uint32_t warps)
         : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), readers(size / 16 + 1, 0),
-          write_time(size, 0), read_time(warps) {}
+          write_time(size, 0), read_time(warps), lane_read_at(size, 0), lane_wrote_at(size, 0), lane_read(size, 0),
+          lane_wrote(size, 0) {}
 
     void preset(const uint8_t* image, uint32_t count) {
         std::memcpy(data.data(), image, count);
@@ -83,7 +88,34 @@ struct Shared {
         }
     }
 
+    static uint32_t now_of(const Warp& w) { return w.meetings << 5 | uint32_t(w.index); }
+
+    // A lane's load and store: no other lane of its warp may have written, or read, since the two met.
+    template <uint32_t size>
+    void lane_reads(const Warp& w, uint32_t at, uint32_t lane) {
+        const uint32_t now = now_of(w);
+        uint8_t raced = 0;
+        for (uint32_t i = at; i < at + size; ++i) {
+            raced |= uint8_t((lane_wrote_at[i] == now) & (lane_wrote[i] != lane));
+            lane_read[i] = (lane_read_at[i] == now) & (lane_read[i] != lane) ? MANY : uint8_t(lane);
+            lane_read_at[i] = now;
+        }
+        if (raced) explain_lanes(at, lane, "reads", "written");
+    }
+    template <uint32_t size>
+    void lane_writes(const Warp& w, uint32_t at, uint32_t lane) {
+        const uint32_t now = now_of(w);
+        uint8_t raced = 0;
+        for (uint32_t i = at; i < at + size; ++i) {
+            raced |= uint8_t((lane_read_at[i] == now) & (lane_read[i] != lane));
+            lane_wrote[i] = uint8_t(lane);
+            lane_wrote_at[i] = now;
+        }
+        if (raced) explain_lanes(at, lane, "writes", "read");
+    }
+
    private:
+    [[noreturn]] void explain_lanes(uint32_t at, uint32_t lane, const char* what, const char* did);
     void check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic,
                        const uint8_t* value);
     [[noreturn]] void explain_race(uint32_t at, uint32_t lane, const char* what, const char* did, size_t other);
