@@ -48,6 +48,9 @@ FAULTS = (
     _fault("barriers.cpp", "a warp barrier names nobody", "(named[l] & w.live & ~m)", "(named[l] & w.live & ~m & 0)"),
     _fault("barriers.cpp", "all barriers are the first", "const uint32_t id = op.src.empty() ? 0 : uniform(w, op.src[0], m);", "const uint32_t id = 0;"),
     # races
+    _fault("shared.h", "lanes may read what another lane wrote", 'if (raced) explain_lanes(at, lane, "reads", "written");', "(void)raced;"),
+    _fault("shared.h", "lanes may write what another lane read", 'if (raced) explain_lanes(at, lane, "writes", "read");', "(void)raced;"),
+    _fault("barriers.cpp", "bar.warp.sync orders no lanes", "    ++w.meetings;\n", ""),
     _fault("shared.cpp", "writes of others count as ordered", "write_time[i] < w.clock.seen[other]) continue;", "true) continue;"),
     _fault("shared.cpp", "one value stored twice is a race", "if (value && value[i - at] == data[i]) continue;", "if (value && false) continue;"),
     _fault("shared.cpp", "different values stored twice are none", "value[i - at] == data[i]", "value[i - at] + 1"),
