@@ -13,8 +13,6 @@ _AVX2 = "csrc/cpu/vec_avx2.h"
 _AVX512 = "csrc/cpu/vec_avx512.h"
 _TASKS = "csrc/cpu/attention.cpp"
 _EXP = "csrc/cpu/exp.h"
-_PYTHON = "fastbert/backends/cpu/attention.py"
-_ARGUMENTS = "fastbert/backends/extension.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
@@ -113,8 +111,6 @@ FAULTS = (
     _fault("dv alone not normalised", "store(pr + j, mul(load(pr + j, c), normal), c);\n                });", "store(pr + j, load(pr + j, c), c);\n                });"),
     _fault("no dS for dk alone", "return args.dq != nullptr || args.dk != nullptr || args.ds", "return args.dq != nullptr || args.ds", _SHARED),
     _fault("no dS for dgate alone", "|| args.ds != nullptr || args.dgate != nullptr;", "|| args.ds != nullptr;", _SHARED),
-    _fault("unwanted gradients made", "grad.data_ptr() if needed else 0 for grad, needed", "grad.data_ptr() for grad, needed", _PYTHON),
-    _fault("bits not handed to backward", "0 if keep_bits is None else keep_bits.data_ptr(),", "0,", _PYTHON),
     # gate and gradients
     _fault("gate forgotten in forward", "factor[r] = inverse * common;", "factor[r] = inverse;"),
     _fault("gate forgotten in dv", "if (args.dv != nullptr) weigh(pr, wr, n, gate * scale,", "if (args.dv != nullptr) weigh(pr, wr, n, scale,"),
@@ -137,12 +133,6 @@ FAULTS = (
     _fault("workers share their scratch", "workspace.data() + worker * share);\n    });\n    return nullptr;\n}\n\nconst char* cpu_attention_bwd",
            "workspace.data() + worker * 0);\n    });\n    return nullptr;\n}\n\nconst char* cpu_attention_bwd", _TASKS),
     _fault("dgate of empty sequences not set", "if (args.dgate != nullptr) std::fill(args.dgate, args.dgate + args.batch * args.nheads, 0.0);", "", _TASKS),
-    # Python
-    _fault("transposed bias read as it lies", "if bias.stride(3) != 1 and max_seqlen > 1:", "if bias.stride(3) == 0 and max_seqlen > 1:", _ARGUMENTS),
-    _fault("bias not widened", "bias = bias.float().expand", "bias = bias.expand", _ARGUMENTS),
-    _fault("rows behind the sequences unset", "out[end:], lse[:, end:] = 0, 0", "pass", _PYTHON),
-    _fault("gradients behind the sequences unset", "            grad[end:] = 0", "            pass", _PYTHON),
-    _fault("gate's stride forgotten", "gate.float().contiguous()", "gate.float()", _ARGUMENTS),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -10,7 +10,6 @@ _SIMD = "csrc/cpu/embedding_simd.cpp"
 _ROWS = "csrc/cpu/norm_rows.h"
 _TASKS = "csrc/cpu/embedding.cpp"
 _BINDING = "csrc/bindings/embedding.cpp"
-_PYTHON = "fastbert/backends/cpu/embedding.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
@@ -76,10 +75,6 @@ FAULTS = (
     _fault("id one past the table", "ids[t] < 0 || ids[t] >= rows", "ids[t] < 0 || ids[t] > rows", _BINDING),
     _fault("negative ids", "ids[t] < 0 || ids[t] >= rows", "ids[t] >= rows", _BINDING),
     _fault("gradient's ids not looked at", "    check_given(name, out.ids, tokens);\n    check_ids(name, out.ids, tokens, out.rows);", "", _BINDING),
-    _fault("broadcast ids read as they lie", "return None if ids is None else ids.contiguous()", "return ids", _PYTHON),
-    _fault("dy read as it lies", "dy = dy.contiguous()", "", _PYTHON),
-    _fault("padding row of the positions", "(padding_idx, -1, -1)", "(padding_idx, padding_idx, -1)", _PYTHON),
-    _fault("stride of the table forgotten", "address(table), table.stride(0), table.shape[0]", "address(table), table.shape[1], table.shape[0]", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -8,9 +8,6 @@ from tests.support.mutation import Fault, Suite
 
 _CPP = "csrc/cpu/encoder_layer.cpp"
 _BINDING = "csrc/bindings/encoder_layer.cpp"
-_PYTHON = "fastbert/backends/cpu/encoder_layer.py"
-_LAYERS = "fastbert/layers/fused.py"
-_QUANTIZED = "fastbert/layers/quantized.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
@@ -60,22 +57,6 @@ FAULTS = (
     _fault("eps of the other norm", "args.output_norm.eps = output_eps;", "args.output_norm.eps = attention_eps;", _BINDING),
     _fault("no activation", "layer.activation, inner, team);", "Activation::kNone, inner, team);"),
     _fault("bias twice", "false, Activation::kNone, sum, team);\n        if (why == nullptr)\n            why = add_norm(layer, rows, layer.attention_norm", "true, Activation::kNone, sum, team);\n        if (why == nullptr)\n            why = add_norm(layer, rows, layer.attention_norm"),
-    # Python
-    _fault("gate as it comes", "gate = gate.float().contiguous()", "gate = gate", _PYTHON),
-    _fault("weights of another instruction set", "if isa != _C.cpu_isa():", "if False:", _PYTHON),
-    _fault("places of key and value not skipped", "if scale is not None and len(numbers) == 4:", "if False:", _PYTHON),
-    _fault("rows of x side by side, in Python", "x.stride(0),\n        *eps", "x.shape[1],\n        *eps", _PYTHON),
-    _fault("fused under autocast", "            or checks.autocast_dtype(x) is not None\n        ):\n            return None\n        names", "        ):\n            return None\n        names", _LAYERS),
-    _fault("hooked norms are fused over", "if plain and all(is_plain(m, nn.LayerNorm) for m in norms) else", "if plain else", _LAYERS),
-    _fault("hooked layers are fused over", " and all(is_plain(m, own) for m in dense)", "", _LAYERS),
-    _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
-    _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or sequences.taps", "            or sequences.taps", _LAYERS),
-    _fault("kept although the rows are many", 'if not keeps_panels(kind.op, x.shape[0]):', "if False:", _LAYERS),
-    _fault("all weights packed to one place", ".split(sizes))", ".split(sizes))\n        memory = iter([scratch[0][:n] for n in sizes])", _PYTHON),
-    _fault("scratch too small", "scratch[place].numel() < size", "False", _PYTHON),
-    _fault("scratch of another dtype", "scratch[place].dtype != like.dtype or ", "", _PYTHON),
-    _fault("joined although one bias is missing", "if not int8_joins(x, qkv):", "if False:", _QUANTIZED),
-    _fault("parameters of other dtypes", "t.dtype != x.dtype or t.device", "t.device", _LAYERS),
 )  # fmt: skip
 
 SUITE = Suite(

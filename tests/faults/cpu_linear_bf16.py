@@ -11,7 +11,6 @@ _VEC = "csrc/cpu/vec_avx512_bf16.h"
 _VEC512 = "csrc/cpu/vec_avx512.h"
 _PANELS = "csrc/cpu/linear_simd.cpp"
 _TASKS = "csrc/cpu/linear.cpp"
-_PYTHON = "fastbert/backends/cpu/linear.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
@@ -59,7 +58,6 @@ FAULTS = (
     _fault("an odd depth's last line not filled", "const bool given = k < args.depth;", "const bool given = true;", _PANELS),
     _fault("an odd depth's last line left out", "copy(lines * kRows, even(args.depth));", "copy(lines * kRows, args.depth / 2 * 2);", _PANELS),
     _fault("second rows of pairs widened as first ones", "store(out + kPanel + j, second_of_pairs(pairs), kLanes);", "store(out + kPanel + j, first_of_pairs(pairs), kLanes);", _PANELS),
-    _fault("panels of the whole weight for products by pairs", "_WHOLE_ROWS and not by_pairs(a.dtype)", "_WHOLE_ROWS", _PYTHON),
     _fault("never chosen", "&avx512::linear_kernels, &avx512_bf16::linear_kernels", "&avx512::linear_kernels, &avx512::linear_kernels", _TASKS),
 )  # fmt: skip
 

@@ -8,7 +8,6 @@ from tests.support.mutation import Fault, Suite
 
 _CPP = "csrc/cpu/packing.cpp"
 _BINDING = "csrc/bindings/packing.cpp"
-_PYTHON = "fastbert/backends/cpu/packing.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
@@ -45,9 +44,6 @@ FAULTS = (
     _fault("equal indices", "out.indices[t] <= (t > 0", "out.indices[t] < (t > 0", _BINDING),
     _fault("negative indices", "out.indices[t - 1] : -1)", "out.indices[t - 1] : -2)", _BINDING),
     _fault("indices not looked at", "any |= wrong(t);", ";", _BINDING),
-    _fault("indices read as they lie", "indices.contiguous(), x.element_size()", "indices, x.element_size()", _PYTHON),
-    _fault("stride of x forgotten", "x.stride(0) * item", "x.shape[1] * item", _PYTHON),
-    _fault("four bytes for every type", "x.element_size()", "4", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(

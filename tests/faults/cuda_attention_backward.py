@@ -6,7 +6,6 @@ _TILES = "csrc/cuda/attention_backward.cuh"
 _DQ = "csrc/cuda/attention_backward_dq.cu"
 _DKDV = "csrc/cuda/attention_backward_dkdv.cu"
 _DBIAS = "csrc/cuda/attention_backward_dbias.cu"
-_LAUNCHER = "fastbert/backends/cuda/attention.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _DQ) -> Fault:
@@ -239,14 +238,6 @@ FAULTS = (
         "exp2_fast((s - shift[i / 2]) * kLog2E);",
         _DBIAS,
     ),
-    # the launcher
-    _fault(
-        "another section of the table",
-        "section = HEIGHTS.index(ROWS)",
-        "section = HEIGHTS.index(ROWS) + 1",
-        _LAUNCHER,
-    ),
-    _fault("unaligned tensors to the kernel", "t.data_ptr() % 16 or rows % 8", "rows % 8", _LAUNCHER),
 )
 
 SUITE = Suite(

@@ -8,7 +8,6 @@ _TILES = "csrc/cuda/linear_tiles.cuh"
 _PLAN = "csrc/cuda/linear.cu"
 _PASSES = "csrc/cuda/linear_passes.cu"
 _ACTIVATION = "csrc/cuda/activation.cuh"
-_PYTHON = "fastbert/backends/cuda/linear.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _TILES) -> Fault:
@@ -80,9 +79,6 @@ FAULTS = (
     # host and launcher
     _fault("scratch without the last columns", "return parts * rows * ((columns + cuda::kChunk - 1) / cuda::kChunk * cuda::kChunk);", "return parts * rows * columns;", _PLAN),
     _fault("the parts are not added", "return error != nullptr || whole ? error : add_parts<T>(args, stream);", "return error != nullptr || args.parts > 0 || whole ? error : add_parts<T>(args, stream);", _PLAN),
-    _fault("exact gelu not asked for", "options = CODES[activation], EXACT_GELU", "options = CODES[activation], False", _PYTHON),
-    _fault("misaligned rows are taken", "_row_stride(m) % _CHUNK == 0", "_row_stride(m) % 1 == 0", _PYTHON),
-    _fault("dweight of dy", "dweight, _ = product(WEIGHTS, sizes, g, x, plan=plans[1])", "dweight, _ = product(WEIGHTS, sizes, dy, x, plan=plans[1])", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(

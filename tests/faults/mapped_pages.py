@@ -1,4 +1,4 @@
-"""Faults of what watches the pages of mapped files and compares samples, in C++ and in Python."""
+"""Faults of what watches the pages of mapped files and compares samples, in C++."""
 
 # ruff: noqa: E501 (a table)
 
@@ -9,8 +9,6 @@ from tests.support.mutation import Fault, Suite
 _PAGES = "csrc/cpu/mapped_pages.cpp"
 _SAMPLES = "csrc/cpu/samples.cpp"
 _PLACES = "csrc/cpu/tensor_places.cpp"
-_PYTHON = "fastbert/runtime/prepared.py"
-_PLACES_PYTHON = "fastbert/runtime/places.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _PAGES) -> Fault:
@@ -33,24 +31,15 @@ FAULTS = (
     _fault("only more runs are a change", "copies != written_", "copies.size() > written_.size()"),
     _fault("only pages from the range's first on", "std::max(from, begin)", "from"),
     _fault("written pages of all ranges", "if (from < end && begin < to) found", "found"),
-    _fault("pages not asked", "if self.pages is not None and self.pages.changed():", "if False:", _PYTHON),
-    _fault("rows on written pages not compared", "written[id(tensor)]]\n        else:", "written[id(tensor)]][:0]\n        else:", _PYTHON),
     _fault("places: address forgotten", "if (static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(address)) != *place++ ||", "if (*place++ == -1 ||", _PLACES),
     _fault("places: sizes forgotten", "now_sizes[d] != place[0] || ", "", _PLACES),
     _fault("places: strides forgotten", " || now_strides[d] != place[dim]", "", _PLACES),
     _fault("places: the last stride forgotten", "now_strides[d] != place[dim]", "(d + 1 < dim && now_strides[d] != place[dim])", _PLACES),
     _fault("places: the first tensor only", "i < tensors_.size(); ++i) {\n        void* const& tensor", "i < (tensors_.empty() ? 0u : 1u); ++i) {\n        void* const& tensor", _PLACES),
-    _fault("places not asked", "else self._watched.same()", "else True", _PLACES_PYTHON),
-    _fault("places one by one: strides forgotten", ", *map(Tensor.stride, tensors)]", "]", _PLACES_PYTHON),
-    _fault("places one by one: offsets forgotten", "*offsets, *sizes", "*sizes", _PLACES_PYTHON),
-    _fault("places one by one: not asked", "_read(tensors) == self._places if", "True if", _PLACES_PYTHON),
-    _fault("identity not asked", "if list(map(_impl, tensors)) != self._impls:", "if False:", _PLACES_PYTHON),
     _fault("samples: the first part only", "for (std::int64_t i = 0; i < p.count; i += kPart) {", "for (std::int64_t i = 0; i < std::min(p.count, kPart); i += kPart) {", _SAMPLES),
     _fault("samples: rows of a part skipped", "const Pieces some{p.at + i * p.stride", "const Pieces some{p.at + i", _SAMPLES),
     _fault("samples: the copy of another part", "kept += part.kept;", "", _SAMPLES),
     _fault("samples: the last part not compared", "parallel_for(static_cast<std::int64_t>(parts_.size())", "parallel_for(static_cast<std::int64_t>(parts_.size()) - (count_ > kPart)", _SAMPLES),
-    _fault("rows apart watched as one range", " and t.numel() and t.is_contiguous()", " and t.numel()", _PYTHON),
-    _fault("all rows taken for watched", "rows = [(0, height)]", "rows = []", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(

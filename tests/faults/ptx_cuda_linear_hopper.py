@@ -8,7 +8,6 @@ _KERNEL = "csrc/cuda/linear_hopper.cuh"
 _INSTRUCTIONS = "csrc/cuda/hopper.cuh"
 _HOST = "csrc/cuda/linear_hopper.cu"
 _DEVICES = "csrc/cuda/hopper_host.cuh"
-_PYTHON = "fastbert/backends/cuda/linear.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
@@ -60,8 +59,6 @@ FAULTS = (
     _fault("rows of x without a gap", "args.rows, args.depth, args.a_stride, Tile::kRows)", "args.rows, args.depth, args.depth, Tile::kRows)", _HOST),
     _fault("a misaligned bias is taken", "if (reinterpret_cast<std::uintptr_t>(args.bias) % 4 != 0) return", "if (false) return", _HOST),
     _fault("every device has it", "return known && major == 9", "return !known || major == 9", _DEVICES),
-    _fault("served without the device", "        and device.is_hopper(x.device)\n", "", _PYTHON),
-    _fault("a residual is forgotten", "plan is None and residual is None and hopper_serves", "plan is None and hopper_serves", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -11,8 +11,6 @@ from tests.support import cpu_build, cuda_build, mutation
 
 SUITES = mutation.suites()
 SAMPLES = {
-    "cpu_linear_python": 5,
-    "graphs": 4,
     "triton_attention": 4,
     "triton_layer_norm": 8,
     "triton_linear": 2,

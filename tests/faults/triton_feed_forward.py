@@ -3,7 +3,6 @@
 from tests.support.mutation import Fault, Suite
 
 _ACTIVATION = "kernels/activation.py"
-_BY_LINEAR = "fastbert/backends/reference/feed_forward.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = "kernels/feed_forward.py") -> Fault:
@@ -109,22 +108,6 @@ FAULTS = (
     ),
     _fault("exact slope not asked for", "EXACT=activation_kernels.EXACT_GELU", "EXACT=False"),
     _fault("exact slope always", "EXACT=activation_kernels.EXACT_GELU", "EXACT=True"),
-    # the other products
-    _fault(
-        "dx from dy", "second.linear_bwd(g, x, up_weight", "second.linear_bwd(dy, x, up_weight", _BY_LINEAR
-    ),
-    _fault(
-        "g where only the second weight is trained",
-        "        if not need.g:\n",
-        "        if False:\n",
-        _BY_LINEAR,
-    ),
-    _fault(
-        "the second weight's gradient from pre",
-        "dy, inner, down_weight if need_dinner",
-        "dy, pre, down_weight if need_dinner",
-        _BY_LINEAR,
-    ),
     # the slope
     _fault("W without its constant", "return w * u - 0.5", "return w * u", _ACTIVATION),
     _fault(

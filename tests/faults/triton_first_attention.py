@@ -56,9 +56,6 @@ FAULTS = (
     _fault("parts of every sequence of a graph", "long = max(1, min(batch, total // max(max_seqlen, 1)))", "long = max(1, batch)"),
     _fault("parts without a limit of bytes", "        and 2 * parts * batch * nheads * width * 4 <= MOST_BYTES\n", ""),
     _fault("wide tokens on a small GPU", "return 1024 if capability in _ROOMY else 768", "return 1024"),
-    _fault("a width that does not fit", "if _fits(inputs.x) else aten", "if True else aten", "fastbert/backends/triton/first_attention.py"),
-    _fault("pays with any number of queries", "(x.shape[0] >= _TOKENS_PER_QUERY * batch or batch <= _FEW_QUERIES) and _fits(x)", "_fits(x)", "fastbert/backends/triton/first_attention.py"),
-    _fault("pays with any width", "or batch <= _FEW_QUERIES) and _fits(x)", "or batch <= _FEW_QUERIES)", "fastbert/backends/triton/first_attention.py"),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -34,31 +34,7 @@ RENAMED = (
     (r"\[unpack_fwd-", "[packing_bwd-"),
     (r"(?<![a-z])padding(?=[-\]])", "packing"),
     (r"pooling_bwd-names6", "pooling_bwd-names7"),
-    # the fault tests, which are one now
-    (r"^test_(aten|cpu)_faults_are_caught$", r"test_faults_are_caught[\1]"),
-    (r"caught\[cpu\]$", "caught[cpu_attention]"),
-    (r"^test_cpu_bf16_faults_are_caught$", "test_faults_are_caught[cpu_attention_bf16]"),
-    (r"^test_triton_faults_are_caught$", "test_faults_are_caught[triton_layer_norm]"),
-    (r"^test_cpu_faults_are_caught\[", "test_faults_are_caught["),
-    (r"^(test_faults_are_caught|test_every_fault_can_be_planted)$", r"\1[graphs]"),
-    (
-        r"^test_faults_are_caught\[(cross_entropy|embedding|encoder_layer|packing)",
-        r"test_faults_are_caught[cpu_\1",
-    ),
-    (r"planted\[tests\.faults\.", "planted["),
-    (
-        r"^test_sample_of_the_launchers_faults_is_caught$",
-        "test_sample_of_the_faults_is_caught[cpu_linear_python]",
-    ),
-    (r"^test_sample_of_the_linear_faults_is_caught$", "test_sample_of_the_faults_is_caught[triton_linear]"),
-    (
-        r"^test_sample_of_the_triton_faults_is_caught$",
-        "test_sample_of_the_faults_is_caught[triton_layer_norm]",
-    ),
 )
-# three tests had this name
-SAMPLES = "test_sample_of_the_faults_is_caught"
-SAMPLED = ("graphs", "triton_attention", "triton_pooling_backward")
 
 
 def names(listing: str) -> collections.Counter[str]:
@@ -96,8 +72,6 @@ def main() -> None:
         found = collected(markers)
         print(f"{tier}: {found.total()} tests")
         now += found
-    if before.pop(SAMPLES, 0):
-        before.update(f"{SAMPLES}[{suite}]" for suite in SAMPLED)
     for old, new in RENAMED:
         for name in [name for name in before if name not in now and re.search(old, name)]:
             times = before.pop(name)

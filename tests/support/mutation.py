@@ -39,6 +39,26 @@ PRELOAD = ("torch._inductor.config", "pytest", "hypothesis", "transformers")
 _planted = itertools.count(10)
 
 
+@contextlib.contextmanager
+def replaced(path: pathlib.Path, text: str) -> Iterator[None]:
+    """Write `text` to a file for a while.
+
+    Python takes its cached bytecode for fresh if size and second are those of the source: each written
+    .py file gets a second of its own, and its first one back afterwards. A source to be compiled must look
+    new both times.
+    """
+    before, second = path.read_bytes(), int(path.stat().st_mtime)
+    try:
+        path.write_text(text)
+        if path.suffix == ".py":
+            os.utime(path, (second, second + next(_planted)))
+        yield
+    finally:
+        path.write_bytes(before)
+        if path.suffix == ".py":
+            os.utime(path, (second, second))
+
+
 @dataclass(frozen=True)
 class Fault:
     """Replaces `old`, which occurs once in `file`, by `new`."""
@@ -50,34 +70,15 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self, tree: pathlib.Path) -> Iterator[None]:
-        """Plant the fault under `tree` for a while; ValueError if `old` does not occur exactly once.
-
-        Python takes its cached bytecode for fresh if size and second are those of the source: each planted
-        .py file gets a second of its own, and its first one back afterwards.
-        """
-        path = tree / self.file
-        before, second = path.read_bytes(), int(path.stat().st_mtime)
-        text = before.decode()
+        """Plant the fault under `tree` for a while; ValueError if `old` does not occur exactly once."""
+        text = (tree / self.file).read_text()
         times = text.count(self.old)
         if times != 1:
             raise ValueError(
                 f"fault {self.name!r}: {self.old!r} stands {times} times in {self.file}, expected 1"
             )
-        try:
-            path.write_text(text.replace(self.old, self.new))
-            if path.suffix == ".py":
-                os.utime(path, (second, second + next(_planted)))
+        with replaced(tree / self.file, text.replace(self.old, self.new)):
             yield
-        finally:
-            path.write_bytes(before)
-            if path.suffix == ".py":  # a source to be compiled must look new
-                os.utime(path, (second, second))
-
-
-def table(folder: str, text: str) -> tuple[Fault, ...]:
-    """A fault per line of `text`: a module of `folder`, what it has, what replaces it, with " | " between."""
-    rows = [line.split(" | ") for line in text.strip().splitlines()]
-    return tuple(Fault(f"{file}: {new}", f"{folder}/{file}.py", old, new) for file, old, new in rows)
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,12 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = 
         time.sleep(0.02)
 
 
+def failed_test(log: str) -> str | None:
+    """The first test that failed, or the file that could not be collected, in what pytest printed."""
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
+    return found and found[1]
+
+
 def enter(tree: pathlib.Path, environment: dict[str, str]) -> None:
     """Copy into `tree`, and make this process import from there: its directory, path and environment.
 
@@ -196,6 +203,7 @@ def enter(tree: pathlib.Path, environment: dict[str, str]) -> None:
         raise RuntimeError("fastbert was imported before its faults: a module of tests/faults must not do so")
     copy_tree(tree)
     os.environ.update(environment)
+    os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
     import torch
 
     if not torch.cuda.is_available():  # as tests/conftest.py decides, before anything imports Triton
@@ -244,15 +252,15 @@ def one_caught(suite: Suite, tree: pathlib.Path) -> dict[str, object]:
             if result == "failed":
                 break
         text = log.read_text(errors="replace")
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+        failed = failed_test(text)
         unchanged = None
         if failed is not None:
-            alone = dataclasses.replace(suite, tests=(failed[1],))
+            alone = dataclasses.replace(suite, tests=(failed,))
             unchanged = verdict(alone, tree, log)
     return {
         "fault": fault.name,
         "verdict": result,
-        "test": failed and failed[1],
+        "test": failed,
         "unchanged": unchanged,
         "log": text[-2000:],
     }
