@@ -2,7 +2,7 @@
 #
 #   make test        minutes: every op, backend, pass, dtype, family and head; bad inputs; one fault per suite
 #   make sweep       all lengths, shapes, options and seeds; builds under sanitizers; more faults. PART=2/4: a quarter, as in CI
-#   make exhaustive  hours: every planted fault, a thousand killed saves, whole builds, the oldest Triton
+#   make exhaustive  hours: every planted fault, 400 mutants, a thousand killed saves, whole builds, the oldest Triton
 # Each test belongs to one of the three, by the markers beside it and the rule of tests/support/tiers.py.
 #
 # A virtual environment is made in $(VENV). `VENV=` (empty) uses $(PYTHON) as it is, with the torch it already has and
@@ -48,9 +48,12 @@ test: $(READY)
 sweep: $(READY)
 	$(PYTEST) $(SHARED) -m "sweep and not slow" $(if $(findstring /,$(PART)),--part $(PART)) $(ARGS)
 
-# one process: each of these has the machine to itself. `make exhaustive ARGS="-k killed_saves"` runs some of them
+# one process: each of these has the machine to itself. `make exhaustive ARGS="-k killed_saves"` runs some of the tests, and no
+# mutants; an interrupted run of the mutants resumes at the same commit
 exhaustive: $(READY)
 	$(PYTEST) -m slow $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) tests/support/mutants.py --sample 400 --seed 0 \
+		--out build/mutants-$(shell git rev-parse --short HEAD).jsonl)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -147,8 +147,14 @@ def copy_tree(to: pathlib.Path) -> None:
             copy_changed(str(source), str(to / name))
 
 
-def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = "not slow") -> str:
-    """Build, run the tests with these markers in a fork.
+def verdict(
+    suite: Suite,
+    tree: pathlib.Path,
+    log: pathlib.Path,
+    markers: str = "not slow",
+    plugins: tuple[object, ...] = (),
+) -> str:
+    """Build, run the tests with these markers in a fork, with these plugins of pytest.
 
     One of "passed", "failed", "crashed", "hung", "not built" and "error".
     """
@@ -171,7 +177,7 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = 
 
         code = 3
         with contextlib.suppress(BaseException):
-            code = int(pytest.main([*suite.tests, "-x", "-q", "-m", markers, *QUIET]))
+            code = int(pytest.main([*suite.tests, "-x", "-q", "-m", markers, *QUIET], plugins))
             sys.stdout.flush()
         os._exit(code)
     end = time.monotonic() + suite.timeout_s
@@ -306,16 +312,20 @@ def run(suite: Suite, sample: int | None = None) -> Iterator[dict[str, object]]:
             }
 
 
-def run_in_process(suite: str, sample: int | None = None, one: bool = False) -> list[dict[str, object]]:
-    """`run`, or `run_one`, in a process of its own, for tests."""
-    command = [sys.executable, str(ROOT / "tests/support/mutation.py"), suite]
-    command += [] if sample is None else ["--sample", str(sample)]
-    command += ["--one"] if one else []
+def rows_of(script: str, *arguments: str) -> list[dict[str, object]]:
+    """What a script of this folder prints in a process of its own, one JSON object per line."""
+    command = [sys.executable, str(ROOT / "tests" / "support" / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def run_in_process(suite: str, sample: int | None = None, one: bool = False) -> list[dict[str, object]]:
+    """`run`, or `run_one`, in a process of its own, for tests."""
+    sampled = [] if sample is None else ["--sample", str(sample)]
+    return rows_of("mutation.py", suite, *sampled, *(["--one"] if one else []))
 
 
 class Servers:
