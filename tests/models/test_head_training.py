@@ -41,6 +41,15 @@ def test_the_trainer_of_transformers_trains_and_evaluates(name, tmp_path):
     assert not torch.equal(model.get_input_embeddings().weight, before)
 
 
+def assert_drawn_alike(hf, model, inputs):
+    outputs = []
+    for m in (hf, model):
+        torch.manual_seed(11)
+        outputs.append(m(**inputs))
+    for key in outputs[1]:
+        close(outputs[1][key], outputs[0][key])
+
+
 @pytest.mark.parametrize(("name", "task"), CASES)
 def test_head_dropout_is_transformers_own(name, task):
     """Only the head has dropout here. It draws from torch's generator in transformers' order and shapes."""
@@ -55,12 +64,18 @@ def test_head_dropout_is_transformers_own(name, task):
     del inputs["attention_mask"]
     for probabilities in (dict.fromkeys(keys, 0.3), {}):
         hf, model = (m.train() for m in build(name, task, **encoder, **probabilities))
-        outputs = []
-        for m in (hf, model):
-            torch.manual_seed(11)
-            outputs.append(m(**inputs))
-        for key in outputs[1]:
-            close(outputs[1][key], outputs[0][key])
+        assert_drawn_alike(hf, model, inputs)
+
+
+def test_a_heads_dropout_under_a_hook_is_transformers_own():
+    """The module around the head is called then. RoBERTa drops before the dense layer and behind it."""
+    encoder = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    models = build("roberta", "ForSequenceClassification", classifier_dropout=0.3, **encoder)
+    hf, model = (m.train() for m in models)
+    model.classifier.register_forward_hook(lambda *_: None)
+    inputs = inputs_for("roberta", "ForSequenceClassification")
+    del inputs["attention_mask"]
+    assert_drawn_alike(hf, model, inputs)
 
 
 def test_dropout_probability_of_the_head():

@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUIET = ("-p", "no:cacheprovider", "--no-header")
-COPIED = ("fastbert", "kernels", "csrc", "tests", "bench", "docs", "Makefile", "pyproject.toml", "setup.py")
+FOLDERS = ("fastbert", "kernels", "csrc", "tests", "bench", "docs", "examples")
+COPIED = (*FOLDERS, "Makefile", "pyproject.toml", "setup.py")
 # imported once, before the forks: what tests import, and no fault can change
 PRELOAD = ("torch._inductor.config", "pytest", "hypothesis", "transformers")
 _planted = itertools.count(10)
