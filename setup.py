@@ -1,4 +1,4 @@
-"""Build of `fastbert._C`: plain C++17 and, where asked for or of use, CUDA. Neither torch nor a GPU is needed.
+"""Build of `fastbert._C`: plain C++17 and, where it is of use, CUDA. Neither torch nor a GPU is needed.
 
 What is compiled follows from the file's place under csrc/:
   bindings/*.cpp        the Python module (pybind11), one file per op
@@ -8,10 +8,10 @@ What is compiled follows from the file's place under csrc/:
   cuda/*.cu             for the architectures below, and PTX for those to come
 
 Environment:
-  FASTBERT_CUDA         1: CUDA or an error; 0: no CUDA; unset: CUDA if nvcc is found and there is something to
-                        compile it for: FASTBERT_CUDA_ARCHS, or a GPU that nvidia-smi lists
-  FASTBERT_CUDA_ARCHS   such as "90a" or "80;90a;120"; PTX is always added. Unset: those of the GPUs here; with
-                        FASTBERT_CUDA=1 and no GPU all of CUDA_ARCHS
+  FASTBERT_CUDA         1: CUDA or an error; 0: no CUDA; unset: CUDA if nvcc is found and there is something
+                        to compile it for: FASTBERT_CUDA_ARCHS, or a GPU that nvidia-smi lists
+  FASTBERT_CUDA_ARCHS   such as "90a" or "80;90a;120"; PTX is always added. Unset: those of the GPUs here;
+                        with FASTBERT_CUDA=1 and no GPU all of CUDA_ARCHS
   CXX, CXXFLAGS, LDFLAGS, CUDA_HOME, MAX_JOBS   as usual
 """
 
@@ -108,7 +108,7 @@ def archs_here() -> list[str]:
 
 
 def cuda_archs(nvcc: str) -> list[str]:
-    """The architectures to build for: those asked for, else those of the GPUs here, as far as nvcc knows them.
+    """The architectures to build for: those asked for, or those of the GPUs here that nvcc knows.
 
     None of either: those of CUDA_ARCHS if FASTBERT_CUDA=1, else no CUDA.
     """

@@ -319,7 +319,8 @@ def fake_tools(folder: Path, caps: str | None) -> str:
     ),
 )
 def test_cuda_is_compiled_for_what_is_asked_for_or_here(checkout, tmp_path, caps, env, archs):
-    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.cuda_archs('nvcc'))"
+    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; "
+    code += "print(setup.cuda_archs('nvcc'))"
     path = fake_tools(tmp_path, caps)
     done = run(sys.executable, "-c", code, cwd=checkout, PATH=path, PYTHONPATH=str(checkout), **env)
     *said, found = done.stdout.splitlines()
