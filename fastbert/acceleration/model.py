@@ -196,10 +196,10 @@ def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
 class AcceleratedModel(Accelerated):
     """Mixin of an accelerated encoder (BertModel, RobertaModel, …)."""
 
+    @prepared.plain_train
     def train(self, mode: bool = True) -> nn.Module:
         """Set training mode; if a module's mode changes, forget what was derived from the weights."""
-        prepared.before_mode(self, mode)
-        return super().train(mode)
+        return super().train(mode) if prepared.before_mode(self, mode) else self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock model's call."""

@@ -116,6 +116,7 @@ class QuantizedLinear(nn.Module):
         """The weight in floating point: (out, in) float32."""
         return self.weight.float() * self.scale[:, None]
 
+    @prepared.plain_train
     def train(self, mode: bool = True) -> QuantizedLinear:
         """Accept `train(False)`, which changes nothing.
 

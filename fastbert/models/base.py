@@ -375,6 +375,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             "torch.compile do take this model"
         )
 
+    @prepared.plain_train
     def train(self, mode: bool = True) -> Self:
         """Set training mode; if a module's mode changes, forget what was derived from the weights.
 
@@ -383,8 +384,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """
         if mode:
             quantization.check_trainable(self, "train")
-        prepared.before_mode(self, mode)
-        return super().train(mode)
+        return super().train(mode) if prepared.before_mode(self, mode) else self
 
 
 def _resized(old: nn.Parameter, rows: int, std: float | None) -> nn.Parameter:

@@ -610,6 +610,22 @@ def test_what_changes_nothing_costs_no_build(make, change, monkeypatch):
     run(model)
 
 
+@pytest.mark.parametrize(
+    "make", (native, accelerated, lambda: native(torch.int8)), ids=("ours", "fast", "int8")
+)
+def test_a_mode_that_all_modules_have_is_not_set_again(make, monkeypatch):
+    model = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "__setattr__", lambda *_: pytest.fail("set"))
+        assert model.eval() is model
+    assert model.eval() is model
+    asked = []
+    dropout = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    dropout.train = lambda mode: asked.append(mode)  # a train() of one's own is called all the same
+    model.eval()
+    assert asked == [False]
+
+
 @pytest.mark.parametrize("make", (native, accelerated))
 def test_a_change_of_one_modules_mode_forgets(make):
     model = make()
