@@ -93,12 +93,13 @@ def test_a_kill_at_every_step(overwrite, tmp_path):
             "exists already; expected a new or an empty",
         ),
         (lambda p: (p.mkdir(), (p / "mine").write_text("mine")), True, "holds mine besides"),
+        (lambda p: (p / ".git").mkdir(parents=True), True, r"holds \.git besides"),
         (lambda p: p.write_text("mine"), True, "exists already and is no directory"),
         (lambda p: os.mkfifo(p), True, "exists already and is no directory"),
         (lambda p: p.symlink_to(p.parent / "gone"), True, "is a link to .*gone, which does not exist"),
         (lambda p: p.symlink_to("/proc"), True, "is a mount point"),
     ],
-    ids=["file", "foreign", "plain", "fifo", "dangling", "mount"],
+    ids=["file", "foreign", "hidden", "plain", "fifo", "dangling", "mount"],
 )
 def test_what_is_not_ours_is_refused_and_kept(make, overwrite, problem, tmp_path):
     make(tmp_path / "c")
@@ -106,6 +107,22 @@ def test_what_is_not_ours_is_refused_and_kept(make, overwrite, problem, tmp_path
     with pytest.raises(CheckpointError, match=rf"c: {problem}"):
         filled(tmp_path / "c", "new", overwrite)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_new_directory_that_cannot_take_its_place_gives_the_old_one_back(tmp_path, monkeypatch):
+    place, rename = Path(os.path.realpath(tmp_path)) / "c", os.rename
+    filled(place, "old")
+
+    def fails(source: Path, target: Path) -> None:
+        if ".new." in source.name:
+            raise OSError(5, "Input/output error", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(CheckpointError, match=rf"^{place}: could not be written: OSError: .*Input/output"):
+        filled(place, "new")
+    assert held(place) == {"a": "old", "b-1": "old"}
+    assert list(place.parent.iterdir()) == [place]
 
 
 def test_a_working_directory_is_not_replaced(tmp_path, monkeypatch):
@@ -164,9 +181,11 @@ def test_every_command_that_writes_a_directory_refuses_what_is_not_its_own(tmp_p
         assert (tmp_path / name / "mine").read_text() == "mine"
     for name in ("tok", "c"):
         (tmp_path / name / "mine").unlink()
-    inside = tmp_path / "tok" / "vocab.txt"
-    with pytest.raises(ValueError, match=r"tok: .*vocab\.txt is in it, so it is not overwritten"):
-        vocabulary.train([inside], tmp_path / "tok", vocab_size=64, overwrite=True)
+    inside, link = tmp_path / "tok" / "vocab.txt", tmp_path / "link.txt"
+    link.symlink_to(inside)
+    for path in (inside, link):
+        with pytest.raises(ValueError, match=rf"tok: {path} is in it, so it is not overwritten"):
+            vocabulary.train([path], tmp_path / "tok", vocab_size=64, overwrite=True)
     site = tmp_path / "site"
     site.mkdir()
     (site / "index.json").write_text("{}")
