@@ -168,13 +168,14 @@ def test_late_interaction_reads_what_it_expands_queries_by(saved, expansion):
 
 
 class LateInteraction(torch.nn.Module):
-    """The shape of PyLate's ColBERT, and of Stanford's if `home` is its package."""
+    """The shape of PyLate's ColBERT, and of Stanford's if `home` is its package; "a < b": a subclass in a."""
 
     def __init__(self, home: str, **attributes):
         super().__init__()
         self.bert = tiny(transformers.AutoModel)
         vars(self).update(attributes)
-        self.__class__ = type("ColBERT", (type(self),), {"__module__": home})
+        for module in home.split(" < ")[::-1]:
+            self.__class__ = type("ColBERT", (type(self),), {"__module__": module})
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,7 @@ class LateInteraction(torch.nn.Module):
         ("pylate.models.colbert", {"do_query_expansion": False}, False),
         ("pylate.models.colbert", {}, True),
         ("colbert.modeling.colbert", {}, True),
+        ("mine < colbert.modeling.colbert", {}, True),
         ("colbertish", {}, False),
     ),
 )
@@ -207,8 +209,10 @@ def test_colbert_models_of_other_libraries_keep_the_tokens_that_expand_queries(
         assert not got[mask == 0].any()
         assert "outputs of masked tokens are zeros" in how
         fastbert.accelerate(model, strict=True)(ids.where(ids != 4, 0), attention_mask=mask)
-        with pytest.raises(RuntimeError, match=r"masks tokens other than pad_token_id = 0.*unpad=False"):
-            model(ids, attention_mask=mask)
+        some = ids.where((ids != 4) | torch.tensor([[True], [False]]), 0)  # and padding beside them
+        for given in (ids, some):
+            with pytest.raises(RuntimeError, match=r"masks tokens other than pad_token_id = 0.*unpad=False"):
+                model(given, attention_mask=mask)
         again = fastbert.accelerate(model, strict=True, unpad=False)(ids, attention_mask=mask)
         assert_close(again.last_hidden_state, want)
 

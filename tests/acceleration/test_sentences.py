@@ -108,6 +108,17 @@ def test_a_batch_holds_no_more_tokens_than_stocks_largest(pair, batches, monkeyp
         assert len(batches) == -(-len(TEXTS) // at_once)
 
 
+def test_a_part_left_in_training_mode_is_set_to_eval(pair, batches):
+    """As stock `encode` does for all modules, also where the model itself is in eval mode."""
+    for model in pair:
+        model.encode(TEXTS)
+        dropout = next(m for m in model.modules() if isinstance(m, torch.nn.Dropout))
+        dropout.p = 0.5
+        dropout.train()
+    assert_same(*pair)
+    assert batches
+
+
 def test_a_batch_on_a_cpu_is_small(pair, batches, monkeypatch):
     monkeypatch.setattr(sentences, "_CPU_TOKENS", 20)
     assert_same(*pair, texts=TEXTS * 3)

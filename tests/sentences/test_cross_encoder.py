@@ -83,6 +83,8 @@ def test_ranks_are_sentence_transformers(folders):
     for entry, expected in zip(ours.rank(**arguments), theirs.rank(**arguments), strict=True):
         assert entry == {**expected, "score": pytest.approx(expected["score"], abs=1e-4)}
     assert [len(e) for e in ours.rank("a", ["b", "c"], batch_size=1)] == [2, 2]
+    equal = [m.rank("a", ["b", "c", "d"], activation_fn=torch.zeros_like) for m in (ours, theirs)]
+    assert [[e["corpus_id"] for e in found] for found in equal] == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("place", ["file", "config", "old-config"])
@@ -109,9 +111,10 @@ def test_the_directorys_settings_are_read(folders, tmp_path, place):
     )
     first, second = PAIRS[0]
     assert np.array_equal(ours.predict(PAIRS[0]), plain.predict((f"find: {first}", second)))
-    path.write_text(json.dumps(content | {"activation_fn": "os.system"}))
-    with pytest.raises(ValueError, match=r"activation_fn 'os\.system'; expected one of torch\.nn's"):
-        CrossEncoder.from_pretrained(tmp_path)
+    for other in ("os.system", "mine.Tanh"):
+        path.write_text(json.dumps(content | {"activation_fn": other}))
+        with pytest.raises(ValueError, match=rf"activation_fn '{other}'; expected one of torch\.nn's"):
+            CrossEncoder.from_pretrained(tmp_path)
     for other in ("activation.Threshold", "activation.Softmax2d", "loss.MSELoss", "module.Module"):
         path.write_text(json.dumps(content | {"activation_fn": f"torch.nn.modules.{other}"}))
         with pytest.raises(ValueError, match=rf"activation_fn 'torch\S+{other}': is no activation \("):

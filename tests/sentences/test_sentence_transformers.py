@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 import fastbert
 from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
 from fastbert.sentences.settings import sentence_settings
+from fastbert.sentences.similarity import quantized
 from fastbert.sentences.tokenizer import pack_batches
 from tests.support.sentence_folders import SENTENCES, rewrite
 
@@ -153,6 +154,14 @@ def test_precisions_are_sentence_transformers(encoder, precision):
     assert encoder.encode([], precision=precision).dtype == rows.dtype
     if not precision.endswith("int8"):
         assert np.array_equal(encoder.encode(texts[0], precision=precision, truncate_dim=dim), rows[0])
+
+
+@pytest.mark.parametrize("precision", ["binary", "ubinary"])
+def test_a_zero_has_no_positive_sign(precision):
+    from sentence_transformers.util import quantize_embeddings
+
+    rows = np.array([[0.0, 1.0, -0.0, -1.0, 0.0, 0.5, 0.0, 2.0]], np.float32)
+    assert np.array_equal(quantized(rows, precision), quantize_embeddings(rows, precision))
 
 
 def test_prompts_by_name(copy, stock):
