@@ -157,6 +157,25 @@ def test_fp16_that_is_finite_at_no_scale_is_stopped_later(tmp_path):
     assert all(map(torch.equal, state_of(made), first[0]))
 
 
+def test_an_optimizer_that_cannot_skip_is_waited_for(tmp_path):
+    """Its bad step is not taken, and ends the run at once."""
+    kept = {}
+    (stage,) = tiny_training.stages(8, options={"kind": "lamb"})
+    stage.build = Spoiled
+    made = trainer(
+        tmp_path,
+        stages=[stage],
+        log_every=100,
+        save_every=100,
+        parallel=waiting(),
+        on_step=lambda step: kept.update({step: state_of(made)}),
+    )
+    with pytest.raises(TrainingError, match=NOT_FINITE):
+        made.run()
+    assert list(kept) == [1, 2]
+    assert all(map(torch.equal, state_of(made), kept[2]))
+
+
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
 def test_a_gradient_of_one_process_is_not_finite(name, tmp_path):
     """All processes name it at the checkpoint."""
@@ -184,6 +203,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("most", [None, 0.5, 50.0])
 def test_a_step_reads_no_number(enabled, most):
+    """And clips as a host that reads the norm."""
     torch.manual_seed(0)
     weights = [torch.randn(n, requires_grad=True) for n in (3, 5, 7)]
     scaler = torch.amp.GradScaler("cpu", enabled=enabled)
@@ -193,10 +213,28 @@ def test_a_step_reads_no_number(enabled, most):
     for number in (1, 2):
         scaler.scale(sum((w * w).sum() for w in weights[: number + 1])).backward()
         scaler.unscale_(adam)
-        expected = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]).item()
+        grads = [w.grad for w in weights if w.grad is not None]
+        expected = torch.nn.utils.get_total_norm(grads).item()
+        factor = most / (expected + 1e-6) if most is not None and expected > most else 1.0
+        clipped = [grad * factor for grad in grads]
         with Reads() as reads:
             made.step(number, most)
         assert reads.count == 0
+        assert all(map(torch.equal, grads, clipped))
         found = made.read()
         assert (found.norm, found.skipped, found.step, found.wrong) == (expected, 0, None, [False] * 3)
         adam.zero_grad()
+
+
+def test_a_scaler_at_its_least_scale_takes_no_step_after_a_bad_one():
+    weight = torch.ones(3, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-24)
+    adam = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    made = update.Update(adam, scaler, 2.0**-24, torch.device("cpu"))
+    for number, factor in ((1, float("nan")), (2, 1.0)):
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.unscale_(adam)
+        made.step(number, None)
+        adam.zero_grad()
+    assert made.read().step == 1
+    assert weight.tolist() == [1.0] * 3
