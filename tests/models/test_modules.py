@@ -380,6 +380,11 @@ CHANGES = {
     "MC dropout of outputs": dropouts(1.0, output_dropout=True),
     "MC dropout of the classifier": lambda m: (setattr(m.dropout, "p", 1.0), m.dropout.train()),
     "attention alone in training": lambda m: (dropouts(1.0)(m), layer(m).attention.self.train()),
+    "attention in training without its dropout": lambda m: (
+        dropouts(1.0)(m),
+        layer(m).attention.self.train(),
+        layer(m).attention.self.dropout.eval(),
+    ),
     "dropout replaced": lambda m: (
         m.train(),
         dropouts(0.0)(m),
@@ -418,6 +423,10 @@ CHANGES = {
     "forward of a layer": patched("bert.encoder.layer.1"),
     "forward of attention.self": patched("bert.encoder.layer.1.attention.self"),
     "forward of a linear layer": patched("bert.encoder.layer.1.output.dense"),
+    "forward of another linear layer": lambda m: setattr(
+        layer(m).output.dense, "forward", layer(m, 0).output.dense.forward
+    ),
+    "a hook before backward, after a call": lambda m: HOOKS["backward, pre"](layer(m).output),
     "forward of embeddings": patched("bert.embeddings"),
     "forward of the stack": patched("bert.encoder"),
     "forward of the encoder": patched("bert"),
@@ -507,6 +516,14 @@ def test_what_is_asked_for_beside_a_hook(where, what):
                 a, b = a[kept], b[kept]
             assert (a - b).abs().max() <= 1e-9 * (1 + b.abs().max()), key
     assert (ours[0][kept] - theirs[0][kept]).abs().max() <= 1e-9 * theirs[0].abs().max()
+
+
+def test_a_sequence_without_tokens_spoils_no_gradient_beside_a_hook():
+    both, inputs = pair("bert"), batch("bert")
+    inputs["attention_mask"][3] = 0
+    for model in both:
+        HOOKS["forward"](model.encoder.layer[1].output)
+    assert_same(both, inputs, "an empty sequence", backward=True)
 
 
 def test_hidden_states_of_a_head_end_with_what_a_hook_made():
