@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from xml.etree import ElementTree
@@ -16,7 +17,9 @@ from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.probing import edge_probe
 from fastbert.analysis.targets import of_treebank
 from fastbert.analysis.treebank import as_examples, read_conllu
+from fastbert.cli.analyses.loading import naming_lines
 from fastbert.cli.main import main
+from fastbert.cli.usage import UsageError
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import hf_config
 from tests.support.treebank import TREES, conllu
@@ -194,3 +197,13 @@ def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, more, expected
     assert re.search(expected, said.err), said.err
     assert len(said.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_among_those_that_are_kept_names_no_line_of_the_file(folder):
+    """With --on-long error, all sentences of the file are kept."""
+    file = folder / "trees.conllu"
+    for on_long, said in ((None, "examples"), ("error", rf"{file}, line \d+: examples")):
+        args = argparse.Namespace(input=None, conllu=file, edges=None, on_long=on_long)
+        problem = rf"^{said}\[3\]: bad$"
+        with pytest.raises((ValueError, UsageError), match=problem), naming_lines(args, None):
+            raise ValueError("examples[3]: bad")
