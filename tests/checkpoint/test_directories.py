@@ -109,12 +109,13 @@ def test_what_is_not_ours_is_refused_and_kept(make, overwrite, problem, tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_new_directory_that_cannot_take_its_place_gives_the_old_one_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moved", ["c", ".c.new."])
+def test_a_new_directory_that_cannot_take_its_place_gives_the_old_one_back(moved, tmp_path, monkeypatch):
     place, rename = Path(os.path.realpath(tmp_path)) / "c", os.rename
     filled(place, "old")
 
     def fails(source: Path, target: Path) -> None:
-        if ".new." in source.name:
+        if source.name.startswith(moved):
             raise OSError(5, "Input/output error", str(source))
         rename(source, target)
 

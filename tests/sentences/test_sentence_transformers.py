@@ -164,6 +164,11 @@ def test_a_zero_has_no_positive_sign(precision):
     assert np.array_equal(quantized(rows, precision), quantize_embeddings(rows, precision))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_dimension_without_a_range_has_one_step():
+    assert quantized(np.ones((2, 3), np.float32), "uint8").tolist() == [[0] * 3] * 2
+
+
 def test_prompts_by_name(copy, stock):
     path = copy / "config_sentence_transformers.json"
     rewrite(path, prompts={"query": "find: ", "passage": "read: ", "none": ""}, default_prompt_name="passage")
