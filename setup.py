@@ -17,7 +17,9 @@ Environment:
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -136,6 +138,33 @@ def cuda_archs(nvcc: str) -> list[str]:
     return [arch for arch in wanted if arch not in unknown]
 
 
+def cuda_sources(folder: Path = CSRC / "cuda") -> dict[str, str]:
+    """Hash of the sources of each family of CUDA kernels: `attention*.cu` and all that they include.
+
+    The extension keeps them: by them an installed wheel knows what was proven of its kernels.
+    """
+    found = {}
+    for family in ("attention", "layer_norm", "linear"):
+        files, left = set(), sorted(folder.glob(f"{family}*.cu"))
+        while left:
+            path = left.pop().resolve()
+            if path not in files and path.is_file():
+                files.add(path)
+                left += [path.parent / name for name in re.findall(r'#include "(.+)"', path.read_text())]
+        digest = hashlib.sha256()
+        for path in sorted(files):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+        found[family] = digest.hexdigest()
+    return found
+
+
+def release_of(nvcc: str) -> str:
+    """Major and minor version of an nvcc, such as "13.0"."""
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found[1] if found else "unknown"
+
+
 class Ninja:
     """Writes and runs a build.ninja: one rule per kind of object; the compiler reports the dependencies."""
 
@@ -199,9 +228,14 @@ class BuildExtension(build_ext):
         base = [*cxx, *CXX_FLAGS, *extra]
 
         ninja = Ninja(Path(self.build_temp).resolve() / "fastbert")
-        ninja.compile_rule("module", [*base, *module])
+        ninja.compile_rule("bindings", [*base, *module])
+        # apart, so that an edit of a kernel compiles no other binding anew
+        sources = ";".join(f"{name}={digest}" for name, digest in cuda_sources().items()) if nvcc else ""
+        release = release_of(nvcc) if nvcc else ""
+        facts = [f'-DFASTBERT_CUDA_SOURCES="{sources}"', f'-DFASTBERT_NVCC="{release}"']
+        ninja.compile_rule("module", [*base, *module, *facts])
         for source in sorted((CSRC / "bindings").glob("*.cpp")):
-            ninja.compile("module", source)
+            ninja.compile("module" if source.stem == "module" else "bindings", source)
         ninja.compile_rule("cpu", [*base, x86])
         for isa, flags in isas.items():
             ninja.compile_rule(isa, [*base, *flags, f"-DFASTBERT_ISA={isa}"])

@@ -107,6 +107,7 @@ def host_objects(archs: str) -> dict[str, tuple[Path, list[str]]]:
     includes = [pybind11.get_include(), sysconfig.get_path("include")]
     flags = ["-O1", "-fvisibility=hidden"]
     module = [*flags, "-DFASTBERT_X86=0", "-DFASTBERT_CUDA=1", f'-DFASTBERT_CUDA_ARCHS="{archs}"']
+    module += ['-DFASTBERT_CUDA_SOURCES=""', '-DFASTBERT_NVCC=""']
     module += [flag for path in includes for flag in ("-isystem", path)]
     objects = {f"bind_{p.stem}": (p, module) for p in sorted((ROOT / "csrc" / "bindings").glob("*.cpp"))}
     return objects | cpu_objects(flags, isas=False)
