@@ -2,7 +2,7 @@
 
     python bench/gpu/prove.py --out DIR [--part a] [--only STEP[,STEP]] [--budget 570]   run the steps
     python bench/gpu/prove.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
-    python bench/gpu/prove.py merge DIR [DIR]              into bench/results, kernels/tuned and the docs
+    python bench/gpu/prove.py merge DIR [DIR]              into bench/results, tuned configs, proofs and docs
     python bench/gpu/prove.py readme [--check]             tables of docs/numbers.md from bench/results
 
 | part | what |
@@ -119,8 +119,7 @@ def probe(*names: str) -> Callable[[Run, float], list[str]]:
 
 def selfcheck(run: Run, seconds: float) -> list[str]:
     """What the first use of each kernel would check, so that nothing is checked while something is timed."""
-    dtypes = ["--dtype", "bfloat16", "--dtype", "float32"]
-    return [run.python, "-m", "fastbert", "warmup", "--device", run.device, *dtypes]
+    return script(run, "gpu/selfcheck.py", "checks.jsonl", seconds)
 
 
 def check(name: str, *options: str) -> Callable[[Run, float], list[str]]:

@@ -1,4 +1,4 @@
-"""Keeps a run of `make gpu`: in bench/results, kernels/tuned, and the tables of two pages of the docs."""
+"""Keeps a run of `make gpu`: in bench/results, kernels/tuned, the shipped proofs and two pages of docs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.gpu import training as gpu_training
 from bench.gpu.encoder import ratios
-from bench.lib import lines, served, tables
+from bench.lib import lines, proven, served, tables
 from bench.lib import tuned as tuned_table
 from bench.lib.charts import gpu as charts
 from bench.lib.charts.suite import require_matplotlib
@@ -25,7 +25,7 @@ from bench.lib.report import write_atomically
 from bench.lib.roofs import TAGS, of_file
 from bench.lib.tables import table
 from fastbert.runtime import dispatch
-from fastbert.testing.verdicts import proves
+from fastbert.testing import known
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -126,8 +126,9 @@ def merge(
     results: Path = RESULTS,
     tuned: Path | None = None,
     commits: Sequence[str] = (),
+    proofs: Path = known.FOLDER,
 ) -> list[Path]:
-    """Write one JSON file per kind of file of the runs, and the configs that they tuned; returns their paths.
+    """Write one JSON file per kind of file of the runs, what they tuned and proved; returns their paths.
 
     A run on a machine without git gets the commit of this checkout, and `commit_of` says so.
 
@@ -136,6 +137,7 @@ def merge(
         results: instead of bench/results.
         tuned: the table of tuned configs, instead of the device's in kernels/tuned.
         commits: of the trees that ran, one for each of `paths`, where the machine could not know.
+        proofs: instead of the folder of shipped proofs.
 
     Raises:
         ValueError: naming the path, where it holds no run on a GPU, or a run on another one.
@@ -167,6 +169,8 @@ def merge(
             run |= {key: first[key] for key in ("commit", "changed") if key in first}
             run |= {"note": run.get("note"), "settings": run.get("settings", {})}
         written = [written_run(name, run, environments[0], results) for name, run in runs.items()]
+        if "checks" in runs:
+            written += proven.merge(runs["checks"]["rows"], runs["checks"].get("commit"), proofs)
         for folder in folders:
             if (folder / "tuning.jsonl").is_file():
                 path, count = tuned_table.merge(folder / "tuning.jsonl", tuned)
@@ -346,7 +350,22 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
     return found
 
 
-def proven(results: Path = RESULTS) -> dict[str, list[str]]:
+def proves(data: dict, op: str, backend: str, tag: str) -> bool:
+    """Whether a run has checked the kernel's correctness in the dtype, and found nothing.
+
+    Args:
+        data: a file `checks.json` of `bench/results`.
+    """
+    begin = f"{op}-{backend}-{tag}-"
+    mine = {
+        row.get("status")
+        for row in data["rows"]
+        if row.get("step") == "correctness" and f"{row.get('name')}-".startswith(begin)
+    }
+    return mine == {"ok"}
+
+
+def matrix(results: Path = RESULTS) -> dict[str, list[str]]:
     """The section of docs/op-matrix.md: which kernels have passed every check of correctness on which GPU."""
     runs = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/checks.json"))]
     runs = [(path, data) for path, data in runs if data["environment"]["device_type"] == "cuda"]
@@ -360,7 +379,7 @@ def proven(results: Path = RESULTS) -> dict[str, list[str]]:
             stored = dispatch.backend_module(backend).DTYPES.get(op, ())
             cells = []
             for _, data in runs:
-                good = [tag for dtype, tag in TAGS.items() if proves(data, op, backend, dtype)]
+                good = [tag for tag in TAGS.values() if proves(data, op, backend, tag)]
                 cells.append(" ".join(good) or "–")
             if stored:
                 body.append([f"`{op}`", f"`{backend}`", *cells])
@@ -399,7 +418,7 @@ def main(argv: list[str]) -> int:
                 print(path)
                 if path.name == "breakdown.json" and args.results == RESULTS:
                     print(draw(path) or "no picture")
-        made = {args.readme: sections(args.results), args.matrix: proven(args.results)}
+        made = {args.readme: sections(args.results), args.matrix: matrix(args.results)}
         before = {path: path.read_text() for path in made}
         after = {path: filled(before[path], found) for path, found in made.items()}
     except (OSError, ValueError) as error:

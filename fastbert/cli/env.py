@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fastbert.cli.bench import FOLDER
 from fastbert.runtime import loader
 from fastbert.runtime.version import VERSION
 from fastbert.testing import serving, verdicts
@@ -51,7 +50,7 @@ def environment() -> dict[str, Any]:
         "gpu_kernels": [
             vars(row) | {"times": [time._asdict() for time in row.times]}
             for entry in devices
-            for row in serving.proofs(entry["device"], FOLDER / "results")
+            for row in serving.proofs(entry["device"])
         ],
         "verdicts": None if (where := verdicts.folder()) is None else str(where),
     }

@@ -142,26 +142,20 @@ def build_parser() -> argparse.ArgumentParser:
     warm = commands.add_parser(
         "warmup",
         help="run the self-checks of the GPU kernels now, and keep their verdicts",
-        description="A GPU kernel serves on a device only after a self-check there, which otherwise runs at "
-        "its first use. Verdicts are kept in $FASTBERT_CACHE (~/.cache/fastbert); a kernel that failed, "
+        description="A GPU kernel serves on a device only where it is proven: by the table that fastbert has "
+        "of some GPUs, or by a self-check there, which otherwise runs at its first use. Verdicts are kept in "
+        "$FASTBERT_CACHE (~/.cache/fastbert); a kernel that failed, "
         "crashed or hung is not tried again before something it depends on changes, or --again.",
     )
     warm.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     warm.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
     warm.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="may be repeated; default: all")
-    warm.add_argument("--again", action="store_true", help="also check kernels that have a verdict")
+    warm.add_argument("--again", action="store_true", help="also check kernels that are proven")
     warm.add_argument(
         "--timeout",
         type=float,
         metavar="S",
         help="most seconds for one check (default 300)",
-    )
-    warm.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="most processes that compile kernels at once (default: as cores and memory allow; 1: the one "
-        "that checks compiles)",
     )
     warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

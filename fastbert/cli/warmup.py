@@ -53,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     timeout = warmup.SECONDS if args.timeout is None else args.timeout
     if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout {timeout}: expected a number of seconds above 0")
-    if args.jobs is not None and args.jobs < 1:
-        raise UsageError(f"--jobs {args.jobs}: expected a number of processes above 0")
     dtypes = [DTYPES[name] for name in args.dtype] if args.dtype else None
     rows: list[warmup.Result] = []
     where, wanted, now = verdicts.folder(), warmup.wanted(device, args.op, dtypes), _Now()
@@ -64,15 +62,13 @@ def run(args: argparse.Namespace) -> int:
             f"verdicts on {device} are kept in {where}" if where else "verdicts are not kept: FASTBERT_CACHE="
         )
         print(_LINE.format("", "op", "backend", "dtype", "ms", "verdict"), flush=True)
-    checks = warmup.run(
-        device, args.op, dtypes, again=args.again, jobs=args.jobs, seconds=timeout, telling=now
-    )
-    for row in checks:
+    for row in warmup.run(device, args.op, dtypes, again=args.again, seconds=timeout, telling=now):
         rows.append(row)
         now.clear()
         if not args.json:
             verdict = _SAYS[row.outcome] + (row.beside if row.passed else f": {row.reason}")
             kept = f" (of {row.date})" if row.kept else ""
+            kept = f" (proven at {row.commit[:9]}, {row.date[:10]})" if row.commit else kept
             ms = f"{row.seconds * 1e3:,.0f}"
             which = f"{len(rows)}/{count}"
             print(_LINE.format(which, row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)

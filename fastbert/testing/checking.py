@@ -14,6 +14,7 @@ import torch
 
 from fastbert.runtime import dispatch
 from fastbert.testing import error_rule, speed, verdict_keys, verdicts
+from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import FAILED, SLOWER, UNDECIDED, Verdict
 
 # A self-check that takes longer is reported by a warning: it may hang.
@@ -22,7 +23,7 @@ SLOW_SECONDS = 60.0
 TIMED = ("cuda",)
 
 
-def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict:
+def check(unit: Unit, device: torch.device) -> Verdict:
     """Run the self-check of a kernel now, keep its verdict on disk, and return it.
 
     The check runs in a thread of its own, which has PyTorch's default state even where the caller is in
@@ -35,46 +36,47 @@ def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdi
         BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
         KeyboardInterrupt: the check was stopped; it may still run.
     """
-    key = verdict_keys.key_of(op, name, device, dtype)
+    key = verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)
+    what = f"the {unit.backend} kernel of {unit.op!r}"
+    where = f"in {name_of(unit.dtype)} on {device}"
     found: list[tuple[Verdict, bool]] = []
 
     def run() -> None:
-        with verdicts.running(key):
-            verdict, lost = _checked(name, op, device, dtype)
-            if verdict.outcome != UNDECIDED:
-                verdicts.store(key, verdict)
-            found.append((verdict, lost))
+        before = verdicts.attempt(key)
+        verdict, lost = _checked(unit, device)
+        verdicts.settle(key, before, verdict)
+        found.append((verdict, lost))
 
-    thread = threading.Thread(target=run, name=f"fastbert-check-{op}", daemon=True)
+    thread = threading.Thread(target=run, name=f"fastbert-check-{unit.op}", daemon=True)
     thread.start()
     try:
         thread.join(SLOW_SECONDS)
         if thread.is_alive():
             warnings.warn(
-                f"fastbert: the self-check of the {name} kernel of {op!r} in {key['dtype']} on {device} has "
-                f"run for {SLOW_SECONDS:.0f} s. If it hangs, end the process: the next one will not try it",
+                f"fastbert: the self-check of {what} {where} has run for {SLOW_SECONDS:.0f} s. If it hangs, "
+                "end the process: the next one will not try it",
                 RuntimeWarning,
                 stacklevel=5,
             )
             thread.join()
     except BaseException:
-        # Ctrl-C: a check that is about to end may still remove its marker
+        # Ctrl-C: a check that is about to end may still keep its verdict
         thread.join(1.0)
         raise
     if not found:
-        raise dispatch.BackendError(f"the self-check of the {name} kernel of {op!r} ended without a verdict")
+        raise dispatch.BackendError(f"the self-check of {what} ended without a verdict")
     verdict, lost = found[0]
     if lost:
         raise dispatch.BackendError(
-            f"the {name} kernel of {op!r} broke the CUDA context of this process at its self-check in "
-            f"{key['dtype']} on {device}: {verdict.reason}. Start the process anew: the kernel will not be "
-            "tried again on this machine"
+            f"{what} broke the CUDA context of this process at its self-check {where}: {verdict.reason}. "
+            "Start the process anew: the kernel will not be tried again on this machine"
         )
     return verdict
 
 
-def _checked(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[Verdict, bool]:
+def _checked(unit: Unit, device: torch.device) -> tuple[Verdict, bool]:
     """(the verdict, whether the CUDA context is lost)."""
+    op, name, dtype = unit
     begin = time.perf_counter()
     reason, outcome, times, lost = None, "", (), False
     try:

@@ -1,11 +1,11 @@
 """Whether a GPU kernel is proven on the user's own device: self-checks at first use, and their verdicts.
 
-A self-check runs a few tiny Cases of the kernel's op against the reference, and times it beside the backend
-that would serve without it. `verdicts` keeps its result on disk. Each kernel is checked at its first use in a
-dtype, in a process of its own, which stays for the next one and meanwhile has the other kernels of that dtype
-compiled; where that cannot be (a GPU in exclusive mode, for example), in this process. During the capture of
-a CUDA graph no check can run, so only verdicts that are on disk already count. Of several processes, such as
-the ranks of a training run, one checks at a time, and the others wait for its verdict.
+`known` says what is known: by the shipped table, or from an earlier check here. A kernel of which nothing is
+known is checked at its first use in a dtype, with all others of that dtype that are due: a few tiny Cases of
+its op against the reference, then its times beside the backend that would serve without it. They are checked
+in one process of its own; where that cannot be (a GPU in exclusive mode, for example), in this process.
+During the capture of a CUDA graph no check can run, so only verdicts that are known already count. Of several
+processes, such as the ranks of a training run, one checks at a time, and the others wait for its verdict.
 
 A kernel that failed, or whose check was killed, is reported by one warning. A killed check is tried again,
 `MOST_DEATHS` times in all and only in a process of its own. A kernel that is right but slower does not serve
@@ -22,17 +22,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, error_rule, processes, speed, verdict_keys, verdicts
-from fastbert.testing.processes import Unit
+from fastbert.testing import checking, error_rule, known, processes, speed, verdict_keys, verdicts
+from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
 # How often a kernel is checked whose checks are killed.
 MOST_DEATHS = 3
 
-# Verdicts that count in this process.
-_verdicts: dict[tuple[Unit, torch.device], Verdict] = {}
-# Verdicts that a process of their own has found, of kernels that this process has not used yet.
-_found: dict[tuple[Unit, torch.device], Verdict] = {}
+# The verdicts on kernels that this process has asked for: what is bad of them has been told.
+_told: dict[tuple[Unit, torch.device], Verdict] = {}
 # Devices on which no process of its own can check: all checks run in this one.
 _alone: set[torch.device] = set()
 # Held while a self-check runs: one at a time.
@@ -65,13 +63,6 @@ def is_ranked(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
     return any(name in dispatch.ranking(call, device_type, dtype) for call in calls)
 
 
-def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
-    """What is known of a kernel, from this process or from disk; None where it has not been checked."""
-    key = Unit(op, name, dtype), device
-    found = _verdicts.get(key) or _found.get(key)
-    return found or verdicts.load(verdict_keys.key_of(op, name, device, dtype))
-
-
 def is_due(verdict: Verdict | None, device: torch.device) -> bool:
     """Whether first use checks a kernel of which this is known."""
     if verdict is None:
@@ -80,55 +71,61 @@ def is_due(verdict: Verdict | None, device: torch.device) -> bool:
     return verdict.outcome == KILLED and verdict.deaths < MOST_DEATHS and apart
 
 
+def _is_due_now(unit: Unit, device: torch.device) -> bool:
+    return is_due(known.verdict(unit, device), device)
+
+
 def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
     """The verdict on a kernel, by a check if one is due; None where it is and cannot run now."""
     unit = Unit(op, name, dtype)
-    if (unit, device) in _verdicts:
-        return _verdicts[unit, device]
+    verdict = known.found.get((unit, device))
+    if verdict is not None and _told.get((unit, device)) is verdict:
+        return verdict
     only_look = dispatch.in_trial() or _capturing(device)
     with contextlib.nullcontext() if only_look else _checking:
         # another thread may have found it while this one waited
-        verdict = known_verdict(name, op, device, dtype)
-        if is_due(verdict, device):
+        verdict = known.verdict(unit, device)
+        if is_due(verdict, device) or (verdict.outcome == KILLED and verdict.kept):
+            # where it is "killed", its check may be under way elsewhere
             if only_look:
                 return None
             with verdicts.turn(verdict_keys.key_of(op, name, device, dtype), _tell_of(device)):
                 # another process may have found it while this one waited
-                verdict = known_verdict(name, op, device, dtype)
+                verdict = known.verdict(unit, device)
                 if is_due(verdict, device):
                     verdict = _check(unit, device)
-        if (unit, device) not in _verdicts:
-            _verdicts[unit, device] = verdict
+        verdict = known.found.setdefault((unit, device), verdict)
+        if _told.get((unit, device)) is not verdict:
+            _told[unit, device] = verdict
             if not verdict.passed and verdict.outcome != SLOWER:
                 _warn(unit, device, verdict)
-    return _verdicts[unit, device]
+    return verdict
 
 
 def _check(unit: Unit, device: torch.device) -> Verdict:
-    """Check a kernel behind those beside which it is timed."""
+    """Check a kernel behind those beside which it is timed, and in a process of its own all that are due."""
+    wanted = [*_lower(unit, device), unit]
     if processes.possible(device) and device not in _alone:
-        wanted, waiting = [*_lower(unit, device), unit], _tell_of(device)
-        others = [each for each in _due(unit, device) if each not in wanted]
+        others = [each for each in _due(unit.dtype, device) if each not in wanted]
         try:
-            for each, verdict in processes.checked(device, wanted, ahead=others, keep=True, waiting=waiting):
+            for each, verdict in processes.checked(device, wanted + others, waiting=_tell_of(device)):
                 if verdict.outcome != UNDECIDED:
-                    _found[each, device] = verdict
+                    known.found[each, device] = verdict
         except processes.CannotStart:
             _alone.add(device)
-        if (unit, device) in _found:
-            return _found[unit, device]
-    for lower in _lower(unit, device):
-        _verdict(lower.backend, lower.op, device, lower.dtype)
     # what could not be decided there may be decided here: that process lacks memory that this one has
-    try:
-        return checking.check(unit.backend, unit.op, device, unit.dtype)
-    except Exception:
-        raise
-    except BaseException:
-        # Ctrl-C. The check may hang, so this process does without the kernel
-        stopped = Verdict("its self-check was stopped before it ended", outcome=UNDECIDED)
-        _verdicts[unit, device] = stopped
-        raise
+    for each in wanted:
+        if (each, device) not in known.found and _is_due_now(each, device):
+            try:
+                known.found[each, device] = checking.check(each, device)
+            except Exception:
+                raise
+            except BaseException:
+                # Ctrl-C. The check may hang, so this process does without the kernel
+                stopped = Verdict("its self-check was stopped before it ended", outcome=UNDECIDED)
+                known.found[each, device] = stopped
+                raise
+    return known.verdict(unit, device)
 
 
 def _lower(unit: Unit, device: torch.device) -> list[Unit]:
@@ -142,7 +139,7 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
     for op in error_rule.parts(unit.op):
         for name, dtype in to_check(op, device.type):
             each = Unit(op, name, dtype)
-            if dtype == unit.dtype and is_due(known_verdict(name, op, device, dtype), device):
+            if dtype == unit.dtype and _is_due_now(each, device):
                 found += [lower for lower in (*_lower(each, device), each) if lower not in found]
     for name, dtype in to_check(unit.op, device.type):
         below = any(
@@ -151,8 +148,9 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
             )
             for kind in kinds
         )
-        if dtype == unit.dtype and below and is_due(known_verdict(name, unit.op, device, dtype), device):
-            found.append(Unit(unit.op, name, dtype))
+        each = Unit(unit.op, name, dtype)
+        if dtype == unit.dtype and below and _is_due_now(each, device):
+            found.append(each)
     return found
 
 
@@ -160,14 +158,15 @@ def _is_below(name: str, other: str, ranking: tuple[str, ...]) -> bool:
     return name in ranking and other in ranking and ranking.index(name) > ranking.index(other)
 
 
-def _due(first: Unit, device: torch.device) -> list[Unit]:
-    """The kernels of that dtype that are due, which may be used next."""
-    units = []
+def _due(wanted: torch.dtype, device: torch.device) -> list[Unit]:
+    """The kernels of a dtype that are due, each behind those beside which it is timed."""
+    found: list[Unit] = []
     for op in dispatch.OPS:
         for name, dtype in to_check(op, device.type):
-            if dtype == first.dtype and is_due(known_verdict(name, op, device, dtype), device):
-                units.append(Unit(op, name, dtype))
-    return units
+            unit = Unit(op, name, dtype)
+            if dtype == wanted and _is_due_now(unit, device):
+                found += [each for each in (*_lower(unit, device), unit) if each not in found]
+    return found
 
 
 def _tell_of(device: torch.device) -> Callable[[float], None]:
@@ -199,7 +198,7 @@ def _warn(unit: Unit, device: torch.device, verdict: Verdict) -> None:
     since = f" (found at {verdict.date}; `fastbert warmup --again` checks anew)" if verdict.kept else ""
     warnings.warn(
         f"fastbert: the {unit.backend} kernel of {unit.op!r} {what} on {device} in "
-        f"{str(unit.dtype).removeprefix('torch.')} and will not serve there: {verdict.reason}{since}",
+        f"{name_of(unit.dtype)} and will not serve there: {verdict.reason}{since}",
         RuntimeWarning,
         stacklevel=6,
     )

@@ -6,17 +6,18 @@ Which backend serves each op on a device, and what is known of each GPU kernel t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from fastbert.runtime import dispatch
 from fastbert.runtime.devices import device_of
-from fastbert.testing import proving, speed, verdict_keys, verdicts
-from fastbert.testing.proving import is_ranked, known_verdict
+from fastbert.testing import known, proving, speed, verdict_keys, verdicts
+from fastbert.testing.proving import is_ranked
+from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, Verdict
 
 UNCHECKED = "to be self-checked at first use"
+UNRANKED = "not in the table: use_backend reaches it"
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Proof:
     """One row of `proofs()`: what is known of a GPU kernel on `device`.
 
     Attributes:
-        state: "proven here", "slower here", "failed here", "killed here", "proven elsewhere", "unverified" or
-            "cannot run here". A kernel serves only where it is proven.
-        detail: since when, by which results file, or why not.
-        times: (case, passes, ms, other backend, its ms) of each call that was timed here, as in
+        state: "proven on <GPU>" or "slower on <GPU>" by the shipped table; "checked here", "slower here",
+            "failed here" or "killed here" by a check on this machine; "unverified" or "cannot run here". A
+            kernel serves only where it is proven or checked.
+        detail: at which commit and date, or why not.
+        times: (case, passes, ms, other backend, its ms) of each call that was timed, as in
             `verdicts.Time`.
     """
 
@@ -85,65 +87,52 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
     for name in dispatch.ranking(f"{op}_fwd {kind}".rstrip(), device.type, dtype):
         reason = dispatch.unsupported_reason(name, op, device.type, dtype)
         if reason is None and name in dispatch.SELF_CHECKED:
-            verdict = known_verdict(name, op, device, dtype)
+            verdict = known.verdict(Unit(op, name, dtype), device)
             due = proving.is_due(verdict, device)
             reason = UNCHECKED if due else speed.why_not(verdict, op, kind, device.type)
         if reason is None:
             break
         passed_over.append(f"{name}: {reason}")
     why = "; ".join(passed_over) or "first in the table"
-    return Choice(f"{op} {kind}".rstrip(), device.type, str(dtype).removeprefix("torch."), name, why)
+    return Choice(f"{op} {kind}".rstrip(), device.type, name_of(dtype), name, why)
 
 
-def proofs(device: str | torch.device, results: Path | None = None) -> list[Proof]:
+def proofs(device: str | torch.device) -> list[Proof]:
     """What is known of every kernel that needs a proof, in every dtype that it stores.
-
-    "proven here": it passed its self-check on this machine. "slower here": it is right, but slower than the
-    next backend. "killed here": its checks did not end, too often to try again. "proven elsewhere": `results`
-    has its checks from a device of the same compute capability.
 
     Args:
         device: a GPU; other devices have no kernel that needs a proof.
-        results: `bench/results` of a source checkout, which `make gpu` writes; None = none.
     """
     device = _with_index(torch.device(device))
     if device.type != "cuda":
         return []
     return [
-        Proof(
-            op,
-            str(device),
-            str(dtype).removeprefix("torch."),
-            name,
-            *_proof(name, op, device, dtype, results),
-        )
+        Proof(op, str(device), name_of(dtype), name, *_proof(Unit(op, name, dtype), device))
         for op in dispatch.OPS
         for name in dispatch.SELF_CHECKED
         for dtype in dispatch.backend_module(name).DTYPES.get(op, ())
     ]
 
 
-def _proof(
-    name: str, op: str, device: torch.device, dtype: torch.dtype, results: Path | None
-) -> tuple[str, str, tuple[verdicts.Time, ...]]:
+def _proof(unit: Unit, device: torch.device) -> tuple[str, str, tuple[verdicts.Time, ...]]:
     """(state, detail, times) of one kernel."""
-    reason = dispatch.unsupported_reason(name, op, device.type, dtype)
+    reason = dispatch.unsupported_reason(unit.backend, unit.op, device.type, unit.dtype)
     if reason is not None:
         return "cannot run here", reason, ()
-    verdict = known_verdict(name, op, device, dtype)
-    if verdict is not None and not proving.is_due(verdict, device):
-        if verdict.passed:
-            return "proven here", f"{verdict.date}{beside(verdict, op, device.type)}", verdict.times
-        state = verdict.outcome if verdict.outcome in (SLOWER, KILLED) else "failed"
-        return f"{state} here", verdict.reason or "", verdict.times
-    capability = verdict_keys.key_of(op, name, device, dtype)["capability"]
-    file = None if results is None else verdicts.proven_elsewhere(results, op, name, dtype, capability)
-    if file is not None:
-        return "proven elsewhere", file, ()
-    served = is_ranked(name, op, device.type, dtype)
-    again = "" if verdict is None else f" again: {verdict.reason}"
-    detail = f"checked at first use{again}" if served else "not in the table: use_backend reaches it"
-    return "unverified", detail, ()
+    verdict = known.verdict(unit, device)
+    if verdict is None or proving.is_due(verdict, device):
+        served = is_ranked(unit.backend, unit.op, device.type, unit.dtype)
+        again = "" if verdict is None else f" again: {verdict.reason}"
+        return "unverified", f"checked at first use{again}" if served else UNRANKED, ()
+    where, since = "here", verdict.date
+    if verdict.commit:
+        gpu = verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)["device"]
+        where, since = f"on {gpu}", f"at {verdict.commit[:9]}, {verdict.date[:10]}"
+    if verdict.passed:
+        state = f"{'proven' if verdict.commit else 'checked'} {where}"
+        return state, since + beside(verdict, unit.op, device.type), verdict.times
+    state = verdict.outcome if verdict.outcome in (SLOWER, KILLED) else "failed"
+    return f"{state} {where}", f"{since}: {verdict.reason}" if since else verdict.reason or "", verdict.times
 
 
 def beside(verdict: Verdict, op: str, device_type: str) -> str:

@@ -25,8 +25,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, verdict_keys, verdicts
+from fastbert.testing import error_rule, known
 from fastbert.testing.device_time import DeviceClock, Sample
+from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import FORWARD, TRAINING, Time, Verdict, ratio_of
 
 # Lengths of the sequences of a batch, in tokens: one short question; lengths as in SQuAD; a full batch.
@@ -169,7 +170,7 @@ def _next(
     for name in ranking[ranking.index(backend) + 1 :]:
         if dispatch.unsupported_reason(name, case.op, device.type, dtype) is None:
             if name in dispatch.SELF_CHECKED:
-                verdict = verdicts.load(verdict_keys.key_of(case.op, name, device, dtype))
+                verdict = known.verdict(Unit(case.op, name, dtype), device)
                 if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:
                     continue
             both = all(dispatch.has_backward(each, case.op) for each in (backend, name))

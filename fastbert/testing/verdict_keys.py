@@ -1,8 +1,13 @@
-"""The key of a self-check's verdict: all that the verdict depends on.
+"""The keys of a self-check's verdict: all that the verdict depends on.
 
-Op, backend and dtype; the device's name, compute capability and driver; the versions of torch, Triton and
-fastbert; the source of the kernel, of what it imports and of its check; the op's tuned configs in that dtype;
-options that change the kernel.
+On a user's disk (`key_of`): op, backend and dtype; the device's name, compute capability and driver; the
+versions of torch, Triton and fastbert; the source of the kernel, of what it imports and of its check; the
+op's tuned configs in that dtype; options that change the kernel.
+
+In the shipped table (`proof_key_of`): op, backend and dtype; the source of the kernel alone and its tuned
+configs; the device's name and compute capability; what compiles it there. For Triton's kernels that is
+Triton's version and torch's major and minor; for CUDA's, nvcc's version and the architecture in the
+extension. The extension knows the hash of the sources that it was built from.
 """
 
 from __future__ import annotations
@@ -12,16 +17,32 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from fastbert.runtime import loader
 from fastbert.runtime.version import VERSION
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 Key = dict[str, str]
+
+
+class Unit(NamedTuple):
+    """A kernel in a dtype."""
+
+    op: str
+    backend: str
+    dtype: torch.dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Key:
@@ -30,7 +51,7 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
     return {
         "op": op,
         "backend": backend,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": name_of(dtype),
         "device": name,
         "capability": capability,
         "driver": driver,
@@ -41,6 +62,30 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
         "tuned": _tuned(op, backend, name, dtype),
         "options": _options(op, backend),
     }
+
+
+def proof_key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Key | None:
+    """All that a shipped proof depends on; None where none can count, as of a kernel with options."""
+    name, capability, _ = _device_facts(device)
+    compilers = _compilers(backend, capability)
+    if compilers is None or _options(op, backend):
+        return None
+    kernel = {"op": op, "backend": backend, "dtype": name_of(dtype)}
+    source = {"source": kernel_hash(op, backend), "tuned": _tuned(op, backend, name, dtype)}
+    return kernel | source | {"device": name, "capability": capability} | compilers
+
+
+def _compilers(backend: str, capability: str) -> Key | None:
+    """What compiles the backend's kernels for a device; None where that is not known."""
+    if backend == "triton":
+        return {"triton": _triton_version(), "torch": ".".join(torch.__version__.split(".")[:2])}
+    if not getattr(loader.extension, "cuda_sources", ""):
+        return None
+    own = capability.replace(".", "")
+    archs = loader.extension.cuda_archs.split(";")
+    # without code of its own the device uses another's, or has PTX compiled by its driver
+    found = [arch for arch in archs if arch.rstrip("af") == own]
+    return {"nvcc": loader.extension.nvcc, "arch": ";".join(found or archs)}
 
 
 def _options(op: str, backend: str) -> str:
@@ -95,8 +140,24 @@ def _triton_version() -> str:
 @cache
 def source_hash(op: str, backend: str, package: Path = PACKAGE) -> str:
     """Hash of the kernel's files, of those they import and of what checks it."""
-    digest = hashlib.sha256()
-    for path in _sources(op, backend, package):
+    files = [*_checks(op, package), *_kernel(op, backend, package)]
+    if backend == "cuda" and loader.extension is not None:
+        files.append(Path(loader.extension.__file__))
+    return _hash(files)
+
+
+@cache
+def kernel_hash(op: str, backend: str, package: Path = PACKAGE) -> str:
+    """Hash of the kernel's files and of those they import; of CUDA's as the extension was built from them."""
+    built = dict(part.split("=") for part in getattr(loader.extension, "cuda_sources", "").split(";") if part)
+    # feed_forward's products are linear's
+    family = {"feed_forward": "linear"}.get(op, op)
+    return _hash(_kernel(op, backend, package), built.get(family, "") if backend == "cuda" else "")
+
+
+def _hash(files: Iterable[Path], more: str = "") -> str:
+    digest = hashlib.sha256(more.encode())
+    for path in files:
         with contextlib.suppress(OSError):
             digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -113,24 +174,22 @@ _KERNELS = {
 }
 
 
-def _sources(op: str, backend: str, package: Path) -> list[Path]:
-    backends = package / "backends"
-    checks = package / "testing"
-    files = [checks / f"{name}.py" for name in ("error_rule", "speed", "device_time", f"op_cases/{op}")]
-    files += [package / "ops" / f"{name}.py" for name in _CONTRACTS.get(op, (op,))]
-    if backend == "triton":
-        starts = [backends / "triton" / f"{name}.py" for name in ("forwarders", op)]
-        starts += [package / "kernels" / f"{name}.py" for name in _KERNELS.get(op, (op,))]
-        files += sorted(_with_imports(starts, package))
-    else:
-        from fastbert.runtime import loader
+def _checks(op: str, package: Path) -> list[Path]:
+    """The contract, the reference, and what checks the kernel."""
+    names = ("error_rule", "speed", "device_time", f"op_cases/{op}")
+    files = [package / "testing" / f"{name}.py" for name in names]
+    return files + [package / "ops" / f"{name}.py" for name in _CONTRACTS.get(op, (op,))]
 
-        # feed_forward's products are linear's
-        names = "__init__", "device", op, *(("linear",) if op == "feed_forward" else ())
-        files += [backends / backend / f"{name}.py" for name in names]
-        if loader.extension is not None:
-            files.append(Path(loader.extension.__file__))
-    return files
+
+def _kernel(op: str, backend: str, package: Path) -> list[Path]:
+    """The files of the kernel and its launcher, as far as they are Python."""
+    folder = package / "backends" / backend
+    if backend == "triton":
+        starts = [folder / f"{name}.py" for name in ("forwarders", op)]
+        starts += [package / "kernels" / f"{name}.py" for name in _KERNELS.get(op, (op,))]
+        return sorted(_with_imports(starts, package))
+    names = "__init__", "device", op, *(("linear",) if op == "feed_forward" else ())
+    return [folder / f"{name}.py" for name in names]
 
 
 def _with_imports(starts: list[Path], package: Path) -> set[Path]:

@@ -5,10 +5,10 @@ if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of th
 verdict depends on (`fastbert.testing.verdict_keys`). If anything in the key changes, there is no verdict.
 
 A kernel may crash the process, or hang until somebody kills it; and a healthy check may be killed with its
-job. So a marker file is kept next to the verdict while a check runs. A marker whose process has ended becomes
-the verdict "killed", which counts how often that happened: who may try the kernel again, and how often, is
-decided in `fastbert.testing.proving`. Processes on the same kind of device take turns (`turn`). Where they
-cannot, several may check the same kernel at once. Each has its own marker, and a failure overrides a success.
+job. So `attempt` writes "killed" before a check begins, and counts how often it did; the check's end replaces
+it. Who may try the kernel again, and how often, is decided in `fastbert.testing.proving`. Processes on the
+same kind of device take turns (`turn`). Where they cannot, several may check the same kernel at once; a
+failure overrides a success.
 
 Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
 is a plain file, no link, that belongs to this user and that nobody else may write. The same holds for the
@@ -26,23 +26,16 @@ import json
 import math
 import os
 import secrets
-import socket
 import stat
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fastbert.testing.verdict_keys import Key
 
-# After so long the process behind a marker of another machine or container counts as gone.
-FOREIGN_SECONDS = 900.0
 DIED = "a process ended while the kernel was being checked: it crashed, or it was killed"
 
 PASSED, FAILED, SLOWER, KILLED, UNDECIDED = OUTCOMES = "passed", "failed", "slower", "killed", "undecided"
@@ -95,6 +88,7 @@ class Verdict:
             the machine's.
         times: what was timed, of a kernel that is right.
         deaths: how many processes have ended during its check, in a row.
+        commit: of the tree that was checked, where the verdict is shipped with the package; else "".
     """
 
     reason: str | None
@@ -104,6 +98,7 @@ class Verdict:
     outcome: str = ""
     times: tuple[Time, ...] = ()
     deaths: int = 0
+    commit: str = ""
 
     def __post_init__(self) -> None:
         if not self.outcome:
@@ -234,7 +229,7 @@ def _read_own(path: Path) -> dict[str, Any] | None:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         # a link, or no permission
@@ -264,44 +259,38 @@ def _object(read: Callable[[], bytes]) -> dict[str, Any]:
 
 
 def load(key: Key) -> Verdict | None:
-    """The verdict on disk. Markers whose processes have gone make it "killed", unless it says more."""
+    """The verdict on disk; "killed" also while a check is under way."""
     where = _trusted_folder()
     if where is None:
         return None
-    found = _verdict_in(where / f"{stem(key)}.json", key)
-    if found is not None and found.outcome != KILLED:
-        return found
-    if dead := [path for path in _markers(where, key) if _abandoned(path)]:
-        deaths = len(dead) + (found.deaths if found else 0)
-        found = Verdict(DIED, date=now(), outcome=KILLED, deaths=deaths)
-        store(key, found)
-        for path in dead:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        found = replace(found, kept=True)
-    return found
+    data = _read_own(where / f"{stem(key)}.json") or {}
+    found = verdict_of(data) if data.get("key") == key else None
+    return replace(found, kept=True) if found else None
 
 
-def _verdict_in(path: Path, key: Key) -> Verdict | None:
-    data = _read_own(path) or {}
+def facts_of(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as JSON."""
+    facts = {name: getattr(verdict, name) for name in ("outcome", "reason", "date", "deaths")}
+    times = [[round(each, 6) if isinstance(each, float) else each for each in t] for t in verdict.times]
+    return facts | {"seconds": round(verdict.seconds, 3), "times": times}
+
+
+def verdict_of(data: dict[str, Any]) -> Verdict | None:
+    """The verdict in what `facts_of` has made; None where it is none, as in a file that somebody edited."""
     reason, outcome = data.get("reason"), data.get("outcome")
-    if data.get("key") != key or data.get("passed") is not (reason is None):
-        # not there, half a file, or somebody's edit
-        return None
     if not (reason is None or isinstance(reason, str)) or outcome not in OUTCOMES:
         return None
     if (outcome == PASSED) is not (reason is None):
         return None
     seconds, deaths = data.get("seconds"), data.get("deaths")
-    seconds = float(seconds) if isinstance(seconds, (int, float)) else 0.0
     return Verdict(
         reason,
-        seconds,
+        float(seconds) if isinstance(seconds, (int, float)) else 0.0,
         str(data.get("date", "")),
-        kept=True,
         outcome=outcome,
         times=times_of(data.get("times")),
         deaths=deaths if isinstance(deaths, int) else 0,
+        commit=str(data.get("commit", "")),
     )
 
 
@@ -323,132 +312,41 @@ def store(key: Key, verdict: Verdict) -> None:
     where = _trusted_folder()
     if where is None:
         return
-    path = where / f"{stem(key)}.json"
     if verdict.passed:
-        found = _verdict_in(path, key)
+        found = load(key)
         if found is not None and not found.passed and found.outcome != KILLED:
             return
-    data = {
-        "passed": verdict.passed,
-        "outcome": verdict.outcome,
-        "reason": verdict.reason,
-        "seconds": round(verdict.seconds, 3),
-        "date": verdict.date,
-        "deaths": verdict.deaths,
-        "times": [[round(each, 6) if isinstance(each, float) else each for each in t] for t in verdict.times],
-        "key": key,
-    }
-    _write(path, data)
+    _write(where / f"{stem(key)}.json", facts_of(verdict) | {"key": key})
 
 
 def forget(key: Key) -> None:
-    """Drop the verdict and what dead processes left, so that the kernel is checked anew."""
+    """Drop the verdict, so that the kernel is checked anew."""
     where = _trusted_folder()
     if where is None:
         return
+    path = where / f"{stem(key)}.json"
     try:
-        (where / f"{stem(key)}.json").unlink(missing_ok=True)
-        for path in _markers(where, key):
-            if _abandoned(path):
-                path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     except OSError as error:
-        _cannot_keep(where / stem(key), error)
+        _cannot_keep(path, error)
 
 
-# --- proof by other machines -------------------------------------------------------------------------------
-
-_TAGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def proven_elsewhere(results: Path, op: str, backend: str, dtype: torch.dtype, capability: str) -> str | None:
-    """The file in `results` that proves the kernel on a device of that capability, or None.
-
-    Only a source checkout has such files (`make gpu` writes them). All correctness rows of the kernel must be
-    good.
-    """
-    for path in sorted(results.glob("*/checks.json")):
-        data = _object(path.read_bytes)
-        facts = data.get("environment")
-        here = isinstance(facts, dict) and facts.get("compute_capability") == capability
-        if here and proves(data, op, backend, dtype):
-            return str(path.relative_to(results.parent.parent))
-    return None
+def attempt(key: Key) -> Verdict | None:
+    """Note that a check begins: until `settle` the verdict is "killed". Returns the verdict before."""
+    before = load(key)
+    deaths = 1 + (before.deaths if before else 0)
+    store(key, Verdict(DIED, date=now(), outcome=KILLED, deaths=deaths))
+    return before
 
 
-def proves(data: dict[str, Any], op: str, backend: str, dtype: torch.dtype) -> bool:
-    """Whether a run of `make gpu` has checked the kernel's correctness, and found nothing.
-
-    Args:
-        data: a file `checks.json` of `bench/results`.
-    """
-    name, rows = str(dtype).removeprefix("torch."), data.get("rows")
-    begin = f"{op}-{backend}-{_TAGS.get(name, name)}-"
-    mine = {
-        row.get("status")
-        for row in (rows if isinstance(rows, list) else [])
-        if row.get("step") == "correctness" and f"{row.get('name')}-".startswith(begin)
-    }
-    return mine == {"ok"}
-
-
-# --- markers ------------------------------------------------------------------------------------------------
-
-
-def _markers(where: Path, key: Key) -> list[Path]:
-    try:
-        return sorted(where.glob(f"{stem(key)}.*.running"))
-    except OSError:
-        return []
-
-
-@cache
-def _host() -> dict[str, str]:
-    """What tells machines, their boots, and containers with process ids of their own apart."""
-    facts = {"host": socket.gethostname(), "boot": "", "pids": ""}
-    with contextlib.suppress(OSError):
-        facts["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError):
-        facts["pids"] = os.readlink("/proc/self/ns/pid")
-    return facts
-
-
-def _born(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; "" where that is not known; None if it has ended."""
-    try:
-        # the name in brackets may hold anything; the state is the 1st field after it, the start the 20th
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        # somebody else's process
-        pass
-    return ""
-
-
-def _abandoned(path: Path) -> bool:
-    """Whether the process that left this marker has ended without removing it."""
-    data = _read_own(path)
-    if data is None:
-        # removed in the meantime, or somebody else's
-        return False
-    here = _host()
-    try:
-        age = time.time() - path.stat().st_mtime
-    except OSError:
-        # removed in the meantime
-        return False
-    if data.get("host") == here["host"] and data.get("boot") != here["boot"]:
-        # the machine has been restarted
-        return True
-    if {name: data.get(name) for name in here} == here and isinstance(data.get("pid"), int):
-        born = _born(data["pid"])
-        return born is None or (born != data.get("born") and "" not in (born, data.get("born")))
-    return age > FOREIGN_SECONDS
+def settle(key: Key, before: Verdict | None, verdict: Verdict | None = None) -> None:
+    """Keep what a check has found; where it decided nothing, what was there before it."""
+    if verdict is not None and verdict.outcome != UNDECIDED:
+        store(key, verdict)
+    elif before is not None:
+        store(key, before)
+    else:
+        forget(key)
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -456,8 +354,6 @@ def _abandoned(path: Path) -> bool:
 # How long a process waits for its turn.
 TURN_SECONDS = 900.0
 _TURN_POLL_SECONDS = 0.1
-# How many turns this process is in, one within the other. `proving` takes them in one thread at a time.
-_turns = 0
 
 
 @contextlib.contextmanager
@@ -471,13 +367,10 @@ def turn(key: Key, waiting: Callable[[float], None] = lambda seconds: None) -> I
         key: of the verdict that is about to be found.
         waiting: called now and then with the seconds that this process has waited.
     """
-    global _turns
-    lock = _locked(key, waiting) if _turns == 0 else None
-    _turns += 1
+    lock = _locked(key, waiting)
     try:
         yield
     finally:
-        _turns -= 1
         if lock is not None:
             os.close(lock)
 
@@ -517,20 +410,3 @@ def _locked(key: Key, waiting: Callable[[float], None]) -> int | None:
     if descriptor is not None:
         os.close(descriptor)
     return None
-
-
-@contextlib.contextmanager
-def running(key: Key) -> Iterator[None]:
-    """Keep a marker next to the verdict while the block runs, if there is a folder to write to."""
-    where, pid = _trusted_folder(), os.getpid()
-    path = None
-    if where is not None:
-        path = where / f"{stem(key)}.{pid}-{threading.get_native_id()}-{secrets.token_hex(4)}.running"
-        if not _write(path, {**_host(), "pid": pid, "born": _born(pid) or "", "date": now()}):
-            path = None
-    try:
-        yield
-    finally:
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -1,7 +1,7 @@
 """`fastbert warmup`: run the self-checks that first use on a device would run, and keep their verdicts.
 
-All kernels are compiled side by side, then checked in one process of their own, one after the other, each
-with a time limit. After a kernel that crashes that process, or hangs, another one checks the rest.
+Kernels are checked in one process of their own, one after the other, each with a time limit. After a kernel
+that crashes that process, or hangs, another one checks the rest. What the shipped table proves is left out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import processes, proving, serving, verdict_keys, verdicts
-from fastbert.testing.processes import SECONDS, Unit
+from fastbert.testing import known, processes, proving, serving, verdict_keys, verdicts
+from fastbert.testing.processes import SECONDS
+from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import UNDECIDED, Time, Verdict
 
 
@@ -30,6 +31,7 @@ class Result:
         date: of the check, UTC.
         times: of the kernel and of the backend that would serve without it, as in `verdicts.Time`.
         beside: what they say, to be put behind something; "" where nothing was timed.
+        commit: of the shipped proof; "" where this machine checked.
     """
 
     op: str
@@ -44,6 +46,7 @@ class Result:
     date: str
     times: tuple[Time, ...] = ()
     beside: str = ""
+    commit: str = ""
 
 
 def wanted(
@@ -64,7 +67,6 @@ def run(
     dtypes: Iterable[torch.dtype] | None = None,
     *,
     again: bool = False,
-    jobs: int | None = None,
     seconds: float = SECONDS,
     telling: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
@@ -73,39 +75,37 @@ def run(
     Args:
         device: the device to check on; "cuda" with its index.
         ops, dtypes: check only these; None = all.
-        again: check also the kernels that have a verdict.
-        jobs: how many processes may compile at once; 1 = none beside the one that checks; None = as the
-            machine allows.
+        again: check also the kernels that are proven or have a verdict.
         seconds: limit for one check.
-        telling: called with what is done now, such as "2 of 7 kernels are compiled".
+        telling: called with what is done now, such as "linear of triton in float32 is checked".
     """
     left = []
     for op, backend, each in wanted(device, ops, dtypes):
-        for dtype in each:
-            key = verdict_keys.key_of(op, backend, device, dtype)
+        for unit in (Unit(op, backend, dtype) for dtype in each):
             if again:
-                verdicts.forget(key)
-            found = None if again else verdicts.load(key)
+                known.found.pop((unit, device), None)
+                verdicts.forget(_key(unit, device))
+            found = None if again else known.verdict(unit, device)
             if proving.is_due(found, device):
-                left.append(Unit(op, backend, dtype))
+                left.append(unit)
             else:
-                yield _result(Unit(op, backend, dtype), device, found)
+                yield _result(unit, device, found)
     if left:
-        key = verdict_keys.key_of(left[0].op, left[0].backend, device, left[0].dtype)
-        with verdicts.turn(key, lambda waited: telling(f"another process checks; waited for {waited:.0f} s")):
-            yield from _checked(left, device, jobs, seconds, telling)
+        say = lambda waited: telling(f"another process checks; waited for {waited:.0f} s")  # noqa: E731
+        with verdicts.turn(_key(left[0], device), say):
+            yield from _checked(left, device, seconds, telling)
+
+
+def _key(unit: Unit, device: torch.device) -> verdict_keys.Key:
+    return verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)
 
 
 def _checked(
-    left: list[Unit],
-    device: torch.device,
-    jobs: int | None,
-    seconds: float,
-    telling: Callable[[str], None],
+    left: list[Unit], device: torch.device, seconds: float, telling: Callable[[str], None]
 ) -> Iterator[Result]:
     """Check the kernels, one result at a time."""
     try:
-        for unit, found in processes.checked(device, list(left), jobs=jobs, seconds=seconds, telling=telling):
+        for unit, found in processes.checked(device, list(left), seconds=seconds, telling=telling):
             left.remove(unit)
             yield _result(unit, device, found)
     except processes.CannotStart as error:
@@ -116,7 +116,7 @@ def _checked(
 
 
 def _result(unit: Unit, device: torch.device, found: Verdict) -> Result:
-    name = str(unit.dtype).removeprefix("torch.")
     facts = found.passed, found.outcome, found.reason, found.seconds, found.kept, found.date
     beside = serving.beside(found, unit.op, device.type)
-    return Result(unit.op, unit.backend, name, str(device), *facts, found.times, beside)
+    where = unit.op, unit.backend, name_of(unit.dtype), str(device)
+    return Result(*where, *facts, found.times, beside, found.commit)

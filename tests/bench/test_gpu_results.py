@@ -311,7 +311,7 @@ def test_the_committed_readme_is_what_bench_results_say():
     text = records.PAGE.read_text()
     assert records.filled(text, records.sections()) == text, "run `python bench/gpu/prove.py readme`"
     text = records.MATRIX.read_text()
-    assert records.filled(text, records.proven()) == text, "run `python bench/gpu/prove.py readme`"
+    assert records.filled(text, records.matrix()) == text, "run `python bench/gpu/prove.py readme`"
 
 
 def test_the_page_says_whose_roofs_a_share_is_of():

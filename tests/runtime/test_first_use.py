@@ -14,7 +14,7 @@ from fastbert.backends import aten, cpu, reference
 from fastbert.ops.layer_norm import LayerNormInputs, layer_norm, storage_dtype
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, error_rule, proving, serving, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, known, proving, serving, verdict_keys, verdicts
 from tests.support.fake_backends import fake_backend, run
 
 pytestmark = pytest.mark.usefixtures("clean_tables")
@@ -90,8 +90,7 @@ def counted(monkeypatch):
 
 def next_process():
     """Forget everything that a new process would not know: only the disk counts."""
-    proving._verdicts.clear()
-    proving._found.clear()
+    known.found.clear()
     proving._alone.clear()
     dispatch._resolved.clear()
 
@@ -396,7 +395,7 @@ def test_a_check_that_takes_long_is_told_of(monkeypatch):
         run()
 
 
-def test_a_stopped_wait_leaves_the_marker_of_a_hanging_kernel(monkeypatch, tmp_path):
+def test_a_stopped_wait_leaves_the_death_of_a_hanging_kernel(monkeypatch):
     go_on = threading.Event()
     fake_backend(monkeypatch, layer_norm_fwd=lambda *args: go_on.wait(20) and 1 / 0)
     join, waits = threading.Thread.join, []
@@ -411,7 +410,8 @@ def test_a_stopped_wait_leaves_the_marker_of_a_hanging_kernel(monkeypatch, tmp_p
         patched.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert len(list(tmp_path.glob("cache/self_checks/*.running"))) == 1
+    key = verdict_keys.key_of("layer_norm", "triton", torch.device("cpu"), torch.float32)
+    assert (verdicts.load(key).outcome, verdicts.load(key).deaths) == ("killed", 1)
     run()  # by another backend, without a second check that would hang too
     line = next(c for c in serving.choices("cpu") if c.op == "layer_norm" and c.dtype == "float32")
     assert (line.backend, line.why) == ("aten", "triton: its self-check was stopped before it ended")
@@ -419,7 +419,7 @@ def test_a_stopped_wait_leaves_the_marker_of_a_hanging_kernel(monkeypatch, tmp_p
     for thread in threading.enumerate():
         if thread.name == "fastbert-check-layer_norm":
             join(thread, 20)
-    assert not list(tmp_path.glob("cache/self_checks/*.running"))
+    assert verdicts.load(key) is None  # it has ended with an error of the machine's
 
 
 def test_a_pin_skips_the_check(monkeypatch):

@@ -1,7 +1,7 @@
 """A process with a planted kernel, good or bad: `triton`'s layer_norm, first in the CPU's table.
 
 python -m tests.support.planted_kernel BEHAVIOUR first-use   call the op once; print who served and warned
-python -m tests.support.planted_kernel BEHAVIOUR check …       be the process that checks kernels
+python -m tests.support.planted_kernel BEHAVIOUR check REQUEST   be the process that checks kernels
 
 BEHAVIOUR is one name for all dtypes, or such as "float32=good,bfloat16=segv".
 """
@@ -86,6 +86,6 @@ if __name__ == "__main__":
     if sys.argv[2] == "first-use":
         print(json.dumps(first_use(calls)))
     else:
-        from fastbert.testing import processes
+        from fastbert.testing import worker
 
-        processes.serve(sys.argv[3:])
+        worker.main(sys.argv[3])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fastbert.runtime import dispatch
-from fastbert.testing import proving, triton_interpreter
+from fastbert.testing import known, triton_interpreter
 
 DEVICE = triton_interpreter.device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> No
     """Make these the backends of `op` on this device, best first, and forget all verdicts."""
     monkeypatch.setitem(dispatch.TABLE[DEVICE.type], op, backends)
     monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(proving, "_verdicts", {})
+    monkeypatch.setattr(known, "found", {})
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType, name: str) -> list[str]:

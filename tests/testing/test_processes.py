@@ -14,55 +14,31 @@ import pytest
 import torch
 
 from fastbert.backends import aten
-from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, processes, proving, serving, verdict_keys, verdicts
-from fastbert.testing.processes import Unit
+from fastbert.testing import checking, known, processes, proving, serving, verdict_keys, verdicts
+from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
 from tests.support.fake_backends import fake_backend, run
+
+pytestmark = pytest.mark.usefixtures("apart")
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 LAYER_NORM = Unit("layer_norm", "triton", torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def apart(monkeypatch):
-    """First checks on a CPU run in a process of their own; nothing is known of any kernel."""
-    monkeypatch.setattr(processes, "DEVICES", ("cuda", "cpu"))
-    for name in ("_verdicts", "_found"):
-        monkeypatch.setattr(proving, name, {})
-    monkeypatch.setattr(proving, "_alone", set())
-    monkeypatch.setattr(dispatch, "_resolved", {})
-    yield
-    processes.end_kept()
-
-
-@pytest.fixture
-def planted(monkeypatch):
-    """A function that plants a kernel in processes that check; in this one it is good."""
-    served = []
-    fake_backend(monkeypatch, layer_norm_fwd=lambda *args: served.append(1) or aten.layer_norm_fwd(*args))
-
-    def plant(behaviours):
-        command = [sys.executable, str(ROOT / "tests" / "support" / "planted_kernel.py"), behaviours, "check"]
-        monkeypatch.setattr(processes, "COMMAND", command)
-        return served
-
-    return plant
+LINEAR = Unit("linear", "triton", torch.float32)
+ALL_GOOD = "send(ready=True)\nfor unit in units: end()\n"
 
 
 def inside(monkeypatch):
-    """Kernels that are checked in this process, as (backend, op, dtype)."""
+    """Kernels that are checked in this process."""
     seen, real = [], checking.check
-    monkeypatch.setattr(checking, "check", lambda *args: seen.append((*args[:2], args[3])) or real(*args))
+    monkeypatch.setattr(checking, "check", lambda unit, device: seen.append(unit) or real(unit, device))
     return seen
 
 
 def next_process():
-    proving._verdicts.clear()
-    proving._found.clear()
+    known.found.clear()
     dispatch._resolved.clear()
 
 
@@ -77,8 +53,7 @@ def key(dtype=torch.float32):
 def test_a_good_kernel_serves_and_is_not_run_here_before(planted, monkeypatch):
     served, checks = planted("good"), inside(monkeypatch)
     run()
-    assert served == [1]
-    assert checks == []
+    assert (served, checks) == ([1], [])
     assert served_by() == "triton"
     assert verdicts.load(key()).passed
 
@@ -86,15 +61,12 @@ def test_a_good_kernel_serves_and_is_not_run_here_before(planted, monkeypatch):
 @pytest.mark.parametrize(
     ("behaviour", "text"),
     [
-        (
-            "segv",
-            "failed its self-check on cpu in float32 and .*: its process ended by SIGSEGV",
-        ),
+        ("segv", "failed its self-check on cpu in float32 and .*: its process ended by SIGSEGV"),
         ("exit", "failed its self-check.*its process ended by status 3"),
         ("wrong", "failed its self-check.*5x96 y: max error"),
     ],
 )
-def test_whatever_it_does_this_process_goes_on(planted, monkeypatch, cache, behaviour, text):
+def test_whatever_it_does_this_process_goes_on(planted, monkeypatch, behaviour, text):
     served, checks = planted(behaviour), inside(monkeypatch)
     with pytest.warns(RuntimeWarning, match=text) as caught:
         y = run()
@@ -106,7 +78,6 @@ def test_whatever_it_does_this_process_goes_on(planted, monkeypatch, cache, beha
     assert served == checks == []
     assert served_by() == "aten"
     assert verdicts.load(key()).outcome == "failed"
-    assert [path.suffix for path in cache.iterdir()] == [".json"]
 
 
 @pytest.mark.sweep
@@ -129,12 +100,10 @@ def test_a_killed_check_is_tried_again_but_not_for_ever(planted, monkeypatch):
         assert served_by() == "aten"
         kept = verdicts.load(key())
         assert (kept.outcome, kept.deaths) == ("killed", deaths)
-        (choice,) = (c for c in serving.choices("cpu") if (c.op, c.dtype) == ("layer_norm", "float32"))
-        last = deaths == proving.MOST_DEATHS
         next_process()
         (choice,) = (c for c in serving.choices("cpu") if (c.op, c.dtype) == ("layer_norm", "float32"))
-        expected = verdicts.DIED if last else "to be self-checked at first use"
-        assert choice.why == f"triton: {expected}"
+        last = deaths == proving.MOST_DEATHS
+        assert choice.why == f"triton: {verdicts.DIED if last else 'to be self-checked at first use'}"
     planted("good")
     with pytest.warns(RuntimeWarning, match="did not end"):
         run()  # enough is enough
@@ -158,46 +127,28 @@ def test_a_kernel_killed_once_is_proven_by_the_next_process(planted):
     assert verdicts.load(key()).passed
 
 
-def test_a_death_is_not_tried_again_where_checks_run_inside(planted, monkeypatch):
+@pytest.mark.parametrize("when", ["known before", "found out now"])
+def test_a_death_is_not_tried_again_where_checks_run_inside(planted, monkeypatch, when):
     """There it would take the user's process along."""
-    planted("killed")
-    with pytest.warns(RuntimeWarning, match="did not end"):
-        run()
-    next_process()
+    planted("good")
+    verdicts.attempt(key())
     checks = inside(monkeypatch)
-    proving._alone.add(CPU)
+    if when == "known before":
+        proving._alone.add(CPU)
+    else:
+        monkeypatch.setattr(processes, "COMMAND", ["/no/such/program"])
     with pytest.warns(RuntimeWarning, match="because 1 of its self-checks did not end"):
         run()
     assert checks == []
 
 
-FAKE = """
-import json, os, sys
-from fastbert.testing import verdict_keys, verdicts
-import torch
-wanted = json.loads(sys.argv[2])
-def send(**message):
-    os.write(int(sys.argv[1]), (json.dumps(message) + chr(10)).encode())
-def begin(op, backend, dtype):
-    key = verdict_keys.key_of(op, backend, torch.device(wanted["device"]), getattr(torch, dtype))
-    send(begin=[op, backend, dtype], key=verdicts.stem(key))
-def end(reason=None, outcome="passed", times=(), broken=False):
-    send(reason=reason, outcome=outcome, seconds=0.5, date="now", times=times, broken=broken)
-"""
-
-
-def fake(monkeypatch, code, path):
-    """A process without kernels that runs `code`, and notes in a file what it was asked for."""
-    note = f"print(json.dumps(wanted), file=open({str(path)!r}, 'a'), flush=True)\n"
-    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", FAKE + note + code])
-
-
-ALL_GOOD = "send(ready=True)\nfor unit in wanted['units']:\n begin(*unit)\n end()\n"
+# --- one process for all kernels of a dtype -----------------------------------------------------------------
 
 
 def asked(path):
-    """What the processes were asked for."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The units of each process that was started."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [[unit[:3] for unit in json.loads(line)] for line in lines]
 
 
 @pytest.fixture
@@ -209,174 +160,74 @@ def two_ops(monkeypatch):
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("triton", "aten", "reference"))
 
 
-def test_a_kernel_is_checked_at_its_own_first_use(two_ops, monkeypatch, tmp_path):
-    fake(monkeypatch, ALL_GOOD, tmp_path / "asked")
-    checks = inside(monkeypatch)
-    linear(torch.ones(1, 2), torch.ones(3, 2))
-    (first,) = asked(tmp_path / "asked")
-    assert first["units"] == [["linear", "triton", "float32"]]
-    # not checked before it is used, but compiled in spare time
-    assert first["ahead"] == [["layer_norm", "triton", "float32"]]
-    assert (first["device"], first["uuid"], first["gpu"], first["jobs"]) == ("cpu", "", None, None)
+def use_linear():
+    return linear(torch.ones(1, 2), torch.ones(3, 2))
+
+
+def test_one_process_checks_all_kernels_of_the_dtype(two_ops, fake, monkeypatch):
+    path, checks = fake(ALL_GOOD), inside(monkeypatch)
+    use_linear()
+    run()
+    # the kernel that is waited for comes first
+    assert asked(path) == [[["linear", "triton", "float32"], ["layer_norm", "triton", "float32"]]]
     run(torch.bfloat16)
-    second = asked(tmp_path / "asked")[1]
-    assert second["units"] == [["layer_norm", "triton", "bfloat16"]]
-    assert second["ahead"] == [["linear", "triton", "bfloat16"]]
-    run()
-    third = asked(tmp_path / "asked")[2]
-    assert (third["units"], third["ahead"]) == ([["layer_norm", "triton", "float32"]], [])
-    run()
-    assert len(asked(tmp_path / "asked")) == 3
+    assert asked(path)[1:] == [[["layer_norm", "triton", "bfloat16"], ["linear", "triton", "bfloat16"]]]
     assert checks == []
     assert served_by() == served_by(torch.bfloat16) == "triton"
 
 
-# what is left of a process: it serves requests until it gets none
-KEPT = (
-    "send(ready=True)\nwhile True:\n for unit in wanted['units']:\n  begin(*unit)\n  end()\n"
-    " line = sys.stdin.readline()\n if not line: break\n wanted |= json.loads(line)\n"
-    " print(line, end='', file=open({path!r}, 'a'))\n"
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("sys.exit('out of it')", "its process ended by status 1: out of it"),
+        ("end('broke the context', 'failed', broken=True)", "broke the context"),
+        ("time.sleep(60)", "no verdict within 1 s: it hangs"),
+    ],
 )
-
-
-def started(monkeypatch):
-    """The processes that are started from now on."""
-    found, real = [], subprocess.Popen
-    monkeypatch.setattr(
-        processes.subprocess,
-        "Popen",
-        lambda *args, **options: found.append(real(*args, **options)) or found[-1],
-    )
-    return found
-
-
-def test_the_process_waits_for_the_next_kernel(two_ops, monkeypatch, tmp_path):
-    path = tmp_path / "asked"
-    fake(monkeypatch, KEPT.format(path=str(path)), path)
-    children, checks = started(monkeypatch), inside(monkeypatch)
-    linear(torch.ones(1, 2), torch.ones(3, 2))
-    run()
-    run(torch.bfloat16)
-    (child,) = children
-    assert [request["units"] for request in asked(path)] == [
-        [["linear", "triton", "float32"]],
-        [["layer_norm", "triton", "float32"]],
-        [["layer_norm", "triton", "bfloat16"]],
-    ]
-    assert checks == []
-    assert served_by() == served_by(torch.bfloat16) == "triton"
-    assert child.poll() is None
-    processes.end_kept()
-    assert child.poll() is not None
-
-
-def test_a_process_that_has_gone_meanwhile_is_started_anew(two_ops, monkeypatch, tmp_path):
-    path = tmp_path / "asked"
-    fake(monkeypatch, KEPT.format(path=str(path)), path)
-    children = started(monkeypatch)
-    linear(torch.ones(1, 2), torch.ones(3, 2))
-    children[0].kill()
-    children[0].wait()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()
-    assert len(children) == 2
-    assert served_by() == "triton"
-    assert proving._alone == set()
-
-
-def test_in_other_surroundings_another_process_is_started(two_ops, monkeypatch, tmp_path):
-    """Its environment says where verdicts are kept, and which GPUs there are."""
-    path = tmp_path / "asked"
-    fake(monkeypatch, KEPT.format(path=str(path)), path)
-    children = started(monkeypatch)
-    linear(torch.ones(1, 2), torch.ones(3, 2))
-    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "other"))
-    run()
-    assert len(children) == 2
-    assert children[0].poll() is not None
-
-
-def test_a_fork_does_not_use_its_parents_process(two_ops, monkeypatch, tmp_path):
-    path = tmp_path / "asked"
-    fake(monkeypatch, KEPT.format(path=str(path)), path)
-    children = started(monkeypatch)
-    linear(torch.ones(1, 2), torch.ones(3, 2))
-    (kept,) = processes._kept.values()
-    kept.owner += 1
-    run()
-    kept.owner -= 1
-    assert len(children) == 2
-    assert children[0].poll() is None  # and does not end it
-    kept.close()
-
-
-def test_the_real_process_is_kept_and_ends_when_nothing_is_asked(planted, monkeypatch):
-    planted("good")
-    children = started(monkeypatch)
-    run()
-    run(torch.bfloat16)
-    assert len(children) == 1
-    assert verdicts.load(key()).passed
-    assert verdicts.load(key(torch.bfloat16)).passed
-    monkeypatch.setattr(processes, "KEPT_SECONDS", 0.01)
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as stdin, os.fdopen(writing, "w"):
-        monkeypatch.setattr(processes.sys, "stdin", stdin)
-        assert processes._next_request() is None
-
-
-def test_notes_of_compiling_are_logged(two_ops, monkeypatch, tmp_path, caplog):
-    code = ALL_GOOD.replace("for unit", "send(compiled=1, of=2)\nsend(note='no room')\nfor unit")
-    fake(monkeypatch, code, tmp_path / "asked")
+def test_what_ends_the_process_costs_one_kernel(two_ops, fake, fault, text):
+    path = fake(f"send(ready=True)\nif len(units) == 2:\n {fault}\nelse: end()\n")
     told = []
-    units = processes.checked(CPU, [LAYER_NORM], telling=told.append)
-    assert [verdict.passed for _, verdict in units] == [True]
-    assert [record.message for record in caplog.records] == ["cpu: no room"]
+    found = processes.checked(CPU, [LINEAR, LAYER_NORM], seconds=1.0, telling=told.append)
+    assert [(unit, verdict.reason) for unit, verdict in found] == [(LINEAR, text), (LAYER_NORM, None)]
+    assert [len(units) for units in asked(path)] == [2, 1]
     assert told == [
-        "a process that checks is started",
-        "1 of 2 kernels are compiled",
-        "layer_norm of triton in float32 is checked",
+        *("a process that checks is started", "linear of triton in float32 is checked"),
+        *("a process that checks is started", "layer_norm of triton in float32 is checked"),
     ]
 
 
-def test_a_kernel_with_a_verdict_is_not_checked_again(two_ops, monkeypatch, tmp_path):
-    fake(monkeypatch, ALL_GOOD, tmp_path / "asked")
+def test_a_kernel_with_a_verdict_is_not_checked_again(two_ops, fake):
+    path = fake(ALL_GOOD)
     verdicts.store(key(), Verdict(None))
-    linear(torch.ones(1, 2), torch.ones(3, 2))
-    (only,) = asked(tmp_path / "asked")
-    assert only["units"] == [["linear", "triton", "float32"]]
+    use_linear()
+    assert asked(path) == [[["linear", "triton", "float32"]]]
 
 
-def test_one_warning_for_each_bad_kernel_when_it_is_used(two_ops, monkeypatch, tmp_path):
-    bad = ALL_GOOD.replace("end()", "end(reason='wrong', outcome='failed')")
-    fake(monkeypatch, bad, tmp_path / "asked")
-    with pytest.warns(RuntimeWarning, match="kernel of 'layer_norm' failed") as caught:
-        run()
-    assert len(caught) == 1
-    with pytest.warns(RuntimeWarning, match="kernel of 'linear' failed") as caught:
-        linear(torch.ones(1, 2), torch.ones(3, 2))
-    assert len(caught) == 1
+def test_one_warning_for_each_bad_kernel_when_it_is_used(two_ops, fake):
+    fake(ALL_GOOD.replace("end()", "end('wrong', 'failed')"))
+    for op, use in (("layer_norm", run), ("linear", use_linear)):
+        with pytest.warns(RuntimeWarning, match=f"kernel of '{op}' failed") as caught:
+            use()
+        assert len(caught) == 1
 
 
 CANNOT = {
     "in exclusive mode": "send(cannot='AcceleratorError: CUDA-capable device(s) is/are busy or unavailable')",
     "does not start": "sys.exit('no module named fastbert')",
-    "another kernel": "send(ready=True)\nsend(begin=wanted['units'][0], key='layer_norm-triton-float32-0')\n",
+    "another kernel": "send(cannot='it would check layer_norm-triton-float32-0')",
 }
 
 
 @pytest.mark.parametrize("why", CANNOT)
-def test_where_no_process_can_check_this_one_does(two_ops, monkeypatch, tmp_path, why):
-    fake(monkeypatch, CANNOT[why], tmp_path / "asked")
-    checks = inside(monkeypatch)
+def test_where_no_process_can_check_this_one_does(two_ops, fake, monkeypatch, why):
+    path, checks = fake(CANNOT[why]), inside(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
-        linear(torch.ones(1, 2), torch.ones(3, 2))
+        use_linear()
     assert served_by() == "triton"
-    assert checks == [("triton", "layer_norm", torch.float32), ("triton", "linear", torch.float32)]
-    assert len(asked(tmp_path / "asked")) == 1  # it is not tried again on this device
+    assert checks == [LAYER_NORM, LINEAR]
+    assert len(asked(path)) == 1  # it is not tried again on this device
     assert verdicts.load(key()).passed
 
 
@@ -385,7 +236,7 @@ def test_where_nothing_can_be_started_this_process_checks(planted, monkeypatch):
     monkeypatch.setattr(processes, "COMMAND", ["/no/such/program"])
     checks = inside(monkeypatch)
     run()
-    assert checks == [("triton", "layer_norm", torch.float32)]
+    assert checks == [LAYER_NORM]
     assert served_by() == "triton"
 
 
@@ -395,26 +246,23 @@ def test_what_it_cannot_decide_is_decided_here(planted, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
-    assert checks == [("triton", "layer_norm", torch.float32)]
+    assert checks == [LAYER_NORM]
     assert served_by() == "triton"
 
 
-def test_times_come_through(planted, monkeypatch, tmp_path):
-    times = [["5x96", "forward", 2.0, "aten", 1.0]]
-    code = ALL_GOOD.replace("end()", f"end('slower than aten', 'slower', {times})")
-    fake(monkeypatch, code, tmp_path / "asked")
+def test_times_come_through(planted, fake):
+    fake(ALL_GOOD.replace("end()", "end('slower than aten', 'slower', [['5x96', 'forward', 2, 'aten', 1]])"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
     assert served_by() == "aten"
-    verdict = proving.known_verdict("triton", "layer_norm", CPU, torch.float32)
+    verdict = known.verdict(LAYER_NORM, CPU)
     assert (verdict.outcome, verdict.ratio) == ("slower", 2.0)
 
 
-def test_a_failure_that_another_process_has_found_counts(planted, monkeypatch, tmp_path):
-    fake(monkeypatch, ALL_GOOD, tmp_path / "asked")
-    units = processes.checked(CPU, [LAYER_NORM])
-    receive = processes._Child.receive
+def test_a_failure_that_another_process_has_found_counts(planted, fake, monkeypatch):
+    fake(ALL_GOOD)
+    receive = processes._Worker.receive
 
     def meanwhile(self, deadline):
         message = receive(self, deadline)
@@ -422,8 +270,11 @@ def test_a_failure_that_another_process_has_found_counts(planted, monkeypatch, t
             verdicts.store(key(), Verdict("wrong"))
         return message
 
-    monkeypatch.setattr(processes._Child, "receive", meanwhile)
-    assert [(unit, verdict.reason) for unit, verdict in units] == [(LAYER_NORM, "wrong")]
+    monkeypatch.setattr(processes._Worker, "receive", meanwhile)
+    assert [verdict.reason for _, verdict in processes.checked(CPU, [LAYER_NORM])] == ["wrong"]
+
+
+# --- the process --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -448,50 +299,64 @@ def test_only_gpus_are_checked_apart(monkeypatch):
 
 
 def test_the_real_process_finds_this_package_and_not_the_users_files(tmp_path, monkeypatch):
-    """It is started as users' processes start it; a kernel that needs no check has nothing to do there."""
+    """It is started as users' processes start it."""
     (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with processes._Child(CPU, [Unit("layer_norm", "aten", torch.float32)], lambda: None) as child:
-        child.start()
-        message = child.receive(time.monotonic() + 60)
-    assert message["begin"] == ["layer_norm", "aten", "float32"]
-    assert message["key"] == verdicts.stem(verdict_keys.key_of("layer_norm", "aten", CPU, torch.float32))
+    unit = Unit("layer_norm", "aten", torch.float32)
+    assert [(each, verdict.passed) for each, verdict in processes.checked(CPU, [unit])] == [(unit, True)]
 
 
 def test_another_gpu_of_the_same_name_is_not_checked_instead(monkeypatch):
-    monkeypatch.setattr(processes, "_uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(processes.worker, "uuid_of", lambda device: "GPU-1")
     with pytest.raises(processes.CannotStart, match="cpu is another device there"):
         list(processes.checked(CPU, [LAYER_NORM]))
 
 
+def test_other_sources_are_not_checked_instead(monkeypatch):
+    monkeypatch.setattr(verdict_keys, "VERSION", "another")
+    with pytest.raises(processes.CannotStart, match="it would check layer_norm-triton-float32-"):
+        list(processes.checked(CPU, [LAYER_NORM]))
+
+
 @pytest.mark.sweep
-def test_it_ends_with_its_parent(tmp_path, cache):
+def test_it_ends_with_its_parent(cache):
     """Else a kernel that hangs would hold the GPU for ever."""
     planted_kernel = str(ROOT / "tests" / "support" / "planted_kernel.py")
     code = (
         "from fastbert.testing import processes\nimport torch\n"
+        "from fastbert.testing.verdict_keys import Unit\n"
         "from tests.support import planted_kernel\nplanted_kernel.plant('good')\n"
         f"processes.COMMAND = [{sys.executable!r}, {planted_kernel!r}, 'hang', 'check']\n"
-        "list(processes.checked(torch.device('cpu'), "
-        "[processes.Unit('layer_norm', 'triton', torch.float32)]))\n"
+        "def telling(text):\n"
+        "    import gc; print(*(o.process.pid for o in gc.get_objects() if type(o) is processes._Worker),"
+        " flush=True)\n"
+        "units = [Unit('layer_norm', 'triton', torch.float32)]\n"
+        "list(processes.checked(torch.device('cpu'), units, telling=telling))\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout.readline() == "\n"
+    child = int(parent.stdout.readline())
     deadline = time.monotonic() + 60
-    while not list(cache.glob("*.running")):
-        assert parent.poll() is None
+    while not list(cache.glob("*.json")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (marker,) = cache.glob("*.running")
-    child = json.loads(marker.read_text())["pid"]
-    assert child != parent.pid
     parent.kill()
-    parent.wait()
-    while verdicts._born(child) is not None:
+    parent.communicate()
+    while alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert verdicts.load(key()).outcome == "killed"
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_long_wait_is_told_once(planted, monkeypatch):
@@ -506,102 +371,22 @@ def test_a_long_wait_is_told_once(planted, monkeypatch):
 @pytest.mark.sweep
 def test_ctrl_c_ends_the_process_and_blames_no_kernel(planted, monkeypatch, cache):
     planted("hang")
-    receive, pids = processes._Child.receive, []
+    receive, pids = processes._Worker.receive, []
 
     def interrupted(self, deadline):
-        if self.begun is None:
+        if not pids:
+            pids.append(self.process.pid)
             return receive(self, deadline)
-        while not any(cache.glob("*.running")):
+        while not any(cache.glob("*.json")):
             time.sleep(0.05)
-        pids.append(self.process.pid)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(processes._Child, "receive", interrupted)
+        patched.setattr(processes._Worker, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert verdicts._born(pids[0]) is None
+    assert not alive(pids[0])
     assert list(cache.iterdir()) == []
     planted("good")
     run()
     assert served_by() == "triton"
-
-
-def test_layer_norm_is_right_whoever_serves(planted):
-    planted("good")
-    x = torch.randn(3, 8)
-    y = layer_norm(x, torch.ones(8))
-    assert torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
-
-
-class Compiler:
-    """In the place of `compiling.Compiler`: notes what it is asked for."""
-
-    def __init__(self):
-        self.calls = []
-
-    def ask(self, units, ahead):
-        self.calls.append(("ask", units, ahead))
-
-    def wait(self, units, progress):
-        self.calls.append(("wait", list(units)))
-        progress(1, 2)
-        return ["one kernel was not compiled"]
-
-    def hold(self, whether):
-        self.calls.append(("hold", whether))
-
-
-def test_kernels_are_compiled_before_the_first_check(planted, monkeypatch):
-    """And while a check runs, which takes times, nothing is begun that is not needed yet."""
-    planted("good")
-    compiler, sent = Compiler(), []
-    monkeypatch.setattr(
-        checking,
-        "check",
-        lambda *args: compiler.calls.append(("check", args[1])) or Verdict(None, date="now"),
-    )
-    units = [["layer_norm", "triton", "float32"], ["linear", "cuda", "float32"]]
-    assert processes._check_all(units, CPU, compiler, sent.append)
-    mine = units[:1]  # Triton compiles no other
-    assert compiler.calls == [
-        ("wait", mine),
-        ("hold", True),
-        ("check", "layer_norm"),
-        ("check", "linear"),
-        ("hold", False),
-    ]
-    assert sent[:2] == [{"compiled": 1, "of": 2}, {"note": "one kernel was not compiled"}]
-    assert [message["begin"] for message in sent if "begin" in message] == units
-    asked = processes._compiled_by_triton({"units": units, "ahead": units[::-1]})
-    assert asked == [mine, mine]
-
-
-def test_where_the_gpu_cannot_be_used_what_compiles_ends_too(monkeypatch, tmp_path):
-    from fastbert.testing import stand_in
-
-    device = torch.device("cuda", 0)
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    facts = stand_in.Facts("NVIDIA H100 80GB HBM3", 9, 0, 132)
-    monkeypatch.setattr(stand_in, "facts_of", lambda device: facts)
-    monkeypatch.setattr(processes, "_uuid", lambda device: "")
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    children = started(monkeypatch)
-    with pytest.raises(processes.CannotStart, match=r"CUDA|cuda|NVIDIA"):
-        list(processes.checked(device, [Unit("attention", "triton", torch.float16)], jobs=2))
-    group = children[0].pid
-    end = time.monotonic() + 20
-    while group in (_group(path) for path in Path("/proc").glob("[0-9]*")) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert group not in [_group(path) for path in Path("/proc").glob("[0-9]*")]
-
-
-def _group(process):
-    """The process group of a process that runs."""
-    try:
-        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-    except OSError:
-        return None
-    return None if state == "Z" else int(group)

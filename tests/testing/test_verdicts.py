@@ -51,13 +51,6 @@ def finished(process, status=0):
     return json.loads(out) if status == 0 else None
 
 
-def all_verdicts(cache):
-    """What a process would find for the planted kernel in float32, under the key of this process."""
-    assert all(name.startswith("layer_norm-triton-float32-") for name in files(cache))
-    found = verdicts.load(KEY)
-    return [] if found is None else [found]
-
-
 # --- what is kept -------------------------------------------------------------------------------------------
 
 
@@ -150,7 +143,7 @@ def test_the_files_of_cuda_that_a_verdict_depends_on():
     from fastbert.backends import cuda
 
     for op in cuda.DTYPES:
-        paths = verdict_keys._sources(op, "cuda", verdict_keys.PACKAGE)
+        paths = verdict_keys._kernel(op, "cuda", verdict_keys.PACKAGE)
         assert all(path.is_file() for path in paths), op
         names = {path.name for path in paths if path.parent.name == "cuda"}
         own = {"feed_forward.py", "linear.py"} if op == "feed_forward" else {f"{op}.py"}
@@ -214,13 +207,13 @@ def test_the_source_that_a_verdict_depends_on(tmp_path, file, matters):
 def test_every_file_of_kernels_is_a_source_of_some_op():
     from fastbert.backends import triton
 
-    sources = [verdict_keys._sources(op, "triton", verdict_keys.PACKAGE) for op in triton.DTYPES]
+    sources = [verdict_keys._kernel(op, "triton", verdict_keys.PACKAGE) for op in triton.DTYPES]
     found = {path.name for paths in sources for path in paths if path.parent.name == "kernels"}
     assert {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("*.py")} <= found
 
 
 def test_a_kernel_in_a_file_of_its_own_is_a_source_of_its_op():
-    sources = verdict_keys._sources("attention", "triton", verdict_keys.PACKAGE)
+    sources = verdict_keys._kernel("attention", "triton", verdict_keys.PACKAGE)
     kernels = {path.name for path in sources if path.parent.name == "kernels"}
     own = {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("attention*.py")}
     assert {"attention_forward.py", "attention_dq.py", "attention_dkdv.py", "attention_dbias.py"} <= own
@@ -293,7 +286,7 @@ def test_an_op_uses_no_tuned_entries_but_those_of_its_verdict():
     for op in (*tuning.KERNELS, "cross_entropy", "embedding", "pooling"):
         texts = {
             path.name: path.read_text()
-            for path in verdict_keys._sources(op, "triton", verdict_keys.PACKAGE)
+            for path in verdict_keys._kernel(op, "triton", verdict_keys.PACKAGE)
             if path.parent.name == "kernels" and path.name != "tuning.py"
         }
         assert all(t.count("tuning.tuned(") == len(looked_up.findall(t)) for t in texts.values())
@@ -321,9 +314,8 @@ def test_with_an_empty_name_nothing_is_kept(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         verdicts.store(KEY, Verdict("wrong"))
-        with verdicts.running(KEY):
-            assert verdicts.load(KEY) is None
-        verdicts.forget(KEY)
+        assert verdicts.attempt(KEY) is verdicts.load(KEY) is None
+        verdicts.settle(KEY, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -355,7 +347,6 @@ def test_what_is_no_time_is_left_out(rows, left):
         lambda text: b"\xff\xfe\x00" + text,
         lambda text: b"[1, 2]",
         lambda text: b"{}",
-        lambda text: text.replace(b'"passed": false', b'"passed": true'),
         lambda text: text.replace(b'"reason": "wrong"', b'"reason": 7'),
         lambda text: text.replace(b'"op": "layer_norm"', b'"op": "linear"'),
         lambda text: text.replace(b'"outcome": "failed"', b'"outcome": "passed"'),
@@ -411,8 +402,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, monkeypatch, har
         monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "file"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with verdicts.running(KEY):
-            verdicts.store(KEY, Verdict(None))
+        verdicts.settle(KEY, verdicts.attempt(KEY), Verdict(None))
         verdicts.store(KEY, Verdict("wrong"))
         assert verdicts.load(KEY) is None
         verdicts.forget(KEY)
@@ -503,21 +493,11 @@ def test_a_folder_that_others_could_have_written_is_ignored(cache, monkeypatch, 
     make_foreign(cache, whose, monkeypatch)
     with told_once(FOREIGN[whose]) as caught:
         assert verdicts.load(KEY) is None
-        with verdicts.running(KEY):
-            assert files(cache) == before
+        verdicts.attempt(KEY)
         verdicts.store(KEY, Verdict("wrong"))
         verdicts.forget(KEY)
         assert files(cache) == before
     assert len(caught) == 1
-
-
-@pytest.mark.parametrize("whose", FOREIGN)
-def test_a_marker_that_others_could_have_left_counts_for_nothing(cache, monkeypatch, whose):
-    path = marker(cache, born="1")
-    make_foreign(path, whose, monkeypatch)
-    os.utime(path, (0, 0))
-    with told_once(FOREIGN[whose]):
-        assert verdicts.load(KEY) is None
 
 
 def test_a_folder_made_by_somebody_else_just_then_is_not_written(cache, monkeypatch):
@@ -558,122 +538,36 @@ def test_a_home_that_nobody_has(monkeypatch):
     assert len(caught) == 1
 
 
-# --- markers ------------------------------------------------------------------------------------------------
-
-
-def marker(cache, **changes):
-    """A marker as this process leaves it, with `changes`."""
-    before = set(cache.glob("*")) if cache.exists() else set()
-    with verdicts.running(KEY):
-        (path,) = set(cache.glob("*.running")) - before
-        data = json.loads(path.read_text())
-        left = path.with_name(path.name.replace(".running", "0.running"))
-        left.write_text(json.dumps(data | changes))
-    return left
-
-
-def test_a_marker_lies_there_while_the_check_runs(cache):
-    with verdicts.running(KEY):
-        assert [name.endswith(".running") for name in files(cache)] == [True]
-        assert verdicts.load(KEY) is None  # this process lives
-    assert files(cache) == []
-    with pytest.raises(KeyError), verdicts.running(KEY):
-        raise KeyError
-    assert files(cache) == []
-
-
-def test_a_marker_of_a_process_that_has_gone_counts_its_death(cache):
-    child = subprocess.Popen(["sleep", "60"])
-    marker(cache, pid=child.pid, born=verdicts._born(child.pid))
-    assert verdicts.load(KEY) is None
-    child.kill()
-    child.wait()
-    found = verdicts.load(KEY)
-    assert (found.reason, found.outcome, found.deaths, found.kept) == (verdicts.DIED, "killed", 1, True)
-    assert [name.endswith(".json") for name in files(cache)] == [True]  # the marker became the verdict
-    assert verdicts.load(KEY) == found
-    marker(cache, born="1")
-    marker(cache, born="2")
-    assert verdicts.load(KEY).deaths == 3
-    verdicts.forget(KEY)
-    assert files(cache) == []
-
-
-@pytest.mark.parametrize("later", [Verdict(None), Verdict("wrong")])
-def test_a_verdict_overrides_a_death_and_a_death_no_verdict(cache, later):
-    marker(cache, born="1")
-    assert verdicts.load(KEY).outcome == "killed"
-    verdicts.store(KEY, later)
-    assert verdicts.load(KEY).reason == later.reason
-    marker(cache, born="1")
-    assert verdicts.load(KEY).reason == later.reason
-
-
-def test_a_zombie_has_gone(cache):
-    child = subprocess.Popen(["true"])
-    born = verdicts._born(child.pid) or "1"
-    while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "Z":
-        time.sleep(0.01)
-    marker(cache, pid=child.pid, born=born)
-    assert verdicts.load(KEY).reason == verdicts.DIED
-    child.wait()
-
-
-@pytest.mark.parametrize(
-    ("changes", "hours", "gone"),
-    [
-        ({}, 0, False),
-        ({}, 99, False),  # slow, but alive
-        ({"born": "1"}, 0, True),  # the process id belongs to another process now
-        ({"boot": "another"}, 0, True),  # the machine crashed with it
-        ({"host": "elsewhere"}, 0, False),
-        ({"host": "elsewhere"}, 1, True),
-        ({"pids": "pid:[1]"}, 0, False),  # another container
-        ({"pids": "pid:[1]"}, 1, True),
-        ({"pid": None}, 0, False),
-        ({"pid": None}, 1, True),
-    ],
-)
-def test_whose_marker_counts(cache, changes, hours, gone):
-    path = marker(cache, **changes)
-    then = time.time() - 3600 * hours
-    os.utime(path, (then, then))
-    assert (verdicts.load(KEY) is not None) is gone
-
-
-def test_a_corrupt_marker_counts_when_it_is_old(cache):
-    path = marker(cache)
-    path.write_bytes(b"\x00{")
-    assert verdicts.load(KEY) is None
-    os.utime(path, (0, 0))
-    assert verdicts.load(KEY).reason == verdicts.DIED
-
-
-def test_forget_leaves_the_markers_of_living_processes(cache):
-    marker(cache, born="1")
-    living = marker(cache)
-    verdicts.forget(KEY)
-    assert files(cache) == [living.name]
-
-
-def test_a_marker_in_a_folder_that_cannot_be_written_still_counts(cache, monkeypatch):
-    marker(cache, born="1")
-
-    def refuse(*args):
-        raise PermissionError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    monkeypatch.setattr(Path, "unlink", lambda *args, **options: refuse())
-    with pytest.warns(RuntimeWarning, match="Read-only"):
-        assert verdicts.load(KEY).reason == verdicts.DIED
-
-
 # --- kernels that take the process down ---------------------------------------------------------------------
 
 
-def test_a_crash_is_not_tried_again(cache):
+def test_a_check_that_does_not_end_leaves_its_death():
+    assert verdicts.attempt(KEY) is None
+    found = verdicts.load(KEY)
+    assert (found.reason, found.outcome, found.deaths, found.kept) == (verdicts.DIED, "killed", 1, True)
+    assert verdicts.attempt(KEY) == found
+    assert verdicts.load(KEY).deaths == 2
+
+
+@pytest.mark.parametrize("before", [None, Verdict("died", outcome="killed", deaths=2)])
+def test_the_end_of_a_check_replaces_its_death(before):
+    if before:
+        verdicts.store(KEY, before)
+    kept = verdicts.load(KEY)
+    for nothing in (None, Verdict("no memory", outcome="undecided")):
+        assert verdicts.attempt(KEY) == kept
+        verdicts.settle(KEY, kept, nothing)
+        assert verdicts.load(KEY) == kept
+    for verdict in (Verdict(None), Verdict("wrong")):
+        verdicts.attempt(KEY)
+        verdicts.settle(KEY, kept, verdict)
+        assert verdicts.load(KEY).reason == verdict.reason
+        verdicts.forget(KEY)
+
+
+def test_a_crash_is_not_tried_again():
     first_use("segv", -signal.SIGSEGV)
-    assert [name.endswith(".running") for name in files(cache)] == [True]
+    assert verdicts.load(KEY).reason == verdicts.DIED
     report = first_use("segv")  # the next process lives
     assert report["by"] == "aten"
     assert not report["checked"]
@@ -681,36 +575,6 @@ def test_a_crash_is_not_tried_again(cache):
     assert "triton kernel of 'layer_norm' has no verdict, because 1 of its self-checks did not end" in text
     assert verdicts.DIED in text
     assert "fastbert warmup --again" in text
-    assert [name.endswith(".json") for name in files(cache)] == [True]
-
-
-def test_an_abort_leaves_a_failure(cache):
-    first_use("exit", 3)
-    (found,) = all_verdicts(cache)
-    assert found.reason == verdicts.DIED
-
-
-def test_a_hang_that_was_killed_leaves_a_failure(cache):
-    process = first_use("hang", wait=False)
-    while not any(name.endswith(".running") for name in files(cache)):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    (found,) = all_verdicts(cache)
-    assert found.reason == verdicts.DIED
-
-
-@pytest.mark.sweep
-def test_processes_that_check_at_once(cache):
-    """One checks, and the other waits for its verdict."""
-    together = [first_use("slow", wait=False) for _ in range(2)]
-    found = [finished(process) for process in together]
-    assert sorted(each.pop("checked") for each in found) == [False, True]
-    assert found == [{"by": "triton", "warnings": []}] * 2
-    assert [name.endswith(".json") for name in files(cache)] == [True]
-    (found,) = all_verdicts(cache)
-    assert found.passed
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -770,11 +634,6 @@ def test_a_turn_waits_for_another_and_for_its_end(cache, monkeypatch):
         with verdicts.turn(KEY, waiting):
             assert len(waited) >= 3
     assert files(cache) == []  # the lock is no verdict
-    before = len(waited)
-    with verdicts.turn(KEY, waiting), verdicts.turn(KEY, waiting):  # one within the other is one
-        pass
-    assert len(waited) == before
-    assert verdicts._turns == 0
 
 
 def test_a_turn_is_not_waited_for_without_end(monkeypatch):
@@ -809,5 +668,4 @@ def test_without_locks_there_are_no_turns(monkeypatch, why):
         with verdicts.turn(KEY):
             done.append(1)
     assert done == ([] if why == "Ctrl-C" else [1])
-    assert verdicts._turns == 0
     assert len(os.listdir("/proc/self/fd")) == before

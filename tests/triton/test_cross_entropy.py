@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.cross_entropy import cross_entropy
-from fastbert.testing import proving, triton_interpreter
+from fastbert.testing import known, triton_interpreter
 from fastbert.testing.op_cases.cross_entropy import CASES
 from fastbert.testing.op_cases.linear_cross_entropy import LinearCrossEntropyCase
 from tests.support.triton_fixtures import (
@@ -281,7 +281,7 @@ def test_training_is_served_by_the_table(monkeypatch):
     logits.requires_grad_()
     (grad,) = torch.autograd.grad(1.5 * cross_entropy(logits, labels), logits)
     assert len(served) > 1  # the self-check's and this one
-    assert all(v.passed for v in proving._verdicts.values())
+    assert all(v.passed for v in known.found.values())
     assert torch.equal(grad, run(kernels, logits.detach(), labels)[3])
 
 

@@ -13,7 +13,7 @@ from fastbert.backends import triton as backend
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 from fastbert.runtime import dispatch
-from fastbert.testing import proving
+from fastbert.testing import known
 from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
 from tests.support.graphed_models import Graphed, lengths_batch, shared
 from tests.support.launchers import embedding_fwd
@@ -319,8 +319,8 @@ def test_forward_here_and_backward_by_another_backend(monkeypatch):
 
     actual = grads()
     key = ("embedding", "triton", torch.float32), actual[0].device
-    assert list(proving._verdicts) == [key]  # only forward was checked, and it passed
-    assert proving._verdicts[key].passed
+    assert list(known.found) == [key]  # only forward was checked, and it passed
+    assert known.found[key].passed
     with dispatch.use_backend("reference"):
         for a, e in zip(actual, grads(), strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ from fastbert.backends import triton as backend
 from fastbert.ops.activation import ACTIVATIONS, slope_ref
 from fastbert.ops.feed_forward import FeedForwardNeeds, feed_forward
 from fastbert.runtime import dispatch
-from fastbert.testing import proving
+from fastbert.testing import known
 from fastbert.testing.op_cases.feed_forward import CASES
 from tests.support.triton_fixtures import (
     DEVICE,
@@ -307,7 +307,7 @@ def test_training_is_served_by_the_table(monkeypatch):
     """In half precision by the kernel here: the gradient between the products is no tensor of its own."""
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(proving, "_verdicts", {})
+    monkeypatch.setattr(known, "found", {})
     g = torch.Generator().manual_seed(0)
     shapes = (9, 24), (40, 24), (40,), (16, 40)
     tensors = [torch.randn(s, generator=g).bfloat16().to(DEVICE).requires_grad_() for s in shapes]
@@ -320,7 +320,7 @@ def test_training_is_served_by_the_table(monkeypatch):
     monkeypatch.setattr(kernels, "inner_gradient", lambda *args: served.append(args[3]) or launch(*args))
     actual = grads()
     assert served[-1] == "gelu"
-    assert all(v.passed for v in proving._verdicts.values())
+    assert all(v.passed for v in known.found.values())
     with dispatch.use_backend("reference"):
         for a, e in zip(actual, grads(), strict=True):
             assert (a.float() - e.float()).norm() < 0.02 * e.float().norm()

@@ -12,7 +12,7 @@ from fastbert.backends import reference
 from fastbert.ops.activation import ACTIVATIONS, slope_ref
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import proving
+from fastbert.testing import known
 from fastbert.testing.op_cases.linear import CASES, LinearCase
 from tests.support.triton_fixtures import (
     DEVICE,
@@ -286,7 +286,7 @@ def test_training_is_served_by_the_table(monkeypatch):
     """Half-precision products with an activation are served here; those without one by aten."""
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(proving, "_verdicts", {})
+    monkeypatch.setattr(known, "found", {})
     served = []
     launch = kernels.linear_bwd
     monkeypatch.setattr(kernels, "linear_bwd", lambda *args: served.append(args[4]) or launch(*args))
@@ -299,7 +299,7 @@ def test_training_is_served_by_the_table(monkeypatch):
 
     actual = grads("gelu")
     assert served[-1] == "gelu"
-    assert all(v.passed for v in proving._verdicts.values())
+    assert all(v.passed for v in known.found.values())
     served.clear()
     grads(None)
     assert served == []

@@ -1,0 +1,50 @@
+"""The self-checks that first use would run, so that none runs while something is timed.
+
+    python bench/gpu/selfcheck.py [--json FILE]
+
+Each verdict is a row of FILE, from which `prove.py merge` makes the table of proofs that is shipped. Kernels
+that the table proves already are not checked again. The exit status is 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench.lib import proven  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
+from bench.lib.report import Report  # noqa: E402
+from fastbert.testing import warmup  # noqa: E402
+
+
+def line(row: dict) -> str:
+    """The printed form of a row."""
+    ratios = ", ".join(f"{ms / other_ms:.2f}" for _, _, ms, _, other_ms, *_ in row["times"])
+    return f"{row['outcome']:<9} {row['name']:<36} {row['reason'] or ratios}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="selfcheck", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path, help="file of rows")
+    parser.add_argument("--budget", type=float, default=80.0, help="most seconds for one kernel")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    report = Report(args.json, {"device": args.device}, None, line)
+    report.data["environment"] = describe(device)
+    report.save()
+    for result in warmup.run(device, dtypes=(torch.bfloat16, torch.float32), seconds=args.budget):
+        report.row(proven.row_of(result, device))
+    return int(any(row["status"] == "failed" for row in report.data["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

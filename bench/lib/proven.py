@@ -1,0 +1,62 @@
+"""The shipped tables of proofs, `fastbert/testing/proven/<gpu>.json`, made from self-checks of GPU runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from bench.lib.roofs import TAGS
+from fastbert.testing import known, verdict_keys
+from fastbert.testing.verdicts import PASSED, SLOWER
+from fastbert.testing.warmup import Result
+
+# Parts of a proof's key whose change makes an earlier proof worthless.
+_CONTENT = ("source", "tuned")
+
+
+def row_of(result: Result, device: torch.device) -> dict:
+    """The row of a run's file: the verdict, and the key of the proof that it is, if it may be one."""
+    dtype = getattr(torch, result.dtype)
+    key = verdict_keys.proof_key_of(result.op, result.backend, device, dtype)
+    facts = {name: getattr(result, name) for name in ("outcome", "reason", "date", "seconds")}
+    return {
+        "step": "selfcheck",
+        "name": f"{result.op}-{result.backend}-{TAGS.get(dtype, result.dtype)}",
+        "status": "ok" if result.outcome in (PASSED, SLOWER) else "failed",
+        **facts,
+        "times": [list(time) for time in result.times],
+        # what the table says already is no news
+        "key": None if result.commit else key,
+    }
+
+
+def merge(rows: Iterable[dict], commit: str | None, folder: Path = known.FOLDER) -> list[Path]:
+    """Put the proofs of a run into the tables of their GPUs; returns the files that were written.
+
+    A proof replaces the earlier one of the same kernel, GPU and compilers.
+
+    Args:
+        rows: of a run's checks; those of other steps are passed over.
+        commit: of the tree that ran, for rows that name none.
+        folder: instead of the shipped one.
+    """
+    found: dict[Path, list[dict]] = {}
+    for row in rows:
+        proven = row.get("step") == "selfcheck" and row["outcome"] in (PASSED, SLOWER)
+        if proven and row["key"] and (row.get("commit") or commit):
+            proof = {name: row[name] for name in ("outcome", "reason", "date", "times", "key")}
+            path = folder / known.file_of(row["key"]["device"]).name
+            found.setdefault(path, []).append({"commit": row.get("commit") or commit, **proof})
+    for path, proofs in found.items():
+        before = json.loads(path.read_text())["proofs"] if path.is_file() else []
+        kept = {_kernel(proof): proof for proof in before + proofs}
+        text = ",\n".join(json.dumps(kept[name]) for name in sorted(kept))
+        path.write_text(f'{{"device": {json.dumps(proofs[0]["key"]["device"])}, "proofs": [\n{text}\n]}}\n')
+    return list(found)
+
+
+def _kernel(proof: dict) -> tuple[str, ...]:
+    return tuple(value for name, value in proof["key"].items() if name not in _CONTENT)

@@ -1,0 +1,240 @@
+"""The shipped table of proofs: what it has serves at once, what it lacks or contradicts does not."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.lib import proven
+from fastbert.runtime import dispatch, loader
+from fastbert.testing import error_rule, known, processes, proving, serving, speed, verdict_keys, verdicts
+from fastbert.testing import warmup as warm
+from fastbert.testing.verdict_keys import Unit
+from fastbert.testing.verdicts import Verdict
+from tests.support.fake_backends import fake_backend, run
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+LAYER_NORM = Unit("layer_norm", "triton", torch.float32)
+COMMIT = "0123456789" * 4
+TIMES = [["5x96", "forward", 1.0, "aten", 2.0], ["5x96", "training", 3.0, "aten", 2.0]]
+
+
+@pytest.fixture
+def table(nothing_known, tmp_path, monkeypatch):
+    """A function that ships a verdict on layer_norm; a kernel that runs before it serves fails the test."""
+    monkeypatch.setattr(known, "FOLDER", tmp_path)
+    known._table.cache_clear()
+    monkeypatch.setattr(processes, "DEVICES", ("cpu",))
+    monkeypatch.setattr(processes, "checked", lambda *args, **options: pytest.fail("checked"))
+    monkeypatch.setattr(error_rule, "self_check", lambda *args: pytest.fail("checked"))
+    fake_backend(monkeypatch)
+
+    def ship(outcome="passed", reason=None, times=(), **changes):
+        key = verdict_keys.proof_key_of("layer_norm", "triton", CPU, torch.float32) | changes
+        row = {"step": "selfcheck", "outcome": outcome, "reason": reason, "date": "2026-11-27T18:40:30Z"}
+        proven.merge([row | {"times": times, "key": key}], COMMIT, tmp_path)
+        known._table.cache_clear()
+
+    yield ship
+    known._table.cache_clear()
+
+
+def served_by(kind=""):
+    return dispatch.serving_backend(f"layer_norm_fwd {kind}".rstrip(), CPU, torch.float32)
+
+
+def test_a_proven_kernel_serves_at_once(table, cache):
+    table()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    assert served_by() == "triton"
+    assert not cache.exists()  # and nothing is written
+
+
+def test_in_a_graph_capture_it_serves_too(table, monkeypatch):
+    table()
+    monkeypatch.setattr(proving, "_capturing", lambda device: True)
+    assert served_by() == "triton"
+
+
+def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
+    for line in ("layer_norm", "layer_norm training"):
+        monkeypatch.setitem(dispatch.TABLE["cpu"], line, ("triton", "aten", "reference"))
+    table(times=TIMES)
+    assert served_by() == "triton"
+    assert served_by("training") == "aten"
+    (row,) = warm.run(CPU, dtypes=[torch.float32])
+    assert row.beside == (
+        ", forward 0.50 x the time of aten, training 1.50 x the time of aten (does not serve)"
+    )
+    assert (row.kept, row.commit) == (False, COMMIT)
+
+
+def test_a_slower_kernel_is_not_checked_either(table):
+    table("slower", "slower than aten: 2.00 x its time", [["5x96", "forward", 2.0, "aten", 1.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    assert served_by() == "aten"
+
+
+def test_another_kernel_is_timed_beside_it(table, monkeypatch):
+    table()
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
+    case = error_rule.bench_cases("layer_norm", (5,))[0]
+    assert speed._next("cuda", case, CPU, torch.float32, False) == "triton"
+
+
+@pytest.mark.parametrize("part", ["source", "tuned", "device", "capability", "triton", "torch", "dtype"])
+def test_a_proof_of_anything_else_does_not_count(table, part):
+    table(**{part: "another"})
+    assert known.verdict(LAYER_NORM, CPU) is None
+
+
+@pytest.mark.parametrize("reason", ["wrong", None])
+def test_a_verdict_of_this_machine_overrides_the_table(table, reason):
+    table("slower", "slower than aten: 2.00 x its time")
+    verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(reason))
+    found = known.verdict(LAYER_NORM, CPU)
+    assert (found.reason, found.kept, found.commit) == (reason, True, "")
+
+
+def test_again_checks_a_proven_kernel(table, monkeypatch):
+    table()
+    asked = []
+    monkeypatch.setattr(
+        processes,
+        "checked",
+        lambda device, units, **_: asked.extend(units) or [(LAYER_NORM, Verdict("wrong"))],
+    )
+    assert [row.passed for row in warm.run(CPU, dtypes=[torch.float32])] == [True]
+    assert asked == []
+    assert [row.passed for row in warm.run(CPU, dtypes=[torch.float32], again=True)] == [False]
+    assert asked == [LAYER_NORM]
+
+
+# --- keys ---------------------------------------------------------------------------------------------------
+
+
+def test_the_key_names_all_that_a_proof_depends_on(monkeypatch):
+    monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "580"))
+    key = verdict_keys.proof_key_of("layer_norm", "triton", GPU, torch.bfloat16)
+    assert list(key) == [
+        *("op", "backend", "dtype", "source", "tuned", "device", "capability", "triton", "torch")
+    ]
+    assert (key["device"], key["capability"], key["dtype"]) == ("NVIDIA H200", "9.0", "bfloat16")
+    assert torch.__version__.startswith(key["torch"] + ".")
+
+
+def test_a_wheel_knows_the_sources_of_its_cuda_kernels(monkeypatch):
+    built = {"cuda_sources": "attention=a;layer_norm=b;linear=c", "cuda_archs": "80;90a;120", "nvcc": "13.0"}
+    monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "580"))
+
+    def key(op="linear", **changes):
+        monkeypatch.setattr(loader, "extension", SimpleNamespace(**(built | changes)))
+        verdict_keys.kernel_hash.cache_clear()
+        return verdict_keys.proof_key_of(op, "cuda", GPU, torch.bfloat16)
+
+    found = key()
+    assert (found["nvcc"], found["arch"]) == ("13.0", "90a")
+    assert "triton" not in found
+    # the other architectures in the extension change nothing here
+    assert key(cuda_archs="90a") == found
+    assert key(cuda_archs="80;120")["arch"] == "80;120"
+    other = {"cuda_sources": "attention=a;layer_norm=b;linear=other"}
+    for op, differs in (("linear", True), ("feed_forward", True), ("layer_norm", False)):
+        assert (key(op, **other)["source"] != key(op)["source"]) is differs
+    assert key(cuda_sources="") is None
+    monkeypatch.setattr("fastbert.backends.cuda.linear.EXACT_GELU", True)
+    assert key() is None
+    assert key("layer_norm") is not None
+    verdict_keys.kernel_hash.cache_clear()
+
+
+# --- the tables ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(known.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_table_says_when_and_what(path):
+    data = json.loads(path.read_text())
+    assert known.file_of(data["device"]) == path
+    assert len(known._table(path)) == len(data["proofs"]) > 0
+    for row in data["proofs"]:
+        assert row["key"]["device"] == data["device"]
+        assert len(row["commit"]) == 40
+        assert row["date"][:2] == "20"
+        assert row["outcome"] in ("passed", "slower")
+        assert len(verdicts.times_of(row["times"])) == len(row["times"]) > 0
+
+
+def test_a_run_replaces_its_kernels_and_leaves_the_others(tmp_path):
+    def row(op="linear", outcome="passed", source="1", **key):
+        key = {"op": op, "device": "A GPU", "source": source, "triton": "3.6.0"} | key
+        return {"step": "selfcheck", "outcome": outcome, "reason": None, "date": "", "times": [], "key": key}
+
+    rows = [row(), row("packing"), row("pooling", "failed"), row() | {"key": None}, {"step": "graphs"}]
+    (path,) = proven.merge(rows, COMMIT, tmp_path)
+    assert path.name == "a-gpu.json"
+    assert proven.merge([row("packing")], None, tmp_path) == []  # of which commit?
+    proven.merge([row(source="2"), row(triton="3.9.0") | {"commit": "f" * 40}], COMMIT, tmp_path)
+    found = json.loads(path.read_text())["proofs"]
+    assert [(p["key"]["op"], p["key"]["source"], p["key"]["triton"], p["commit"][:1]) for p in found] == [
+        ("linear", "2", "3.6.0", "0"),
+        ("linear", "1", "3.9.0", "f"),
+        ("packing", "1", "3.6.0", "0"),
+    ]
+
+
+# --- fastbert env -------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_of_each_kernel(table, monkeypatch):
+    from fastbert.backends import cuda, triton
+
+    real = {"triton": triton, "cuda": cuda}
+    before = dispatch.backend_module
+    monkeypatch.setattr(dispatch, "backend_module", lambda name: real.get(name) or before(name))
+    monkeypatch.setattr(triton, "available", lambda device_type: None)
+    monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
+    monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))
+
+    def keep(op, dtype, reason, **facts):
+        key = verdict_keys.key_of(op, "triton", GPU, dtype)
+        verdicts.store(key, Verdict(reason, date="2026-01-01", **facts))
+
+    place = {"device": "NVIDIA H200", "capability": "9.0"}
+    table(times=TIMES[:1], **place)
+    table("slower", "slower than aten: 2.00 x its time", dtype="float16", **place)
+    keep("layer_norm", torch.bfloat16, "y: max error")
+    keep("packing", torch.float32, None, times=verdicts.times_of(TIMES[:1]))
+    keep("packing", torch.bfloat16, "slower than aten: 2.00 x its time", outcome="slower")
+    keep("pooling", torch.float32, "died", outcome="killed", deaths=1)
+    keep("pooling", torch.bfloat16, "died", outcome="killed", deaths=proving.MOST_DEATHS)
+    monkeypatch.setattr(processes, "DEVICES", ("cuda",))
+    rows = {(p.op, p.backend, p.dtype): p for p in serving.proofs(GPU)}
+    found = {key: (row.state, row.detail) for key, row in rows.items()}
+    slow = "slower than aten: 2.00 x its time"
+    assert found["layer_norm", "triton", "float32"] == (
+        "proven on NVIDIA H200",
+        "at 012345678, 2026-11-27, forward 0.50 x the time of aten",
+    )
+    assert found["layer_norm", "triton", "float16"] == (
+        "slower on NVIDIA H200",
+        f"at 012345678, 2026-11-27: {slow}",
+    )
+    assert found["layer_norm", "triton", "bfloat16"] == ("failed here", "2026-01-01: y: max error")
+    assert found["packing", "triton", "float32"] == ("checked here", "2026-01-01, 0.50 x the time of aten")
+    assert rows["packing", "triton", "float32"].times == verdicts.times_of(TIMES[:1])
+    assert found["packing", "triton", "bfloat16"] == ("slower here", f"2026-01-01: {slow}")
+    assert found["pooling", "triton", "float32"] == ("unverified", "checked at first use again: died")
+    assert found["pooling", "triton", "bfloat16"] == ("killed here", "2026-01-01: died")
+    assert found["attention", "triton", "float32"] == ("unverified", "checked at first use")
+    assert found["linear", "triton", "float32"] == ("unverified", serving.UNRANKED)
+    assert found["layer_norm", "cuda", "float32"] == ("cannot run here", "was built without CUDA")
+    assert serving.proofs(CPU) == []
