@@ -27,7 +27,6 @@ from fastbert.cli import output as output_file
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
-from fastbert.testing import serving
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzéß"
@@ -714,14 +713,6 @@ def test_env_text_says_the_same(run):
     for row in report["backends"]:
         assert " ".join(map(str, row.values())) in " ".join(text.split())
     assert torch.__version__ in text
-
-
-def test_env_asks_for_the_results_of_the_checkout(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(serving, "proofs", lambda device, results: asked.append(results) or [])
-    run("env", "--json")
-    assert set(asked) == {bench.FOLDER / "results"}
-    assert bench.FOLDER == ROOT / "bench"
 
 
 def test_env_without_the_extension(run, monkeypatch):
