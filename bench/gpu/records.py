@@ -403,6 +403,7 @@ def main(argv: list[str]) -> int:
         "--commit", action="append", default=[], help="of a DIR's tree, once for each, where it does not say"
     )
     merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
+    merging.add_argument("--proofs", type=Path, default=known.FOLDER, help="instead of the shipped folder")
     making = commands.add_parser("readme", help="the docs' tables from bench/results")
     making.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if it would change"
@@ -414,7 +415,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "merge":
-            for path in merge(args.paths, args.results, args.tuned, args.commit):
+            for path in merge(args.paths, args.results, args.tuned, args.commit, args.proofs):
                 print(path)
                 if path.name == "breakdown.json" and args.results == RESULTS:
                     print(draw(path) or "no picture")

@@ -209,6 +209,20 @@ def second_run(folder: Path, **facts) -> Path:
     return folder
 
 
+def test_what_a_run_proves_is_shipped(finished, tmp_path):
+    key = {"op": "linear", "device": "NVIDIA H999", "source": "1"}
+    facts = {"outcome": "passed", "reason": None, "date": "2026-11-27", "times": [], "key": key}
+    row = {"step": "selfcheck", "name": "linear-triton-bf16", "status": "ok"} | facts
+    lines.append(finished / "checks.jsonl", "head", {"commit": "a" * 40, "changed": False})
+    lines.append(finished / "checks.jsonl", "row", row)
+    paths = records.merge(finished, tmp_path / "results", tmp_path / "tuned.json", (), tmp_path)
+    assert tmp_path / "nvidia-h999.json" in paths
+    assert json.loads((tmp_path / "nvidia-h999.json").read_text()) == {
+        "device": "NVIDIA H999",
+        "proofs": [{"commit": "a" * 40} | facts],
+    }
+
+
 @pytest.mark.parametrize("archived", [False, True])
 def test_parts_are_merged_into_one_another(finished, tmp_path, archived):
     parts = [finished, second_run(tmp_path / "b")]
