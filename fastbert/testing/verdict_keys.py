@@ -201,13 +201,19 @@ def _with_imports(starts: list[Path], package: Path) -> set[Path]:
         if path in found or not path.is_file():
             continue
         found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                if name.startswith(("fastbert.kernels.", "fastbert.backends.triton.")):
-                    left.append(package.joinpath(*name.split(".")[1:]).with_suffix(".py"))
+        left += [package.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in _imports(path)]
     return found
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """What a file imports of the kernels and of the triton backend."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return tuple(
+        name for name in names if name.startswith(("fastbert.kernels.", "fastbert.backends.triton."))
+    )

@@ -211,27 +211,6 @@ def test_a_process_that_never_reaches_a_kernel(planted, run, fake, cache):
     assert not cache.exists()
 
 
-def test_a_stopped_warmup_blames_no_kernel(planted, monkeypatch, cache):
-    planted("hang")
-    receive, seen = processes._Worker.receive, []
-
-    def interrupted(self, deadline):
-        if not seen:
-            seen.append(receive(self, deadline))
-            return seen[0]
-        while not any(cache.glob("*.json")):
-            time.sleep(0.05)
-        seen.append(self.process)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(processes._Worker, "receive", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(warmup.run(CPU, dtypes=[torch.float32]))
-    assert seen[0] == {"ready": True}
-    assert seen[1].poll() is not None  # it has been ended
-    assert list(cache.iterdir()) == []
-
-
 def test_without_a_folder_verdicts_are_shown_only(planted, run, fake, monkeypatch):
     monkeypatch.setenv("FASTBERT_CACHE", "")
     fake("send(ready=True)\nfor unit in units: end()\n")
