@@ -3,10 +3,10 @@
 One literal table, `device -> op -> backends, best first`. `reference` closes every list. A backend is passed
 over where it is not installed, does not run on the device or does not store the dtype; `explain()` says why.
 
-A hand-written GPU kernel (`triton`, `cuda`) serves only after a self-check on the user's own device. The
-check runs at the first use of an op and dtype, in `fastbert.testing.proving`, which also keeps the verdict. A
-failure drops the backend for that op with one warning. `use_backend` pins a backend and skips the check; a
-pinned backend that cannot serve raises.
+A hand-written GPU kernel (`triton`, `cuda`) serves only where it is proven: by the shipped table of proofs,
+or by a self-check on the user's own device, which `fastbert.testing.proving` runs at the first use of an op
+and dtype and whose verdict it keeps. A failure drops the backend for that op with one warning. `use_backend`
+pins a backend and skips the check; a pinned backend that cannot serve raises.
 """
 
 from __future__ import annotations

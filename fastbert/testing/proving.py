@@ -1,4 +1,4 @@
-"""Whether a GPU kernel is proven on the user's own device: self-checks at first use, and their verdicts.
+"""Whether a GPU kernel may serve on a device: by a shipped proof, or by a self-check at its first use.
 
 `known` says what is known: by the shipped table, or from an earlier check here. A kernel of which nothing is
 known is checked at its first use in a dtype, with all others of that dtype that are due: a few tiny Cases of
@@ -38,7 +38,7 @@ _checking = threading.RLock()
 
 
 def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype, kind: str = "") -> bool | None:
-    """Whether a kernel passed its self-check on the device, which runs now if it has not run yet.
+    """Whether a kernel is proven on the device; if nothing is known of it, its self-check runs now.
 
     None where no verdict is known and no check can run now. `kind` is that of the calls, such as "training":
     a kernel may be fast enough for some of an op's calls alone.
