@@ -307,6 +307,21 @@ def test_the_real_process_finds_this_package_and_not_the_users_files(tmp_path, m
     assert [(each, verdict.passed) for each, verdict in processes.checked(CPU, [unit])] == [(unit, True)]
 
 
+def test_what_it_has_found_counts_for_the_next_kernel_without_a_folder(monkeypatch, capfd):
+    """Which is timed beside it."""
+    monkeypatch.setenv("FASTBERT_CACHE", "")
+    monkeypatch.setattr(processes.worker, "_end_with", lambda parent: None)
+    monkeypatch.setattr(os, "dup2", lambda *args: None)
+    seen = []
+    monkeypatch.setattr(
+        checking, "check", lambda *args: seen.append(known.verdict(LAYER_NORM, CPU)) or Verdict(None)
+    )
+    unit = ["layer_norm", "triton", "float32", verdicts.stem(key())]
+    processes.worker.main(json.dumps({"device": "cpu", "uuid": "", "units": [unit, unit]}))
+    assert [each and each.passed for each in seen] == [None, True]
+    assert capfd.readouterr().out.startswith('{"ready": true}\n')
+
+
 def test_another_gpu_of_the_same_name_is_not_checked_instead(monkeypatch):
     monkeypatch.setattr(processes.worker, "uuid_of", lambda device: "GPU-1")
     with pytest.raises(processes.CannotStart, match="cpu is another device there"):
