@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from bench.gpu import prove, records
-from bench.lib import lines
+from bench.lib import lines, roofs
 
 ENVIRONMENT = {
     "device_type": "cuda",
@@ -332,5 +333,7 @@ def test_the_page_says_whose_roofs_a_share_is_of():
     """A device that was not probed has its shares by another one's roofs."""
     captions = [line for line in records.sections()["gpu numbers"] if "TB/s measured" in line]
     of = {line.split(",")[0]: line.split(" measured ")[1].split(";")[0] for line in captions}
-    assert of["NVIDIA H100 80GB HBM3"] == "there"
-    assert of["NVIDIA H200"] == "on an NVIDIA H100 80GB HBM3"
+    assert of == {"NVIDIA H100 80GB HBM3": "there", "NVIDIA H200": "there"}
+    probe = records.RESULTS / "nvidia-h100-80gb-hbm3" / "probe.json"
+    unprobed = records.RESULTS / "nvidia-h999" / "encoder.json"
+    assert records._whose_roofs(asdict(roofs.of_file(probe)), unprobed) == "on an NVIDIA H100 80GB HBM3"
