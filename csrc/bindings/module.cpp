@@ -14,7 +14,7 @@ PYBIND11_MODULE(_C, m) {
 #else
     m.attr("compiler") = "GCC " __VERSION__;
 #endif
-    m.attr("cuda_archs") = FASTBERT_CUDA_ARCHS;  // "80;90a;…", empty where built without CUDA
+    m.attr("cuda_archs") = FASTBERT_CUDA_ARCHS;      // "80;90a;…", empty where built without CUDA
     m.attr("cuda_sources") = FASTBERT_CUDA_SOURCES;  // "attention=<sha256>;…", empty likewise
     m.attr("nvcc") = FASTBERT_NVCC;                  // "13.0", empty likewise
 
