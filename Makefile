@@ -69,7 +69,7 @@ bench: $(PEERS)
 	$(PY) -m fastbert bench all --save $(ARGS); status=$$?; \
 	$(PY) bench/plot.py && $(PY) bench/plot.py tables && exit $$status
 
-# builds, proves and measures on this machine's GPU, in three calls of under ten minutes: PART=a, b, c; its first step
+# builds, proves and measures on this machine's GPU, in calls of under ten minutes: PART=a, b, c, or d alone; its first step
 # builds in place, so that a build that fails is recorded like any other step.
 # `make gpu OUT=DIR ARGS="--only probe,encoder --budget 300"`
 gpu: $(if $(strip $(VENV)),$(READY))
