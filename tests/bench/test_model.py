@@ -523,7 +523,7 @@ def test_the_command_plans_a_fleet(tmp_path, capsys):
     arguments = "--model large --workload train --device h200 --train --gpus 12 --want 3000"
     assert cost_model.main([*arguments.split(), "--json", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "projected from a datasheet" in printed
+    assert "predicted from measured roofs" in printed
     assert "measured:" not in printed
     plans = json.loads(path.read_text())["fleet"]
     assert [plan["gpus"] for plan in plans["plans"]] == [1, 2, 4, 8, 12]

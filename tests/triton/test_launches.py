@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fastbert.backends.aten import linear as aten_linear
 from fastbert.layers import direct
 from fastbert.layers import encoder as layers
 from fastbert.layers import linear as linear_layers
@@ -55,6 +56,7 @@ def counted(monkeypatch, request):
     joined = linear_layers.FLOAT._replace(joins=lambda x, modules: True)  # as on a GPU
     monkeypatch.setattr(linear_layers, "FLOAT", joined)
     monkeypatch.setitem(linear_layers.LINEAR_KINDS, torch.nn.Linear, joined)
+    monkeypatch.setattr(aten_linear, "_widened", lambda *_: False)  # a GPU multiplies bfloat16
     for module in (attention_op, places_op):  # on a GPU its values are not looked at
         monkeypatch.setattr(module, "check_table", lambda *args: None)
     mode = Counted()
