@@ -44,7 +44,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -377,11 +377,12 @@ def clear(model: Any) -> None:
                     tensor.data_ptr()  # removes the mark: training gets plain storages
 
 
+_Train = TypeVar("_Train", bound=Callable)
 # Methods `train` that set the modes of a module and its children, and do nothing else to one that has them.
 _plain_trains: set[Callable] = {nn.Module.train}
 
 
-def plain_train(method: Callable) -> Callable:
+def plain_train(method: _Train) -> _Train:
     """Decorates such a method `train` of ours."""
     _plain_trains.add(method)
     return method
