@@ -146,7 +146,7 @@ class _Worker:
             raise CannotStart(message["cannot"])
 
     def verdict(self, unit: Unit, seconds: float) -> tuple[Verdict, bool]:
-        """(the verdict on the next kernel, whether the process goes on)."""
+        """(the next kernel's verdict, whether the process has not ended)."""
         key, begin, before = self._key(unit), time.monotonic(), self.before[unit]
         message, hangs = None, False
         try:

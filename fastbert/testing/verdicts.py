@@ -276,7 +276,7 @@ def facts_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def verdict_of(data: dict[str, Any]) -> Verdict | None:
-    """The verdict in what `facts_of` has made; None where it is none, as in a file that somebody edited."""
+    """The verdict in what `facts_of` has made; None where the data is no verdict, as in an edited file."""
     reason, outcome = data.get("reason"), data.get("outcome")
     if not (reason is None or isinstance(reason, str)) or outcome not in OUTCOMES:
         return None

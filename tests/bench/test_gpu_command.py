@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +176,12 @@ def test_the_first_part_has_the_proof_and_the_headline_rows(tmp_path):
     # nothing is timed before every kernel has its verdict
     order = [step.name for step in prove.PARTS["b"]]
     assert order.index("tuning") < order.index("selfcheck-tuned") < order.index("kernels")
+
+
+def test_every_question_of_the_queue_says_what_it_asks():
+    questions = tomllib.loads(prove.QUEUE.read_text())["question"]
+    assert [f"queue-{q['name']}" for q in questions] == [step.name for step in prove.queue()]
+    assert all(q["asks"].endswith("?") for q in questions)
 
 
 def test_only_picks_of_any_part_in_the_order_of_the_run():
