@@ -436,3 +436,14 @@ def test_the_picture_is_named_if_it_is_drawn(call, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(curves, "draw", lambda run: Path(run) / "curves.png")
     assert main(call(tmp_path / "a", recipe="bert")) == 0
     assert f"{tmp_path / 'a' / 'curves.png'}: the curves\n" in capsys.readouterr().out
+
+
+def test_a_run_without_a_picture_is_whole(call, tmp_path, capsys, monkeypatch):
+    def draw(run):
+        raise ValueError("log.jsonl: line 3: no JSON")
+
+    monkeypatch.setattr(curves, "draw", draw)
+    assert main(call(tmp_path / "run")) == 0
+    out, err = capsys.readouterr()
+    assert "no curves: log.jsonl: line 3: no JSON\n" in err
+    assert "the curves" not in out

@@ -687,6 +687,21 @@ def test_a_patched_class_of_pytorch_counts(kind, monkeypatch):
     assert_same(both, inputs, kind.__name__)
 
 
+@pytest.mark.parametrize("path", ["", ".output", ".output.dense"])
+def test_another_class_of_a_module_counts(path):
+    both, inputs = pair("bert"), batch("bert")
+    for model in both:
+        results(model, inputs, backward=False)  # what this call keeps must not serve the next
+        module = model.get_submodule(f"encoder.layer.1{path}")
+        old = type(module)
+
+        def forward(self, *args, _old=old, **kwargs):
+            return scaled(_old.forward(self, *args, **kwargs), 1.25)
+
+        module.__class__ = type("Louder", (old,), {"forward": forward})
+    assert_same(both, inputs, path)
+
+
 HEADS = [
     ("bert", "ForTokenClassification", "dropout"),
     ("distilbert", "ForQuestionAnswering", "dropout"),
