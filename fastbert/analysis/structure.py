@@ -53,8 +53,16 @@ def tree_distances(heads: np.ndarray) -> np.ndarray:
     return found
 
 
+def check() -> None:
+    """Raise an ImportError, which says how to install it, if there is no SciPy."""
+    try:
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise ImportError("structural probes need SciPy: pip install 'fastbert-kernels[analysis]'") from error
+
+
 def spanning_trees(distances: np.ndarray) -> np.ndarray:
-    """The least spanning tree of each matrix, by Prim's algorithm.
+    """The least spanning tree of each matrix.
 
     Args:
         distances: (k, n, n), symmetric.
@@ -65,36 +73,27 @@ def spanning_trees(distances: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: a distance is not finite.
     """
+    from scipy.sparse.csgraph import minimum_spanning_tree
+    from scipy.stats import rankdata
+
     finite("distances", distances)
     k, n = distances.shape[:2]
-    each = np.arange(k)
-    reached = np.zeros((k, n), bool)
-    reached[:, 0] = True
-    nearest, by = distances[:, 0].astype(float).copy(), np.zeros((k, n), np.int64)
-    edges = np.zeros((k, max(n - 1, 0), 2), np.int64)
-    for step in range(n - 1):
-        new = np.where(reached, np.inf, nearest).argmin(1)
-        edges[:, step, 0], edges[:, step, 1] = by[each, new], new
-        reached[each, new] = True
-        closer = distances[each, new] < nearest
-        nearest = np.where(closer, distances[each, new], nearest)
-        by = np.where(closer, new[:, None], by)
-    return edges
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks within the last dimension, from 0; equal values share the mean of theirs."""
-    below = (values[..., None, :] < values[..., :, None]).sum(-1)
-    alike = (values[..., None, :] == values[..., :, None]).sum(-1)
-    return below + (alike - 1) / 2
+    pairs = (..., *np.triu_indices(n, 1))
+    # ranks from 1, because SciPy takes a weight of 0 for no edge
+    weights = np.zeros(distances.shape, np.int64)
+    weights[pairs] = rankdata(distances[pairs], "ordinal", axis=-1)
+    edges = [np.transpose(minimum_spanning_tree(each).nonzero()) for each in weights]
+    return np.array(edges, np.int64).reshape(k, max(n - 1, 0), 2)
 
 
 def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Spearman's correlation over the last dimension; NaN where one of them has a NaN or does not vary."""
-    a, b = (r - r.mean(-1, keepdims=True) for r in (ranks(one), ranks(other)))
+    from scipy.stats import rankdata
+
+    # a NaN makes all ranks of its row NaN
+    a, b = (r - r.mean(-1, keepdims=True) for r in (rankdata(each, axis=-1) for each in (one, other)))
     below = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-    known = (below > 0) & ~np.isnan(one).any(-1) & ~np.isnan(other).any(-1)
-    return np.divide((a * b).sum(-1), below, out=np.full(below.shape, np.nan), where=known)
+    return np.divide((a * b).sum(-1), below, out=np.full(below.shape, np.nan), where=below > 0)
 
 
 @dataclass(frozen=True)
@@ -271,8 +270,10 @@ def structural_probe(
         device: where the probes learn; `states` may be anywhere.
 
     Raises:
+        ImportError: there is no SciPy.
         ValueError: naming the argument, what came and what was expected.
     """
+    check()
     if not isinstance(rank, int) or not 1 <= rank <= states.shape[-1]:
         raise ValueError(f"rank: expected an integer from 1 to {states.shape[-1]}, got {rank!r}")
     starts, ends = pieces_of(examples)
@@ -374,10 +375,10 @@ def _scored(
             counted = [sum((min(e), max(e)) in wanted for e in tree.tolist()) for tree in trees_of]
             found[:, at], linear_found[at] = counted[:-1], counted[-1]
             root[:, at] = heads[usual[depth[:, usual].argmin(1)]] == 0
-        apart_r[:, at] = _mean_known(spearman(apart, np.broadcast_to(gold, apart.shape)))
+        apart_r[:, at] = _mean_known(spearman(apart, gold))
         linear_r[at] = _mean_known(spearman(chain[None], gold[None]))[0]
         depths = gold[int(np.flatnonzero(heads == 0)[0])]
-        depth_r[:, at] = spearman(depth, np.broadcast_to(depths, depth.shape))
+        depth_r[:, at] = spearman(depth, depths)
     lengths = np.array([len(trees.sentences[i].words) for i in test])
     return Structure(
         *(found, edges, root, apart_r, depth_r, lengths, linear_found, linear_r, sentences, rank, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -197,6 +198,17 @@ def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, more, expected
     assert re.search(expected, said.err), said.err
     assert len(said.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["probe", "--probe", "structural"], ["report", "--input", "edges.jsonl"]]
+)
+def test_without_scipy(folder, tmp_path, capsys, monkeypatch, no_work, command):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    files = ["--model", "encoder", "--conllu", "trees.conllu", "--output", str(tmp_path / "out")]
+    assert main(["analyze", *command, *files, "--device", "cpu"]) == 2
+    assert "structural probes need SciPy: pip install 'fastbert-kernels[analysis]'" in capsys.readouterr().err
 
 
 def test_a_number_among_those_that_are_kept_names_no_line_of_the_file(folder):

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.analysis import pictures
+from fastbert.analysis import pictures, structure
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.intervals import Interval
 from fastbert.analysis.probing import EdgeProbe, check_code, control_task, edge_probe, online_code
-from fastbert.analysis.structure import Structure, structural_probe, usable_of
+from fastbert.analysis.structure import Structure, structural_probe
 from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found, known
@@ -50,7 +50,8 @@ def probe(
         what = "--probe structural" if kind == "structural" else "--edges"
         raise UsageError(f"--label: {what} takes none")
     if kind == "structural":
-        usable_of(texts)
+        structure.check()
+        structure.usable_of(texts)
         return of_structural(args, structural(args, model, texts, examples))
     label = args.label or "upos"
     targets = of_treebank(texts, examples, label) if of_trees else of_texts(texts, examples)

@@ -19,6 +19,7 @@ from fastbert.analysis import (
     sections,
     sections_of_loss,
     sections_of_trees,
+    structure,
 )
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import Examples, masked
@@ -55,6 +56,7 @@ def whole(
         change.check(model, against, examples)
     of_words = None if args.conllu is None else words_of(args, model)
     if of_words is not None:
+        structure.check()
         check_maps(model, of_words[1], args.max_bytes)
     shown: list[report.Section] = []
     numbers: dict[str, dict] = {}
