@@ -4,6 +4,9 @@ A line per word has ten columns with tabs between: ID, FORM, LEMMA, UPOS, XPOS, 
 MISC. An empty line ends a sentence; "#" starts a comment. What is no word of the tree is skipped: ranges of
 multi-word tokens (3-4) and empty nodes (3.1).
 
+The reader is our own because the package conllu names no lines, takes lines of fewer columns, and checks
+neither the range of HEAD nor circles.
+
 Words are numbered from 0 here, and a head is 0 for the root or the number of its word plus 1, as in the file.
 
 Source: https://universaldependencies.org/format.html
