@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import stat
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +13,7 @@ from typing import BinaryIO
 import torch
 
 from fastbert.cli.output import WRITERS, named_errors, replacing
+from fastbert.cli.progress import Counts
 from fastbert.cli.usage import DTYPES, INT8, UsageError, device_of, say
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import EncodingError
@@ -55,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         encoder.check_batch_tokens(batch_tokens)
         with named_errors(output):
             writer = WRITERS[kind](file, encoder.width)
-        progress = _Progress(name, stream, sys.stderr.isatty() if args.progress is None else args.progress)
+        source = 0 if args.input == "-" else args.input  # 0: the descriptor of stdin
+        progress = Counts([source], "sentences", "tokens", shown=args.progress)
         stack.callback(progress.close)
         line, truncated, first_truncated = 0, 0, 0  # lines done so far
         for texts, size in _chunks(name, stream, args.chunk_lines):
@@ -66,8 +66,12 @@ def run(args: argparse.Namespace) -> int:
                         raise encoder.too_long(tokens)
                     truncated += tokens.truncated.size
                     first_truncated = first_truncated or line + int(tokens.truncated[0]) + 1
-                progress.chunk(size, len(tokens.ids))
-                rows = encoder.encode_tokens(tokens, batch_tokens=batch_tokens, progress=progress.batch)
+                per_token = size / max(len(tokens.ids), 1)
+                rows = encoder.encode_tokens(
+                    tokens,
+                    batch_tokens=batch_tokens,
+                    progress=lambda n, count, per_token=per_token: progress(per_token * count, n, count),
+                )
             except EncodingError as error:
                 raise UsageError(f"{name}: line {line + error.index + 1}: {error.problem}") from error
             with named_errors(output):
@@ -140,56 +144,3 @@ def _chunks(name: str, stream: BinaryIO, lines: int) -> Iterator[tuple[list[str]
             texts, size = [], 0
     if texts:
         yield texts, size
-
-
-class _Progress:
-    """One line on stderr: sentences, rates and, for a file, the time left."""
-
-    def __init__(self, name: str, stream: BinaryIO, shown: bool) -> None:
-        self._shown = shown
-        self._total = 0  # bytes of input; 0 = unknown
-        with contextlib.suppress(OSError, ValueError):
-            info = os.fstat(stream.fileno())
-            self._total = info.st_size if stat.S_ISREG(info.st_mode) else 0
-        self._bytes_before = self._chunk_bytes = self._chunk_tokens = self._chunk_done = 0
-        self._sentences = self._tokens = self._printed = 0
-        self._start: float | None = None
-        self._last = 0.0
-        self._in_place = sys.stderr.isatty()
-
-    def chunk(self, size: int, tokens: int) -> None:
-        """A chunk of `size` bytes of input begins; it has `tokens` tokens."""
-        self._bytes_before += self._chunk_bytes
-        self._chunk_bytes, self._chunk_tokens, self._chunk_done = size, tokens, 0
-        if self._start is None:
-            self._start = time.perf_counter()
-
-    def batch(self, sentences: int, tokens: int) -> None:
-        """A batch is done."""
-        self._sentences += sentences
-        self._tokens += tokens
-        self._chunk_done += tokens
-        if self._shown and time.perf_counter() - self._last > 0.2:
-            self._print("\r" if self._in_place else "\n")
-
-    def close(self) -> None:
-        """Print the last numbers, once."""
-        if self._shown and self._start is not None and (self._in_place or self._printed != self._sentences):
-            self._print("\n")
-        self._shown = False
-
-    def _print(self, end: str) -> None:
-        self._last = now = time.perf_counter()
-        self._printed = self._sentences
-        seconds = max(now - (self._start or now), 1e-9)
-        rates = f"{self._sentences / seconds:,.0f} sentences/s, {self._tokens / seconds:,.0f} tokens/s"
-        left = ""
-        if self._total:
-            share = self._chunk_done / self._chunk_tokens if self._chunk_tokens else 1.0
-            done = min((self._bytes_before + share * self._chunk_bytes) / self._total, 1.0)
-            if done > 0:
-                remaining = round(seconds * (1 - done) / done)
-                minutes = f"{remaining // 60 % 60:02d}:{remaining % 60:02d}"
-                left = f", {done:.0%}, {remaining // 3600}:{minutes} left"
-        line = f"{self._sentences:,} sentences, {rates}{left}"
-        print(line.ljust(79) if self._in_place else line, end=end, file=sys.stderr, flush=True)

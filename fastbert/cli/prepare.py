@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 
-from fastbert.cli.progress import Progress
+from fastbert.cli.progress import Counts
 from fastbert.cli.usage import UsageError, say
 from fastbert.pretraining.corpus import Corpus
 from fastbert.pretraining.spans import PMI, Collocations, Source, sources_of
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the tokenizer's threads; read at its first use
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     sources = spans_of(args)
-    progress = Progress(args.text, "tokens", args.progress)
+    progress = Counts(args.text, "tokens", shown=args.progress)
     with contextlib.closing(progress):
         corpus = Corpus.write(
             args.text,

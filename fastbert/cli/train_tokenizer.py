@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 from pathlib import Path
 
-from fastbert.cli.progress import Progress
+from fastbert.cli.progress import Counts
 from fastbert.cli.usage import say
 from fastbert.pretraining import vocabulary
 
@@ -15,7 +15,7 @@ from fastbert.pretraining import vocabulary
 def run(args: argparse.Namespace) -> int:
     """Train and save the tokenizer; returns the exit status."""
     output = Path(args.output)
-    progress = Progress(args.text, "words", args.progress)
+    progress = Counts(args.text, "words", shown=args.progress)
     with contextlib.closing(progress):
         tokenizer = vocabulary.train(
             args.text,

@@ -14,13 +14,12 @@ import hashlib
 import importlib.util
 import json
 import os
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastbert.checkpoint.files import CheckpointError, cause, check_plain, parse_json
+from fastbert.runtime.progress import Progress
 
 LOG, SPEED = "log.jsonl", "speed.jsonl"
 
@@ -82,10 +81,8 @@ class Logs:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(run / "tensorboard", purge_step=step + 1)
-        self._in_place = sys.stderr.isatty()
-        self._shown = self._in_place if progress is None else progress
         self._first, self._steps = step, steps
-        self._begin = self._last = time.perf_counter()
+        self._progress = Progress(progress)
 
     def write(self, step: int, computed: Mapping[str, Any], speed: Mapping[str, Any]) -> None:
         """A line in each file, after `step` steps."""
@@ -103,19 +100,9 @@ class Logs:
 
     def show(self, step: int, values: Mapping[str, Any], *, last: bool = False) -> None:
         """The line on stderr, at most five times per second."""
-        now = time.perf_counter()
-        if not self._shown or (now - self._last < 0.2 and not last):
-            return
-        self._last = now
-        done = step - self._first
-        left = ""
-        if done > 0 and step < self._steps:
-            seconds = round((now - self._begin) / done * (self._steps - step))
-            left = f", {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
         told = ", ".join(f"{key} {value}" for key, value in values.items())
-        line = f"step {step:,} of {self._steps:,}: {told}{left}"
-        end = "\r" if self._in_place and not last else "\n"
-        print(line.ljust(99) if self._in_place else line, end=end, file=sys.stderr, flush=True)
+        done = (step - self._first) / max(self._steps - self._first, 1)
+        self._progress.show(f"step {step:,} of {self._steps:,}: {told}", done, last=last)
 
     def offsets(self) -> dict[str, int]:
         """The bytes of each file, which are on the disk now."""
