@@ -24,10 +24,12 @@ from fastbert.acceleration.watching import (
     is_sharded,
     uncompiled,
 )
-from fastbert.layers.encoder import LayerForm, LayerMath, Sequences
+from fastbert.layers.encoder import LayerMath
+from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import is_hooked, plain_dropout, watched
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
+from fastbert.layers.sequences import Sequences
 from fastbert.models.families import FAMILIES
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared

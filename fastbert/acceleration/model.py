@@ -78,9 +78,8 @@ class ModelState:
     def of(cls, model: nn.Module, model_type: str, name: str, options: Options) -> ModelState:
         """The state of a stock encoder."""
         values = model.config.to_dict()
-        spelt = {ours: theirs for theirs, ours in FAMILIES[model_type].aliases.items()}
         # Only the layers care about it
-        values[spelt.get("hidden_act", "hidden_act")] = "gelu"
+        values[FAMILIES[model_type].spelt("hidden_act")] = "gelu"
         try:
             return cls(model_type, name, EncoderConfig.from_dict(values), None, options)
         except (TypeError, ValueError) as error:

@@ -38,8 +38,8 @@ from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
 from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, estimate, finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.encoder import Sequences
 from fastbert.layers.linear import passing_panels
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 

@@ -18,7 +18,7 @@ from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import tapped

@@ -27,8 +27,9 @@ from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, estimate, ratio_interval
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.encoder import LayerMath, Sequences
+from fastbert.layers.encoder import LayerMath
 from fastbert.layers.modules import part
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 

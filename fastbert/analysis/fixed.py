@@ -28,7 +28,6 @@ from fastbert.analysis.examples import FIRST, SEPARATOR, Examples
 from fastbert.analysis.intervals import Interval, mean_interval, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
-from fastbert.layers.encoder import Sequences
 from fastbert.layers.patterns import (
     BACKWARD,
     CURRENT,
@@ -41,6 +40,7 @@ from fastbert.layers.patterns import (
     Rows,
     attend,
 )
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 

@@ -28,7 +28,8 @@ from fastbert.analysis.identities import uniform
 from fastbert.analysis.intervals import Interval, estimate, finite, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
-from fastbert.layers.encoder import LayerMath, Sequences, together
+from fastbert.layers.encoder import LayerMath, together
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import tapped

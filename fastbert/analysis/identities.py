@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastbert.layers.encoder import Sequences
 from fastbert.layers.packing import positions_of
+from fastbert.layers.sequences import Sequences
 from fastbert.ops import checks
 from fastbert.ops.attention import attention, attention_bwd
 

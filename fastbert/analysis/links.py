@@ -25,7 +25,7 @@ from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, finite, mean_interval
 from fastbert.analysis.targets import Targets
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 

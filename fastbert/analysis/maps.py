@@ -17,7 +17,7 @@ from fastbert.analysis.attention import BLOCK, BOTH, DIAGONAL, PATTERNS, VERTICA
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import MAX_BYTES, Probabilities, check_bytes
 from fastbert.analysis.walk import at_rest, batches, encode
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 

@@ -36,7 +36,7 @@ from fastbert.analysis.identities import MAX_BYTES, Probabilities, check_bytes
 from fastbert.analysis.intervals import RESAMPLES, Interval, resampled_means
 from fastbert.analysis.treebank import Sentence, pieces_of
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 

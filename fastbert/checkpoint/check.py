@@ -12,7 +12,7 @@ import torch
 
 from fastbert.checkpoint.files import CONFIG, CheckpointError, listed, read_stamp
 from fastbert.checkpoint.hub import read_config
-from fastbert.checkpoint.names import Names, numbered, spelt
+from fastbert.checkpoint.names import Names, numbered
 from fastbert.checkpoint.read import Stored
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -69,7 +69,7 @@ def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
     count_key = "num_hidden_groups" if names.family.shared_layers else "num_hidden_layers"
     says, holds = getattr(config, count_key), numbered(names.family.layers, found)
     if holds and says != holds:
-        return f"; config {spelt(names.family, count_key)} says {says}, the file has {holds}"
+        return f"; config {names.family.spelt(count_key)} says {says}, the file has {holds}"
     if names.family.shared_layers:
         inner = numbered(names.family.group_layers, found)
         if inner and inner != config.inner_group_num:
@@ -110,7 +110,7 @@ def check_mathematics(config: Any, files: list[Path]) -> None:
             stated = config
         if differing := _differing(stated, stamp.mathematics):
             says = "; ".join(
-                f"{spelt(stated.family, key)}: {CONFIG} says {ours!r}, the weights are saved with {theirs!r}"
+                f"{stated.family.spelt(key)}: {CONFIG} says {ours!r}, the weights are saved with {theirs!r}"
                 for key, (ours, theirs) in differing.items()
             )
             raise CheckpointError(
@@ -147,7 +147,7 @@ def check_shapes(
             size_key = _size_key(names, key, axis)
             if getattr(config, size_key, None) == param.shape[axis]:
                 size = item.tensor.shape[axis]
-                says = f"{spelt(names.family, size_key)} says {param.shape[axis]}"
+                says = f"{names.family.spelt(size_key)} says {param.shape[axis]}"
                 text += f" (config {says}, the file has {size})"
         wrong.append(text)
     if wrong:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastbert.checkpoint.check import FLOATS, check_keys, check_mathematics, check_shapes, check_value
 from fastbert.checkpoint.files import CONFIG, CheckpointError, listed
-from fastbert.checkpoint.names import Names, numbered, rename, resolve_ties, spelt
+from fastbert.checkpoint.names import Names, numbered, rename, resolve_ties
 from fastbert.checkpoint.read import Stored, read_weights, weights_of
 from fastbert.layers import quantized as quantization
 
@@ -163,7 +163,7 @@ def check_depth(
     if family.shared_layers:
         holds *= numbered(family.group_layers, stored)
     if layers > holds:
-        says = " * ".join(spelt(family, key) for key in keys)
+        says = " * ".join(family.spelt(key) for key in keys)
         raise CheckpointError(f"{files[0]}: config {says} says {layers}, the file has {holds}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,6 @@ from torch import Tensor, nn
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.checkpoint.read import Stored
 from fastbert.layers import quantized as quantization
-
-if TYPE_CHECKING:
-    from fastbert.models.families import Family
 
 # Wrappers that put their name before every key: DataParallel, torch.compile, a LightningModule's attribute
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -139,8 +135,3 @@ def numbered(path: str, keys: Iterable[str]) -> int:
     """How many numbered entries `path` has among the keys."""
     pattern = re.compile(rf"(?:^|\.){re.escape(path)}\.(\d+)\.")
     return 1 + max((int(m[1]) for key in keys if (m := pattern.search(key))), default=-1)
-
-
-def spelt(family: Family, key: str) -> str:
-    """A config key as the family's config.json spells it."""
-    return {ours: theirs for theirs, ours in family.aliases.items()}.get(key, key)

@@ -8,46 +8,26 @@ a layer all at a time. The launchers, their arguments and so the bits are those 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers.form import LayerForm
 from fastbert.layers.linear import joined_weights
 from fastbert.layers.modules import is_plain
+from fastbert.layers.sequences import Checked, Sequences
 from fastbert.ops import checks, linear_norm
-from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.attention_checks import check_bias, check_lengths
+from fastbert.ops.attention_inputs import AttentionInputs
 from fastbert.ops.attention_places import checked_table
 from fastbert.ops.layer_norm import NARROW, LayerNormInputs
 from fastbert.ops.linear import forward_of
 from fastbert.ops.linear_norm import LinearNormInputs
 from fastbert.runtime import dispatch
 
-if TYPE_CHECKING:
-    from fastbert.layers.encoder import LayerForm, Sequences
-
 _ORDINARY = frozenset((Tensor, nn.Parameter))
 _is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
-
-
-class Checked(NamedTuple):
-    """What the first layer of a call has checked for those that follow.
-
-    Attributes:
-        cu_seqlens, max_seqlen: those of the batch.
-        rows, device: of the tokens.
-        given, bias: the batch's bias, and as attention's launcher takes it; or None.
-        table: of attention's places, or None.
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-    rows: int
-    device: torch.device
-    given: Tensor | None
-    bias: Tensor | None
-    table: Tensor | None
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from fastbert.layers.modules import changed, is_plain, plain_dropout, watched
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
-
-if TYPE_CHECKING:
-    from fastbert.models.config import EncoderConfig
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:
@@ -90,9 +87,13 @@ def embed(
 
 
 class Embeddings(nn.Module):
-    """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2)."""
+    """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
 
-    def __init__(self, config: EncoderConfig):
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
         super().__init__()
         family, width = config.family, config.embedding_width
         self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)

@@ -1,9 +1,9 @@
 """One encoder layer, as calls to ops: self-attention and feed-forward.
 
-Modules hold parameters under HuggingFace's names (models/paths.py) and see only packed tokens
-`[total, hidden]`. A layer reads the weights of its linear layers and norms and passes them to our ops. A
-sub-module that is no longer plain (LoRA, parametrized, hooked) is called itself, and the rest stays fused. A
-linear layer that `quantize` has replaced counts as plain.
+Modules hold parameters under HuggingFace's names (form.py) and see only packed tokens `[total, hidden]`. A
+layer reads the weights of its linear layers and norms and passes them to our ops. A sub-module that is no
+longer plain (LoRA, parametrized, hooked) is called itself, and the rest stays fused. A linear layer that
+`quantize` has replaced counts as plain.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers import direct, packing
+from fastbert.layers.form import LayerForm
 from fastbert.layers.fused import FusedLayer
 from fastbert.layers.linear import (
     apply_joined,
@@ -41,98 +42,12 @@ from fastbert.layers.parts import (
 )
 from fastbert.layers.patterns import Heads, Rows
 from fastbert.layers.quantized import copy_of
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
-from fastbert.ops.attention_places import Places
 from fastbert.ops.encoder_layer import close_team, open_team
 from fastbert.ops.first_attention import first_attention, pays
-
-if TYPE_CHECKING:
-    from fastbert.models.config import EncoderConfig
-    from fastbert.models.paths import LayerNames, StockLayer
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """What every layer of one call needs to know about the packed batch.
-
-    Attributes:
-        cu_seqlens, max_seqlen: see `fastbert.layers.packing.Packing`.
-        bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
-        seed: int64 tensor with one element, for all dropout of the call; None if nothing is dropped.
-        return_probs: whether layers return their attention probabilities too.
-        blocks: `fused` -> the result of `ops.encoder_layer.sequence_blocks` for this batch; asked once per
-            call.
-        scratch: memory that a backend uses for one layer after the other, for panels and results.
-        arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
-        places: where attention's kernels work, made once per call by `ops.attention_places` for these very
-            cu_seqlens, or None.
-        checked: what `layers.direct` has checked for one layer after the other.
-        causal: whether a token sees only those up to itself.
-        taps: who sees what the layers compute inside, or None.
-        looked_at: whether the caller has just asked each layer for its `gap`, and found none.
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-    bias: Tensor | None = None
-    seed: Tensor | None = None
-    return_probs: bool = False
-    scratch: list[Tensor] = field(default_factory=list)
-    blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict)
-    arrivals: list[Tensor] = field(default_factory=list)
-    places: Places | None = None
-    causal: bool = False
-    checked: list[direct.Checked] = field(default_factory=list)
-    taps: Taps | None = None
-    looked_at: bool = False
-
-    def fitting_places(self) -> Places | None:
-        """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
-        places = self.places
-        return places if places is not None and places.cu_seqlens is self.cu_seqlens else None
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """What one encoder layer computes, apart from its parameters.
-
-    Attributes:
-        names: the paths of its linear layers and norms.
-        stock: the paths of its other parts.
-        nheads, head_dim: the number of heads and the size of each.
-        activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
-            module's own code knows it.
-        heads: which heads attend by fixed patterns, if some do: those have no queries and keys.
-        paths: of containers, linear layers, norms, dropouts and the activation, split at the dots; those of
-            linear layers and norms with the dotted path.
-    """
-
-    names: LayerNames
-    stock: StockLayer
-    nheads: int
-    head_dim: int
-    activation: str | None
-    heads: Heads | None = None
-    paths: tuple = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        names, stock = self.names, self.stock
-        paths = (
-            tuple(path.split(".") for path in stock.containers),
-            tuple((path.split("."), path) for path in names.linears),
-            tuple((path.split("."), path) for path in names.norms),
-            tuple(None if path is None else path.split(".") for path in stock.dropouts),
-            stock.activation.split("."),
-        )
-        object.__setattr__(self, "paths", paths)  # the class is frozen
-
-    @functools.cached_property
-    def steps(self) -> tuple[tuple[list[str], type], ...]:
-        """(path, class) of the linear layers and then of the norms, in execution order, if they are plain."""
-        linears = [(path.split("."), nn.Linear) for path in self.names.linears]
-        return *linears, *((path.split("."), nn.LayerNorm) for path in self.names.norms)
 
 
 class LayerMath(FusedLayer):
@@ -499,11 +414,11 @@ class EncoderLayer(LayerMath, nn.Module):
     """One encoder layer with parameters of its own, and the modules of transformers' layer.
 
     Args:
-        config: of the model.
+        config: the model's `EncoderConfig`.
         heads: which heads attend by fixed patterns, if some do.
     """
 
-    def __init__(self, config: EncoderConfig, heads: Heads | None = None):
+    def __init__(self, config: Any, heads: Heads | None = None):
         super().__init__()
         self.as_made: AsMade | None = None
         family, hidden = config.family, config.hidden_size

@@ -6,20 +6,18 @@ Also here: large batches in blocks of sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers.form import LayerForm
 from fastbert.layers.linear import INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.modules import is_hooked, is_plain, part
 from fastbert.layers.quantized import QuantizedLinear
+from fastbert.layers.sequences import Sequences
 from fastbert.ops import checks
 from fastbert.ops.encoder_layer import encoder_layer, launchers, sequence_blocks
 from fastbert.runtime import prepared
-
-if TYPE_CHECKING:
-    from fastbert.layers.encoder import LayerForm, Sequences
 
 
 class FusedLayer:

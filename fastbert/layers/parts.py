@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import watched
 from fastbert.ops.activation import activate_eager
-
-if TYPE_CHECKING:
-    from fastbert.layers.encoder import LayerForm
-
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MODULES = itemgetter("_modules")

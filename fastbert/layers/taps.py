@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fastbert.layers.encoder import Sequences
+from fastbert.layers.sequences import Sequences
 
 
 class Taps:

@@ -25,7 +25,6 @@ from fastbert.runtime import prepared
 if TYPE_CHECKING:
     from typing import Self
 
-    from fastbert.models.bert import BertModel
     from fastbert.models.outputs import ModelOutput
 
 
@@ -86,9 +85,9 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return self.family.prefix
 
     @property
-    def base_model(self) -> BertModel:
+    def base_model(self) -> PreTrainedModel:
         """The encoder."""
-        return self if self.is_base_model else self._modules[self.base_model_prefix]
+        return self._modules[self.base_model_prefix]
 
     @property
     def device(self) -> torch.device:

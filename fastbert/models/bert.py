@@ -75,6 +75,11 @@ class BertModel(PreTrainedModel):
         self.post_init()
 
     @property
+    def base_model(self) -> BertModel:
+        """The encoder: this model."""
+        return self
+
+    @property
     def has_pooler(self) -> bool:
         """Whether the family has a pooler, and the model has one now."""
         pooler = self.family.pooler

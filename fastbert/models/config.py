@@ -13,8 +13,8 @@ from typing import Any
 from fastbert.checkpoint import files, hub
 from fastbert.layers.patterns import NAMES
 from fastbert.models import arguments
-from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, brief, check_config
-from fastbert.models.families import FAMILIES, Family, family_of
+from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
+from fastbert.models.families import FAMILIES, family_of
 from fastbert.ops.activation import SPELLINGS
 
 # What transformers answers for keys that a config.json need not have
@@ -30,7 +30,7 @@ _ABSENT: dict[str, Any] = {
 }
 
 
-class EncoderConfig:
+class EncoderConfig(Keys):
     """Configuration of one encoder. Its attributes have the names of HuggingFace's config.json keys.
 
     Args:
@@ -42,34 +42,6 @@ class EncoderConfig:
     Raises:
         TypeError, ValueError: naming the key, what came and what was expected.
     """
-
-    # what every config has; other keys and families' spellings are found by `__getattr__`
-    model_type: str
-    id2label: dict[int, str]
-    label2id: dict[str, int]
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    hidden_act: str
-    hidden_dropout_prob: float
-    attention_probs_dropout_prob: float
-    max_position_embeddings: int
-    type_vocab_size: int
-    initializer_range: float
-    layer_norm_eps: float
-    pad_token_id: int | None
-    classifier_dropout: float | None
-    problem_type: str | None
-    is_decoder: bool
-    add_cross_attention: bool
-    tie_word_embeddings: bool
-    chunk_size_feed_forward: int
-    fixed_heads: list[str] | list[list[str]] | None
-    output_hidden_states: bool
-    output_attentions: bool
-    return_dict: bool
 
     def __init__(
         self,
@@ -124,11 +96,6 @@ class EncoderConfig:
     # -- derived ---------------------------------------------------------------------------------------------
 
     @property
-    def family(self) -> Family:
-        """What this model type changes against BERT."""
-        return family_of(self.model_type)
-
-    @property
     def head_dim(self) -> int:
         """Size of one attention head."""
         return self.hidden_size // self.num_attention_heads
@@ -147,12 +114,6 @@ class EncoderConfig:
     def norm_eps(self) -> float:
         """eps of every LayerNorm."""
         return self.layer_norm_eps if self.family.norm_eps is None else self.family.norm_eps
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses."""
-        reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
-        return self.max_position_embeddings - reserved
 
     def fixed_patterns(self) -> list[tuple[int, ...]] | None:
         """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None: none is.
@@ -264,8 +225,8 @@ class EncoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json, with the family's own spellings."""
-        spelt = {ours: theirs for theirs, ours in self.family.aliases.items()}
-        values = {spelt.get(k, k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
+        spelt = self.family.spelt
+        values = {spelt(k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
         values["id2label"] = {str(i): name for i, name in self.id2label.items()}
         return values
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastbert.layers.patterns import BACKWARD, LEARNED, NAMES, SEPARATORS
+from fastbert.models.families import Family, family_of
 from fastbert.ops.activation import SPELLINGS
-
-if TYPE_CHECKING:
-    from fastbert.models.config import EncoderConfig
 
 # BERT's defaults; families override some (families.py)
 DEFAULTS: dict[str, Any] = {
@@ -67,7 +65,49 @@ MAX_LABELS = 2**20
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def check_config(config: EncoderConfig) -> None:
+class Keys:
+    """The keys that every config has; `EncoderConfig.__getattr__` finds others, and families' spellings."""
+
+    model_type: str
+    id2label: dict[int, str]
+    label2id: dict[str, int]
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    hidden_act: str
+    hidden_dropout_prob: float
+    attention_probs_dropout_prob: float
+    max_position_embeddings: int
+    type_vocab_size: int
+    initializer_range: float
+    layer_norm_eps: float
+    pad_token_id: int | None
+    classifier_dropout: float | None
+    problem_type: str | None
+    is_decoder: bool
+    add_cross_attention: bool
+    tie_word_embeddings: bool
+    chunk_size_feed_forward: int
+    fixed_heads: list[str] | list[list[str]] | None
+    output_hidden_states: bool
+    output_attentions: bool
+    return_dict: bool
+
+    @property
+    def family(self) -> Family:
+        """What this model type changes against BERT."""
+        return family_of(self.model_type)
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses."""
+        reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
+        return self.max_position_embeddings - reserved
+
+
+def check_config(config: Keys) -> None:
     """Check every key that this package acts on; see `EncoderConfig.validate`."""
     for key in _COUNTS:
         value = config.__dict__.get(key)
@@ -121,7 +161,7 @@ def check_config(config: EncoderConfig) -> None:
     _check_fixed_heads(config)
 
 
-def _check_fixed_heads(config: EncoderConfig) -> None:
+def _check_fixed_heads(config: Keys) -> None:
     """See `EncoderConfig.fixed_patterns`."""
     given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
     if given is None:
@@ -155,7 +195,7 @@ def _check_fixed_heads(config: EncoderConfig) -> None:
         )
 
 
-def _refuse_other_mathematics(config: EncoderConfig) -> None:
+def _refuse_other_mathematics(config: Keys) -> None:
     position = config.__dict__.get("position_embedding_type", "absolute")
     if position not in (None, "absolute"):
         raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")

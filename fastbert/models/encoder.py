@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert.layers.embeddings import relative_bias
-from fastbert.layers.encoder import EncoderLayer, LayerMath, Sequences, together
+from fastbert.layers.encoder import EncoderLayer, LayerMath, together
 from fastbert.layers.linear import apply_activated, apply_linear
 from fastbert.layers.modules import calls_all, changed, part, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import Part, activation_of
+from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs

@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastbert.models.paths import ClassifierHead, LayerNames, LMHead, StockLayer, StockModel
+from fastbert.layers.form import LayerNames, StockLayer
+from fastbert.models.paths import ClassifierHead, LMHead, StockModel
 
 _AFTER_POOLER = ClassifierHead(None, None, "classifier")
 
@@ -42,7 +43,7 @@ class Family:
         norm_eps: the fixed eps of every LayerNorm; None means the config's `layer_norm_eps`.
         attention_output_dropout, ffn_dropout: whether there is dropout after the attention's output layer,
             and after the feed-forward block.
-        stock_layer, stock_model: see `fastbert.models.paths`.
+        stock_layer, stock_model: see `StockLayer` and `StockModel`.
         own_heads: first parts of the keys of heads that only this family has.
         may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
@@ -115,6 +116,10 @@ class Family:
         """First parts of the keys of other architectures, which tell that a file is of one of them."""
         known = {family.prefix for family in FAMILIES.values()}
         return known.union(name.replace("-", "_") for name in REFUSED) - {self.prefix}
+
+    def spelt(self, key: str) -> str:
+        """A config key as the family's config.json spells it."""
+        return next((theirs for theirs, ours in self.aliases.items() if ours == key), key)
 
     @property
     def word_table(self) -> str:

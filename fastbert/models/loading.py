@@ -27,8 +27,6 @@ from fastbert.runtime.devices import check_there
 if TYPE_CHECKING:
     from typing import Self
 
-    from fastbert.models.base import PreTrainedModel
-
 
 class Loadable:
     """The part of `PreTrainedModel` that creates a model from a config or files, and writes it to files."""
@@ -40,7 +38,7 @@ class Loadable:
         return cls.class_for(config)(config, **kwargs)
 
     @classmethod
-    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+    def class_for(cls, config: EncoderConfig) -> type[Self]:
         """The class that serves `config`: this one, or for an Auto class the family's."""
         return cls
 

@@ -35,7 +35,6 @@ eq. 1.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,36 +42,10 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.attention_checks import check_bias, check_lengths, check_operands, check_qkv, checked_scale
 from fastbert.ops.attention_grid import bits_shape, from_grid, grid_mask, keep_mask, to_grid
+from fastbert.ops.attention_inputs import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_places import Places, check_table, checked_table
 from fastbert.ops.dropout import SAVED_ON
 from fastbert.runtime import dispatch
-
-
-class AttentionInputs(NamedTuple):
-    """The arguments of forward that backward needs too; `bias` is 4-D, sizes of 1 broadcast."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    softmax_scale: float
-    causal: bool
-    bias: Tensor | None
-    gate: Tensor | None
-    dropout_p: float
-    seed: Tensor | None
-    offset: int
-
-
-class AttentionNeeds(NamedTuple):
-    """Which gradients backward computes."""
-
-    dq: bool
-    dk: bool
-    dv: bool
-    dbias: bool
-    dgate: bool
 
 
 def attention_ref(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-
-if TYPE_CHECKING:
-    from fastbert.ops.attention import AttentionInputs
+from fastbert.ops.attention_inputs import AttentionInputs
 
 
 def check_operands(inputs: AttentionInputs) -> None:

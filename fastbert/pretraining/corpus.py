@@ -39,13 +39,14 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.files import CheckpointError, cause, check_kept, digest, new_directory, read_json
 from fastbert.pretraining.documents import documents
-from fastbert.pretraining.spans import KINDS, Source, find, sources_of
+from fastbert.pretraining.spans import KINDS, Part, Source, find, sources_of
 from fastbert.sentences.tokenizer import load_tokenizer
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT, VERSION = "fastbert corpus", 2
 SHARD_TOKENS = 1 << 28  # half a gigabyte of uint16
 _CHUNK_CHARACTERS = 4 << 20  # of text that is tokenized at a time
+_PART_TOKENS = 1 << 20  # looked at together for spans
 # Names of BERT's and of RoBERTa's special tokens
 _SPECIAL = {
     "pad": ("[PAD]", "<pad>"),
@@ -230,6 +231,20 @@ class Corpus:
         """The ids of a sentence."""
         return self.tokens(*(int(at) for at in self.sentence_starts[index : index + 2]))
 
+    def parts(self) -> Iterator[Part]:
+        """The whole corpus in order, cut between sentences into parts of about a million tokens."""
+        starts, sentence = self.sentence_starts, 0
+        while sentence < self.num_sentences:
+            first = int(starts[sentence])
+            until = int(np.searchsorted(starts, first + _PART_TOKENS, side="right")) - 1
+            until = min(max(until, sentence + 1), self.num_sentences)
+            end = int(starts[until])
+            begins = np.flatnonzero(self.word_starts(first, end))
+            stops = np.searchsorted(begins, starts[sentence + 1 : until + 1] - first)
+            stops = np.repeat(stops, np.diff(stops, prepend=0))
+            yield Part(first, np.asarray(self.tokens(first, end)), np.append(begins, end - first), stops)
+            sentence = until
+
     # -- write -----------------------------------------------------------------------------------------------
 
     @classmethod
@@ -302,7 +317,7 @@ class Corpus:
             index = writer.close(description)
             index |= {"vocab_size": vocab_size, "special_ids": special_ids, "hash": ""}
             if sources:
-                index = _with_spans(folder, index, find(cls._of(folder, index), sources))
+                index = _with_spans(folder, index, find(cls._of(folder, index).parts, sources))
             index["hash"] = _hash_of(index)
             _write(folder / INDEX, json.dumps(index, indent=1).encode() + b"\n")
         return cls.open(directory, verify=False)

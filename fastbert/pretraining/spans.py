@@ -26,11 +26,11 @@ an n-gram only if its parts are frequent).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -38,14 +38,10 @@ from tokenizers import Tokenizer
 from fastbert.checkpoint.files import parse_json
 from fastbert.pretraining.documents import lines
 
-if TYPE_CHECKING:
-    from fastbert.pretraining.corpus import Corpus
-
 KINDS = ("phrase", "entity")
 PHRASE, ENTITY = range(2)
 PMI = "pmi"  # the name of Collocations on the command line
 MIN_PMI, MIN_COUNT = 6.0, 10
-_PART_TOKENS = 1 << 20  # of a corpus, looked at together
 _BATCH = 1 << 14  # lines of a gazetteer that are tokenized together
 _BASE = 0x9E3779B97F4A7C15  # of the hash of words; odd
 _SPREAD = np.uint64(0xD6E8FEB86659FD93)  # odd; moves low bits up
@@ -94,13 +90,17 @@ class Part:
         return np.flatnonzero(np.arange(count, len(self) + count) <= self.stops)
 
 
+# The parts of a corpus, from the first on at each call
+Parts = Callable[[], Iterator[Part]]
+
+
 class Source(Protocol):
     """Where spans come from."""
 
     def prepare(self, tokenizer: Tokenizer, special: Sequence[int]) -> None:
         """Read what is needed before any text is; `special` are ids that no span has."""
 
-    def learn(self, corpus: Corpus) -> None:
+    def learn(self, parts: Parts) -> None:
         """Look at the whole corpus."""
 
     def candidates(self, part: Part) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
@@ -130,26 +130,11 @@ def sources_of(spans: str | Path | Source | Sequence[str | Path | Source]) -> li
     return found
 
 
-def parts(corpus: Corpus) -> Iterator[Part]:
-    """The whole corpus in order, cut between sentences into parts of about a million tokens."""
-    starts, sentence = corpus.sentence_starts, 0
-    while sentence < corpus.num_sentences:
-        first = int(starts[sentence])
-        until = int(np.searchsorted(starts, first + _PART_TOKENS, side="right")) - 1
-        until = min(max(until, sentence + 1), corpus.num_sentences)
-        end = int(starts[until])
-        begins = np.flatnonzero(corpus.word_starts(first, end))
-        stops = np.searchsorted(begins, starts[sentence + 1 : until + 1] - first)
-        stops = np.repeat(stops, np.diff(stops, prepend=0))
-        yield Part(first, np.asarray(corpus.tokens(first, end)), np.append(begins, end - first), stops)
-        sentence = until
-
-
-def find(corpus: Corpus, sources: Sequence[Source]) -> Iterator[np.ndarray]:
+def find(parts: Parts, sources: Sequence[Source]) -> Iterator[np.ndarray]:
     """(n, 3) int64 arrays of (first token, end, kind), in ascending order, none overlapping another."""
     for source in sources:
-        source.learn(corpus)
-    for part in parts(corpus):
+        source.learn(parts)
+    for part in parts():
         free = np.ones(len(part), bool)
         kept = [np.empty((0, 3), np.int64)]
         for source in sources:
@@ -250,7 +235,7 @@ class Gazetteer:
             raise ValueError(f"{self.path}: no entries")
         return texts, kinds
 
-    def learn(self, corpus: Corpus) -> None:
+    def learn(self, parts: Parts) -> None:
         """Nothing: the file says all."""
 
     def candidates(self, part: Part) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
@@ -358,20 +343,20 @@ class Collocations:
         self._special = np.zeros(size, bool)
         self._special[list(special)] = True
 
-    def learn(self, corpus: Corpus) -> None:
+    def learn(self, parts: Parts) -> None:
         """Count the words, then the pairs of frequent words, then the triples of frequent pairs."""
         count, total = _Counts(), 0
-        for part in parts(corpus):
+        for part in parts():
             words = self._lexical(part)
             total += len(words)
             count.add(part.hashes(words, 1))
         self._words, words = count.above(self.min_count)
         count = _Counts()
-        for part in parts(corpus):
+        for part in parts():
             count.add(self._pair_keys(part, self._numbers(part))[1])
         self._pairs, pairs = count.above(self.min_count)
         count = _Counts()
-        for part in parts(corpus):
+        for part in parts():
             count.add(self._triple_keys(part, self._numbers(part))[1])
         self._triples, triples = count.above(self.min_count)
 

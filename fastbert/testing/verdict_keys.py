@@ -164,7 +164,7 @@ def _hash(files: Iterable[Path], more: str = "") -> str:
 
 
 # The files in ops/ that make the contract and the reference, where they are not the one named after the op.
-_CONTRACTS = {"attention": ("attention", "attention_grid", "attention_places")}
+_CONTRACTS = {"attention": ("attention", "attention_grid", "attention_inputs", "attention_places")}
 # The files in kernels/ that the launchers import by name, at the first launch, where they are not named after
 # the op.
 _KERNELS = {

@@ -128,12 +128,15 @@ def test_a_gazetteers_spans_are_the_longest_from_the_left(marked, gazetteer):
     assert len(lengths) > 5
 
 
-@pytest.mark.parametrize(("name", "value"), [("_PART_TOKENS", 40), ("_BASE", 1), ("_BATCH", 7)])
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [(corpus_module, "_PART_TOKENS", 40), (module, "_BASE", 1), (module, "_BATCH", 7)],
+)
 def test_neither_parts_nor_equal_hashes_change_a_span(
-    marked, gazetteer, text_file, tokenizer_dir, tmp_path, monkeypatch, name, value
+    marked, gazetteer, text_file, tokenizer_dir, tmp_path, monkeypatch, place, name, value
 ):
     """With the base 1 a hash is a sum of ids, which different words have in common."""
-    monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(place, name, value)
     again = Corpus.write([text_file], tokenizer_dir, tmp_path / "c", spans=gazetteer)
     assert all_spans(again) == all_spans(marked)
     assert again.hash == marked.hash
@@ -270,10 +273,10 @@ def test_collocations_beside_exact_fractions(plain, min_pmi, min_count, monkeypa
     sizes = Counter(map(len, expected))
     assert min(sizes[2], sizes[3]) > 3
     for tokens in (1 << 20, 300):
-        monkeypatch.setattr(module, "_PART_TOKENS", tokens)
+        monkeypatch.setattr(corpus_module, "_PART_TOKENS", tokens)
         source = Collocations(min_pmi, min_count)
         source.prepare(plain.tokenizer, sorted(plain.special_ids.values()))
-        found = np.concatenate(list(module.find(plain, [source])))
+        found = np.concatenate(list(module.find(plain.parts, [source])))
         assert found.tolist() == longest_from_the_left(plain, expected)
         assert source.num_phrases == (sizes[2], sizes[3])
         assert f"{sizes[2]} phrases of two words and {sizes[3]} of three" in source.report()
@@ -337,9 +340,9 @@ def test_an_earlier_source_has_priority(plain, gazetteer):
     special = sorted(plain.special_ids.values())
     for source in sources:
         source.prepare(plain.tokenizer, special)
-        alone[source] = np.concatenate(list(module.find(plain, [source])))
+        alone[source] = np.concatenate(list(module.find(plain.parts, [source])))
     for order in (sources, sources[::-1]):
-        found = np.concatenate(list(module.find(plain, order)))
+        found = np.concatenate(list(module.find(plain.parts, order)))
         assert (found[1:, 0] >= found[:-1, 1]).all()
         first, second = ({tuple(row) for row in alone[source].tolist()} for source in order)
         rows = {tuple(row) for row in found.tolist()}

@@ -36,7 +36,7 @@ def modules(root: Path, folder: str) -> dict[str, Path]:
 
 
 def arrows(root: Path, folder: str) -> list[Arrow]:
-    """All imports by the modules under `root/folder`, in functions too, but not below `if TYPE_CHECKING:`.
+    """All imports by the modules under `root/folder`, in functions and below `if TYPE_CHECKING:` too.
 
     `from package import name` counts as an import of `package.name` where there is a module of that name, and
     of the package otherwise. `import_module(f"package.{x}")` counts as an import of the package.
@@ -57,7 +57,7 @@ def arrows(root: Path, folder: str) -> list[Arrow]:
 def _imports(source: str) -> tuple[list[ast.stmt | ast.Call], dict[str, str]]:
     """(the nodes of a module that import, its constants)."""
     tree = ast.parse(source)
-    nodes = [n for n in _without_type_only(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) or _loads(n)]
+    nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) or _loads(n)]
     return nodes, _constants(tree)
 
 
@@ -79,16 +79,6 @@ def _constants(tree: ast.Module) -> dict[str, str]:
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     }
-
-
-def _without_type_only(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-        children: list[ast.AST] = [*node.orelse]
-    else:
-        children = [*ast.iter_child_nodes(node)]
-    for child in children:
-        yield from _without_type_only(child)
 
 
 def _targets(node: ast.AST, package: str, known: dict[str, Path], constants: dict[str, str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
 
 if TYPE_CHECKING:
+    from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
 
 
@@ -179,6 +180,11 @@ class TaskModel(PreTrainedModel):
     def reads_pooler(family: Family) -> bool:
         """Whether the head reads the pooler's output, so that the encoder needs one."""
         return False
+
+    @property
+    def base_model(self) -> BertModel:
+        """The encoder."""
+        return self._modules[self.base_model_prefix]
 
     @property
     def num_labels(self) -> int:
