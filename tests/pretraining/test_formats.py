@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from scipy import stats
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fastbert.pretraining import formats, rows
@@ -24,6 +23,7 @@ from fastbert.pretraining.formats import (
     SegmentPairs,
 )
 from fastbert.training.draws import Draws
+from tests.support.draw_shares import few_or_many, inside, is_uniform
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP = 2, 3
@@ -123,16 +123,6 @@ def sentence_of(corpus: Corpus, token: int) -> int:
 
 def document_of(corpus: Corpus, token: int | np.ndarray) -> int | np.ndarray:
     return np.searchsorted(corpus.sentence_starts[corpus.document_starts], token, "right") - 1
-
-
-def inside(hits: int, draws: int, p: float) -> bool:
-    """Whether the exact 99.9% interval of a binomial share has `p`."""
-    interval = stats.binomtest(int(hits), int(draws)).proportion_ci(0.999, "exact")
-    return interval.low <= p <= interval.high
-
-
-def is_uniform(counts: np.ndarray) -> bool:
-    return stats.chisquare(counts).pvalue > 0.001
 
 
 # --- all formats --------------------------------------------------------------------------------------------
@@ -351,15 +341,16 @@ def test_a_plan_is_what_googles_loop_makes(corpus, uneven, relation, block, monk
         assert len(replay(format, format.plan(2), 2)["label"]) > 10
 
 
+@few_or_many(12_500, 100_000)
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_shares_of_the_draws(corpus, relation):
-    """Exact 99.9% intervals over 100,000 labels; each place of A's end and each other document alike."""
+def test_shares_of_the_draws(corpus, relation, size):
+    """Exact 99.9% intervals; each place of A's end and each other document alike."""
     format = SegmentPairs(corpus, 40, 11, relation)
     sentences = np.diff(corpus.document_starts)
     labels, documents = np.zeros(format.num_labels, int), np.zeros(corpus.num_documents - 1, int)
     cuts = np.zeros(2, int)
     epoch = 0
-    while labels.sum() < 100_000:
+    while labels.sum() < size:
         plan = format.plan(epoch)
         meanings = np.array(MEANING[relation])[plan.labels]
         a = np.where(meanings == "previous", plan.second, plan.first)
@@ -387,15 +378,16 @@ def test_shares_of_the_draws(corpus, relation):
         epoch += 1
     for label in range(format.num_labels):
         assert inside(labels[label], labels.sum(), 1 / format.num_labels), label
-    assert cuts.sum() > 1000
+    assert cuts.sum() > size / 100
     assert inside(cuts[0], cuts.sum(), 0.5)
     if relation != "order":
-        assert documents.sum() > 30_000
+        assert documents.sum() > 0.3 * size
         assert is_uniform(documents)
     assert sentences.max() > 20
 
 
-def test_where_the_draws_of_googles_loop_fall(corpus):
+@few_or_many(8, 60)
+def test_where_the_draws_of_googles_loop_fall(corpus, size):
     """A's end is uniform, and so is the other segment's first sentence."""
     format = SegmentPairs(corpus, 30, 12)
     ends, starts = np.zeros(4, int), np.zeros(10, int)
@@ -406,27 +398,28 @@ def test_where_the_draws_of_googles_loop_fall(corpus):
     # ten sentences per document, so that each tenth is one sentence
     chosen = np.diff(corpus.document_starts) == 10
     assert chosen.any()
-    for epoch in range(60):
+    for epoch in range(size):
         plan = format.plan(epoch)
         b = plan.second[plan.labels == 1]
         document = document_of(corpus, b)
         kept = chosen[document]
         place = np.searchsorted(corpus.sentence_starts, b[kept]) - corpus.document_starts[document[kept]]
         starts += np.bincount(place, minlength=10)
-    assert starts.sum() > 500
+    assert starts.sum() > 8 * size
     assert is_uniform(starts)
 
 
-def test_shares_of_shortened_targets(corpus):
+@few_or_many(50, 340)
+def test_shares_of_shortened_targets(corpus, size):
     """Per document: a share of 0.1, and each target from 2 to max_length - 3 alike."""
     format = SegmentPairs(corpus, 20, 5)
-    targets = np.concatenate([format._targets(epoch) for epoch in range(340)])
-    assert len(targets) > 100_000
+    targets = np.concatenate([format._targets(epoch) for epoch in range(size)])
+    assert len(targets) > 290 * size
     counts = np.bincount(targets, minlength=18)
     assert counts[:2].sum() == 0
     assert len(counts) == 18
     assert inside(counts[2:17].sum(), len(targets), 0.1 * 15 / 16)
-    short = np.concatenate([SegmentPairs(corpus, 20, 5, "next", 1.0)._targets(e) for e in range(100)])
+    short = np.concatenate([SegmentPairs(corpus, 20, 5, "next", 1.0)._targets(e) for e in range(size // 3)])
     assert is_uniform(np.bincount(short)[2:])
     assert (SegmentPairs(corpus, 20, 5, "next", 0.0)._targets(0) == 17).all()
 
@@ -457,15 +450,16 @@ def test_long_pairs_are_cut_as_google_cuts(uneven, max_length):
     assert both > 5
 
 
-def test_cuts_fall_at_both_ends_alike(uneven):
+@few_or_many(12_500, 100_000)
+def test_cuts_fall_at_both_ends_alike(uneven, size):
     format = SegmentPairs(uneven, 20, 1)
     front = np.zeros(2, int)
     dropped = np.zeros(2, int)
     epoch = 0
-    while dropped.min() < 100_000:
+    while dropped.min() < size:
         plan = format.plan(epoch)
         for i in range(len(plan)):
-            for j, (part, begin, size) in enumerate(
+            for j, (part, begin, count) in enumerate(
                 zip(
                     segments(format.build(plan, i)),
                     (plan.first[i], plan.second[i]),
@@ -474,7 +468,7 @@ def test_cuts_fall_at_both_ends_alike(uneven):
                 )
             ):
                 front[j] += part.start - begin
-                dropped[j] += size - len(part)
+                dropped[j] += count - len(part)
         epoch += 1
     assert inside(front[0], dropped[0], 0.5)
     assert inside(front[1], dropped[1], 0.5)

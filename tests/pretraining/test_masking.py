@@ -1,4 +1,4 @@
-"""Masking rules: what they choose, by definition and by exact binomial intervals over 100,000 draws."""
+"""Masking rules: what they choose, by definition and by exact binomial intervals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from fastbert.pretraining.masking import IGNORED, SPAN_UNITS, UNITS, Masking, Vocabulary
 from fastbert.training.draws import Draws
+from tests.support.draw_shares import few_or_many, inside, is_uniform
 
 VOCABULARY = Vocabulary(1000, 4, (0, 2, 3))
 CLS, SEP, MASK = 2, 3, 4
@@ -51,12 +51,6 @@ def masked(rule: Masking, length: int, count: int, seed: int = 1):
     for i in range(count):
         ids, starts = sequence(length, i)
         yield ids, starts, rule(ids, starts, VOCABULARY, Draws(seed, 0, i), **spans_for(rule, ids, starts, i))
-
-
-def inside(hits: int, draws: int, p: float) -> bool:
-    """Whether the exact 99.9% interval of a binomial share has `p`."""
-    interval = stats.binomtest(int(hits), int(draws)).proportion_ci(0.999, "exact")
-    return interval.low <= p <= interval.high
 
 
 RULES = [
@@ -118,10 +112,11 @@ def test_the_number_of_predictions(length, most, count):
     [Masking(), Masking("word"), Masking("word", "bernoulli"), Masking("phrase")],
     ids=lambda r: r.unit + r.choose,
 )
-def test_shares_of_mask_random_and_kept(rule):
+@few_or_many(200, 1600)
+def test_shares_of_mask_random_and_kept(rule, size):
     masks = randoms = kept = total = 0
     drawn = []
-    for ids, _, found in masked(rule, 512, 1600):
+    for ids, _, found in masked(rule, 512, size):
         chosen = found.labels != IGNORED
         total += chosen.sum()
         is_mask = found.ids[chosen] == MASK
@@ -129,23 +124,24 @@ def test_shares_of_mask_random_and_kept(rule):
         masks, randoms = masks + is_mask.sum(), randoms + changed.sum()
         kept += (found.ids[chosen] == ids[chosen]).sum()
         drawn.append(found.ids[chosen][changed])
-    assert total > 1e5
+    assert total > 70 * size
     same = 0.1 / 996  # a random token may be the original one
     assert inside(masks, total, 0.8)
     assert inside(randoms, total, 0.1 - same)
     assert inside(kept, total, 0.1 + same)
     counts = np.bincount(np.concatenate(drawn), minlength=1000)
     assert counts[[0, CLS, SEP, MASK]].sum() == 0
-    assert stats.chisquare(np.delete(counts, [0, CLS, SEP, MASK])).pvalue > 0.001
+    assert is_uniform(np.delete(counts, [0, CLS, SEP, MASK]))
 
 
-def test_positions_are_chosen_uniformly():
+@few_or_many(750, 6000)
+def test_positions_are_chosen_uniformly(size):
     counts = np.zeros(128)
-    for _, _, found in masked(Masking(), 128, 6000):
+    for _, _, found in masked(Masking(), 128, size):
         counts[found.labels != IGNORED] += 1
-    assert counts.sum() > 1e5
+    assert counts.sum() > 18 * size
     candidate = ~np.isin(sequence(128)[0], [CLS, SEP])
-    assert stats.chisquare(counts[candidate]).pvalue > 0.001
+    assert is_uniform(counts[candidate])
 
 
 def test_bernoulli_share():
@@ -158,11 +154,12 @@ def test_bernoulli_share():
 
 
 @pytest.mark.parametrize("unit", SPAN_UNITS)
-def test_a_unit_is_a_whole_span_or_a_word(unit):
+@few_or_many(100, 700)
+def test_a_unit_is_a_whole_span_or_a_word(unit, size):
     """Each with probability 0.15; the unit entity takes a phrase of the corpus as single words."""
     hits, counts = {}, {}
     cut = mixed = 0
-    for i, (ids, starts, found) in enumerate(masked(Masking(unit, "bernoulli"), 512, 700)):
+    for i, (ids, starts, found) in enumerate(masked(Masking(unit, "bernoulli"), 512, size)):
         rows = spans_of(ids, starts, i)
         chosen = found.labels != IGNORED
         units = {(b, e): ("phrase", "entity")[k] for b, e, k in rows.tolist() if k in SPAN_UNITS[unit]}
@@ -184,25 +181,26 @@ def test_a_unit_is_a_whole_span_or_a_word(unit):
             masks = found.ids[begin:end] == MASK
             mixed += masks.any() and not masks.all()
     assert counts.keys() == ({"phrase", "entity", "word"} if unit == "phrase" else {"entity", "word"})
-    assert sum(counts.values()) > 1e5
-    assert min(counts.values()) > 1e4
+    assert sum(counts.values()) > 150 * size
+    assert min(counts.values()) > 15 * size
     for kind, count in counts.items():
         assert inside(hits[kind], count, 0.15), kind
-    assert (cut > 100) == (unit == "entity")
-    assert mixed > 100  # 80/10/10 token by token
+    assert (cut > size / 7) == (unit == "entity")
+    assert mixed > size / 7  # 80/10/10 token by token
 
 
-def test_spans_and_words_of_one_length_are_chosen_alike():
+@few_or_many(1000, 10_000)
+def test_spans_and_words_of_one_length_are_chosen_alike(size):
     """Five phrases of two words and five words of two tokens, and room for one of them."""
     ids = np.arange(5, 25)
     starts = np.append(np.ones(10, bool), np.arange(10) % 2 == 0)
     spans = np.array([(i, i + 2, i // 2 % 2) for i in range(0, 10, 2)])
     rule, counts = Masking("phrase", share=0.1), np.zeros(20)
-    for i in range(10_000):
+    for i in range(size):
         counts += rule(ids, starts, VOCABULARY, Draws(4, 0, i), spans).labels != IGNORED
-    assert counts.sum() == 20_000
+    assert counts.sum() == 2 * size
     assert (counts[::2] == counts[1::2]).all()
-    assert stats.chisquare(counts[::2]).pvalue > 0.001
+    assert is_uniform(counts[::2])
 
 
 def test_a_span_longer_than_the_budget_is_passed_over():
@@ -255,6 +253,8 @@ def test_bad_spans_are_named(spans, match):
         ({"unit": "word", "word_budget": "words"}, "0aa16907b95688dd"),
         ({"unit": "ngram"}, "c1686c68046ee1ac"),
         ({"unit": "span"}, "149a5267977d2b38"),
+        ({"unit": "phrase"}, "285bdfea2c5ca33d"),
+        ({"unit": "entity", "choose": "bernoulli"}, "4186269073d9a575"),
     ],
 )
 def test_masks_are_the_ones_of_before(values, digest):
@@ -264,7 +264,10 @@ def test_masks_are_the_ones_of_before(values, digest):
         words = np.random.Philox(key=7, counter=i).random_raw(240)
         ids = (words[:120] % 995 + 5).astype(np.int64)
         ids[[0, 60, -1]] = CLS, SEP, SEP
-        found = rule(ids, words[120:] % 2 == 0, VOCABULARY, Draws(1, 2, i))
+        starts = words[120:] % 2 == 0
+        begins = [b for b in np.flatnonzero(starts[:60]) if b > 0][:-2]  # pairs of words
+        pairs = np.array([(begins[j], begins[j + 2], j // 4 % 2) for j in range(0, len(begins) - 2, 4)])
+        found = rule(ids, starts, VOCABULARY, Draws(1, 2, i), *([pairs] if rule.unit in SPAN_UNITS else []))
         for array in (found.ids, found.labels, found.spans):
             seen.update(array.astype("<i8").tobytes())
     assert seen.hexdigest()[:16] == digest

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from scipy import stats
 
 from fastbert import testing
 from fastbert.models.auto import AutoModelForMaskedLM
@@ -17,6 +16,7 @@ from fastbert.pretraining.formats import DocSentences, Example, FullSentences, S
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.permutation import Permutation, Rows
 from fastbert.training.draws import Draws
+from tests.support.draw_shares import few_or_many, inside, is_uniform
 from tests.support.objectives import (
     CLS,
     MASK,
@@ -37,12 +37,6 @@ from tests.support.objectives import (
 
 def objective(form=FullSentences, length: int = 50, **values) -> Permutation:
     return Permutation(form(numbered(), length, 0), **values)
-
-
-def inside(hits: int, draws: int, p: float) -> bool:
-    """Whether the exact 99.9% interval of a binomial share has `p`."""
-    interval = stats.binomtest(int(hits), int(draws)).proportion_ci(0.999, "exact")
-    return interval.low <= p <= interval.high
 
 
 def sees(rows: Rows) -> np.ndarray:
@@ -94,29 +88,30 @@ def test_a_sixth_of_the_tokens_in_spans_of_at_most_five():
     assert max(b - a for a, b in objective(max_span=2).spans(510, Draws(1, 0, 0))) == 2
 
 
-def test_lengths_places_and_orders_have_equal_chance():
-    spans = objective().spans(1_900_000, Draws(2, 0, 0))[:-1]
-    assert len(spans) > 1e5
+@few_or_many(400, 3800)
+def test_lengths_places_and_orders_have_equal_chance(size):
+    spans = objective().spans(500 * size, Draws(2, 0, 0))[:-1]
+    assert len(spans) > 26 * size
     sizes = spans[:, 1] - spans[:, 0]
     offsets = spans[:, 0] - 6 * (np.cumsum(sizes) - sizes)
-    for size in range(1, 6):
-        assert inside((sizes == size).sum(), len(sizes), 0.2), size
-        counts = np.bincount(offsets[sizes == size], minlength=5 * size + 1)
-        assert len(counts) == 5 * size + 1
-        assert stats.chisquare(counts).pvalue > 0.001
+    for length in range(1, 6):
+        assert inside((sizes == length).sum(), len(sizes), 0.2), length
+        counts = np.bincount(offsets[sizes == length], minlength=5 * length + 1)
+        assert len(counts) == 5 * length + 1
+        assert is_uniform(counts)
     ids = np.full(512, 900)
     ids[[0, -1]] = CLS, SEP
     example = Example(ids, np.ones(512, bool), np.zeros(512, np.int64), IGNORED)
     orders: dict[tuple[int, ...], int] = {}
     ours = objective()
-    for number in range(3800):
+    for number in range(size):
         ranks = ours.mask(example, Draws(3, 0, number)).more.limits[512:]
         assert len(ranks) == 85
         assert sorted(ranks.tolist()) == list(range(85))
         for order in np.argsort(ranks[:84].reshape(-1, 3), 1).tolist():
             orders[tuple(order)] = orders.get(tuple(order), 0) + 1
     total = sum(orders.values())
-    assert total > 1e5
+    assert total > 27 * size
     assert len(orders) == 6
     for order, count in orders.items():
         assert inside(count, total, 1 / 6), order

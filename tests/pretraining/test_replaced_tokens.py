@@ -26,6 +26,7 @@ from fastbert.pretraining.objectives.replaced_tokens import (
 from fastbert.testing import compare
 from fastbert.training.optimizers import decay_groups, optimizer
 from tests.support import learning_text
+from tests.support.draw_shares import few_or_many, inside
 from tests.support.numbered_text import (
     MASK,
     VOCAB,
@@ -72,11 +73,12 @@ def batch():
 # --- examples -----------------------------------------------------------------------------------------------
 
 
-def test_what_the_generator_reads():
-    """85% of the predicted tokens are [MASK], the others the original; of 10**5."""
+@few_or_many(400, 3400)
+def test_what_the_generator_reads(size):
+    """85% of the predicted tokens are [MASK], the others the original."""
     format = Numbered([40] * 5)
     truth, masks, kept = originals(format), 0, 0
-    for seed in range(3400):
+    for seed in range(size):
         found = batch_of(ReplacedTokens(format, seed=seed)).inputs
         predicted = found["labels"] != IGNORED
         assert predicted.sum() == 30
@@ -85,9 +87,8 @@ def test_what_the_generator_reads():
         is_mask = found["input_ids"][predicted] == MASK
         masks += is_mask.sum()
         kept += (found["input_ids"][predicted] == truth[predicted]).sum()
-    assert masks + kept == 30 * 3400 > 1e5
-    interval = stats.binomtest(int(masks), 30 * 3400).proportion_ci(0.999, "exact")
-    assert interval.low <= 0.85 <= interval.high
+    assert masks + kept == 30 * size
+    assert inside(masks, 30 * size, 0.85)
 
 
 def test_the_counts_of_a_batch(batch):
@@ -302,8 +303,7 @@ def agrees(tokens: torch.Tensor, shares: torch.Tensor) -> bool:
         observed, expected = observed[:-1], expected[:-1]
     expected *= observed.sum() / expected.sum()
     for c in np.argsort(shares)[-3:]:
-        interval = stats.binomtest(int(counts[c]), len(tokens)).proportion_ci(0.999, "exact")
-        if not interval.low <= shares[c] <= interval.high:
+        if not inside(counts[c], len(tokens), shares[c]):
             return False
     return stats.chisquare(observed, expected).pvalue > 0.001
 

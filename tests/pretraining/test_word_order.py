@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from scipy import stats
 
 from fastbert import testing
 from fastbert.models.auto import AutoModelForPreTraining
@@ -17,6 +16,7 @@ from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.masked import Objective
 from fastbert.pretraining.objectives.word_order import SIZE, WordOrder
 from fastbert.training.draws import Draws
+from tests.support.draw_shares import few_or_many, inside, is_uniform
 from tests.support.objectives import (
     CLS,
     MASK,
@@ -36,12 +36,6 @@ from tests.support.objectives import (
 def objective(share: float = 0.05, length: int = 60, masking: Masking | None = None) -> WordOrder:
     pairs = SegmentPairs(numbered(), length, 0, relation="three")
     return WordOrder(pairs, masking or Masking(), shuffled_share=share)
-
-
-def inside(hits: int, draws: int, p: float) -> bool:
-    """Whether the exact 99.9% interval of a binomial share has `p`."""
-    interval = stats.binomtest(int(hits), int(draws)).proportion_ci(0.999, "exact")
-    return interval.low <= p <= interval.high
 
 
 def runs_of(flags: np.ndarray) -> list[tuple[int, int]]:
@@ -99,32 +93,32 @@ def test_a_twentieth_of_the_trigrams():
     assert (objective(0.0).mask(example, Draws(1, 0, 0)).more == IGNORED).all()
 
 
-@pytest.mark.sweep
-def test_orders_and_places_have_equal_chance():
+@few_or_many(125, 1000)
+def test_orders_and_places_have_equal_chance(size):
     ids = np.arange(500, 1012)
     ids[[0, -1]] = CLS, SEP
     example = Example(ids, np.ones(512, bool), np.zeros(512, np.int64), 0)
     ours = objective(1.0, masking=Masking(share=0.01))
     orders = dict.fromkeys(itertools.permutations(range(SIZE)), 0)
-    for number in range(1000):
+    for number in range(size):
         found = ours.mask(example, Draws(3, 0, number))
         places = np.flatnonzero(found.more != IGNORED)
         # from the first token on, three by three
         for triple in places.reshape(-1, SIZE):
             orders[tuple((found.masked.ids[triple] - found.more[triple[0]]).tolist())] += 1
     total = sum(orders.values())
-    assert total > 1e5
+    assert total > 100 * size
     for order, count in orders.items():
         assert inside(count, total, 1 / 6), order
     # one trigram of twenty: each of the places where it can begin
     short = Example(ids[:22].copy(), np.ones(22, bool), np.zeros(22, np.int64), 0)
     ours = objective(0.05, masking=Masking(choose="bernoulli", share=1e-9))
     begins = np.zeros(22)
-    for number in range(8_000):
+    for number in range(8 * size):
         begins[np.flatnonzero(ours.mask(short, Draws(5, 0, number)).more != IGNORED)[0]] += 1
     assert begins[0] == begins[20:].sum() == 0
-    assert begins[19] == 8_000 - begins[:19].sum()
-    assert stats.chisquare(begins[1:20]).pvalue > 0.001
+    assert begins[19] == 8 * size - begins[:19].sum()
+    assert is_uniform(begins[1:20])
 
 
 def test_pairs_have_three_classes():
