@@ -367,14 +367,12 @@ def test_another_seed_is_another_run(whole_run, corpus, tmp_path):
     assert all(ours[key] != other[key] for key in ours if key.endswith(("log.jsonl", "model.safetensors")))
 
 
-def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
-    recipe, model = small("bert", 2), config(corpus)
-    ran(corpus, model, recipe, tmp_path)
-    before = digests(tmp_path)
-    result = ran(corpus, model, recipe, tmp_path)
-    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
-    assert (result.step, result.checkpoint.name, result.last) == (2, "step-000002", last)
-    assert digests(tmp_path) == before
+def test_a_finished_run_is_left_as_it_is(whole_run, corpus):
+    run = whole_run("bert")
+    before = digests(run)
+    result = ran(corpus, config(corpus), small("bert"), run)
+    assert (result.step, result.checkpoint.name, result.last) == (4, "step-000004", log(run)[-1])
+    assert digests(run) == before
 
 
 @pytest.mark.parametrize(
@@ -390,14 +388,13 @@ def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
         ("corpus", {"plain": True}),
     ],
 )
-def test_what_a_run_depends_on_must_stay(field, options, corpus, plain, tmp_path):
-    ran(corpus, config(corpus), small("bert", 2), tmp_path)
-    options = dict(options)
+def test_what_a_run_depends_on_must_stay(field, options, whole_run, corpus, plain):
+    run, options = whole_run("bert"), dict(options)
     model = config(corpus, num_hidden_layers=options.pop("layers", 2))
     text = plain if options.pop("plain", False) else corpus
-    recipe = small("bert", 2, **options.pop("recipe", {}))
-    with pytest.raises(TrainingError, match=rf"^{field}: the run in {re.escape(str(tmp_path))} has "):
-        ran(text, model, recipe, tmp_path, **options)
+    recipe = small("bert", **options.pop("recipe", {}))
+    with pytest.raises(TrainingError, match=rf"^{field}: the run in {re.escape(str(run))} has "):
+        ran(text, model, recipe, run, **options)
 
 
 # --- growth -------------------------------------------------------------------------------------------------
@@ -514,7 +511,9 @@ def test_a_run_that_breaks_at_a_border_goes_on_to_the_same_bits(
     assert digests(tmp_path) == unbroken(growth)
 
 
-@pytest.mark.parametrize("name", ["electra-small", "albert", "spanbert"])
+@pytest.mark.parametrize(
+    "name", ["electra-small", "spanbert", pytest.param("albert", marks=pytest.mark.sweep)]
+)
 def test_other_objectives_grow(name, corpus, tmp_path):
     """All exported models, and heads of the objective are kept."""
     groups = {"num_hidden_groups": 1} if name == "albert" else {}
