@@ -12,9 +12,8 @@ The first draws from files of the suite, without a FILE from the newest of this 
 | `ragged-MODEL` | time against real tokens: who pays for padding |
 | `history-KIND` | speed of each benchmark in all runs of FILE's folder, as a multiple of that in its first |
 
-Of a file of bench_cpu.py it draws the bars, and what else `--what` names except the history. The second
-writes the table in bench/README.md from the newest file of each device; --check writes nothing, and its exit
-status is 1 if the page would change. Charts need matplotlib.
+The second writes the table in bench/README.md from the newest file of each device; --check writes nothing,
+and its exit status is 1 if the page would change. Charts need matplotlib.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench.lib import results, schema, tables  # noqa: E402
+from bench.lib import results, tables  # noqa: E402
 from bench.lib.charts import roofline  # noqa: E402
 from bench.lib.charts import suite as drawn  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
@@ -65,24 +64,6 @@ def save(figures: Iterable[tuple[str, matplotlib.figure.Figure]], folder: Path) 
     return written
 
 
-def charts(data: dict, folder: Path, stem: str = "bench_cpu", what: Sequence[str] = ("bars",)) -> list[Path]:
-    """Draw what bench_cpu.py wrote, a PNG for each model; returns the files.
-
-    Args:
-        data: the file's content.
-        folder: where the charts go, as `<stem>-<model>.png`.
-        stem: the files' first part.
-        what: also "roofline", "ragged".
-
-    Raises:
-        RuntimeError: matplotlib is not installed.
-    """
-    drawn.require_matplotlib()
-    run = results.of_rows(data, folder / f"{stem}.json")
-    names = ((name.removeprefix("bars-"), figure) for name, figure in of_run(run, what))
-    return save(((f"{stem}-{name}", figure) for name, figure in names), folder)
-
-
 def here() -> Path:
     """The newest file of the suite on this machine: of its GPU, as the suite's default is, or of its CPU.
 
@@ -101,9 +82,9 @@ def draw(files: Sequence[Path], out: Path | None, what: Sequence[str] | None) ->
     """Draw the charts of files; returns the pictures.
 
     Args:
-        files: of the suite, or of bench_cpu.py.
+        files: of the suite.
         out: instead of each file's own folder.
-        what: of WHAT; None: all, or of a file of bench_cpu.py the bars.
+        what: of WHAT; None: all.
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -114,14 +95,6 @@ def draw(files: Sequence[Path], out: Path | None, what: Sequence[str] | None) ->
     runs: dict[Path, results.Run] = {}
     for path in files:
         folder = out or path.parent
-        data = results.load(path)
-        if isinstance(data, dict) and "rows" in data:
-            try:
-                schema.check_rows(data)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-            written += charts(data, folder, path.stem, what or ("bars",))
-            continue
         run = runs[path.resolve()] = results.read(path)
         before = f"{path.stem}-" if len(files) > 1 else ""
         found = of_run(run, what or WHAT)
@@ -167,9 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "files", type=Path, nargs="*", metavar="FILE", help="of the suite, or of bench_cpu.py"
-    )
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="of the suite")
     parser.add_argument("--out", type=Path, help="folder of the pictures (default: the file's)")
     parser.add_argument("--what", nargs="+", choices=WHAT, help="which charts (default: all)")
     args = parser.parse_args(argv)

@@ -12,7 +12,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # run as a script: docs/ need not be on the path, bench/ must be found
     sys.path[0] = str(ROOT)
 
-from bench.lib import older, quoted  # noqa: E402
+from bench.lib import quoted  # noqa: E402
 from bench.lib.tables import table  # noqa: E402
 from fastbert.pretraining import recipe  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
@@ -159,8 +159,8 @@ PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
     "docs/numbers.md": [
         ("runs", _quoted(quoted.runs)),
         *((name, _quoted(quoted.kind, name)) for name in KINDS),
-        ("counted memory", older.counted),
-        ("Intel Xeon", older.all_of_it),
+        ("counted memory", partial(quoted.earlier, "footprint")),
+        ("Intel Xeon", partial(quoted.earlier, "encoder", "training", "memory", "encode")),
     ],
     "docs/op-matrix.md": [("op matrix", matrix), ("dispatch table", order)],
     "docs/floors.md": [("floors", floors)],

@@ -38,6 +38,10 @@ README = (
     ("`fastbert.accelerate`, 16 ragged sequences", "accelerate-base-ragged16", "accelerated"),
     ("`SentenceTransformer.encode`, MiniLM, 1,000 sentences", "encode-minilm-sentences1000", "accelerated"),
 )
+# files with ratios from before the suite, of another processor
+EARLIER = "cpu-intel-xeon-processor-family-6-model-207-2c"
+EARLIER_FILES = ("bench_cpu", "bench_training", "bench_accelerate")
+OF = {"median_ms": "speed", "peak_mib": "peak memory", "above_mib": "memory above the loaded model"}
 HEAD = ["fastbert", "beside", "run"]
 
 
@@ -156,6 +160,31 @@ def label(row: Row) -> str:
 
 
 # ---- the pages' parts ----
+
+
+def earlier(*steps: str) -> list[str]:
+    """The ratios to each peer in EARLIER_FILES: times its speed, or shares of its memory."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    sources = {}
+    for name in EARLIER_FILES:
+        path = results.RESULTS / EARLIER / f"{name}.json"
+        data = results.load(path)
+        for row in data["ratios"]:
+            if row["step"] not in steps or row["of"] not in OF:
+                continue
+            ours = row.get("ours") or f"fastbert-{row['dtype']}"
+            place = f"{MODELS[row['model']]}, `{row['workload']}`, {row['step']}"
+            words = ", ".join(filter(None, (place, HEADS.get(row.get("head")), precision(ours))))
+            peer = row["theirs"].partition("-")[0]
+            # a later row replaces an earlier one
+            at = words + OURS[ours.partition("-")[0]], OF[row["of"]], f"`{name}`"
+            cells.setdefault(at, {})[PEERS.get(peer, peer)] = f"{row['ratio']:.2f} ×"
+            sources[name] = f"`{name}` is `bench/results/{EARLIER}/{path.name}`, commit {data['commit'][:9]}"
+    body = [
+        [words, of, ", ".join(f"{peer} {ratio}" for peer, ratio in found.items()), name]
+        for (words, of, name), found in cells.items()
+    ]
+    return [*table(["", "of", "fastbert over", "file"], body), "", "; ".join(sources.values()) + "."]
 
 
 def kind(name: str, rows: Rows) -> list[str]:

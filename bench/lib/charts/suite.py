@@ -139,7 +139,7 @@ def bars(run: Run, model: str) -> matplotlib.figure.Figure:
     # a floor far above the bars would make them too short to read: an arrow names it instead
     fastest = max(each.extra["tokens_per_s"] for each in rows)
     near = [floor[tag] for floor in floors.values() for tag in ("fp32", "bf16") if tag in floor]
-    top = 1.22 * max(fastest, *(value for value in near if value < 4 * fastest))
+    top = 1.22 * max([fastest, *(value for value in near if value < 4 * fastest)])
     tags = [tag for tag in DTYPES if any(name.endswith(tag) for name in palette)]
     for x, name in enumerate(names):
         beyond = []
