@@ -268,6 +268,17 @@ def test_the_parent_needs_the_standard_library_only():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_the_steps_need_neither_pytest_nor_jsonschema(tmp_path):
+    """A GPU machine has torch, Triton and transformers, but neither of these nor a network."""
+    scripts = {Path(step.command(prove.Run(tmp_path, "cuda"), 30.0)[1]) for step in prove.STEPS}
+    names = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in scripts)
+    missing = ("pytest", "pytest_benchmark", "jsonschema", "matplotlib")
+    code = f"import importlib, sys; sys.modules.update(dict.fromkeys({missing}))\n"
+    code += f"for name in {names}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_make_gpu_passes_its_arguments_on():
     command = ["make", "-n", "gpu", "VENV=", "PYTHON=some-python", "OUT=somewhere", "ARGS=--only probe"]
     command += ["PART=b"]
