@@ -1,15 +1,13 @@
-"""Measure the roofs of this machine and its peers' encoder baselines: `python bench/probe.py [--json FILE]`.
+"""Measure the roofs of this machine and torch's own kernels: `python bench/probe.py [--json FILE]`.
 
 Steps, in order of priority (a short `--budget` drops the last ones, and says so):
-matrix, bandwidth, launch, cluster, gemm, sdpa, forward, train, compile-*.
+matrix, bandwidth, launch, cluster, gemm, sdpa.
 
 As soon as a row is measured, a line is printed and the JSON file is replaced atomically: a kill loses
 nothing. The steps run in a worker process. A row that fails is recorded with its error; a step that hangs
 or crashes the process is recorded too, and the next step gets a fresh worker.
 
-Needs only torch. With transformers installed the peers are its BertModel (sdpa) with random weights, eager
-and under torch.compile(mode="max-autotune"); without it the peer is torch's own nn.TransformerEncoder, under
-that name.
+Needs only torch. The peers' encoders are measured by the suite and by `make gpu`.
 """
 
 from __future__ import annotations

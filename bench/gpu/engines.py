@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastbert
 from bench.lib import workloads
 from bench.lib.engines import DTYPES, Forward, config_of, theirs, torch_forward
-from bench.lib.peers import StandInEncoder, forward_call
 
 # torch_compile comes last: it takes a minute or more per shape
 ENGINES = (
@@ -42,8 +41,29 @@ ATTENTION = {
 }
 
 
+class TorchEncoder(torch.nn.Module):
+    """BERT's sizes in torch's own nn.TransformerEncoder."""
+
+    def __init__(self, model: workloads.Model):
+        super().__init__()
+        self.word = torch.nn.Embedding(model.vocab, model.hidden)
+        self.position = torch.nn.Embedding(512, model.hidden)
+        self.segment = torch.nn.Embedding(2, model.hidden)
+        self.norm = torch.nn.LayerNorm(model.hidden, eps=1e-12)
+        layer = torch.nn.TransformerEncoderLayer(
+            model.hidden, model.heads, model.intermediate, 0.1, "gelu", 1e-12, batch_first=True
+        )
+        self.encoder = torch.nn.TransformerEncoder(layer, model.layers)
+
+    def forward(self, input_ids, token_type_ids, attention_mask=None):
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.word(input_ids) + self.position(positions) + self.segment(token_type_ids)
+        padding = None if attention_mask is None else attention_mask == 0
+        return self.encoder(self.norm(x), src_key_padding_mask=padding)
+
+
 def torch_encoder_state(state: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
-    """BERT's weights under the names of `peers.StandInEncoder`, torch's own nn.TransformerEncoder."""
+    """BERT's weights under the names of `TorchEncoder`."""
     table = "embeddings.{}_embeddings.weight"
     found = {
         "word.weight": state[table.format("word")],
@@ -148,24 +168,19 @@ class Bank:
             return captured(self.forward(name.replace("_graphs", "")))
         if engine == "torch_encoder":
             with self.device:
-                module = StandInEncoder(self.model, heads_on=False)
+                module = TorchEncoder(self.model)
             module = self._placed(module, DTYPES[tag], torch_encoder_state(self.state, self.model.layers))
-            return lambda inputs: forward_call(module, inputs, compiled=False)()
+            return torch.inference_mode()(lambda inputs: module(**inputs))
         if engine == "transformers_flash2" and importlib.util.find_spec("flash_attn") is None:
             raise RuntimeError("flash_attn is not installed")
         module = self._theirs(ATTENTION[engine])
         if engine == "torch_compile":
             module = torch.compile(module, mode="max-autotune", dynamic=False)
-            return lambda inputs: forward_call(module, inputs, compiled=True)().last_hidden_state
+            return torch.no_grad()(lambda inputs: module(**inputs).last_hidden_state)
         if engine == "transformers_sdpa_cudnn":
             if self.device.type != "cuda":
                 raise RuntimeError(f"cuDNN's attention runs on cuda, not on {self.device.type}")
-
-            def cudnn(inputs):
-                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                    return forward_call(module, inputs, compiled=False)().last_hidden_state
-
-            return cudnn
+            return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(torch_forward(module))
         return torch_forward(module)
 
     def _graphs(self) -> Forward:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.lib import workloads
-from bench.lib.peers import build_peer, forward_call, training_call, training_inputs
 from bench.lib.timing import Timing, interleave, measure, memory_bytes, rotations, summarise, synchronize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,19 +85,17 @@ class Bench:
         candidates: dict[str, Candidate],
         *,
         clock: str | None = None,
-        tried: bool = False,
         **options,
     ) -> None:
-        """Build, try (unless `tried`) and time the candidates interleaved: a row each, or an error row."""
+        """Build, try and time the candidates interleaved: a row each, or an error row."""
         if self.smoke:
             options |= {"seconds": 0.0, "samples": (2, 2), "warmup": 1}
         calls = {}
         for name, candidate in candidates.items():
             with self.recorded(name, **candidate.facts):
                 made = candidate.make()
-                if not tried:
-                    (made if callable(made) else made[0])()
-                    synchronize(self.device)
+                (made if callable(made) else made[0])()
+                synchronize(self.device)
                 calls[name] = made
         try:
             timings = interleave(calls, self.device, clock=clock, **options)
@@ -109,10 +106,7 @@ class Bench:
             return
         for name, timing in timings.items():
             candidate = candidates[name]
-            facts = dict(candidate.facts)
-            if "tokens" in facts:
-                facts["tokens_per_s"] = facts["tokens"] / timing.median_ms * 1e3
-            self.row(name, timing, candidate.flops, candidate.bytes, **facts)
+            self.row(name, timing, candidate.flops, candidate.bytes, **candidate.facts)
 
 
 # ---- Roofs ----
@@ -503,98 +497,6 @@ def step_sdpa(bench: Bench) -> None:
                     bench.free()
 
 
-# ---- The peers' encoders ----
-
-
-def run_peer(
-    bench: Bench,
-    workload: str,
-    model: workloads.Model,
-    dtype: str,
-    *,
-    train: bool = False,
-    compiled: bool = False,
-) -> None:
-    """One row: a peer's forward or training step of one batch of a workload."""
-    lengths = workloads.lengths(workload)
-    if bench.smoke:
-        model, lengths = workloads.TINY, tuple(max(2, n // 32) for n in lengths[:2])
-    kind = "train" if train else "forward"
-    suffix = "_compile" if compiled else ""
-    dtype_name = "bf16_autocast" if train and dtype == "bf16" else dtype
-    name = f"{kind}-peer{suffix}-{dtype_name}-{model.name}-{workload}"
-    with bench.recorded(name, workload=workload, model=model.name):
-        peer, module = build_peer(model, train, bench.device)
-        name = f"{kind}-{peer}{suffix}-{dtype_name}-{model.name}-{workload}"
-        module = module if train else module.to(DTYPES[dtype]).eval()
-        facts = {
-            "workload": workload,
-            "model": model.name,
-            "peer": peer + suffix,
-            "sequences": len(lengths),
-            "tokens": sum(lengths),
-            "padded_tokens": len(lengths) * max(lengths),
-        }
-        if train:
-            inputs, labelled = training_inputs(lengths, model.vocab, bench.device)
-            flops = workloads.training_flops(lengths, model, labelled)
-        else:
-            inputs = workloads.padded_inputs(lengths, model.vocab, bench.device)
-            flops = workloads.encoder_flops(lengths, model)
-        if compiled:
-            facts["mode"] = "max-autotune"
-            module = torch.compile(module, mode="max-autotune", dynamic=False)
-        if train:
-            call = training_call(module, inputs, bench.device, autocast=dtype == "bf16")
-        else:
-            call = forward_call(module, inputs, compiled)
-        start = time.perf_counter()
-        call()
-        synchronize(bench.device)
-        facts["first_call_s"] = time.perf_counter() - start  # with torch.compile, mostly the compiling
-        slow = not compiled and facts["first_call_s"] > 2.0
-        options = {
-            "seconds": bench.pick(0.6, 1.0, 0.0),
-            "samples": bench.pick((5, 50), (2 if slow else 3, 20), (2, 2)),
-            "warmup": 1 if slow else 2,
-        }
-        # what a caller waits: host clock. gflops counts real tokens only.
-        bench.measure({name: Candidate(lambda: call, flops, 0, facts)}, clock="wall", tried=True, **options)
-    module = inputs = call = None
-    bench.free()
-
-
-def step_forward(bench: Bench) -> None:
-    """The eager peer's forward on the workloads."""
-    if not bench.cuda:
-        for workload in ("1x128", "8x128", "ragged16"):
-            for dtype in ("fp32", "bf16"):
-                run_peer(bench, workload, workloads.BASE, dtype)
-        return
-    for workload in ("full", "squad", *workloads.expand("latency")):
-        for model in (workloads.BASE, workloads.LARGE):
-            run_peer(bench, workload, model, "bf16")
-
-
-def step_train(bench: Bench) -> None:
-    """The eager peer's training step: MLM on 15% of the tokens and NSP, dropout 0.1, AdamW."""
-    if not bench.cuda:  # without ragged16, whose step takes half a minute on two cores
-        for workload in ("1x128", "8x128"):
-            for dtype in ("fp32", "bf16"):
-                run_peer(bench, workload, workloads.BASE, dtype, train=True)
-        return
-    run_peer(bench, "full", workloads.BASE, "bf16", train=True)
-    run_peer(bench, "squad", workloads.BASE, "bf16", train=True)
-    run_peer(bench, "train", workloads.LARGE, "bf16", train=True)
-
-
-def step_compile(bench: Bench, workload: str, train: bool = False) -> None:
-    """The peer under torch.compile(mode="max-autotune", dynamic=False), BERT-base."""
-    for batch in workloads.expand(workload):
-        run_peer(bench, batch, workloads.BASE, "bf16", train=train, compiled=True)
-        torch._dynamo.reset()
-
-
 # ---- Steps that misbehave, for the tests: never run unless named ----
 
 
@@ -635,14 +537,6 @@ STEPS = (
     Step("cluster", step_cluster, {"cuda": 20}),
     Step("gemm", step_gemm, {"cuda": 90, "cpu": 75}),
     Step("sdpa", step_sdpa, {"cuda": 60, "cpu": 30}),
-    Step("forward", step_forward, {"cuda": 90, "cpu": 125}),
-    Step("train", step_train, {"cuda": 90, "cpu": 60}),
-    Step("compile-full", functools.partial(step_compile, workload="full"), {"cuda": 120}),
-    Step("compile-latency", functools.partial(step_compile, workload="latency"), {"cuda": 120}),
-    Step("compile-squad", functools.partial(step_compile, workload="squad"), {"cuda": 120}),
-    Step("compile-train", functools.partial(step_compile, workload="full", train=True), {"cuda": 150}),
-    Step("compile-1x128", functools.partial(step_compile, workload="1x128"), {"cpu": 90}),
-    Step("compile-8x128", functools.partial(step_compile, workload="8x128"), {"cpu": 90}),
 )
 PLANTED = (
     Step("planted-failure", step_planted_failure, {"cuda": 20, "cpu": 20}),

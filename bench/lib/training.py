@@ -18,7 +18,6 @@ import torch
 import fastbert
 from bench.lib import workloads
 from bench.lib.engines import config_of, needed
-from bench.lib.peers import training_inputs
 from bench.lib.probe_steps import reason_of
 from bench.lib.roofs import Roofs
 from bench.lib.timing import interleave, mark, milliseconds, synchronize
@@ -34,11 +33,19 @@ def batch(
     """(model inputs with labels, how many tokens have one): classes; for `pretraining` also 15% of the real
     tokens.
     """
-    inputs, labelled = training_inputs(lengths, vocab, torch.device(device))
+    inputs, labelled = workloads.padded_inputs(lengths, vocab, "cpu"), 0
+    generator = torch.Generator().manual_seed(1)
+    ids = inputs["input_ids"]
+    real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    chosen = (torch.rand(ids.shape, generator=generator) < 0.15) & real
+    chosen[0, 0] = True  # at least one label, so that the loss is not empty
+    classes = torch.randint(0, 2, ids.shape[:1], generator=generator)
     if head == "pretraining":
-        return inputs, labelled
-    classes = inputs.pop("next_sentence_label")
-    return {**inputs, "labels": classes}, 0
+        inputs |= {"labels": torch.where(chosen, ids, -100), "next_sentence_label": classes}
+        labelled = int(chosen.sum())
+    else:
+        inputs["labels"] = classes
+    return {key: value.to(device) for key, value in inputs.items()}, labelled
 
 
 def modules(

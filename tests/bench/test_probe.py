@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench/ is part of the checkout, not of the package
 
 from bench import probe  # noqa: E402
-from bench.lib import peers, probe_steps, report, timing, workloads  # noqa: E402
+from bench.lib import probe_steps, report, timing, workloads  # noqa: E402
 
 PROBE = [sys.executable, str(ROOT / "bench" / "probe.py"), "--device", "cpu", "--smoke", "--threads", "1"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -48,7 +48,7 @@ def probe_run(path: Path, *steps: str, extra: tuple[str, ...] = ()) -> dict:
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> dict:
-    steps = ("matrix", "bandwidth", "launch", "gemm", "sdpa", "forward", "train")
+    steps = ("matrix", "bandwidth", "launch", "gemm", "sdpa")
     planted = ("planted-failure", "planted-crash", "planted-hang")
     path = tmp_path_factory.mktemp("probe") / "deep" / "probe.json"
     return probe_run(path, *steps, *planted, "bandwidth", extra=("--note", "a test"))
@@ -83,9 +83,6 @@ def test_every_row_has_its_figures(smoke):
         if row["step"] != "launch":
             rate = "gbs" if row["step"] == "bandwidth" else "gflops"
             assert row[rate] > 0
-        if row["step"] in ("forward", "train"):
-            assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["median_ms"] * 1e3)
-            assert row["padded_tokens"] >= row["tokens"]
     names = {row["name"] for row in timed}
     for name in (
         "matmul-torch-bf16-64x64x64",
@@ -98,15 +95,7 @@ def test_every_row_has_its_figures(smoke):
         "attention_bwd-sdpa_math-fp32-1x16x2x16",
     ):
         assert name in names
-    assert {row["step"] for row in timed} == {
-        "matrix",
-        "bandwidth",
-        "launch",
-        "gemm",
-        "sdpa",
-        "forward",
-        "train",
-    }
+    assert {row["step"] for row in timed} == {"matrix", "bandwidth", "launch", "gemm", "sdpa"}
     assert not [row for row in smoke["rows"] if row["status"] == "error" and row["step"] != "planted-failure"]
 
 
@@ -317,17 +306,6 @@ def gpu_plan_on_cpu(run) -> list[dict]:
     bench.step, bench.cuda = "planned", True
     run(bench)
     return bench.rows
-
-
-@pytest.mark.sweep
-def test_gpu_peer_steps(untimed):
-    rows = gpu_plan_on_cpu(probe_steps.step_forward) + gpu_plan_on_cpu(probe_steps.step_train)
-    assert [row for row in rows if row["status"] == "error"] == []
-    assert [row["workload"] for row in rows] == [
-        *("full", "full", "squad", "squad", "latency-128", "latency-128", "latency-384", "latency-384"),
-        *("full", "squad", "train"),
-    ]
-    assert all(row["clock"] == "wall" for row in rows)
 
 
 @pytest.mark.sweep
@@ -548,31 +526,11 @@ def test_clusters_need_hopper(monkeypatch, untimed):
 
 def test_steps_come_in_order_of_priority():
     cuda = [step.name for step in probe.choose_steps(None, "cuda")]
-    first = ["matrix", "bandwidth", "launch", "cluster", "gemm", "sdpa", "forward", "train"]
-    assert cuda == [*first, "compile-full", "compile-latency", "compile-squad", "compile-train"]
+    assert cuda == ["matrix", "bandwidth", "launch", "cluster", "gemm", "sdpa"]
     cpu = [step.name for step in probe.choose_steps(None, "cpu")]
-    assert cpu == [*(n for n in first if n != "cluster"), "compile-1x128", "compile-8x128"]
+    assert cpu == [name for name in cuda if name != "cluster"]
     with pytest.raises(ValueError, match=r"--only: got cluster, expected one of matrix, .* on cpu"):
         probe.choose_steps(["cluster"], "cpu")
-
-
-# ---- Peers ----
-
-
-def test_stand_in_is_used_without_transformers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    cpu = torch.device("cpu")
-    name, module = peers.build_peer(workloads.TINY, True, cpu)
-    assert name == "torch_transformer_encoder"
-    inputs, labelled = peers.training_inputs((20, 9), workloads.TINY.vocab, cpu)
-    assert labelled == int((inputs["labels"] != -100).sum()) >= 1
-    assert int((inputs["labels"][1, 9:] != -100).sum()) == 0  # padding is never labelled
-    before = module.word.weight.detach().clone()
-    peers.training_call(module, inputs, cpu, autocast=False)()
-    assert not torch.equal(before, module.word.weight)
-    _, module = peers.build_peer(workloads.TINY, False, cpu)
-    call = peers.forward_call(module.eval(), workloads.padded_inputs((20, 9), 211, "cpu"), compiled=False)
-    assert call().shape == (2, 20, 64)
 
 
 # ---- Workloads ----
