@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from bench.lib import training, workloads  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.report import row_line  # noqa: E402
 from fastbert.models.heads import masked_lm, pretraining  # noqa: E402
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
 
@@ -233,13 +234,6 @@ def rows(
             yield {**row, "status": "error", "error": reason_of(error), **facts}
 
 
-def line(row: dict) -> str:
-    """The printed form of a row."""
-    if row["status"] != "ok":
-        return f"{row['name']:<50} {row['status']}: {row['error'].splitlines()[0][:150]}"
-    return f"{row['name']:<50} saved {row['saved_mib']:8,.0f} MiB, peak {row['peak_mib']:8,.0f} MiB, counted"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print a line for each head and candidate, with what is saved."""
     parser = argparse.ArgumentParser(
@@ -251,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for head in training.HEADS:
         for row in rows(workloads.MODELS[args.model], args.workload, head, args.dtype):
-            print(line(row), flush=True)
+            print(row_line(row), flush=True)
             for kind in row.get("largest", ()):
                 print(f"    {kind['mib']:8,.0f} MiB in {kind['tensors']:3} x {kind['what']}")
     return 0

@@ -31,6 +31,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
     sys.path[0] = str(ROOT)
 
 from bench.lib import workloads  # noqa: E402
+from bench.lib.report import row_line  # noqa: E402
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
 TRAINED = ENGINES[:4]
@@ -189,16 +190,6 @@ def bench_memory(
             yield {**row, "status": "error", "error": str(error), **facts}
 
 
-def line(row: dict) -> str:
-    """The printed form of a row."""
-    if row["status"] != "ok":
-        return f"{row['name']:<50} {row['status']}: {row['error'].splitlines()[0][:150]}"
-    return (
-        f"{row['name']:<50} peak {row['peak_mib']:8,.0f} MiB, of it above the loaded model "
-        f"{row['above_mib']:8,.0f} MiB"
-    )
-
-
 def main() -> int:
     """Print a line for each engine."""
     parser = argparse.ArgumentParser(
@@ -226,7 +217,7 @@ def main() -> int:
     engines = tuple(args.engine or {FORWARD: ENGINES, STATISTICS: ANALYSED}.get(args.what, TRAINED))
     options = {"what": args.what, "device": args.device}
     for row in bench_memory(args.model, args.workload, engines, args.threads, **options):
-        print(line(row), flush=True)
+        print(row_line(row), flush=True)
     return 0
 
 

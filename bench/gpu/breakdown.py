@@ -26,9 +26,7 @@ import torch  # noqa: E402
 
 from bench.gpu import engines, groups  # noqa: E402
 from bench.lib import served, training, workloads  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
 from bench.lib.timing import synchronize  # noqa: E402
 
 FORWARDS = ("full", "squad", "latency-128")
@@ -131,26 +129,16 @@ def line(row: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure what the arguments name."""
-    parser = argparse.ArgumentParser(
-        prog="bench/gpu/breakdown.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    groups.add_options(parser, samples=7)
+    parser = groups.options(__doc__, samples=7)
     known = tuple(STEPS)
     parser.add_argument("--models", nargs="+", choices=known, default=["base", "large"], metavar="MODEL")
-    args = parser.parse_args(argv)
-    groups.check_options(parser, args)
+    args = groups.parsed(parser, argv)
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "roofs", "note")}
-    report = Report(args.json, settings, args.note, line)
-    report.data["environment"] = describe(device)
-    report.save()
+    report = groups.begun(args, line)
     served.prove(device)
     for row in rows(args, device):
         report.row(row)
-    report.data["finished"] = True
-    report.save()
+    groups.ended(report)
     return 0
 
 

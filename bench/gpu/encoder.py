@@ -21,9 +21,9 @@ shape, and `--budget` leaves it out first. Rows are recorded as they are measure
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,126 +32,40 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 from bench.gpu import engines as gpu_engines  # noqa: E402
 from bench.gpu import groups  # noqa: E402
-from bench.lib import encoder, roofs, served, workloads  # noqa: E402
-from bench.lib.engines import MODELS, PACKAGES  # noqa: E402
-from bench.lib.report import row_line  # noqa: E402
+from bench.lib import encoder, workloads  # noqa: E402
+from bench.lib.engines import MODELS  # noqa: E402
+from bench.lib.roofs import Roofs  # noqa: E402
 
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"
 BESIDE_COMPILED = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16", COMPILED)
 # seconds that a group of engines needs on one batch; with less of the budget left, the group is left out
 PLAIN_SECONDS, COMPILE_SECONDS = {"base": 6.0, "large": 12.0, "minilm": 4.0}, {"base": 60.0, "large": 100.0}
-COLUMNS = ("model", "workload", "candidate", "ms", "tokens/s", "tflops", "of floor", "cosine", "spread", "n")
-LINE = "{:5} {:11} {:27} {:>9} {:>11} {:>7} {:>8} {:>8} {:>7} {:>3}"
 
 
-def line(row: dict) -> str:
-    """The printed form of a row."""
-    if row["status"] == "skipped":
-        return f"{row['name']:<60} skipped: {row['error']}"
-    if row["status"] != "ok" or row["step"] != "encoder":
-        return row_line(row)
-    return LINE.format(
-        row["model"],
-        row["workload"],
-        row["candidate"],
-        f"{row['median_ms']:,.3f}",
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['gflops'] / 1e3:,.1f}",
-        f"{row['of_floor']:.0%}",
-        f"{row['cosine']:.5f}",
-        f"{row['spread']:.1%}",
-        row["n"],
-    )
-
-
-def graphed(candidate: str) -> bool:
-    """Whether the engine replays CUDA graphs; torch.compile in the mode that is timed does."""
-    return candidate.partition("-")[0].endswith(("_graphs", "torch_compile"))
-
-
-def ratios(rows: Iterable[dict]) -> list[dict]:
-    """Our speed over each peer's, from rows that were timed turn by turn: eager calls over eager ones, graphs
-    over graphs.
-
-    transformers' model after `fastbert.accelerate` is no peer: its layers are ours.
-    """
-    timed: dict[tuple, dict[str, dict]] = {}
-    for row in rows:
-        if row["step"] == "encoder" and row["status"] == "ok":
-            timed.setdefault((row["model"], row["workload"], row["group"]), {})[row["candidate"]] = row
-    found = []
-    for (model, workload, _), group in timed.items():
-        own = {graphed(name): name for name in group if name.startswith("fastbert")}
-        for name, row in group.items():
-            ours = own.get(graphed(name))
-            if ours is not None and not name.startswith(served.OURS):
-                ratio = row["median_ms"] / group[ours]["median_ms"]
-                found.append(
-                    {"model": model, "workload": workload, "ours": ours, "theirs": name, "ratio": ratio}
-                )
-    return found
-
-
-class Forwards(groups.Group):
-    """Engines that are timed together on one batch."""
-
-    def facts(self, candidate: str) -> dict:
-        """Step, name, model, workload, candidate."""
-        facts = {"model": self.model, "workload": self.workload, "candidate": candidate}
-        return {"step": "encoder", "name": f"encoder-{candidate}-{self.model}-{self.workload}", **facts}
-
-
-def plan(models: Iterable[str], names: Iterable[str], engines: tuple[str, ...]) -> list[Forwards]:
+def plan(args: argparse.Namespace, roofs: Roofs, left: Callable[[], float]) -> Iterator[groups.Group]:
     """What is timed together, the most important first: everything but torch.compile, then torch.compile."""
-    batches = [batch for name in names for batch in workloads.expand(name)]
-    plain = tuple(name for name in engines if name != COMPILED)
-    found = []
-    for wanted, together, seconds in (
-        (bool(plain), plain, PLAIN_SECONDS),
-        (COMPILED in engines, BESIDE_COMPILED, COMPILE_SECONDS),
-    ):
-        found += [
-            Forwards(model=model, workload=batch, candidates=together, seconds=seconds.get(model, 0.0))
-            for model in models
-            for batch in batches
-            if wanted
-        ]
-    return found
+    engines = encoder.Engines(lambda model: gpu_engines.Bank(model, args.device))
 
+    def rows(model: str, batch: str, candidates: tuple[str, ...]) -> Iterator[dict]:
+        options = {"device": args.device, "samples": args.samples, "sets": 2 if args.smoke else 4}
+        options["lengths"] = groups.lengths(args, workloads.lengths(batch))
+        forwards = engines.of(MODELS[model], candidates)
+        return encoder.bench_encoder(MODELS[model], batch, forwards, roofs, **options)
 
-class Run(groups.Run):
-    """One run over the groups; a bank of weights is held for one model at a time."""
-
-    def __init__(self, args: argparse.Namespace, roof: roofs.Roofs):
-        super().__init__(args, roof)
-        self.bank: gpu_engines.Bank | None = None
-        self.built: dict[str, encoder.Forward | str] = {}
-
-    def groups(self) -> list[Forwards]:
-        """What the arguments name."""
-        return plan(self.args.models, self.args.workloads, self.args.engines)
-
-    def measure(self, group: Forwards) -> Iterator[dict]:
-        """Rows of one group."""
-        model = MODELS[group.model]
-        if self.bank is None or self.bank.model is not model:
-            self.bank, self.built = None, {}  # the old weights go before the new ones come
-            gc.collect()
-            self.bank = gpu_engines.Bank(model, self.args.device)
-        for name in group.candidates:
-            if name not in self.built or name == COMPILED:  # what is compiled was reset
-                self.built |= encoder.build(self.bank, (name,))
-        forwards = {name: self.built[name] for name in group.candidates}
-        options = {
-            "device": self.args.device,
-            "samples": self.args.samples,
-            "sets": 2 if self.args.smoke else 4,
-            "lengths": self.lengths(workloads.lengths(group.workload)),
-        }
-        for row in encoder.bench_encoder(model, group.workload, forwards, self.roofs, **options):
-            served_by = served.backends(row["candidate"], self.args.device, "bf16")
-            yield row | {"group": group.kind, "backends": served_by}
+    plain = tuple(name for name in args.engines if name != COMPILED)
+    compiled = BESIDE_COMPILED if COMPILED in args.engines else ()
+    for candidates, seconds in ((plain, PLAIN_SECONDS), (compiled, COMPILE_SECONDS)):
+        for model in args.models if candidates else ():
+            for batch in (batch for name in args.workloads for batch in workloads.expand(name)):
+                yield groups.Group(
+                    step="encoder",
+                    model=model,
+                    workload=batch,
+                    candidates=candidates,
+                    rows=functools.partial(rows, model, batch, candidates),
+                    seconds=seconds.get(model, 0.0),
+                )
 
 
 def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
@@ -166,17 +80,12 @@ def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench/gpu/encoder.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    models = tuple(MODELS)
-    groups.add_options(parser, samples=25)
+    parser = groups.options(__doc__, samples=25)
+    models, known = tuple(MODELS), (*WORKLOADS, *workloads.names())
     parser.add_argument("--models", nargs="+", choices=models, default=["base", "large"], metavar="MODEL")
-    known = (*WORKLOADS, *workloads.names())
     parser.add_argument("--workloads", nargs="+", choices=known, default=list(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="beginnings of names (default: all)")
-    args = parser.parse_args(argv)
-    groups.check_options(parser, args)
+    args = groups.parsed(parser, argv)
     try:
         args.engines = wanted_engines(args.engines)
     except ValueError as error:
@@ -184,23 +93,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def ratio_line(row: dict) -> str:
-    """The printed form of a ratio."""
-    where = f"{row['model']} {row['workload']}"
-    return f"# {where:<18} {row['ours']:22} / {row['theirs']:28} {row['ratio']:.2f}"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Time what the arguments name."""
-    return groups.record(
-        parse(argv),
-        Run,
-        head=LINE.format(*COLUMNS),
-        line=line,
-        ratios=ratios,
-        ratio_line=ratio_line,
-        packages=(*PACKAGES, "flash_attn"),
-    )
+    return groups.record(parse(argv), plan)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python bench/gpu/kernels.py [--device cuda] [--op OP] [--workload full] [--pass backward] [--json FILE]
 
-The shapes are BERT-base's for a workload of lib/workloads.py (`8x128` on a CPU, `full` on a GPU), from the
+The shapes are BERT-base's for a workload of lib/workloads.py (`full`), from the
 `testing.Case`s that the tests use too. Every backend is timed turn by turn with what a PyTorch user would
 call: F.linear and F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the same
 F.linear on the weights in floating point. Medians.
@@ -16,11 +16,8 @@ every input.
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 import sys
-import time
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,60 +26,45 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench.lib import roofs as machine_roofs  # noqa: E402
+from bench.gpu import groups  # noqa: E402
 from bench.lib import workloads  # noqa: E402
-from bench.lib.kernels import HEAD, PASSES, bench_workload, line  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.report import Report, count  # noqa: E402
+from bench.lib.kernels import PASSES, bench_case  # noqa: E402
+from bench.lib.roofs import TAGS, Roofs  # noqa: E402
+from fastbert import testing  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 
-def seconds_left(begin: float, budget: float) -> float:
-    """Seconds left of a budget that began at `begin` on time.monotonic()."""
-    return budget - (time.monotonic() - begin)
+def rows(args: argparse.Namespace, roofs: Roofs, left: Callable[[], float]) -> Iterator[dict]:
+    """Rows of every workload, op, dtype, pass and case; those beyond the budget say so."""
+    device = torch.device(args.device)
+    for workload in args.workload or ("full",):
+        for op in args.op or dispatch.OPS:
+            for dtype in (getattr(torch, name) for name in args.dtype or ("float32", "bfloat16")):
+                for which in args.passes or PASSES:
+                    if which == "backward" and op in dispatch.INFERENCE_ONLY:
+                        continue
+                    for case in testing.bench_cases(op, workloads.lengths(workload)):
+                        if left() > 0:
+                            options = {"backward": which == "backward", "samples": args.samples}
+                            yield from bench_case(case, workload, dtype, device, roofs=roofs, **options)
+                            continue
+                        name = f"{op}-{TAGS[dtype]}-{case.id}-{which}"[:200]
+                        row = {"step": "kernels", "name": name, "status": "skipped", "workload": workload}
+                        yield row | {"error": "the budget is spent"}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Time what the arguments name; print and record each row at once."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser, known = groups.options(__doc__, samples=7), workloads.names()
     parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
-    parser.add_argument("--device", default="cpu")
-    known = workloads.names()
     parser.add_argument("--workload", choices=known, action="append", help="a batch (may be repeated)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), action="append")
     parser.add_argument("--pass", choices=PASSES, action="append", dest="passes", help="default: both")
-    parser.add_argument("--threads", type=count, help="threads on a CPU")
-    parser.add_argument("--json", type=Path, help="write the rows here, after each one (*.jsonl: appended)")
-    parser.add_argument("--roofs", type=Path, help="the probe's file: its roofs are not measured again")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
-    parser.add_argument("--smoke", action="store_true", help="tiny roofs: tries the code only")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    begin = time.monotonic()
-    batches = args.workload or ["full" if device.type == "cuda" else "8x128"]
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "roofs")}
-    settings |= {"workload": batches}
-    report = Report(args.json, settings, None, line)
-    report.data["environment"] = describe(device)
-    print(
-        f"# {report.data['environment']['device']}; torch {torch.__version__}; {', '.join(batches)}",
-        flush=True,
-    )
-    roofs = machine_roofs.known_or_measured(args.roofs, device, args.smoke, report.row)
-    report.data["roofs"] = asdict(roofs)
-    print(HEAD, flush=True)
-    dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "bfloat16"))
-    chosen = tuple(args.op or dispatch.OPS), dtypes, tuple(args.passes or PASSES)
-    for workload in batches:
-        left = functools.partial(seconds_left, begin, args.budget)
-        for row in bench_workload(workload, device, roofs, *chosen, left):
-            report.row(row)
-    report.data["finished"] = True
-    report.save()
+    args = groups.parsed(parser, argv)
+    left, report = groups.timer(args), groups.begun(args)
+    for row in rows(args, groups.with_roofs(report, args), left):
+        report.row(row)
+    groups.ended(report)
     return 0
 
 

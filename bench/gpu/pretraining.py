@@ -14,7 +14,6 @@ of it. All runs begin at once and share the GPU: the tokens per second in their 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -32,12 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
-import torch  # noqa: E402
 
 from bench.gpu import groups  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
 
 STEPS, SMOKE_STEPS = 120, 6
 DOCUMENTS, SMOKE_DOCUMENTS = 300, 12
@@ -208,18 +204,10 @@ ROWS: dict[str, Check] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run every row; the exit status is 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        prog="bench/gpu/pretraining.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    groups.add_options(parser, samples=1)
+    parser = groups.options(__doc__, samples=1)
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), metavar="ROW")
-    args = parser.parse_args(argv)
-    groups.check_options(parser, args)
-    report = Report(args.json, {"device": args.device, "smoke": args.smoke}, args.note)
-    report.data["environment"] = describe(torch.device(args.device))
-    report.save()
+    args = groups.parsed(parser, argv)
+    report = groups.begun(args)
     bad = 0
     with tempfile.TemporaryDirectory() as name:
         end = time.monotonic() + (args.budget or float("inf"))

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.gpu import training as gpu_training
-from bench.gpu.encoder import ratios
+from bench.gpu.groups import ratios
 from bench.lib import lines, proven, served, tables
 from bench.lib import tuned as tuned_table
 from bench.lib.charts import gpu as charts
@@ -185,10 +184,8 @@ def written_run(name: str, run: dict, environment: dict, results: Path) -> Path:
     run["environment"] = run.get("environment") or environment
     if run.get("commit") is None:
         run |= here | {"commit_of": "the checkout that merged it; the machine had no git"}
-    if name == "encoder":
+    if name in ("encoder", "training"):
         run["ratios"] = ratios(run["rows"])
-    if name == "training":
-        run["ratios"] = gpu_training.ratios(run["rows"])
     target = results / environment["slug"] / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, run | {"merged": now})

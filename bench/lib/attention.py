@@ -27,8 +27,6 @@ CANDIDATES = ("fastbert", "fastbert_other_bits", "torch_sdpa")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # of measuring each candidate; so long, because the candidates are close
 SECONDS = 1.5
-# goal for base on `full` in bf16, on an H200
-GOAL_TFLOPS = 250.0
 
 
 def flops(lengths: tuple[int, ...], size: Model) -> float:
@@ -98,7 +96,7 @@ def rows(
     work, by_default = flops(lengths, size), saved_by_default(place, DTYPES[tag])
     for name, timing in timed.items():
         seconds = timing.median_ms * 1e-3
-        row = {
+        yield {
             "step": "attention",
             "name": f"attention-{name}-{tag}-{size.name}-{workload}",
             "status": "ok",
@@ -107,18 +105,7 @@ def rows(
             "head": "dropout",
             "candidate": f"{name}-{tag}",
             "saves_bits": name != "torch_sdpa" and by_default == (name == "fastbert"),
-            "tflops": work / seconds * 1e-12,
+            "gflops": work / seconds * 1e-9,
             "of_floor": roofs.seconds(work, 0.0, tag) / seconds,
             **{key: value for key, value in asdict(timing).items() if value is not None},
         }
-        if (size.name, workload, tag, place.type) == ("base", "full", "bf16", "cuda"):
-            row["goal_tflops"] = GOAL_TFLOPS
-        yield row
-
-
-def line(row: dict) -> str:
-    """The printed form of a row."""
-    what = f"attention {row['model']} {row['workload']}, forward and backward with dropout"
-    text = f"{what:<66} {row['candidate']:<26} {row['median_ms']:9.3f} ms {row['tflops']:8.2f} TFLOP/s"
-    goal = row.get("goal_tflops")
-    return f"{text} {row['of_floor']:4.0%}" + ("" if goal is None else f"   goal: {goal:g} TFLOP/s")

@@ -49,7 +49,9 @@ class Engines:
             self._bank, self._built = None, {}  # the old weights go before the new ones come
             gc.collect()
             self._bank, self._model = self.bank_of(model), model
-        self._built |= build(self._bank, tuple(name for name in wanted if name not in self._built))
+        # what torch.compile made may have been reset since
+        known = (name for name in self._built if not name.startswith("torch_compile"))
+        self._built |= build(self._bank, tuple(name for name in wanted if name not in {*known}))
         return {name: self._built[name] for name in wanted}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,9 +19,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from bench.lib import workloads
 from bench.lib.probe_steps import reason_of
-from bench.lib.report import row_line
 from bench.lib.roofs import TAGS, Roofs
 from bench.lib.timing import interleave, rotations
 from fastbert import testing
@@ -32,20 +29,6 @@ from fastbert.testing import serving
 PASSES = ("forward", "backward")
 # times the forward's; the rest is bound by memory
 FLOPS_OF_BACKWARD = {"linear": 2.0, "feed_forward": 2.0, "linear_cross_entropy": 2.0, "attention": 2.5}
-LINE = "{:1}{:20} {:30} {:8} {:4} {:9} {:>10} {:>9} {:>8} {:>8} {:>8}"
-HEAD = LINE.format("", "op", "case", "pass", "", "backend", "us", "gflops", "gbytes", "of_roof", "× torch")
-
-
-def line(row: dict) -> str:
-    """The printed form of a row."""
-    if row["status"] == "skipped":
-        return f"{row['name']:<60} skipped: {row['error']}"
-    if row["status"] != "ok" or "times_torch" not in row:
-        return row_line(row)
-    names = [row[k] for k in ("op", "case", "pass", "dtype", "backend")]
-    figures = (f"{row['median_ms'] * 1e3:,.1f}", *(f"{row[k]:,.1f}" for k in ("gflops", "gbs")))
-    shares = f"{row['of_roof']:.0%}", f"{row['times_torch']:.2f}"
-    return LINE.format("*" if row["serves"] else "", *names, *figures, *shares)
 
 
 def short_id(case_id: str, workload: str) -> str:
@@ -275,31 +258,3 @@ def bench_case(
             "times_torch": timed["torch"].median_ms / timed[name].median_ms,
             **facts,
         }
-
-
-def bench_workload(
-    workload: str,
-    device: torch.device,
-    roofs: Roofs,
-    ops: tuple[str, ...] = dispatch.OPS,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
-    passes: tuple[str, ...] = PASSES,
-    left: Callable[[], float] = lambda: math.inf,
-) -> Iterator[dict]:
-    """Rows of every op, case, dtype and pass that BERT-base uses on one workload.
-
-    `left` returns the seconds that are left of the budget. Once it is spent, each further case is a row that
-    says so.
-    """
-    for op in ops:
-        for dtype in dtypes:
-            for which in passes:
-                if which == "backward" and op in getattr(dispatch, "INFERENCE_ONLY", ()):
-                    continue
-                for case in testing.bench_cases(op, workloads.lengths(workload)):
-                    if left() > 0:
-                        yield from bench_case(case, workload, dtype, device, which == "backward", roofs)
-                    else:
-                        name = f"{op}-{TAGS[dtype]}-{case.id}-{which}"[:200]
-                        row = {"step": "kernels", "name": name, "status": "skipped", "workload": workload}
-                        yield row | {"error": "the budget is spent"}

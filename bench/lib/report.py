@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.lib import lines
 from bench.lib.machine import commit_here
+from bench.lib.turns import told
 
 SCHEMA = 1
 
@@ -35,18 +36,14 @@ def write_atomically(path: Path, data: dict) -> None:
 
 def row_line(row: dict) -> str:
     """The printed form of a row."""
-    name = f"{row['name']:<60}"
-    if row["status"] == "error":
-        return f"{name} error: {row['error'].splitlines()[0][:120] if row['error'] else 'no message'}"
-    if "median_ms" not in row:
+    name = f"{'*' if row.get('serves') else ''}{row['name']:<60}"
+    if row["status"] != "ok":
+        why = (row.get("error") or "").strip() or "no message"
+        return f"{name} {row['status']}: {why.splitlines()[0][:150]}"
+    if "samples_ms" not in row and "peak_mib" not in row:
         known = ("step", "name", "status")
         return f"{name} " + " ".join(f"{key}={value}" for key, value in row.items() if key not in known)
-    rate = ""
-    if "gflops" in row:
-        rate = f"{row['gflops']:,.0f} GFLOP/s"
-    elif "gbs" in row:
-        rate = f"{row['gbs']:,.1f} GB/s"
-    return f"{name} {row['median_ms']:>11.4f} ms {rate:>18} n={row['n']} spread={row['spread']:.1%}"
+    return f"{name} {'  '.join(told(row))}".rstrip()
 
 
 class Report:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from bench.lib.roofs import TAGS
+from bench.lib.turns import precision
 from fastbert.runtime import dispatch
 from fastbert.testing import warmup
 
@@ -53,6 +54,15 @@ def backends(candidate: str, device: torch.device | str, tag: str) -> dict[str, 
                 name = " ".join(filter(None, (op, kind, TAGS[dtype])))
                 found[name] = dispatch.serving_backend(call, device, dtype)
     return found
+
+
+def of_row(row: dict, device: torch.device | str) -> dict[str, str]:
+    """`backends` of a timed row's candidate; empty without a precision in its name."""
+    tag = precision(row.get("candidate", ""))
+    if tag not in DTYPES or "median_ms" not in row:
+        return {}
+    autocast = row["step"] == "training" and tag == "bf16"
+    return backends(row["candidate"], device, "bf16 autocast" if autocast else tag)
 
 
 def others(served: dict[str, str], device_type: str) -> dict[str, str]:

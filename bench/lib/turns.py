@@ -30,6 +30,9 @@ RATES = {
     "gbs": (1, "GB/s"),
 }
 
+# key of a row of memory -> what it is
+MEMORY = {"above_mib": "above the loaded model", "saved_mib": "saved for backward"}
+
 Rows = Callable[[tuple[str, ...]], Iterable[dict]]
 
 
@@ -154,7 +157,10 @@ def told(row: Mapping) -> Iterator[str]:
     over = row.get("over", {}).items()
     over = [f"{v:.2f} x {of}{k}" if isinstance(v, float) else f"{k}: {v}" for k, v in over]
     if not is_timed(row):
-        yield f"{row['peak_mib']:>11,.0f} MiB at most, {row['above_mib']:,.0f} MiB above the loaded model"
+        yield f"{row['peak_mib']:>11,.0f} MiB at most"
+        for key, words in MEMORY.items():
+            if key in row:
+                yield f"{row[key]:,.0f} MiB {words}"
         yield ", ".join(over)
         return
     ms = row["median_ms"]
@@ -164,6 +170,11 @@ def told(row: Mapping) -> Iterator[str]:
     share = row.get("of_roof", row.get("of_floor"))
     yield "" if share is None else f"{share:>5.0%} of roof"
     yield f"±{row['spread']:.0%}"
+    for key in ("cosine", "grad_cosine"):
+        if row.get(key) is not None:
+            yield f"{key} {row[key]:.5f}"
+    if "times_torch" in row and not over:
+        yield f"{row['times_torch']:.2f} x torch"
     if "loss" in row:  # under load (bench/lib/load.py)
         yield f"loss {row['loss']:.2f}" + (f" ({row['promise']})" if "promise" in row else "")
     yield ", ".join(over)

@@ -283,11 +283,8 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
         item.add_marker(pytest.mark.benchmark(group=group.name, timer=turns.ReplayClock(seconds)))
         benchmark = request.getfixturevalue("benchmark")
         benchmark.extra_info.update(turns.facts(row))
-        if turns.precision(candidate) in served.DTYPES:  # which backend served each op
-            tag = turns.precision(candidate)
-            autocast = row.get("step") == "training" and tag == "bf16"
-            by = served.backends(candidate, option("device"), "bf16 autocast" if autocast else tag)
-            benchmark.extra_info |= {"backends": by} if by else {}
+        if by := served.of_row(row, option("device")):  # which backend served each op
+            benchmark.extra_info["backends"] = by
         benchmark.pedantic(lambda: None, rounds=len(seconds), iterations=1)
         return row
 

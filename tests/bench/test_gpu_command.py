@@ -399,7 +399,8 @@ def test_a_dry_run_trains(dry):
     rows = [row for row in rows if row not in alone]
     assert rows == [(step, name, "ok") for step in ("training", "footprint") for name in names]
     peers = [ratio["theirs"] for ratio in data["ratios"]]
-    assert sorted(peers) == ["fastbert_other_bits", "torch_sdpa"] + ["transformers"] * 3
+    names = ["fastbert_other_bits", "torch_sdpa"] + ["transformers"] * 3
+    assert sorted(peers) == [f"{name}-bf16" for name in names]
     (ours,) = (row for row in data["rows"] if row["name"].startswith("training-fastbert"))
     assert {"layer_norm fp32", "layer_norm bf16", "cross_entropy fp32"} <= set(ours["backends"])
     compiled = lines.read(dry("c")[0] / "training.jsonl")["rows"]

@@ -7,7 +7,8 @@ import torch
 
 from bench.gpu import encoder as gpu_encoder
 from bench.gpu import engines as gpu_engines
-from bench.lib import encoder, lines, roofs, workloads
+from bench.gpu import groups
+from bench.lib import encoder, lines, report, roofs, workloads
 from tests.support.benches import LENGTHS, ROOFS, TINY
 
 
@@ -76,8 +77,13 @@ def test_the_floor_counts_bytes_where_they_take_longer():
     assert encoder.floor_seconds(workloads.BASE, one, slow, "bf16", whole=True) == pytest.approx(moved / 1e8)
 
 
+def planned(*options: str) -> list[groups.Group]:
+    args = gpu_encoder.parse(["--device", "cpu", *options])
+    return list(gpu_encoder.plan(args, ROOFS, lambda: 1e9))
+
+
 def test_torch_compile_is_timed_last_and_beside_ours():
-    found = gpu_encoder.plan(["base", "large"], ["full", "latency"], gpu_engines.ENGINES)
+    found = planned("--workloads", "full", "latency")
     plain = [(group.model, group.workload) for group in found if not group.compiled]
     assert plain == [
         (model, batch) for model in ("base", "large") for batch in ("full", "latency-128", "latency-384")
@@ -86,12 +92,31 @@ def test_torch_compile_is_timed_last_and_beside_ours():
     beside = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16")
     assert found[-1].candidates == (*beside, "torch_compile-bf16")
     assert all("torch_compile-bf16" not in group.candidates for group in found[:6])
-    alone = gpu_encoder.plan(["base"], ["full"], ("torch_compile-bf16",))
+    alone = planned("--models", "base", "--workloads", "full", "--engines", "torch_compile")
     assert [group.candidates for group in alone] == [found[-1].candidates]
 
 
+def test_what_is_compiled_is_built_anew_for_each_batch():
+    class Bank:
+        def __init__(self):
+            self.asked = []
+
+        def forward(self, name):
+            self.asked.append(name)
+            return name
+
+    bank = Bank()
+    engines = encoder.Engines(lambda model: bank)
+    for _ in range(2):
+        assert list(engines.of(TINY, ("fastbert-bf16", "torch_compile-bf16"))) == [
+            "fastbert-bf16",
+            "torch_compile-bf16",
+        ]
+    assert bank.asked == ["fastbert-bf16", "torch_compile-bf16", "torch_compile-bf16"]
+
+
 @pytest.mark.sweep
-def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):
+def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys, monkeypatch):
     options = ["--device", "cpu", "--models", "tiny", "--workloads", "squad", "--smoke", "--samples", "2"]
     options += ["--engines", "fastbert-bf16", "torch_compile", "--budget", "100"]
     table = tmp_path / "probe.jsonl"
@@ -103,14 +128,8 @@ def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):
     ):
         lines.append(table, "row", row)
     options += ["--roofs", str(table), "--json", str(tmp_path / "encoder.jsonl")]
-    needed = {"tiny": 1000.0}
-    before = gpu_encoder.COMPILE_SECONDS.copy()
-    gpu_encoder.COMPILE_SECONDS.update(needed)
-    try:
-        assert gpu_encoder.main(options) == 0
-    finally:
-        gpu_encoder.COMPILE_SECONDS.clear()
-        gpu_encoder.COMPILE_SECONDS.update(before)
+    monkeypatch.setattr(gpu_encoder, "COMPILE_SECONDS", {"tiny": 1000.0})
+    assert gpu_encoder.main(options) == 0
     data = lines.read(tmp_path / "encoder.jsonl")
     assert [(row["candidate"], row["status"]) for row in data["rows"]] == [
         ("fastbert-bf16", "ok"),
@@ -125,7 +144,7 @@ def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):
     assert data["rows"][0]["cosine"] == pytest.approx(1.0)
     printed = capsys.readouterr().out
     for row in data["rows"]:
-        assert gpu_encoder.line(row) in printed
+        assert report.row_line(row) in printed
 
 
 def test_ratios_are_of_engines_timed_together():
@@ -143,8 +162,9 @@ def test_ratios_are_of_engines_timed_together():
         row("fastbert_graphs-bf16", 2.0, "compile"),
         row("torch_compile-bf16", 6.0, "compile"),
         row("torch_encoder-bf16", 5.0, "alone"),
+        row("accelerated-bf16", 1.0),
     ]
-    found = [(r["ours"], r["theirs"], r["ratio"]) for r in gpu_encoder.ratios(rows)]
+    found = [(r["ours"], r["theirs"], r["ratio"]) for r in groups.ratios(rows)]
     assert found == [
         ("fastbert-bf16", "transformers_sdpa-bf16", 1.5),
         ("fastbert_graphs-bf16", "transformers_sdpa_graphs-bf16", 1.5),

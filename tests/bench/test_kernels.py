@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 
-from bench.lib import kernels, roofs, timing
+from bench.gpu import kernels as step
+from bench.lib import kernels, report, roofs, timing
 from fastbert import testing
 from fastbert.runtime import dispatch
 from tests.support.benches import ROOFS, run
@@ -15,7 +17,7 @@ from tests.support.benches import ROOFS, run
 
 def test_the_step_prints_and_records_every_row(tmp_path):
     path = tmp_path / "kernels.json"
-    options = ("--op", "packing", "--workload", "1x128", "--dtype", "float32", "--threads", 1, "--smoke")
+    options = ("--device", "cpu", "--op", "packing", "--workload", "1x128", "--dtype", "float32", "--smoke")
     printed = run("gpu/kernels.py", *options, "--json", path)
     data = json.loads(path.read_text())
     rows = [row for row in data["rows"] if row["step"] == "kernels"]
@@ -27,7 +29,7 @@ def test_the_step_prints_and_records_every_row(tmp_path):
         assert row["n"] >= 7
         assert row["of_roof"] == pytest.approx(row["gbs"] / data["roofs"]["gbytes"])
         assert row["times_torch"] == pytest.approx(row["torch_ms"] / row["median_ms"])
-        assert kernels.line(row) in printed
+        assert report.row_line(row) in printed
     assert [row["serves"] for row in rows].count(True) == 2
 
 
@@ -97,7 +99,7 @@ def test_a_backend_that_fails_is_a_row(monkeypatch):
     rows = list(kernels.bench_case(case, "w", torch.float32, torch.device("cpu"), False, ROOFS))
     assert rows
     assert all((row["status"], row["error"]) == ("error", "RuntimeError: planted") for row in rows)
-    assert "planted" in kernels.line(rows[0])
+    assert "planted" in report.row_line(rows[0])
 
 
 def test_roofs_that_a_file_does_not_tell_are_measured(tmp_path, monkeypatch, capsys):
@@ -108,11 +110,12 @@ def test_roofs_that_a_file_does_not_tell_are_measured(tmp_path, monkeypatch, cap
 
 
 def test_a_spent_kernel_budget_leaves_rows_that_say_so():
-    options = (("packing", "linear"), (torch.bfloat16,), ("forward",))
-    rows = list(kernels.bench_workload("1x128", torch.device("cpu"), ROOFS, *options, lambda: 0.0))
+    args = Namespace(device="cpu", workload=["1x128"], op=["packing", "linear"], dtype=["bfloat16"])
+    args.passes = ["forward"]
+    rows = list(step.rows(args, ROOFS, lambda: 0.0))
     assert [row["status"] for row in rows] == ["skipped"] * 5
     assert all(row["error"] == "the budget is spent" for row in rows)
-    assert all("skipped: the budget is spent" in kernels.line(row) for row in rows)
+    assert all("skipped: the budget is spent" in report.row_line(row) for row in rows)
 
 
 def test_a_single_call_a_sample():

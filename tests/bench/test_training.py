@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from bench import footprint, memory
-from bench.gpu import prove, records
+from bench.gpu import groups, prove, records
 from bench.gpu import training as gpu_training
-from bench.lib import attention, lines, plan, roofs, timing, training, workloads
+from bench.lib import attention, lines, report, roofs, timing, training, workloads
 from fastbert.models.heads import masked_lm
 from fastbert.ops import linear
 from fastbert.runtime import dispatch
@@ -310,17 +310,14 @@ def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
     assert attention.flops((3, 5), workloads.BASE) == 14 * (9 + 25) * 768
 
 
-def test_attentions_goal_stands_beside_base_on_a_gpu(monkeypatch):
+def test_attention_is_beside_the_floor_of_its_products(monkeypatch):
     timed = timing.summarise([2.0, 2.0, 2.0], 1, "event")
     monkeypatch.setattr(attention, "calls", lambda *_: {})
     monkeypatch.setattr(attention, "interleave", lambda *_, **__: {"fastbert": timed})
-    for workload, goal in (("full", 250.0), ("squad", None)):
-        lengths = workloads.lengths(workload)
-        [row] = attention.rows(workloads.BASE, workload, lengths, "bf16", "cuda", 3, ROOFS)
-        assert row.get("goal_tflops") == goal
-        assert ("goal: 250 TFLOP/s" in gpu_training.line(row)) == (goal is not None)
-        assert row["tflops"] == pytest.approx(attention.flops(lengths, workloads.BASE) / 2e-3 * 1e-12)
-        assert row["of_floor"] == pytest.approx(row["tflops"] * 1e3 / ROOFS.gflops["bf16"])
+    lengths = workloads.lengths("full")
+    [row] = attention.rows(workloads.BASE, "full", lengths, "bf16", "cuda", 3, ROOFS)
+    assert row["gflops"] == pytest.approx(attention.flops(lengths, workloads.BASE) / 2e-3 * 1e-9)
+    assert row["of_floor"] == pytest.approx(row["gflops"] / ROOFS.gflops["bf16"])
 
 
 # ---- the command ----
@@ -332,50 +329,48 @@ def arguments(monkeypatch, *options: str):
     return gpu_training.parse([*options])
 
 
-def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
-    everything = gpu_training.plan(arguments(monkeypatch), ROOFS)
+def planned(args, left=lambda: 1e9) -> list[groups.Group]:
+    return list(gpu_training.plan(args, ROOFS, left))
+
+
+def rows_of(args) -> list[dict]:
+    left = groups.timer(args)
+    return list(groups.measured(gpu_training.plan(args, ROOFS, left), left, args.device, args.budget))
+
+
+def test_a_gpu_measures_pretraining_first_and_torch_compile_last(monkeypatch):
+    everything = planned(arguments(monkeypatch))
     alone = [g for g in everything if g.step == "attention"]
-    assert [(g.model, g.workload, g.tag) for g in alone] == [
-        ("base", "full", "bf16"),
-        ("large", "train", "bf16"),
-    ]
-    assert everything.index(alone[-1]) < 8  # before what is no goal
+    both = [("base", "full"), ("large", "train")]
+    assert [(g.model, g.workload, g.candidates[0]) for g in alone] == [(*b, "fastbert-bf16") for b in both]
+    assert everything.index(alone[-1]) < 8  # before the other head
     found = [g for g in everything if g.step != "attention"]
-    first = [(g.step, g.model, g.workload, g.head, g.tag) for g in found[:4]]
-    assert first == [
-        (step, model, workload, "pretraining", "bf16")
-        for step in ("training", "training_memory")
-        for model, workload in (("base", "full"), ("large", "train"))
-    ]
-    assert all((g.model, g.workload) in gpu_training.GOAL_MS for g in found[:4])
-    assert all(g.candidates == ("fastbert", "transformers") for g in found[:-8])
-    assert all(g.candidates == training.CANDIDATES and g.step == "training" for g in found[-8:-4])
-    assert all(g.candidates == ("torch_compile",) and g.step == "training_memory" for g in found[-4:])
-    assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(gpu_training.GOAL_MS)
+    first = [(g.step, g.model, g.workload, g.head) for g in found[:4]]
+    assert first == [(s, *b, "pretraining") for s in ("training", "training_memory") for b in both]
+    assert all(g.candidates == ("fastbert-bf16", "transformers-bf16") for g in found[:-8])
+    compiled = tuple(f"{name}-bf16" for name in training.CANDIDATES)
+    assert all(g.candidates == compiled and g.step == "training" for g in found[-8:-4])
+    assert all(g.candidates == compiled[2:] and g.step == "training_memory" for g in found[-4:])
+    assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(both)
     assert {g.head for g in found} == set(training.HEADS)
     assert all(g.seconds > 0 for g in everything)
+    large = [g.seconds for g in found if g.model == "large"]
+    assert sum(large) == 2 * sum(g.seconds for g in found if g.model == "base")
 
 
-def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
-    found = gpu_training.plan(arguments(monkeypatch, "--device", "cpu"), ROOFS)
-    timed = {(g.model, g.workload, g.tag) for g in found if g.step == "training"}
-    assert ("torch_compile",) not in {g.candidates for g in found}  # no memory of a compiler
-    batches = (("base", "8x128"), ("base", "ragged16"), ("large", "8x128"))
-    assert timed == {(*batch, tag) for batch in batches for tag in ("fp32", "bf16")}
-    large = [g.seconds for g in found if g.model == "large" and g.step == "training"]
-    base = [g.seconds for g in found if (g.model, g.workload, g.step) == ("base", "8x128", "training")]
-    assert sum(large) > 2 * sum(base)
+def test_a_cpu_trains_what_is_named(monkeypatch):
     only = ("--device", "cpu", "--workloads", "1x128", "--models", "base", "--heads", "classification")
-    [group] = gpu_training.plan(
-        arguments(monkeypatch, *only, "--candidates", "fastbert", "--steps", "training", "--dtypes", "fp32"),
-        ROOFS,
-    )
-    assert (group.workload, group.head, group.candidates) == ("1x128", "classification", ("fastbert",))
+    found = planned(arguments(monkeypatch, *only, "--dtypes", "bf16", "fp32"))
+    assert ("torch_compile-bf16",) not in {g.candidates for g in found}  # no memory of a compiler
+    assert all(g.seconds == 0 for g in found)
+    options = (*only, "--candidates", "fastbert", "--steps", "training", "--dtypes", "fp32")
+    [group] = planned(arguments(monkeypatch, *options))
+    assert (group.workload, group.head, group.candidates) == ("1x128", "classification", ("fastbert-fp32",))
 
 
 def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
     args = arguments(monkeypatch, "--budget", "0.5", "--models", "base", "--heads", "pretraining")
-    rows = list(gpu_training.Run(args, ROOFS).rows())
+    rows = rows_of(args)
     assert all(row["status"] == "skipped" for row in rows)
     assert [row["candidate"] for row in rows if row["step"] == "training_memory"][-1:] == [
         "torch_compile-bf16"
@@ -386,7 +381,7 @@ def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
         "torch_compile-bf16",
     ]
     assert re.match(r"[01] s left of --budget 0, about 14 s needed", rows[0]["error"])
-    assert "skipped: " in gpu_training.line(rows[0])
+    assert "skipped: " in report.row_line(rows[0])
     assert rows[0]["name"] == "training-fastbert-bf16-base-full-pretraining"
 
 
@@ -396,14 +391,13 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     path = tmp_path / "training.jsonl"
     options = ["--device", "cpu", "--models", "tiny", "--workloads", "8x128", "--samples", "2", "--smoke"]
     options += ["--steps", "training", "attention", "footprint", "--candidates", "fastbert", "transformers"]
-    threads = ["--threads", str(torch.get_num_threads())]
-    assert gpu_training.main([*options, *threads, "--dtypes", "bf16", "--json", str(path)]) == 0
+    assert gpu_training.main([*options, "--dtypes", "bf16", "--json", str(path)]) == 0
     data, printed = lines.read(path), capsys.readouterr().out
     rows = [row for row in data["rows"] if row["step"] in gpu_training.STEPS]
     alone = [row for row in rows if row["step"] == "attention"]
     assert [row["candidate"] for row in alone] == [f"{name}-bf16" for name in attention.CANDIDATES]
     assert [row["saves_bits"] for row in alone] == [True, False, False]
-    assert all(row["tflops"] > 0 and gpu_training.line(row) in printed for row in alone)
+    assert all(row["gflops"] > 0 and report.row_line(row) in printed for row in alone)
     rows = [row for row in rows if row["step"] != "attention"]
     assert [(row["step"], row["head"], row["candidate"]) for row in rows] == [
         (step, head, f"{name}-bf16")
@@ -413,11 +407,11 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     ]
     for row in rows:
         assert row["status"] == "ok", row
-        assert gpu_training.line(row) in printed
+        assert report.row_line(row) in printed
     assert all(row["of_floor"] > 0 and row["n"] == 2 for row in rows if row["step"] == "training")
     assert data["finished"] is True
     for ratio in data["ratios"]:
-        assert gpu_training.ratio_line(ratio) in printed
+        assert groups.ratio_line(ratio) in printed
     assert len(data["ratios"]) == 2 * (1 + 2) + 2
 
 
@@ -430,7 +424,7 @@ def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
     args = arguments(monkeypatch, "--device", "cpu", "--models", "tiny", "--heads", "pretraining")
     args.steps, args.candidates, args.dtypes = ["training", "footprint"], ["fastbert"], ["bf16"]
     monkeypatch.setattr(training, "bench_training", fails)
-    rows = list(gpu_training.Run(args, ROOFS).rows())
+    rows = rows_of(args)
     assert [(row["step"], row["status"]) for row in rows] == [("training", "error"), ("footprint", "ok")]
     assert rows[0]["error"] == "MemoryError: planted"
 
@@ -438,50 +432,26 @@ def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
 def test_memory_is_measured_where_the_step_runs(monkeypatch):
     asked = []
     monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)) or iter(()))
-    args = arguments(monkeypatch, "--threads", "3", "--models", "base", "--heads", "pretraining")
+    args = arguments(monkeypatch, "--models", "base", "--heads", "pretraining")
     args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
-    assert list(gpu_training.Run(args, ROOFS).rows()) == []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert rows_of(args) == []
     lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
     options = {"timeout": memory.TIMEOUT_SECONDS, "what": "pretraining", "device": "cuda"}
-    assert asked == [(("base", "full", engines, 3, lengths), options)]
+    assert asked == [(("base", "full", engines, torch.get_num_threads(), lengths), options)]
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("device", "goal"), [("cuda", 22.0), ("cpu", None)])
-def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
-    row = {
-        "step": "training",
-        "status": "ok",
-        "model": "base",
-        "workload": "full",
-        "median_ms": 21.0,
-        "grad_cosine": None,
-        "gflops": 1e5,
-        "of_floor": 0.5,
-        "spread": 0.01,
-        "head": "pretraining",
-        **dict.fromkeys(training.PARTS, 7.0),
-    }
-    names = ("fastbert", "transformers")
-    both = [row | {"name": f"training-{n}-bf16-base-full", "candidate": f"{n}-bf16"} for n in names]
-    asked: list[dict] = []
-    monkeypatch.setattr(
-        training, "bench_training", lambda *_, **k: asked.append(k) or (dict(row) for row in both)
-    )
-    args = arguments(monkeypatch, "--device", device, "--models", "base", "--steps", "training")
-    args.workloads, args.heads, args.dtypes = ["full"], ["pretraining"], ["bf16"]
-    # there is no GPU here to ask
-    monkeypatch.setattr(gpu_training.served, "backends", lambda *_: {})
-    ours, theirs = list(gpu_training.Run(args, ROOFS).rows())[:2]
-    assert ours.get("goal_ms") == goal
-    assert (asked[0]["device"], asked[0]["roofs"], asked[0]["head"]) == (device, ROOFS, "pretraining")
-    assert asked[0]["lengths"] == (512,) * 32
-    assert gpu_training.line(ours).endswith("goal: 22 ms") == (goal is not None)
-    assert "goal" not in gpu_training.line(theirs)
-    assert ours["group"] == "plain"
+def test_a_step_is_timed_where_the_roofs_are_of(monkeypatch):
+    asked = []
+    monkeypatch.setattr(training, "bench_training", lambda *a, **k: asked.append((a, k)) or iter(()))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    options = ("--models", "base", "--heads", "pretraining", "--steps", "training", "--samples", "5")
+    assert rows_of(arguments(monkeypatch, *options, "--candidates", "fastbert")) == []
+    what = {"wanted": ("fastbert",), "head": "pretraining", "samples": 5, "lengths": (512,) * 32}
+    assert asked == [((workloads.BASE, "full", "bf16"), what | {"device": "cuda", "roofs": ROOFS})]
 
 
-def test_ratios_stand_beside_their_goals():
+def test_ratios_are_speeds_or_shares_of_memory():
     facts = {"model": "base", "workload": "full", "head": "pretraining", "status": "ok"}
 
     def rows(step, key, group=None, **values):
@@ -493,29 +463,23 @@ def test_ratios_stand_beside_their_goals():
     measured = [
         *rows("training", "median_ms", "plain", fastbert=20.0, transformers=50.0),
         *rows("training", "median_ms", "compile", fastbert=21.0, transformers=51.0, torch_compile=29.4),
+        *rows("attention", "median_ms", fastbert=2.0, fastbert_other_bits=2.2),
         *(
             {**a, "above_mib": 1.0}
             for a in rows("training_memory", "peak_mib", fastbert=65.0, transformers=100.0)
         ),
     ]
-    found = {
-        (r["step"], r["theirs"], r["of"], round(r["ratio"], 3)): r["goal"]
-        for r in gpu_training.ratios(measured)
-    }
+    found = {(r["step"], r["theirs"], r["of"], round(r["ratio"], 3)) for r in groups.ratios(measured)}
     assert found == {
-        ("training", "transformers", "median_ms", 2.5): None,
-        ("training", "transformers", "median_ms", round(51 / 21, 3)): None,
-        ("training", "torch_compile", "median_ms", 1.4): 1.5,
-        ("training_memory", "transformers", "peak_mib", 0.65): 0.6,
-        ("training_memory", "transformers", "above_mib", 1.0): None,
+        ("training", "transformers-bf16", "median_ms", 2.5),
+        ("training", "transformers-bf16", "median_ms", round(51 / 21, 3)),
+        ("training", "torch_compile-bf16", "median_ms", 1.4),
+        ("attention", "fastbert_other_bits-bf16", "median_ms", 1.1),
+        ("training_memory", "transformers-bf16", "peak_mib", 0.65),
+        ("training_memory", "transformers-bf16", "above_mib", 1.0),
     }
-    text = [gpu_training.ratio_line(r) for r in gpu_training.ratios(measured)]
-    assert sum("goal: at least 1.5, missed" in t for t in text) == 1
-    assert sum("goal: at most 0.6, missed" in t for t in text) == 1
-    measured[-2]["peak_mib"] = 60.0
-    assert any("at most 0.6, met" in gpu_training.ratio_line(r) for r in gpu_training.ratios(measured))
-    other = [row | {"head": "classification"} for row in measured]
-    assert {r["goal"] for r in gpu_training.ratios(other)} == {None}
+    text = [groups.ratio_line(r) for r in groups.ratios(measured)]
+    assert any("0.65 of the peak_mib of transformers-bf16" in t for t in text)
 
 
 @pytest.mark.parametrize(
@@ -577,8 +541,8 @@ def test_a_gpu_run_is_kept_and_told(tmp_path):
     records.merge(folder, results)
     data = json.loads((results / "nvidia-h999" / "training.json").read_text())
     assert [(r["theirs"], r["ratio"]) for r in data["ratios"]] == [
-        ("transformers", 2.5),
-        ("torch_compile", 1.5),
+        ("transformers-bf16", 2.5),
+        ("torch_compile-bf16", 1.5),
     ]
     text = records.sections(results)["gpu numbers"]
     assert [
@@ -589,22 +553,3 @@ def test_a_gpu_run_is_kept_and_told(tmp_path):
         "| transformers sdpa | 50.0 (50%) |",
         "| transformers, torch.compile | 31.5 (50%) |",
     ]
-
-
-def test_the_plan_counts_the_vocabulary():
-    more = []
-    for who in ("fastbert-fp32", "transformers-fp32"):
-        seconds = [plan.training_seconds("base", "8x128", who, 8, ROOFS, head) for head in training.HEADS]
-        more.append(abs(seconds[0] - seconds[1]))
-    assert more[0] == pytest.approx(0.15 * more[1])
-    assert more[1] == pytest.approx(8 * 6 * 1024 * 768 * 30522 / (0.49 * 100e9))
-
-
-def test_the_plan_counts_padding_for_the_peers_only():
-    def seconds(workload: str, who: str) -> float:
-        return plan.training_seconds("base", workload, who, 8, ROOFS, "classification")
-
-    assert seconds("ragged16", "transformers-fp32") > 1.5 * seconds("ragged16", "fastbert-fp32")
-    assert seconds("8x128", "transformers-fp32") == seconds("8x128", "fastbert-fp32")
-    memory_of = plan.memory_seconds("base", "8x128", "fastbert-fp32", ROOFS, "classification")
-    assert plan.START_SECONDS < memory_of < seconds("8x128", "fastbert-fp32")

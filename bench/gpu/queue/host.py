@@ -9,7 +9,6 @@ slower than it is: read their shares, not their sum.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -26,8 +25,6 @@ import torch  # noqa: E402
 
 from bench.gpu import engines, groups  # noqa: E402
 from bench.lib import served, workloads  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
 from bench.lib.timing import synchronize  # noqa: E402
 
 ENGINES = ("fastbert-bf16", "accelerated-bf16", "transformers_sdpa-bf16", "torch_encoder-bf16")
@@ -70,16 +67,9 @@ def line(row: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every engine."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    groups.add_options(parser, samples=CALLS)
-    args = parser.parse_args(argv)
-    groups.check_options(parser, args)
+    args = groups.parsed(groups.options(__doc__, samples=CALLS), argv)
     tiny, device = args.device == "cpu", torch.device(args.device)
-    report = Report(args.json, {"device": args.device}, args.note, line)
-    report.data["environment"] = describe(device)
-    report.save()
+    report = groups.begun(args, line)
     served.prove(device)
     model = workloads.TINY if tiny else workloads.BASE
     bank = engines.Bank(model, device)
