@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench/ is part of the checkout, not of the package
 
 from bench import probe  # noqa: E402
-from bench.lib import probe_steps, report, timing, workloads  # noqa: E402
+from bench.lib import lines, probe_steps, report, timing, workloads  # noqa: E402
 
 PROBE = [sys.executable, str(ROOT / "bench" / "probe.py"), "--device", "cpu", "--smoke", "--threads", "1"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -49,9 +48,8 @@ def probe_run(path: Path, *steps: str, extra: tuple[str, ...] = ()) -> dict:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> dict:
     steps = ("matrix", "bandwidth", "launch", "gemm", "sdpa")
-    planted = ("planted-failure", "planted-crash", "planted-hang")
     path = tmp_path_factory.mktemp("probe") / "deep" / "probe.json"
-    return probe_run(path, *steps, *planted, "bandwidth", extra=("--note", "a test"))
+    return probe_run(path, *steps, extra=("--note", "a test"))
 
 
 @pytest.mark.sweep
@@ -96,67 +94,52 @@ def test_every_row_has_its_figures(smoke):
     ):
         assert name in names
     assert {row["step"] for row in timed} == {"matrix", "bandwidth", "launch", "gemm", "sdpa"}
-    assert not [row for row in smoke["rows"] if row["status"] == "error" and row["step"] != "planted-failure"]
+    assert not [row for row in smoke["rows"] if row["status"] == "error"]
 
 
-def test_failing_steps_are_recorded_and_the_next_goes_on(smoke):
-    steps = {step["step"]: step for step in smoke["steps"]}
-    assert steps["planted-failure"]["status"] == "failed"
-    assert "planted step failure" in steps["planted-failure"]["reason"]
-    assert steps["planted-crash"]["status"] == "crashed"
-    assert "41" in steps["planted-crash"]["reason"]
-    assert steps["planted-hang"]["status"] == "timeout"
-    rows = {row["name"]: row for row in smoke["rows"]}
-    assert rows["planted-bad"]["status"] == "error"
-    assert "planted row failure" in rows["planted-bad"]["error"]
+def test_a_step_that_fails_is_recorded_with_its_rows(tmp_path, monkeypatch):
+    def bad(bench):
+        bench.row("good")
+        with bench.recorded("bad"):
+            raise ValueError("planted row failure")
+        raise RuntimeError("planted step failure")
+
+    steps = (probe_steps.Step("bad", bad), probe_steps.Step("next", lambda bench: bench.row("after")))
+    monkeypatch.setattr(probe, "STEPS", steps)
+    path = tmp_path / "probe.jsonl"
+    assert probe.main(["--device", "cpu", "--json", str(path)]) == 0
+    data = lines.read(path)
+    ended = [(step["step"], step["status"], step["reason"]) for step in data["steps"]]
+    assert ended == [("bad", "failed", "RuntimeError: planted step failure"), ("next", "ok", None)]
     # what a step measured before it failed is kept
-    assert {"planted-good", "planted-before-crash", "planted-before-hang"} <= set(rows)
-    # the step after the hang got a fresh worker
-    assert smoke["steps"][-1]["step"] == "bandwidth"
-    assert smoke["steps"][-1]["status"] == "ok"
+    assert [(row["name"], row["status"]) for row in data["rows"]] == [
+        ("good", "ok"),
+        ("bad", "error"),
+        ("after", "ok"),
+    ]
+    assert data["rows"][1]["error"] == "ValueError: planted row failure"
 
 
-@pytest.mark.sweep
-def test_a_kill_loses_nothing_and_leaves_no_worker(tmp_path):
+def test_a_kill_loses_nothing(tmp_path, monkeypatch):
     path = tmp_path / "probe.json"
-    command = [*PROBE, "--json", str(path), "--only", "bandwidth", "--only", "planted-hang"]
-    process = subprocess.Popen(command, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        for line in process.stdout:
-            if line.startswith("planted-before-hang"):
-                break
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        workers = [int(pid) for pid in children.read_text().split()] if children.exists() else []
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+
+    def killed(bench):
+        bench.row("before")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe, "STEPS", (probe_steps.Step("killed", killed),))
+    with pytest.raises(KeyboardInterrupt):
+        probe.main(["--device", "cpu", "--json", str(path)])
     data = json.loads(path.read_text())
     assert data["finished"] is False
-    assert [step["step"] for step in data["steps"]] == ["bandwidth"]
-    assert data["rows"][-1]["name"] == "planted-before-hang"
-    assert len(data["rows"]) == 6
+    assert [row["name"] for row in data["rows"]] == ["before"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["probe.json"]  # no temporary left
-    deadline = time.monotonic() + 10
-    while any(running(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(running(pid) for pid in workers)
-
-
-def running(pid: int) -> bool:
-    """Whether the process lives (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_spent_budget_skips_the_rest(tmp_path):
     path = tmp_path / "probe.json"
     arguments = ["--device", "cpu", "--json", str(path), "--only", "launch", "--only", "sdpa"]
-    assert probe.main([*arguments, "--budget", "0.5"]) == 0
+    assert probe.main([*arguments, "--budget", "1e-9"]) == 0
     data = json.loads(path.read_text())
     assert [(s["step"], s["status"], s["reason"]) for s in data["steps"]] == [
         ("launch", "skipped", "budget"),
