@@ -2,8 +2,8 @@
 
     python bench/model.py --model base --workload 8x128 --dtype fp32 --device FILE_WITH_ROOFS
     python bench/model.py --model large --workload train --device h200 --train --gpus 8 --want 3000
-    python bench/model.py check [--plot FILE.png]   # predicted beside measured, for every committed row
-    python bench/model.py fit                       # the CPU's constants, from the rows they were fitted to
+    python bench/model.py check      # predicted beside measured, for every committed row
+    python bench/model.py fit        # the CPU's constants, from the rows they were fitted to
 
 Operations and bytes are counted (lib/costs/counts.py). The roofs are a device's measured ones or, for a GPU
 without a probe, its datasheet's, which is then marked as projected (lib/costs/devices.py). `check` ends with
@@ -27,7 +27,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
     sys.path[0] = str(ROOT)
 
 from bench.lib import workloads  # noqa: E402
-from bench.lib.costs import committed, devices, fleet, published, scatter  # noqa: E402
+from bench.lib.costs import committed, devices, fleet, published  # noqa: E402
 from bench.lib.costs import counts as costs  # noqa: E402
 from bench.lib.costs.committed import WITHIN, Compared  # noqa: E402
 from bench.lib.costs.counts import Work  # noqa: E402
@@ -172,7 +172,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--want", type=float, help="sequences per second: the fewest GPUs for them")
     parser.add_argument("--link-gbs", type=float, help="GB/s of a GPU's link in one direction")
     parser.add_argument("--json", type=Path, help="also write everything here")
-    parser.add_argument("--plot", type=Path, help="check: draw predicted against measured")
     parser.add_argument("--results", type=Path, default=devices.RESULTS, help="check, fit: the results")
     return parser.parse_args(argv)
 
@@ -182,7 +181,6 @@ def misplaced(args: argparse.Namespace) -> None:
     predicting = args.command == "predict"
     # (given, its place, argument, where it belongs)
     rules = [
-        (args.plot, not predicting and args.command == "check", "plot", "check"),
         (args.head, predicting and args.train, "head", "--train"),
         (args.pooling, predicting and not args.train, "pooling", "a forward"),
         (args.global_batch, predicting and args.train, "global_batch", "--train"),
@@ -388,9 +386,6 @@ def run_check(args: argparse.Namespace) -> tuple[dict, bool]:
     for row in rows:
         if row.held and row.known is not None:
             print(f"not held: {row.name} in {row.file}, {row.error:+.0%}: {row.known}")
-    if args.plot is not None:
-        scatter.picture(rows, args.plot)
-        print(args.plot)
     facts = ("step", "file", "name", "predicted", "measured", "unit", "error", "fitted", "held", "failed")
     data = {
         "rows": [{key: getattr(row, key) for key in facts} for row in rows],

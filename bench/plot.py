@@ -1,6 +1,6 @@
 """Charts and the page of tables from what the benchmarks keep in bench/results.
 
-    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars roofline ragged history]
+    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars history]
     python bench/plot.py tables [--check]
 
 The first draws from files of the suite, without a FILE from the newest of this machine, beside the file:
@@ -8,12 +8,10 @@ The first draws from files of the suite, without a FILE from the newest of this 
 | chart | what |
 |---|---|
 | `bars-MODEL` | real tokens per second of the forward, a bar per candidate, the floors |
-| `roofline-WORKLOAD` | every op: operations per byte against the rate achieved, beside the machine's roofs |
-| `ragged-MODEL` | time against real tokens: who pays for padding |
 | `history-KIND` | speed of each benchmark in all runs of FILE's folder, as a multiple of that in its first |
 
-The second writes the table in bench/README.md from the newest file of each device; --check writes nothing,
-and its exit status is 1 if the page would change. Charts need matplotlib.
+The second writes the tables of bench/results/README.md from the newest file of each device; --check writes
+nothing, and its exit status is 1 if the page would change. Charts need matplotlib.
 """
 
 from __future__ import annotations
@@ -31,26 +29,19 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch  # noqa: E402
 
 from bench.lib import results, tables  # noqa: E402
-from bench.lib.charts import roofline  # noqa: E402
 from bench.lib.charts import suite as drawn  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-WHAT = ("bars", "roofline", "ragged", "history")
+WHAT = ("bars", "history")
 
 
 def of_run(run: results.Run, what: Iterable[str] = WHAT) -> Iterator[tuple[str, matplotlib.figure.Figure]]:
     """(name, figure) of each chart of one run that `what` asks for and the run has rows for."""
-    for model in drawn.models(run):
-        if "bars" in what:
-            yield f"bars-{model}", drawn.bars(run, model)
-        rows = [each for each in run.of("encoder") if each.params["model"] == model]
-        if "ragged" in what and not all(map(drawn.is_dense, rows)):
-            yield f"ragged-{model}", drawn.ragged(run, model)
-    for workload in roofline.workloads(run) if "roofline" in what and run.roofs else ():
-        yield f"roofline-{workload}", roofline.roofline(run, workload)
+    for model in drawn.models(run) if "bars" in what else ():
+        yield f"bars-{model}", drawn.bars(run, model)
 
 
 def save(figures: Iterable[tuple[str, matplotlib.figure.Figure]], folder: Path) -> list[Path]:

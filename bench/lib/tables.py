@@ -1,4 +1,4 @@
-"""The generated table of bench/README.md: each device's newest run of the suite, and of what it lacks."""
+"""The generated tables of bench/results/README.md: each device's newest run, and of what it lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.lib import results
 from bench.lib.results import Benchmark, Run
 from bench.lib.turns import RATES, is_ours
 
-PAGE = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = results.RESULTS / "README.md"
 COMMAND = "python bench/plot.py tables"
 SECTION = "suite results"
 
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> int:
         "--check", action="store_true", help="write nothing; exit status 1 if it would change"
     )
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="instead of bench/results")
-    parser.add_argument("--page", type=Path, default=PAGE, help="instead of bench/README.md")
+    parser.add_argument("--page", type=Path, default=PAGE, help="instead of bench/results/README.md")
     args = parser.parse_args(argv)
     try:
         before = args.page.read_text(encoding="utf-8")

@@ -12,7 +12,6 @@ import pytest
 
 from bench import plot
 from bench.lib import results
-from bench.lib.charts import labels, roofline
 from bench.lib.charts import suite as charts
 from tests.support import suite_files
 
@@ -71,93 +70,7 @@ def test_bars_of_a_candidate_without_a_time_and_of_a_high_floor(run):
     assert axes.get_ylim()[1] < 2000
 
 
-# --- the roofline -------------------------------------------------------------------------------------------
-
-
-@needs_matplotlib
-def test_the_roofline_has_every_op_at_its_place(run):
-    figure = roofline.roofline(run, "8x128")
-    counted, moved = figure.axes
-    points = {
-        (round(line.get_xdata()[0], 6), round(line.get_ydata()[0], 6)): line.get_markerfacecolor()
-        for line in counted.lines
-        if line.get_marker() != "None"
-    }
-    blue = charts.BACKENDS["cpu"][0]
-    assert points == {(100.0, 80.0): blue, (100.0, 50.0): "white", (150.0, 75.0): blue}
-    roof = counted.lines[0].get_xydata().tolist()
-    assert roof[1:] == [[5.0, 100.0], [roof[2][0], 100.0]]  # the ridge: 100 GFLOP/s at 20 GB/s
-    assert roof[0][1] == pytest.approx(20 * roof[0][0])
-    texts = [text.get_text() for text in counted.texts]
-    assert texts == ["fp32: 100 GFLOP/s", "memory: 20 GB/s", "1", "2"]
-    assert [line.get_xdata()[0] for line in moved.lines] == [10.0, 5.0, 20.0]  # packing twice, the memory
-    assert [text.get_text() for text in moved.get_yticklabels()] == ["packing\nfp32"]
-    meanings = figure.legends[0]
-    assert [handle.get_marker() for handle in meanings.legend_handles] == ["$1$", "$2$"]
-    assert [text.get_text() for text in meanings.get_texts()] == ["linear 768", "linear 2304-gelu"]
-    named = [text.get_text() for text in counted.get_legend().get_texts()]
-    assert named == [charts.BACKENDS["cpu"][3], "plain PyTorch"]
-
-
-def test_short_names_are_what_tells_cases_apart():
-    cases = {
-        "linear": ["1024x768x768-no_bias", "1024x768x2304", "1024x3072x768"],
-        "layer_norm": ["1024x768", "1024x768-residual"],
-        "pooling": ["8x128-mean", "8x128-max"],
-        "attention": ["8x128x12x64-packed_qkv"],
-    }
-    rows = [
-        results.Benchmark("", "", {}, 1.0, 1, {"op": op, "case": case})
-        for op, names in cases.items()
-        for case in names
-    ]
-    assert list(roofline.short_names(rows).values()) == [
-        "linear 768x768-no bias",
-        "linear 768x2304",
-        "linear 3072x768",
-        "layer norm",
-        "layer norm residual",
-        "pooling mean",
-        "pooling max",
-        "attention",
-    ]
-
-
-@needs_matplotlib
-def test_labels_cover_no_other_and_no_point():
-    figure = charts.figure_of(5, 4)
-    axes = figure.subplots()
-    axes.set_xlim(0, 10)
-    axes.set_ylim(0, 10)
-    points = [(5 + x / 10, 5 + y / 10) for x in range(4) for y in range(3)]
-    figure.canvas.draw()
-    notes = labels.place(axes, [(*p, f"label {i}", "black") for i, p in enumerate(points)], points)
-    boxes = []
-    for note in notes:
-        note.update_positions(figure.canvas.get_renderer())
-        box = super(type(note), note).get_window_extent()  # without the line to the point
-        boxes.append((box.x0, box.y0, box.x1, box.y1))
-    frame = axes.get_window_extent()
-    for i, box in enumerate(boxes):
-        assert all(labels.overlap(box, other) == 0 for other in boxes[:i])
-        assert frame.x0 <= box[0]
-        assert box[2] <= frame.x1
-        for x, y in axes.transData.transform(points):
-            assert labels.overlap(box, (x - 1, y - 1, x + 1, y + 1)) == 0
-
-
-# --- ragged efficiency, history -----------------------------------------------------------------------------
-
-
-@needs_matplotlib
-def test_ragged_batches_stand_beside_the_dense_rate(run):
-    [axes] = charts.ragged(run, "base").axes
-    stars = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "*"]
-    assert stars == [[[2048.0, 2000.0]], [[2048.0, 8000.0]]]
-    rates = [line.get_xydata().tolist() for line in axes.lines if line.get_linestyle() == "--"]
-    assert rates == [[[1024.0, 1000.0], [2048.0, 2000.0]], [[1024.0, 2000.0], [2048.0, 4000.0]]]
-    assert sorted(text.get_text() for text in axes.texts) == ["1.00", "2.00"]
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["1,024\n8x128", "2,048\nragged16"]
+# --- the history --------------------------------------------------------------------------------------------
 
 
 @needs_matplotlib
@@ -207,17 +120,17 @@ def test_the_command_draws_all_and_names_what_is_wrong(tmp_path, capsys, monkeyp
     saved = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, dpi: saved.append(path.name))
     assert plot.main([str(runs[1].path), "--out", str(out)]) == 0
-    names = ["bars-base", "ragged-base", "roofline-8x128", "history-encoder", "history-ops"]
+    names = ["bars-base", "history-encoder", "history-ops"]
     assert saved == [f"{name}.png" for name in names]
     assert plot.main([str(runs[0].path), str(runs[1].path), "--what", "bars"]) == 0
-    assert saved[5:] == [f"{run.path.stem}-bars-base.png" for run in runs]
+    assert saved[3:] == [f"{run.path.stem}-bars-base.png" for run in runs]
     assert plot.main([]) == 2
     assert "no run of the suite there, expected [0-9]*_*.json or a FILE" in capsys.readouterr().err
     data = suite_files.suite_file()
-    data["benchmarks"] = data["benchmarks"][:4]
+    data["benchmarks"] = data["benchmarks"][4:]
     runs[0].path.write_text(json.dumps(data))
-    assert plot.main([str(runs[0].path), "--what", "roofline"]) == 2
-    assert f"{runs[0].path}: it has no rows for --what roofline" in capsys.readouterr().err
+    assert plot.main([str(runs[0].path), "--what", "bars"]) == 2
+    assert f"{runs[0].path}: it has no rows for --what bars" in capsys.readouterr().err
 
 
 @pytest.fixture

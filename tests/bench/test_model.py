@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -573,7 +572,6 @@ WRONG = {
     "--device h100 --workload full --train --gpus 8 --link-gbs 0": "link_gbs: got 0",
     "--device h100 --workload full --head pretraining": "head: got pretraining",
     "--device h100 --workload full --train --pooling": "pooling: got True",
-    "--device h100 --workload full --plot x.png": "plot: got x.png",
     "check --train": "train: got True",
     "check --device h100": "device: got h100",
     "check --results /nowhere": "results: got '/nowhere'",
@@ -597,18 +595,3 @@ def test_a_results_file_without_roofs_is_no_device(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"device: got .*x\.json.* no roofs"):
             devices.find(str(path))
-
-
-@pytest.mark.sweep
-def test_the_picture_of_the_cost_model(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "model.png"
-    assert cost_model.main(["check", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert str(path) in capsys.readouterr().out
-
-
-def test_a_missing_matplotlib_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cost_model.main(["check", "--plot", str(tmp_path / "x.png")]) == 2
-    assert "matplotlib is not installed: pip install" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Charts of runs of the suite: the peers' bars, ragged efficiency, the history. The ops' are in roofline.py.
+"""Charts of runs of the suite: the peers' bars and the history.
 
 Each function returns a matplotlib Figure and writes no file. matplotlib is imported only inside them.
 """
@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.lib.charts import labels
 from bench.lib.results import Benchmark, Run
 from bench.lib.turns import is_ours
 
@@ -36,14 +35,8 @@ COLOURS = {
 OTHERS = ("#9b2d3f", "#d9737f", "#2d7f86", "#7fc4c9", "#5f5f5f", "#a8a8a8")
 DTYPES = {"fp32": "-", "bf16": "--", "int8": ":", "fp16": "-."}  # the line of each dtype's floor
 TITLES = {"base": "BERT-base", "large": "BERT-large", "minilm": "MiniLM-L6", "tiny": "a tiny BERT"}
-# backend -> (colour, marker, filled, name) of the ops' charts
-BACKENDS = {
-    "cpu": ("#0b4f8a", "o", True, "fastbert, C++ on a CPU"),
-    "cuda": ("#0b4f8a", "o", True, "fastbert, CUDA"),
-    "triton": ("#2a86d1", "s", True, "fastbert, Triton"),
-    "aten": ("#d9903d", "D", True, "ATen, fastbert's other backend"),
-    "torch": ("#8a4b0b", "o", False, "plain PyTorch"),
-}
+# backend -> its colour in the charts of ops
+BACKENDS = {"cpu": "#0b4f8a", "cuda": "#0b4f8a", "triton": "#2a86d1", "aten": "#d9903d", "torch": "#8a4b0b"}
 
 
 def require_matplotlib() -> None:
@@ -180,94 +173,6 @@ def _notes(run: Run, model: str, rows: Sequence[Benchmark]) -> str:
     return "\n".join(textwrap.wrap(" ".join(notes), 40 + 40 * max(len(groups), 2)))
 
 
-# ---- ragged efficiency ----
-
-
-def ragged(run: Run, model: str) -> matplotlib.figure.Figure:
-    """Time of a model's forward against real tokens, a panel per dtype.
-
-    Solid: the dense batches. Dashed: the rate on the largest of them, kept. A star is a ragged batch, and the
-    number beside it how many times as long it takes as at that rate: 1 without padding.
-    """
-    rows = [each for each in run.of("encoder") if each.params["model"] == model]
-    tags = [tag for tag in DTYPES if any(each.candidate.endswith(f"-{tag}") for each in rows)]
-    figure = figure_of(1.0 + 4.9 * len(tags), 5.8)
-    grid = figure.subplots(1, len(tags), squeeze=False, sharey=True)[0]
-    tokens = {each.params["workload"]: each.extra["tokens"] for each in rows}
-    palette = colours(each.candidate for each in rows)
-    notes = []
-    for axes, tag in zip(grid, tags, strict=True):
-        marks = []
-        for name in (name for name in palette if name.endswith(f"-{tag}")):
-            some = sorted((e for e in rows if e.candidate == name), key=lambda each: each.extra["tokens"])
-            marks += _ragged_line(axes, some, palette[name])
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks(list(tokens.values()), [])
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter(thousands)
-        axes.grid(alpha=0.25)
-        axes.set_title(tag, fontsize=10)
-        axes.legend(loc="lower right", fontsize=8.5, frameon=False)
-        notes.append((axes, marks))
-    low, high = min(tokens.values()), max(tokens.values())
-    if low == high:
-        low, high = low / 2, high * 2
-    room = (high / low) ** 0.12
-    for axes in grid:
-        axes.set_xlim(low / room, high * room**1.6)
-        _ticks(axes, tokens)
-        axes.set_xlabel("real tokens of the batch", fontsize=9)
-    grid[0].set_ylabel("milliseconds of one forward", fontsize=9)
-    figure.suptitle(
-        f"{TITLES.get(model, model)}: time against real tokens, {machine(run)}, {made(run)}\n"
-        "★ ragged batch, and its time over that at the rate of the largest dense batch (dashed): "
-        "1 without padding",
-        fontsize=10.5,
-    )
-    figure.canvas.draw()
-    figure.set_layout_engine("none")
-    for axes, marks in notes:
-        lines = [line for line in axes.lines if line.get_linestyle() != "None" and len(line.get_xdata()) > 1]
-        drawn = [line.get_xydata().tolist() for line in lines]
-        points = [(x, y) for line in axes.lines if line.get_marker() != "None" for x, y in line.get_xydata()]
-        labels.place(axes, marks, points, drawn, axes.get_legend().get_texts(), size=8.5, reach=6)
-    return figure
-
-
-def is_dense(each: Benchmark) -> bool:
-    """Whether a batch has no padding."""
-    return each.extra["tokens"] == each.extra["padded_tokens"]
-
-
-def _ragged_line(axes: matplotlib.axes.Axes, rows: Sequence[Benchmark], colour: str) -> list[labels.Label]:
-    """Draw one candidate; returns the labels of its ragged batches."""
-    dense = [each for each in rows if is_dense(each)]
-    others = [each for each in rows if not is_dense(each)]
-    name, ours = rows[0].candidate.split("-")[0], rows[0].ours
-    xs, ys = [e.extra["tokens"] for e in dense], [e.seconds * 1e3 for e in dense]
-    width = 2.0 if ours else 1.2
-    axes.plot(xs, ys, "o-", color=colour, lw=width, ms=4.5, label=name, zorder=3 + ours)
-    ragged_xs, ragged_ys = [e.extra["tokens"] for e in others], [e.seconds * 1e3 for e in others]
-    axes.plot(ragged_xs, ragged_ys, ls="none", marker="*", ms=11, color=colour, zorder=4 + ours)
-    marks = []
-    if dense and others:
-        rate = ys[-1] / xs[-1]
-        ends = [xs[-1], max(*ragged_xs, xs[-1])]
-        axes.plot(ends, [rate * x for x in ends], "--", color=colour, lw=width * 0.7, zorder=2)
-        marks = [(x, y, f"{y / (rate * x):.2f}", colour) for x, y in zip(ragged_xs, ragged_ys, strict=True)]
-    return marks
-
-
-def _ticks(axes: matplotlib.axes.Axes, tokens: dict[str, int]) -> None:
-    """A tick per workload, its name and its tokens; those of one number of tokens share a tick."""
-    by_count: dict[int, list[str]] = {}
-    for name, count in tokens.items():
-        by_count.setdefault(count, []).append(name)
-    texts = [f"{count:,}\n{', '.join(names)}" for count, names in by_count.items()]
-    axes.set_xticks(list(by_count), texts, fontsize=8)
-
-
 # ---- the history ----
 
 
@@ -315,7 +220,7 @@ def history(runs: Sequence[Run], kind: str) -> matplotlib.figure.Figure:
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
     candidates = [name for found in panels.values() for _, name in found]
     if kind == "ops":
-        names = {name: BACKENDS.get(name.split("-")[0], ("#5f5f5f",))[0] for name in candidates}
+        names = {name: BACKENDS.get(name.split("-")[0], "#5f5f5f") for name in candidates}
     else:
         names = colours(candidates)
     handles: dict[str, Any] = {}
