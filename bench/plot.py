@@ -1,6 +1,6 @@
 """Charts and the page of tables from what the benchmarks keep in bench/results.
 
-    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars history]
+    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars roofs history]
     python bench/plot.py tables [--check]
 
 The first draws from files of the suite, without a FILE from the newest of this machine, beside the file:
@@ -8,6 +8,7 @@ The first draws from files of the suite, without a FILE from the newest of this 
 | chart | what |
 |---|---|
 | `bars-MODEL` | real tokens per second of the forward, a bar per candidate, the floors |
+| `roofs-WORKLOAD` | the part of the machine's roof that each op reaches, ours and PyTorch's |
 | `history-KIND` | speed of each benchmark in all runs of FILE's folder, as a multiple of that in its first |
 
 The second writes the tables of bench/results/README.md from the newest file of each device; --check writes
@@ -35,13 +36,15 @@ from bench.lib.machine import describe  # noqa: E402
 if TYPE_CHECKING:
     import matplotlib.figure
 
-WHAT = ("bars", "history")
+WHAT = ("bars", "roofs", "history")
 
 
 def of_run(run: results.Run, what: Iterable[str] = WHAT) -> Iterator[tuple[str, matplotlib.figure.Figure]]:
     """(name, figure) of each chart of one run that `what` asks for and the run has rows for."""
     for model in drawn.models(run) if "bars" in what else ():
         yield f"bars-{model}", drawn.bars(run, model)
+    for workload in drawn.op_workloads(run) if "roofs" in what else ():
+        yield f"roofs-{workload}", drawn.shares(run, workload)
 
 
 def save(figures: Iterable[tuple[str, matplotlib.figure.Figure]], folder: Path) -> list[Path]:

@@ -70,6 +70,33 @@ def test_bars_of_a_candidate_without_a_time_and_of_a_high_floor(run):
     assert axes.get_ylim()[1] < 2000
 
 
+# --- the ops beside the roofs -------------------------------------------------------------------------------
+
+
+@needs_matplotlib
+def test_shares_of_the_roof_are_those_of_the_rows(run):
+    [workload] = charts.op_workloads(run)
+    figure = charts.shares(run, workload)
+    rows = [each for each in run.of("ops") if each.share is not None]
+    drawn = [
+        (axes.get_title(), line.get_label(), round(float(x), 6))
+        for axes in figure.axes
+        for line in axes.lines
+        for x in line.get_xdata()
+    ]
+    labels = {"cpu": "fastbert, cpu", "aten": "fastbert by ATen", "torch": "plain PyTorch"}
+    expected = [
+        (f"{r.extra['pass']}, {r.extra['dtype']}", labels[r.candidate.split("-")[0]], round(100 * r.share, 6))
+        for r in rows
+    ]
+    assert sorted(drawn) == sorted(expected)
+    assert expected
+    faster = [replace(r, extra=r.extra | {"of_roof": 3.0}) for r in rows]
+    beyond = charts.shares(replace(run, benchmarks=tuple(faster)), workload)
+    assert {float(x) for axes in beyond.axes for line in axes.lines for x in line.get_xdata()} == {100.0}
+    assert not charts.op_workloads(replace(run, benchmarks=()))
+
+
 # --- the history --------------------------------------------------------------------------------------------
 
 
@@ -120,10 +147,10 @@ def test_the_command_draws_all_and_names_what_is_wrong(tmp_path, capsys, monkeyp
     saved = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, dpi: saved.append(path.name))
     assert plot.main([str(runs[1].path), "--out", str(out)]) == 0
-    names = ["bars-base", "history-encoder", "history-ops"]
+    names = ["bars-base", "roofs-8x128", "history-encoder", "history-ops"]
     assert saved == [f"{name}.png" for name in names]
     assert plot.main([str(runs[0].path), str(runs[1].path), "--what", "bars"]) == 0
-    assert saved[3:] == [f"{run.path.stem}-bars-base.png" for run in runs]
+    assert saved[4:] == [f"{run.path.stem}-bars-base.png" for run in runs]
     assert plot.main([]) == 2
     assert "no run of the suite there, expected [0-9]*_*.json or a FILE" in capsys.readouterr().err
     data = suite_files.suite_file()

@@ -1,4 +1,4 @@
-"""Charts of runs of the suite: the peers' bars and the history.
+"""Charts of runs of the suite: the peers' bars, the ops beside the roofs, and the history.
 
 Each function returns a matplotlib Figure and writes no file. matplotlib is imported only inside them.
 """
@@ -171,6 +171,61 @@ def _notes(run: Run, model: str, rows: Sequence[Benchmark]) -> str:
         parts = (f"{name} ({', '.join(where)})" for name, where in absent.items())
         notes.append(f"Without a time: {'; '.join(parts)}.")
     return "\n".join(textwrap.wrap(" ".join(notes), 40 + 40 * max(len(groups), 2)))
+
+
+# ---- the ops beside the roofs ----
+
+
+def op_workloads(run: Run) -> list[str]:
+    """The workloads whose ops were timed and have roofs."""
+    return list(dict.fromkeys(each.extra["workload"] for each in run.of("ops") if each.share is not None))
+
+
+def shares(run: Run, workload: str) -> matplotlib.figure.Figure:
+    """The part of its roof that each op of one workload reaches: a panel per pass and dtype, a line per case.
+
+    The roof is the time that the op's arithmetic takes at the machine's peak, or its bytes at the machine's
+    bandwidth, whichever is longer. Who does less than that arithmetic is at 100%.
+    """
+    rows = [r for r in run.of("ops") if r.extra["workload"] == workload and r.share is not None]
+    lines = {(r.extra["op"], r.extra["case"]): None for r in rows}
+    places = {key: -at for at, key in enumerate(lines)}
+    panels = list(dict.fromkeys((r.extra["pass"], r.extra["dtype"]) for r in rows))
+    backends = sorted({r.candidate.split("-")[0] for r in rows}, key=list(BACKENDS).index)
+    figure = figure_of(4.5 + 2.6 * len(panels), 1.8 + 0.21 * len(lines))
+    for axes, panel in zip(
+        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
+    ):
+        some = [r for r in rows if (r.extra["pass"], r.extra["dtype"]) == panel]
+        for name in backends:
+            dots = [r for r in some if r.candidate.split("-")[0] == name]
+            ours = is_ours(dots[0].candidate) if dots else False
+            axes.plot(
+                [100 * min(r.share, 1.0) for r in dots],
+                [places[r.extra["op"], r.extra["case"]] for r in dots],
+                ls="none",
+                marker="o" if ours else "D",
+                ms=6 if ours else 4,
+                color=BACKENDS[name],
+                zorder=3 + ours,
+                clip_on=False,
+                label={"aten": "fastbert by ATen", "torch": "plain PyTorch"}.get(name, f"fastbert, {name}"),
+            )
+        axes.set_title(", ".join(panel), fontsize=10)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("% of the roof", fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.set_yticks(list(places.values()), [f"{op} {case}" for op, case in lines], fontsize=7.5)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(backends), frameon=False, fontsize=9)
+    peaks = ", ".join(f"{tag} {peak:,.0f}" for tag, peak in run.roofs.gflops.items()) if run.roofs else ""
+    bandwidth = f" GFLOP/s, memory {run.roofs.gbytes:,.0f} GB/s" if run.roofs else ""
+    figure.suptitle(
+        f"Every op of {workload} beside the roofs of {machine(run)}: {peaks}{bandwidth}\n"
+        f"{made(run)}; {batch(rows)}",
+        fontsize=10.5,
+    )
+    return figure
 
 
 # ---- the history ----
