@@ -32,15 +32,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
-from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, estimate, finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.linear import passing_panels
-from fastbert.layers.sequences import Sequences
-from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
 PATTERNS = ("vertical", "diagonal", "vertical+diagonal", "block", "heterogeneous")
@@ -95,15 +92,19 @@ class AttentionStatistics:
         """(n, layers, nheads): attention to special tokens."""
         return self.to_kind[FIRST] + self.to_kind[SEPARATOR]
 
+    def looked_at(self) -> dict[str, np.ndarray]:
+        """ "to …" -> (n, layers, nheads): attention to each kind of token, and to the neighbours."""
+        found = dict(zip((f"to {kind}" for kind in KINDS), self.to_kind, strict=True))
+        found |= {"to the previous token": self.previous, "to the same token": self.itself}
+        return found | {"to the next token": self.following}
+
     def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
         """Means over all heads with their 95% intervals over examples, by name.
 
         "entropy" and "entropy of a uniform head" in nats; "to …": shares of attention; "heads over half on
         the … token": how many heads have over half of their attention there, in the mean over examples.
         """
-        shares = dict(zip((f"to {kind}" for kind in KINDS), self.to_kind, strict=True))
-        shares |= {"to the previous token": self.previous, "to the same token": self.itself}
-        shares |= {"to the next token": self.following, "to the own text": self.own_text}
+        shares = self.looked_at() | {"to the own text": self.own_text}
         found = {"entropy": estimate(self.entropy, seed=seed)}
         found["entropy of a uniform head"] = estimate(np.log(self.lengths), seed=seed)
         found |= {name: estimate(values, seed=seed) for name, values in shares.items()}
@@ -146,11 +147,6 @@ class AttentionStatistics:
     def shares(self, thresholds: Thresholds = THRESHOLDS) -> dict[str, float]:
         """Pattern -> its share of all examples, layers and heads."""
         return shares_of(self.patterns(thresholds))
-
-    def share_intervals(self, thresholds: Thresholds = THRESHOLDS, *, seed: int = 0) -> dict[str, Interval]:
-        """Pattern -> its share of layers and heads, with its 95% interval over examples."""
-        found = self.patterns(thresholds)
-        return {name: estimate(found == i, seed=seed) for i, name in enumerate(PATTERNS)}
 
     def commonest(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
         """(layers, nheads) int8: the pattern that a head has in most examples; of equals the first."""
@@ -222,7 +218,7 @@ def attention_statistics(
     )
 
 
-class _Statistics(Taps):
+class _Statistics(Observer):
     """Fills arrays with what a batch's heads do."""
 
     def __init__(
@@ -238,12 +234,9 @@ class _Statistics(Taps):
         self.text_lengths = torch.where(self.second, seconds, lengths - seconds)
         self.of_rows = (1 / lengths)[:, None]
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
         batch, numbers = self.batch, self.batch.numbers
-        probabilities = Probabilities.of(q, k, sequences)
         masses = probabilities.of_values(self.groups)
         to_second = masses[..., -1]
         entropy = probabilities.entropy()
@@ -264,4 +257,3 @@ class _Statistics(Taps):
         index = batch.sequence[:, None].expand_as(received)
         most = received.new_zeros(len(batch), received.shape[1]).scatter_reduce_(0, index, received, "amax")
         self.found["most_received"][numbers, layer] = most.cpu().numpy()
-        return q, k, v, sequences.bias

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches
-from fastbert.layers.sequences import Sequences
-from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import tapped
 
@@ -92,7 +90,7 @@ def check(model: PreTrainedModel, against: PreTrainedModel, examples: Examples) 
     examples.check(against)
 
 
-def _states(model: PreTrainedModel, batch: Batch, taps: Taps) -> list[Tensor]:
+def _states(model: PreTrainedModel, batch: Batch, taps: Observer) -> list[Tensor]:
     encoder = model.base_model
     with tapped(encoder, taps):
         states = encoder.encode_inputs(batch.inputs, None, False, True, False)[1]
@@ -100,36 +98,30 @@ def _states(model: PreTrainedModel, batch: Batch, taps: Taps) -> list[Tensor]:
     return states
 
 
-class _Kept(Taps):
+class _Kept(Observer):
     """The probabilities of all layers of one forward, as queries and keys."""
 
     def __init__(self) -> None:
         self.probabilities: list[Probabilities] = []
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
-        self.probabilities.append(Probabilities.of(q, k, sequences))
-        return q, k, v, sequences.bias
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
+        self.probabilities.append(probabilities)
 
 
-class _Compared(Taps):
+class _Compared(Observer):
     """Fills the cosines with another forward's probabilities."""
 
     def __init__(self, batch: Batch, others: list[Probabilities], found: np.ndarray) -> None:
         self.batch, self.others, self.found = batch, others, found
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
-        own, other = Probabilities.of(q, k, sequences), self.others[layer]
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
+        own, other = probabilities, self.others[layer]
         product, one, two = (
             self.batch.sums(values) for values in (own.overlap(other), own.collision(), other.collision())
         )
         self.found[self.batch.numbers, layer] = (product / (one * two).sqrt()).cpu().numpy()
-        return q, k, v, sequences.bias
 
 
 def _of_weights(model: PreTrainedModel, against: PreTrainedModel) -> np.ndarray:

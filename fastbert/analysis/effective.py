@@ -57,6 +57,19 @@ class EffectiveAttention:
         known = np.isfinite(self.correlation)
         return np.where(known, self.correlation, 0.0), known
 
+    def means(self) -> np.ndarray:
+        """(layers, nheads): the mean of each head's correlations that are numbers; NaN where none is."""
+        filled, known = self.known()
+        counts = known.sum(0)
+        return np.where(counts > 0, filled.sum(0) / np.maximum(counts, 1), np.nan)
+
+    def by_length(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lengths of examples that have a correlation, its mean over all heads and examples so long)."""
+        filled, known = (each.sum((1, 2)) for each in self.known())
+        lengths = np.unique(self.lengths[known > 0])
+        means = [filled[self.lengths == n].sum() / known[self.lengths == n].sum() for n in lengths]
+        return lengths, np.array(means)
+
     def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
         """Means over all heads with their 95% intervals over examples: "correlation", "known", "to …".
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fastbert.layers.packing import positions_of
 from fastbert.layers.sequences import Sequences
+from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention, attention_bwd
 
@@ -276,11 +277,22 @@ class Probabilities:
         column = column.clamp(0, columns - 1)
         return bias[sequence, :, row, column]
 
-    def uniform_entropy(self) -> Tensor:
-        """(total,): the entropy of a row that looks at all keys alike, in nats."""
-        sequence, position = self._places
-        count = position + 1 if self.causal else self.cu_seqlens.diff().long()[sequence]
-        return count.to(self.q.dtype).log()
+
+class Observer(Taps):
+    """Shows each layer's probabilities to a subclass, and changes nothing."""
+
+    max_bytes = MAX_BYTES
+
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """What a subclass does with the probabilities of a layer."""
+        raise NotImplementedError
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        self.seen(layer, Probabilities.of(q, k, sequences, self.max_bytes))
+        return q, k, v, sequences.bias
 
 
 def check_bytes(max_bytes: int, length: int, cell: int) -> None:

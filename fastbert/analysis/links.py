@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.identities import Probabilities
+from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, finite, mean_interval
 from fastbert.analysis.targets import Targets
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.sequences import Sequences
-from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
 # layer-head, counted from 1 -> score: the two heads above the others in bert-base-uncased, on 473 sentences
@@ -169,7 +167,7 @@ def _shifts(examples: Examples, targets: Targets, known: np.ndarray, seed: int) 
     return found
 
 
-class _Linked(Taps):
+class _Linked(Observer):
     """Fills the arrays with what a batch's heads do."""
 
     def __init__(
@@ -194,12 +192,9 @@ class _Linked(Taps):
         most.scatter_reduce_(0, self.owner[:, None].expand_as(values), values, "amax")
         return most.cpu().numpy()
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
-        numbers, probabilities = self.batch.numbers, Probabilities.of(q, k, sequences)
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
+        numbers = self.batch.numbers
         self.found.score[numbers, layer] = self._largest(probabilities, self.pairs)
         moved = self._largest(probabilities, self.shifted)
         self.found.moved[numbers[self.moves], layer] = moved[self.moves]
-        return q, k, v, sequences.bias

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastbert.analysis.attention import BLOCK, BOTH, DIAGONAL, PATTERNS, VERTICAL, AttentionStatistics
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.identities import MAX_BYTES, Probabilities, check_bytes
+from fastbert.analysis.identities import MAX_BYTES, Observer, Probabilities, check_bytes
 from fastbert.analysis.walk import at_rest, batches, encode
-from fastbert.layers.sequences import Sequences
-from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
 # tokens of an example that is shown, where there is one
@@ -155,18 +152,15 @@ def _clearest(found: AttentionStatistics, pattern: int) -> tuple[int, int, int] 
     return int(short[at]), int(layer), int(head)
 
 
-class _Maps(Taps):
+class _Maps(Observer):
     """Keeps the maps of some layers for the one sequence that is run, (nheads, length, length) each."""
 
     def __init__(self, layers: Sequence[int], max_bytes: int) -> None:
         self.layers, self.max_bytes = set(layers), max_bytes
         self.maps: dict[int, np.ndarray] = {}
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
         if layer in self.layers:
-            ((_, _, maps),) = Probabilities.of(q, k, sequences, self.max_bytes).maps()
+            ((_, _, maps),) = probabilities.maps()
             self.maps[layer] = maps[0].float().cpu().numpy()
-        return q, k, v, sequences.bias

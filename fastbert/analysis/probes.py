@@ -12,6 +12,7 @@ contextualized word representations", eq. 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -258,46 +259,72 @@ def fit(
             number = int(np.flatnonzero(some.labels.sum(1) != 1)[0])
             raise ValueError(f"{name}[{number}]: expected one label, got {int(some.labels[number].sum())}")
     recipe = probes.recipe
-    order = np.random.default_rng(seed)
+    device = probes.mix.device
     mix = [probes.mix, probes.factor]
     others = [p for p in probes.parameters() if all(p is not each for each in mix)]
     optimizer = torch.optim.Adam([{"params": mix, "lr": recipe.mix_lr}, {"params": others}], lr=recipe.lr)
-    count = len(probes.mix)
-    best = torch.full((count,), math.inf)
+
+    def of_step(numbers: np.ndarray) -> Tensor:
+        some = train.chosen(numbers)
+        return losses(probes(states, some.bounds), torch.from_numpy(some.labels).to(device), loss)
+
+    def of_epoch() -> Tensor:
+        return losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(1)
+
+    probes.train()
+    numbers = np.arange(len(train))
+    learn(probes, optimizer, numbers, of_step, of_epoch if held_out else None, recipe, seed)
+    return probes.eval()
+
+
+def learn(
+    probes: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numbers: np.ndarray,
+    of_step: Callable[[np.ndarray], Tensor],
+    of_epoch: Callable[[], Tensor] | None,
+    recipe: Recipe,
+    seed: int,
+) -> None:
+    """Train all probes at once; each keeps the parameters of its best epoch.
+
+    Args:
+        probes: their parameters have a leading dimension of probes.
+        optimizer: of these parameters.
+        numbers: of what they learn from.
+        of_step: some of the numbers -> the loss of each probe and number, (probes, n).
+        of_epoch: -> (probes,) the losses by which epochs are compared; None: the last epoch counts.
+        recipe: `lr`, `batch`, `epochs` and `patience` of it.
+        seed: of the order of the numbers.
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
+    order = np.random.default_rng(seed)
+    best = torch.full((len(next(probes.parameters())),), math.inf)
     kept = {name: value.detach().clone() for name, value in probes.named_parameters()}
     since = 0
-    probes.train()
     for _ in range(recipe.epochs):
-        for numbers in np.array_split(order.permutation(len(train)), math.ceil(len(train) / recipe.batch)):
-            some = train.chosen(numbers)
-            labels = torch.from_numpy(some.labels).to(probes.mix.device)
-            found = losses(probes(states, some.bounds), labels, loss)
+        for some in np.array_split(order.permutation(numbers), math.ceil(len(numbers) / recipe.batch)):
+            found = of_step(some)
             optimizer.zero_grad(set_to_none=True)
             found.mean(1).sum().backward()
             optimizer.step()
         if not torch.isfinite(found).all():
             raise ValueError(f"lr: probes have no finite loss with {recipe.lr}; expected a smaller rate")
-        if held_out is None or not len(held_out):
+        if of_epoch is None:
             continue
-        found = losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(
-            1
-        )
+        found = of_epoch()
         better = found < best
         best = torch.where(better, found, best)
         since = 0 if better.any() else since + 1
-        keep_better(kept, probes, better)
+        with torch.no_grad():
+            for name, value in probes.named_parameters():
+                which = better.to(value.device).view(-1, *(1,) * (value.dim() - 1))
+                kept[name] = torch.where(which, value, kept[name])
         if since >= recipe.patience:
             break
-    if held_out is not None and len(held_out):
+    if of_epoch is not None:
         with torch.no_grad():
             for name, value in probes.named_parameters():
                 value.copy_(kept[name])
-    return probes.eval()
-
-
-def keep_better(kept: dict[str, Tensor], probes: nn.Module, better: Tensor) -> None:
-    """Copy the parameters of the probes marked in `better`, (probes,) bool, into `kept`."""
-    with torch.no_grad():
-        for name, value in probes.named_parameters():
-            which = better.to(value.device).view(-1, *(1,) * (value.dim() - 1))
-            kept[name] = torch.where(which, value, kept[name])

@@ -15,7 +15,6 @@ from fastbert.analysis import pictures
 from fastbert.analysis.attention import PATTERNS, AttentionStatistics
 from fastbert.analysis.change import Change
 from fastbert.analysis.effective import EffectiveAttention
-from fastbert.analysis.examples import KINDS
 from fastbert.analysis.geometry import Geometry
 from fastbert.analysis.intervals import bands, resampled_means
 from fastbert.analysis.maps import ExampleMap
@@ -122,9 +121,7 @@ def model() -> Section:
 
 def attention(found: AttentionStatistics, *, seed: int) -> Section:
     """Where the heads look."""
-    shares = dict(zip((f"to {kind}" for kind in KINDS), found.to_kind, strict=True))
-    shares |= {"to the previous token": found.previous, "to the same token": found.itself}
-    shares |= {"to the next token": found.following}
+    shares = found.looked_at()
     drawings = [
         heat(
             "entropy",
@@ -305,23 +302,16 @@ def change(found: Change, *, seed: int) -> Section:
 
 def effective(found: EffectiveAttention) -> Section:
     """The part of attention that reaches the output."""
-    filled, known = found.known()
-    counts = known.sum(0)
-    means = np.where(counts > 0, filled.sum(0) / np.maximum(counts, 1), np.nan)
-    each, of_each = filled.sum((1, 2)), known.sum((1, 2))
-    lengths = np.unique(found.lengths[of_each > 0])
+    means, by_length = found.means(), found.by_length()
     drawings = []
-    if len(lengths):
+    if len(by_length[0]):
         numbers, says = extremes("correlation", means, ".3f")
         picture = pictures.heat_maps({"": means}, low=float(np.nanmin(means)), high=1.0)
         title = "Correlation of attention and effective attention"
         drawings.append(
             Drawing("correlation", title, f"1: all of it reaches the output. {says}", picture, numbers)
         )
-        by_length = [each[found.lengths == n].sum() / of_each[found.lengths == n].sum() for n in lengths]
-        picture = pictures.curves(
-            {"all heads": (lengths, np.array(by_length))}, "tokens", "correlation", "", width=WIDTH
-        )
+        picture = pictures.curves({"all heads": by_length}, "tokens", "correlation", "", width=WIDTH)
         says = "The mean over heads and over the examples of that length."
         drawings.append(Drawing("lengths", "The same by the length of the text", says, picture))
     kinds = ("the first token", "separators", "periods and commas", "words")

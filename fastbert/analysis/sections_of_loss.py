@@ -29,6 +29,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
     change = found.loss - found.base_loss[:, None, None]
     of_score = found.score - found.base_score[:, None, None]
     score, unrated = found.score_name, found.score_name == UNRATED
+    red = "Red: the texts of a pair are less alike." if unrated else "Red: the model is worse without it."
     out = (
         "The output of one head is set to 0" if found.mode == "zero" else "One head looks at all tokens alike"
     )
@@ -39,7 +40,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
             change,
             "+.4f",
             seed,
-            "Red: the texts of a pair are less alike." if unrated else "Red: the model is worse without it.",
+            red,
             CASES,
             diverging=True,
             worse="high",
@@ -50,7 +51,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
             of_score,
             "+.4f",
             seed,
-            "Red: the texts of a pair are less alike." if unrated else "Red: the model is worse without it.",
+            red,
             CASES,
             diverging=True,
         ),

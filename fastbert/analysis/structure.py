@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, finite, ratio_interval
-from fastbert.analysis.probes import check_finite, keep_better
+from fastbert.analysis.probes import Recipe, check_finite, learn
 from fastbert.analysis.treebank import Sentence, pieces_of
 
 LENGTHS = range(5, 51)
@@ -163,14 +163,23 @@ class Structure:
 
 
 class StructuralProbes(nn.Module):
-    """B of every layer, for distances and for depths."""
+    """B of every layer, for distances and for depths: 2 x layers probes."""
 
     def __init__(self, layers: int, width: int, rank: int, seed: int) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(seed)
         one = torch.rand(width, rank, generator=draw) * 0.1 - 0.05
-        self.distance = nn.Parameter(one.expand(layers, -1, -1).clone())
-        self.depth = nn.Parameter(one.expand(layers, -1, -1).clone())
+        self.maps = nn.Parameter(one.expand(2 * layers, -1, -1).clone())
+
+    @property
+    def distance(self) -> Tensor:
+        """B for distances, (layers, width, rank)."""
+        return self.maps.chunk(2)[0]
+
+    @property
+    def depth(self) -> Tensor:
+        """B for depths, (layers, width, rank)."""
+        return self.maps.chunk(2)[1]
 
     def distances(self, words: Tensor) -> Tensor:
         """(layers, sentences, n, width) -> (layers, sentences, n, n)."""
@@ -221,14 +230,14 @@ class _Trees:
             depth[at, :length] = found[int(np.flatnonzero(heads == 0)[0])]
         return apart, depth, torch.tensor(lengths, dtype=torch.float32)
 
-    def losses(self, probes: StructuralProbes, states: Tensor, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(of distances, of depths) of each layer and sentence, (layers, sentences) each."""
-        device = probes.distance.device
+    def losses(self, probes: StructuralProbes, states: Tensor, numbers: np.ndarray) -> Tensor:
+        """Of distances, then of depths, of each layer and sentence: (2 x layers, sentences)."""
+        device = probes.maps.device
         words = self.words(states, numbers, device)
         apart, depth, lengths = (t.to(device) for t in self.distances(numbers))
         of_distance = (probes.distances(words) - apart).abs() * (apart >= 0)
         of_depth = (probes.depths(words) - depth).abs() * (depth >= 0)
-        return of_distance.sum((-1, -2)) / lengths.square(), of_depth.sum(-1) / lengths
+        return torch.cat([of_distance.sum((-1, -2)) / lengths.square(), of_depth.sum(-1) / lengths])
 
 
 def usable_of(sentences: Sequence[Sentence]) -> np.ndarray:
@@ -291,52 +300,17 @@ def structural_probe(
     tenth = len(drawn) // 10
     test, held_out, train = np.sort(drawn[:tenth]), drawn[tenth : 2 * tenth], drawn[2 * tenth :]
     probes = StructuralProbes(len(states), states.shape[-1], rank, seed).to(device)
-    _fit(probes, states, trees, train, held_out, lr, batch, epochs, patience, seed)
-    return _scored(probes, states, trees, test, (len(train), len(held_out), len(test)), rank, seed)
-
-
-def _fit(
-    probes: StructuralProbes,
-    states: Tensor,
-    trees: _Trees,
-    train: np.ndarray,
-    held_out: np.ndarray,
-    lr: float,
-    batch: int,
-    epochs: int,
-    patience: int,
-    seed: int,
-) -> None:
-    """Each layer's B for distances and B for depths keep their best epoch."""
     optimizer = torch.optim.Adam(probes.parameters(), lr=lr)
-    order = np.random.default_rng(seed)
-    layers = len(states)
-    best = torch.full((2, layers), math.inf)
-    kept = {name: value.detach().clone() for name, value in probes.named_parameters()}
-    since = 0
-    for _ in range(epochs):
-        for some in np.array_split(order.permutation(train), math.ceil(len(train) / batch)):
-            optimizer.zero_grad(set_to_none=True)
-            loss = sum(found.mean(1).sum() for found in trees.losses(probes, states, some))
-            loss.backward()
-            optimizer.step()
-        if not torch.isfinite(loss):
-            raise ValueError(f"lr: probes have no finite loss with {lr}; expected a smaller rate")
+    recipe = Recipe(lr=lr, batch=batch, epochs=epochs, patience=patience)
+
+    def of_epoch() -> Tensor:
+        parts = np.array_split(held_out, math.ceil(len(held_out) / batch))
         with torch.no_grad():
-            parts = np.array_split(held_out, math.ceil(len(held_out) / batch))
             found = [trees.losses(probes, states, some) for some in parts]
-        sums = torch.stack([torch.cat([pair[i] for pair in found], 1).sum(1).cpu() for i in range(2)])
-        better = sums < best
-        best = torch.where(better, sums, best)
-        for i, name in enumerate(("distance", "depth")):
-            one = nn.ParameterDict({name: getattr(probes, name)})
-            keep_better(kept, one, better[i])
-        since = 0 if better.any() else since + 1
-        if since >= patience:
-            break
-    with torch.no_grad():
-        for name, value in probes.named_parameters():
-            value.copy_(kept[name])
+        return torch.cat(found, 1).sum(1).cpu()
+
+    learn(probes, optimizer, train, lambda some: trees.losses(probes, states, some), of_epoch, recipe, seed)
+    return _scored(probes, states, trees, test, (len(train), len(held_out), len(test)), rank, seed)
 
 
 def _scored(

@@ -32,12 +32,10 @@ import torch
 from torch import Tensor
 
 from fastbert.analysis.examples import Examples
-from fastbert.analysis.identities import MAX_BYTES, Probabilities, check_bytes
+from fastbert.analysis.identities import MAX_BYTES, Observer, Probabilities, check_bytes
 from fastbert.analysis.intervals import RESAMPLES, Interval, resampled_means
 from fastbert.analysis.treebank import Sentence, pieces_of
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.sequences import Sequences
-from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
 LABELS = ("nouns", "pronouns", "verbs", "subjects", "objects", "negations")
@@ -183,7 +181,7 @@ def attention_by_label(
     return AttentionByLabel(to_label, (counts / examples.lengths).astype(np.float32), score)
 
 
-class _ByLabel(Taps):
+class _ByLabel(Observer):
     """Fills the arrays with what a batch's heads do."""
 
     def __init__(self, groups: np.ndarray, batch: Batch, to_label: np.ndarray, score: np.ndarray) -> None:
@@ -192,12 +190,9 @@ class _ByLabel(Taps):
         self.members = [group.nonzero()[:, 0] for group in self.groups.t()]
         self.of_rows = (1 / batch.lengths[batch.sequence])[:, None]
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
         batch, numbers = self.batch, self.batch.numbers
-        probabilities = Probabilities.of(q, k, sequences)
         masses = batch.means(probabilities.of_values(self.groups))
         self.to_label[:, numbers, layer] = masses.permute(2, 0, 1).cpu().numpy()
         own = probabilities.at_offset(0) * self.of_rows
@@ -208,7 +203,6 @@ class _ByLabel(Taps):
             most.scatter_reduce_(0, batch.sequence[rows][:, None].expand_as(some), some, "amax")
             most = most.masked_fill(most == -torch.inf, torch.nan)
             self.score[label, numbers, layer] = most.cpu().numpy()
-        return q, k, v, sequences.bias
 
 
 # -- heads as parsers ----------------------------------------------------------------------------------------
@@ -404,7 +398,7 @@ class _Some(NamedTuple):
     head: Tensor
 
 
-class _Parser(Taps):
+class _Parser(Observer):
     """Fills `Parsing.right` with what a batch's heads find."""
 
     def __init__(
@@ -448,11 +442,8 @@ class _Parser(Taps):
         places = (torch.from_numpy(each).to(device) for each in (sentence, dependant, head))
         return _Some(pieces, hidden[:, None], numbers, *places)
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Taps`."""
-        probabilities = Probabilities.of(q, k, sequences, self.max_bytes)
+    def seen(self, layer: int, probabilities: Probabilities) -> None:
+        """See `Observer`."""
         for first, last, maps in probabilities.maps():
             some = self._of(first, last, maps.shape[-1])
             words = merged(maps, some.pieces).masked_fill_(some.hidden, -1.0)
@@ -460,7 +451,6 @@ class _Parser(Taps):
             taken = [words.argmax(axis)[some.sentence, :, some.dependant] for axis in (-1, -2)]
             right = torch.stack(taken, -1) == some.head[:, None, None]
             self.found.right[some.numbers, layer] = right.cpu().numpy()
-        return q, k, v, sequences.bias
 
 
 def merged(maps: Tensor, pieces: Tensor) -> Tensor:

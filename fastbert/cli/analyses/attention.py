@@ -38,14 +38,11 @@ def of_attention(args: argparse.Namespace, found: AttentionStatistics) -> Found:
         for name in ("entropy", "previous", "itself", "following", "own_text", "most_received")
     }
     means = {name: values.mean(0) for name, values in (single | to_kinds).items()}
-    shares = {f"to {kind}": means[key] for kind, key in zip(KINDS, TO, strict=True)}
-    shares |= {
-        f"to the {name} token": means[key]
-        for name, key in (("previous", "previous"), ("same", "itself"), ("next", "following"))
-    }
     figures = {
         "entropy": pictures.heat_maps({"entropy (nats)": means["entropy"]}),
-        "looked-at": pictures.heat_maps(shares, low=0.0, high=1.0),
+        "looked-at": pictures.heat_maps(
+            {name: values.mean(0) for name, values in found.looked_at().items()}, low=0.0, high=1.0
+        ),
     }
     per_layer = {name: [round(float(v), 6) for v in values.mean(1)] for name, values in means.items()}
     intervals = found.intervals(seed=args.seed)
@@ -133,17 +130,10 @@ def of_effective(
     args: argparse.Namespace, found: analysis.EffectiveAttention, plain: AttentionStatistics
 ) -> Found:
     """Numbers, arrays and figures of effective attention beside the whole."""
-    # heads whose attention does not vary have no correlation
-    filled, known = found.known()
-    counts = known.sum(0)
-    mean = np.where(counts > 0, filled.sum(0) / np.maximum(counts, 1), np.nan)
-    each, of_each = filled.sum((1, 2)), known.sum((1, 2))
-    lengths = np.unique(found.lengths[of_each > 0])
-    by_length = [each[found.lengths == n].sum() / of_each[found.lengths == n].sum() for n in lengths]
     figures = {
-        "correlation": pictures.heat_maps({"correlation with attention": mean}, high=1.0),
+        "correlation": pictures.heat_maps({"correlation with attention": found.means()}, high=1.0),
         "lengths": pictures.curves(
-            {"all heads": (lengths, np.array(by_length))},
+            {"all heads": found.by_length()},
             "tokens",
             "Pearson's r",
             "attention and effective attention",
@@ -152,7 +142,7 @@ def of_effective(
     intervals, before = found.intervals(seed=args.seed), plain.intervals(seed=args.seed)
     summary = [
         f"mean correlation of attention and effective attention {intervals['correlation'].text('.4f')}, "
-        f"of {known.mean():.1%} of examples and heads; the others do not vary"
+        f"of {found.known()[1].mean():.1%} of examples and heads; the others do not vary"
     ]
     for to_kind in (f"to {kind}" for kind in KINDS):
         one, other = (each[to_kind].text(".1%") for each in (before, intervals))
