@@ -46,11 +46,7 @@ class Change:
 
 
 def change(
-    model: PreTrainedModel,
-    against: PreTrainedModel,
-    examples: Examples,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
+    model: PreTrainedModel, against: PreTrainedModel, examples: Examples, *, batch_tokens: int = BATCH_TOKENS
 ) -> Change:
     """Compare two models of the same shape over all examples.
 

@@ -147,11 +147,7 @@ class _Effective(Taps):
     """Fills the arrays with what a batch's heads do."""
 
     def __init__(
-        self,
-        examples: Examples,
-        batch: Batch,
-        outputs: list[Tensor | None],
-        found: EffectiveAttention,
+        self, examples: Examples, batch: Batch, outputs: list[Tensor | None], found: EffectiveAttention
     ) -> None:
         self.batch, self.outputs, self.found = batch, outputs, found
         kinds = batch.on_device(examples.kinds)

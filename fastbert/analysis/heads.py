@@ -79,10 +79,7 @@ class Ablation:
 
     def base_intervals(self, *, seed: int = 0) -> dict[str, Interval]:
         """ "score" and "loss" of the whole model, with their 95% intervals over examples."""
-        return {
-            "score": estimate(self.base_score, seed=seed),
-            "loss": estimate(self.base_loss, seed=seed),
-        }
+        return {"score": estimate(self.base_score, seed=seed), "loss": estimate(self.base_loss, seed=seed)}
 
     def p_values(self, *, seed: int = 0) -> np.ndarray:
         """(layers, units): how likely the change of the score's sign is chance; see `paired_p`."""

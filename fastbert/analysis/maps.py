@@ -93,11 +93,7 @@ def attention_maps(
 
 
 def example_maps(
-    model: PreTrainedModel,
-    examples: Examples,
-    found: AttentionStatistics,
-    *,
-    max_bytes: int = MAX_BYTES,
+    model: PreTrainedModel, examples: Examples, found: AttentionStatistics, *, max_bytes: int = MAX_BYTES
 ) -> list[ExampleMap]:
     """One map per pattern that a head has on a short example: the clearest one of those that are common.
 

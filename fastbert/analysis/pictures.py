@@ -209,12 +209,7 @@ def intervals(
 
 
 def curves(
-    lines: Mapping[str, tuple[np.ndarray, ...]],
-    xlabel: str,
-    ylabel: str,
-    title: str,
-    *,
-    width: float = 5.2,
+    lines: Mapping[str, tuple[np.ndarray, ...]], xlabel: str, ylabel: str, title: str, *, width: float = 5.2
 ) -> Figure:
     """Lines over one axis; those named "random…" thin and grey.
 

@@ -112,10 +112,7 @@ def model() -> Section:
             ("SHA-256 of the config", "{/config_sha256}"),
             ("SHA-256 of the tokens", "{/examples_sha256}"),
         ),
-        brief=(
-            ("Heads", "{layers} layers of {heads}"),
-            ("Examples", "{/n:,}, of {/tokens:,} tokens"),
-        ),
+        brief=(("Heads", "{layers} layers of {heads}"), ("Examples", "{/n:,}, of {/tokens:,} tokens")),
     )
 
 

@@ -156,10 +156,7 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
                 f"BERT, fine-tuned; {MICHEL}",
             ),
             Published(
-                "the same of a translation model",
-                "{removable share:.0%}",
-                "20%",
-                f"WMT model; {MICHEL}",
+                "the same of a translation model", "{removable share:.0%}", "20%", f"WMT model; {MICHEL}"
             ),
         ]
     return Section(

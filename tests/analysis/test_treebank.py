@@ -92,14 +92,8 @@ CAT = TREES[0]
         (block(CAT).replace("6\tcase", "-1\tcase"), ", line 4: HEAD: expected 0 to 7, .*, got '-1'"),
         (block(CAT).replace("6\tcase", "_\tcase"), ", line 4: HEAD: expected 0 to 7, .*, got '_'"),
         (block(CAT).replace("6\tcase", "9" * 5000 + "\tcase"), ", line 4: HEAD: expected 0 to 7"),
-        (
-            block(CAT).replace("0\troot", "2\troot"),
-            ", line 1: HEAD: expected one root .*, found 0",
-        ),
-        (
-            block(CAT).replace("6\tcase", "0\tcase"),
-            ", line 4: HEAD: expected one root .*, found 2",
-        ),
+        (block(CAT).replace("0\troot", "2\troot"), ", line 1: HEAD: expected one root .*, found 0"),
+        (block(CAT).replace("6\tcase", "0\tcase"), ", line 4: HEAD: expected one root .*, found 2"),
         (block(CAT).replace("6\tcase", "4\tcase"), ", line 4: HEAD: the heads from here go in a circle"),
         (
             block(CAT) + "\n" + block(CAT).replace("3\tobl", "4\tobl"),

@@ -48,11 +48,7 @@ def save(place, model):
 def folder(tmp_path_factory):
     """Models with a tokenizer, as transformers saves them, and files of examples."""
     place = tmp_path_factory.mktemp("report")
-    for name, auto in (
-        ("words", "MaskedLM"),
-        ("classes", "SequenceClassification"),
-        ("both", "PreTraining"),
-    ):
+    for name, auto in (("words", "MaskedLM"), ("classes", "SequenceClassification"), ("both", "PreTraining")):
         save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
     save(place / STRANGE, hf_model("bert", seed=1))
     save(place / "wider", transformers.BertModel(hf_config("bert", hidden_size=72)))

@@ -133,10 +133,7 @@ def of_effective(
     figures = {
         "correlation": pictures.heat_maps({"correlation with attention": found.means()}, high=1.0),
         "lengths": pictures.curves(
-            {"all heads": found.by_length()},
-            "tokens",
-            "Pearson's r",
-            "attention and effective attention",
+            {"all heads": found.by_length()}, "tokens", "Pearson's r", "attention and effective attention"
         ),
     }
     intervals, before = found.intervals(seed=args.seed), plain.intervals(seed=args.seed)

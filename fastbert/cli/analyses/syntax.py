@@ -68,10 +68,7 @@ def of_syntax(
     }
     if best:
         figures["relations"] = pictures.bars(
-            dict(list(groups.items())[:RELATIONS]),
-            intervals,
-            "share of arcs",
-            "the best head for a relation",
+            dict(list(groups.items())[:RELATIONS]), intervals, "share of arcs", "the best head for a relation"
         )
     numbers = {
         "labels": {
