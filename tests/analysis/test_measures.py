@@ -70,10 +70,9 @@ def test_answers_as_transformers(asked, family):
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 4096])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_answers_one_by_one(asked, family, tokens):
+def test_answers_one_by_one(asked, tokens):
     """Batches and variants change nothing: only an example's own tokens compete."""
-    ours = question_answering(family)[1]
+    ours = question_answering("bert")[1]
     found = ablate(ours, asked, batch_tokens=tokens)
     layers = len(ours.base_model.layers())
     for layer in range(layers):
@@ -120,10 +119,9 @@ def test_pairs_as_transformers(couples, family, pooling):
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 4096])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_pairs_one_by_one(couples, family, tokens):
+def test_pairs_one_by_one(couples, tokens):
     """Both texts lose the head."""
-    ours = encoder(family)[1]
+    ours = encoder("bert")[1]
     found = ablate(ours, couples, pooling="mean", batch_tokens=tokens)
     layers = len(ours.layers())
     for layer in range(layers):
@@ -160,9 +158,9 @@ def test_pairs_stay_together(couples, tokens):
 # -- both ----------------------------------------------------------------------------------------------------
 
 
-def cases(asked, rated, couples, family):
+def cases(asked, rated, couples):
     """(model, examples, options, loss of each case under a head mask)."""
-    of_answers, of_pairs = question_answering(family)[1], encoder(family)[1]
+    of_answers, of_pairs = question_answering("bert")[1], encoder("bert")[1]
 
     def squared(**kwargs):
         return (cosines(of_pairs, rated, **kwargs) - rated.labels[::2]) ** 2
@@ -174,10 +172,9 @@ def cases(asked, rated, couples, family):
     ]
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_importance_is_the_central_difference(asked, rated, couples, family):
+def test_importance_is_the_central_difference(asked, rated, couples):
     step = 1e-5
-    for model, examples, how, loss in cases(asked, rated, couples, family):
+    for model, examples, how, loss in cases(asked, rated, couples):
         layers = len(model.base_model.layers())
         found = importance(model, examples, **how).derivatives
         assert found.shape == (5, layers, HEADS)
@@ -189,7 +186,7 @@ def test_importance_is_the_central_difference(asked, rated, couples, family):
 
 @pytest.mark.parametrize("tokens", [1, 50])
 def test_importance_does_not_depend_on_batches(asked, rated, couples, tokens):
-    for model, examples, how, _ in cases(asked, rated, couples, "bert"):
+    for model, examples, how, _ in cases(asked, rated, couples):
         whole = importance(model, examples, **how).derivatives
         np.testing.assert_allclose(
             importance(model, examples, batch_tokens=tokens, **how).derivatives, whole, **CLOSE
@@ -198,7 +195,7 @@ def test_importance_does_not_depend_on_batches(asked, rated, couples, tokens):
 
 def test_a_pruning_curve(asked, rated, couples):
     order = np.random.default_rng(0).permutation(9)
-    for model, examples, how, loss in cases(asked, rated, couples, "bert")[1:]:
+    for model, examples, how, loss in cases(asked, rated, couples)[1:]:
         found = pruning_curve(model, examples, order, step=1 / 3, batch_tokens=40, **how)
         assert found.score.shape == (4, 5)
         for point, count in enumerate((0, 3, 6, 9)):
@@ -207,7 +204,7 @@ def test_a_pruning_curve(asked, rated, couples):
             expected = loss(head_mask=mask.view(3, 3))
             expected = 1 - expected if found.score_name == "cosine" else -expected
             np.testing.assert_allclose(found.score[point], expected, **CLOSE)
-    model, examples, how, _ = cases(asked, rated, couples, "bert")[0]
+    model, examples, how, _ = cases(asked, rated, couples)[0]
     found = pruning_curve(model, examples, order, **how)
     assert found.score_name == "exact match"
     assert np.isin(found.score, (0, 1)).all()
@@ -217,7 +214,7 @@ def test_fixed_patterns(asked, rated, couples):
     assignment = np.full((3, HEADS), fixed.LEARNED)
     assignment[0], assignment[1, 2] = fixed.PREVIOUS, fixed.END
     mask = torch.from_numpy(assignment == fixed.LEARNED).double()
-    for model, examples, how, loss in cases(asked, rated, couples, "bert"):
+    for model, examples, how, loss in cases(asked, rated, couples):
         found = fixed_heads(model, examples, assignment, **how)
         np.testing.assert_allclose(found.base_loss, loss(), **CLOSE)
         np.testing.assert_allclose(found.zero_loss, loss(head_mask=mask), **CLOSE)
@@ -228,7 +225,7 @@ def test_fixed_patterns(asked, rated, couples):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(asked, couples, dtype):
-    for model, examples, how, _ in cases(asked, couples, couples, "bert")[::2]:
+    for model, examples, how, _ in cases(asked, couples, couples)[::2]:
         exact = ablate(model, examples, **how).loss
         ours = type(model)(model.config).eval()
         ours.load_state_dict(model.state_dict())

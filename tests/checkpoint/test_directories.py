@@ -154,14 +154,14 @@ def test_errors_name_the_place_and_not_the_folder_beside_it(tmp_path):
 def test_through_a_link_its_target_is_filled_and_the_umask_counts(tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "c").symlink_to(tmp_path / "far")
-    before = os.umask(0o077)
+    before = os.umask(0o027)
     try:
         filled(tmp_path / "c", "new")
     finally:
         os.umask(before)
     assert (tmp_path / "c").is_symlink()
     assert held(tmp_path / "far") == {"a": "new", "b-1": "new"}
-    assert stat.S_IMODE((tmp_path / "far").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "far").stat().st_mode) == 0o750
 
 
 def test_every_command_that_writes_a_directory_refuses_what_is_not_its_own(tmp_path):
