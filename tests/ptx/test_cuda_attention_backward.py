@@ -16,7 +16,6 @@ from fastbert.ops.attention import AttentionNeeds
 from fastbert.ops.attention_grid import keep_mask
 from fastbert.ops.attention_places import places_ref
 from fastbert.runtime import dispatch
-from fastbert.testing import triton_interpreter
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
 from tests.support.cpu_truth import randn
 from tests.support.cuda_attention_calls import (
@@ -28,6 +27,7 @@ from tests.support.cuda_attention_calls import (
     made,
     sequences,
 )
+from tests.support.triton_sanitizer import lazy_rows
 
 pytest_plugins = ("tests.support.ptx_fixtures",)
 
@@ -337,7 +337,7 @@ def test_strided_inputs_with_poisoned_gaps(call):
 def far(t: torch.Tensor, *strides: int) -> torch.Tensor:
     """The same values in memory that is mapped where it is touched."""
     extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
-    memory = triton_interpreter.lazy_rows(1, extent, extent, t.dtype).reshape(-1)
+    memory = lazy_rows(1, extent, extent, t.dtype).reshape(-1)
     return memory.as_strided(t.shape, strides).copy_(t)
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from fastbert.testing import triton_interpreter
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.triton_fixtures import DEVICE, DTYPES
+from tests.support.triton_sanitizer import lazy_rows
 
 LOWEST = torch.finfo(torch.float32).min
 INF = math.inf
@@ -57,7 +57,7 @@ def strided(t: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
 def lazy(shape, strides, dtype) -> torch.Tensor:
     """A tensor of these strides, whose memory is mapped where it is touched; see `needs_lazy_memory`."""
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return triton_interpreter.lazy_rows(1, extent, extent, dtype).reshape(-1).as_strided(shape, strides)
+    return lazy_rows(1, extent, extent, dtype).reshape(-1).as_strided(shape, strides)
 
 
 def at_strides(t: torch.Tensor, *strides: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from fastbert.runtime import dispatch
 from fastbert.testing import known, triton_interpreter
+from tests.support.triton_sanitizer import lazy_rows
 
 DEVICE = triton_interpreter.device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,7 +86,7 @@ def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
 
 def far(t: torch.Tensor, gap: int = 8) -> torch.Tensor:
     """The same values in rows 2**30 + `gap` elements apart; see `needs_lazy_memory`."""
-    return triton_interpreter.lazy_rows(*t.shape, 2**30 + gap, t.dtype).copy_(t)
+    return lazy_rows(*t.shape, 2**30 + gap, t.dtype).copy_(t)
 
 
 class HugeStrides(types.SimpleNamespace):
@@ -96,7 +97,7 @@ class HugeStrides(types.SimpleNamespace):
 
     def empty(self, shape, dtype, device):
         if len(shape) == 2:
-            return triton_interpreter.lazy_rows(*shape, 2**30 + 16, dtype)
+            return lazy_rows(*shape, 2**30 + 16, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def empty_like(self, t):

@@ -6,13 +6,13 @@ A module asks for the sanitizer by `pytestmark = pytest.mark.usefixtures("checke
 import pytest
 import torch
 
-from fastbert.testing import triton_interpreter
+from tests.support.triton_sanitizer import sanitized
 
 
 @pytest.fixture
 def checked_memory():
     """Run every launch under the sanitizer. Memory starts as NaN or the largest integer: a hole is not 0."""
-    with triton_interpreter.sanitized() as report:
+    with sanitized() as report:
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.cross_entropy import cross_entropy
-from fastbert.testing import known, triton_interpreter
+from fastbert.testing import known
 from fastbert.testing.op_cases.cross_entropy import CASES
 from fastbert.testing.op_cases.linear_cross_entropy import LinearCrossEntropyCase
 from tests.support.triton_fixtures import (
@@ -22,6 +22,7 @@ from tests.support.triton_fixtures import (
     needs_lazy_memory,
     set_backends,
 )
+from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("cross_entropy")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -204,11 +205,11 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch):
         kernels, "launch", lambda kernel, grid, *args, **config: launch(kernel, (grid[0], 1), *args, **config)
     )
     empty = torch.empty
-    output = triton_interpreter.lazy_rows(5, classes, classes, torch.float16)
+    output = lazy_rows(5, classes, classes, torch.float16)
     monkeypatch.setattr(
         torch, "empty", lambda shape, **options: output if shape == (5, classes) else empty(shape, **options)
     )
-    wide = triton_interpreter.lazy_rows(5, classes, classes, torch.float16)
+    wide = lazy_rows(5, classes, classes, torch.float16)
     wide[:, :20], wide[:, 20:4096] = few, -INF
     dloss = torch.tensor(1.5)
     dlogits = kernels.cross_entropy_bwd(dloss, wide, labels, lse, count, IGNORE, 0.0)

@@ -12,7 +12,7 @@ from fastbert.backends import reference
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 from fastbert.runtime import dispatch
-from fastbert.testing import known, triton_interpreter
+from fastbert.testing import known
 from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
 from tests.ops.test_embedding import check_few_tokens
 from tests.support.launchers import embedding_bwd
@@ -28,6 +28,7 @@ from tests.support.triton_fixtures import (
     padded,
     set_backends,
 )
+from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("embedding")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -288,7 +289,7 @@ def test_offsets_beyond_2_to_31_elements(hidden):
 def test_tokens_beyond_2_to_31_elements(monkeypatch):
     """The last of 2,100 tokens of 2**20 numbers; only the first columns are computed."""
     torch.use_deterministic_algorithms(False)
-    dz = triton_interpreter.lazy_rows(2100, 2**20, 2**20, torch.float32)
+    dz = lazy_rows(2100, 2**20, 2**20, torch.float32)
     dz[2098:, :8] = torch.arange(16.0).reshape(2, 8)
     launch, ids = kernels.launch, torch.zeros(2100, dtype=torch.int64)
     ids[2098:] = torch.tensor([1, 2])

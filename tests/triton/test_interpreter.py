@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from fastbert.testing import triton_interpreter
-from fastbert.testing.triton_interpreter import (
-    SanitizerError,
-    bits_to_float,
-    float_to_bits,
-    lazy_rows,
-    sanitized,
-)
+from fastbert.testing.triton_interpreter import bits_to_float, float_to_bits
+from tests.support.triton_sanitizer import SanitizerError, lazy_rows, sanitized
 
 if not triton_interpreter.interpreting():
     pytest.skip("Triton is not installed, or compiles for the GPU in this process", allow_module_level=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.ops.pooling import MODES, pooling, pooling_ref
-from fastbert.testing import known, triton_interpreter
+from fastbert.testing import known
 from fastbert.testing.op_cases.pooling import CASES
 from tests.support.triton_fixtures import (
     DEVICE,
@@ -21,6 +21,7 @@ from tests.support.triton_fixtures import (
     packed,
     set_backends,
 )
+from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("pooling")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -151,7 +152,7 @@ def test_offsets_beyond_2_to_31_elements(mode, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: lazy(*shape, dtype))
 
     def lazy(rows, cols, dtype):
-        return triton_interpreter.lazy_rows(rows, cols, cols, dtype)
+        return lazy_rows(rows, cols, cols, dtype)
 
     x, dy = lazy(5, width, torch.float16), lazy(2, width, torch.float32)
     x[:, :4] = torch.arange(20.0).reshape(5, 4)
