@@ -48,7 +48,10 @@ def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype, kind
 
 
 def to_check(op: str, device_type: str) -> Iterator[tuple[str, torch.dtype]]:
-    """(backend, dtype) of every kernel of the op that must pass a self-check before it serves there."""
+    """(backend, dtype) of every kernel of the op that must pass a self-check before it serves there.
+
+    Of two backends, the one that ranks lower comes first.
+    """
     for name in dispatch.SELF_CHECKED:
         for dtype in dispatch.backend_module(name).DTYPES.get(op, ()):
             if dispatch.unsupported_reason(name, op, device_type, dtype) is not None:
@@ -134,28 +137,15 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
     It is timed beside the best that passed: of those of its op that rank below it, the lowest first, or of
     the ops that models call instead.
     """
-    kinds = dispatch.call_kinds(unit.op, device.type)
     found: list[Unit] = []
-    for op in error_rule.parts(unit.op):
+    for op in (*error_rule.parts(unit.op), unit.op):
         for name, dtype in to_check(op, device.type):
             each = Unit(op, name, dtype)
+            if each == unit:
+                break
             if dtype == unit.dtype and _is_due_now(each, device):
-                found += [lower for lower in (*_lower(each, device), each) if lower not in found]
-    for name, dtype in to_check(unit.op, device.type):
-        below = any(
-            _is_below(
-                name, unit.backend, dispatch.ranking(f"{unit.op}_fwd {kind}".rstrip(), device.type, dtype)
-            )
-            for kind in kinds
-        )
-        each = Unit(unit.op, name, dtype)
-        if dtype == unit.dtype and below and _is_due_now(each, device):
-            found.append(each)
+                found.append(each)
     return found
-
-
-def _is_below(name: str, other: str, ranking: tuple[str, ...]) -> bool:
-    return name in ranking and other in ranking and ranking.index(name) > ranking.index(other)
 
 
 def _due(wanted: torch.dtype, device: torch.device) -> list[Unit]:
