@@ -39,7 +39,7 @@ from fastbert.testing.verdict_keys import Key
 DIED = "a process ended while the kernel was being checked: it crashed, or it was killed"
 
 PASSED, FAILED, SLOWER, KILLED, UNDECIDED = OUTCOMES = "passed", "failed", "slower", "killed", "undecided"
-FORWARD, TRAINING = PASSES = "forward", "training"
+FORWARD, TRAINING = "forward", "training"
 
 
 class Time(NamedTuple):
@@ -108,11 +108,6 @@ class Verdict:
     def passed(self) -> bool:
         """Whether the kernel may serve; `speed.why_not` says which calls."""
         return self.reason is None
-
-    @property
-    def ratio(self) -> float | None:
-        """`ratio_of` all `times`."""
-        return ratio_of(self.times)
 
 
 def now() -> str:
@@ -367,46 +362,35 @@ def turn(key: Key, waiting: Callable[[float], None] = lambda seconds: None) -> I
         key: of the verdict that is about to be found.
         waiting: called now and then with the seconds that this process has waited.
     """
-    lock = _locked(key, waiting)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(key: Key, waiting: Callable[[float], None]) -> int | None:
-    """The open file of a lock that this process holds; None without one."""
     where = _trusted_folder()
-    if where is None:
-        return None
-    try:
-        import fcntl
-    except ImportError:
-        # Windows
-        return None
+    with contextlib.ExitStack() as stack:
+        # Windows has no fcntl; and where a file cannot be made, the first write of a verdict says so
+        with contextlib.suppress(ImportError, OSError):
+            if where is not None:
+                stack.callback(os.close, _locked(where, key, waiting))
+        yield
+
+
+def _locked(where: Path, key: Key, waiting: Callable[[float], None]) -> int:
+    """An open file, which is locked unless another process has held it for `TURN_SECONDS`."""
+    import fcntl
+
     device = hashlib.sha256(f"{key['device']} {key['capability']}".encode()).hexdigest()[:16]
-    begin, descriptor = time.monotonic(), None
+    _make(where.parent)
+    # beside the folder, in which files are verdicts
+    path = where.with_name(f"{where.name}-{device}.turn")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    begin = time.monotonic()
     try:
-        _make(where.parent)
-        # beside the folder, in which files are verdicts
-        path = where.with_name(f"{where.name}-{device}.turn")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
         while (waited := time.monotonic() - begin) < TURN_SECONDS:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
+                break
             except BlockingIOError:
                 waiting(waited)
                 time.sleep(_TURN_POLL_SECONDS)
-    except OSError:
-        # no such file system, or no permission; the first write of a verdict reports it
-        pass
     except BaseException:
         # Ctrl-C
-        if descriptor is not None:
-            os.close(descriptor)
-        raise
-    if descriptor is not None:
         os.close(descriptor)
-    return None
+        raise
+    return descriptor

@@ -84,7 +84,7 @@ def test_a_slower_kernel_does_not_serve_and_nobody_is_warned(monkeypatch, clock,
     found = verdicts.load(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32))
     assert found.outcome == "slower"
     assert found.reason.startswith(f"slower than aten: {ratio:.2f} x its time (geometric mean of 9)")
-    assert found.ratio == pytest.approx(ratio, rel=1e-3)
+    assert verdicts.ratio_of(found.times) == pytest.approx(ratio, rel=1e-3)
     # two cases forward, one in training, three sizes
     assert [t.passes for t in found.times] == ["forward", "forward", "training"] * 3
     assert len({t.case for t in found.times}) == 9
@@ -101,7 +101,7 @@ def test_a_faster_kernel_serves_with_its_times(monkeypatch, clock):
     assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == "triton"
     found = verdicts.load(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32))
     assert found.passed
-    assert found.ratio == pytest.approx(0.5)
+    assert verdicts.ratio_of(found.times) == pytest.approx(0.5)
     assert serving.beside(found, "layer_norm", "cpu") == ", 0.50 x the time of aten"
     assert {(t.host_ms, t.other_host_ms) for t in found.times} == {(None, None)}
 
@@ -191,7 +191,7 @@ def test_a_kernel_is_timed_beside_the_one_that_serves_without_it(
     assert checked == ["triton", "cuda"]
     found = verdict_of("cuda")
     assert {t.other for t in found.times} == {beside}
-    assert found.ratio == pytest.approx(cuda / (triton if beside == "triton" else 1.0))
+    assert verdicts.ratio_of(found.times) == pytest.approx(cuda / (triton if beside == "triton" else 1.0))
     assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == serves
     # a second process finds both verdicts
     monkeypatch.setattr(known, "found", {})

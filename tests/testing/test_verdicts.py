@@ -80,11 +80,11 @@ def test_a_verdict_comes_back(cache, verdict):
 
 
 def test_what_times_say():
-    assert Verdict("why", times=TIMES).ratio == pytest.approx(0.5**0.5)
+    assert verdicts.ratio_of(TIMES) == pytest.approx(0.5**0.5)
     assert verdicts.ratio_of(TIMES, "forward") == pytest.approx(2.0)
     assert verdicts.ratio_of(TIMES, "training") == pytest.approx(0.25)
     assert verdicts.ratio_of(TIMES[:1], "training") is None
-    assert Verdict(None).ratio is None
+    assert verdicts.ratio_of(()) is None
 
 
 @pytest.mark.parametrize("part", sorted(KEY))
