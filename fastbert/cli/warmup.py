@@ -14,6 +14,7 @@ import torch
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
 from fastbert.testing import serving, verdicts, warmup
+from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED
 
 # A slower kernel is no failure: the next backend serves.
@@ -56,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
     dtypes = [DTYPES[name] for name in args.dtype] if args.dtype else None
     rows: list[warmup.Result] = []
     where, wanted, now = verdicts.folder(), warmup.wanted(device, args.op, dtypes), _Now()
-    count = sum(len(each) for _, _, each in wanted)
     if not args.json and wanted:
         print(
             f"verdicts on {device} are kept in {where}" if where else "verdicts are not kept: FASTBERT_CACHE="
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             kept = f" (of {row.date})" if row.kept else ""
             kept = f" (proven at {row.commit[:9]}, {row.date[:10]})" if row.commit else kept
             ms = f"{row.seconds * 1e3:,.0f}"
-            which = f"{len(rows)}/{count}"
+            which = f"{len(rows)}/{len(wanted)}"
             print(_LINE.format(which, row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)
     now.clear()
     choices = _choices(device, wanted)
@@ -99,11 +99,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _choices(
-    device: torch.device, wanted: Sequence[tuple[str, str, Sequence[torch.dtype]]]
-) -> list[serving.Choice]:
+def _choices(device: torch.device, wanted: list[Unit]) -> list[serving.Choice]:
     """What serves the ops and dtypes whose kernels were checked."""
-    calls = dict.fromkeys((op, dtype) for op, _, dtypes in wanted for dtype in dtypes)
+    calls = dict.fromkeys((unit.op, unit.dtype) for unit in wanted)
     return [
         serving.choice(op, kind, device, dtype)
         for op, dtype in calls

@@ -51,14 +51,14 @@ class Result:
 
 def wanted(
     device: torch.device, ops: Iterable[str] | None = None, dtypes: Iterable[torch.dtype] | None = None
-) -> list[tuple[str, str, list[torch.dtype]]]:
-    """(op, backend, dtypes) of the kernels that must pass a self-check before they serve on the device."""
-    found: dict[tuple[str, str], list[torch.dtype]] = {}
-    for op in ops or dispatch.OPS:
-        for backend, dtype in proving.to_check(op, device.type):
-            if dtypes is None or dtype in dtypes:
-                found.setdefault((op, backend), []).append(dtype)
-    return [(op, backend, each) for (op, backend), each in found.items()]
+) -> list[Unit]:
+    """The kernels that must pass a self-check before they serve on the device."""
+    return [
+        Unit(op, backend, dtype)
+        for op in ops or dispatch.OPS
+        for backend, dtype in proving.to_check(op, device.type)
+        if dtypes is None or dtype in dtypes
+    ]
 
 
 def run(
@@ -80,16 +80,15 @@ def run(
         telling: called with what is done now, such as "linear of triton in float32 is checked".
     """
     left = []
-    for op, backend, each in wanted(device, ops, dtypes):
-        for unit in (Unit(op, backend, dtype) for dtype in each):
-            if again:
-                known.found.pop((unit, device), None)
-                verdicts.forget(_key(unit, device))
-            found = None if again else known.verdict(unit, device)
-            if proving.is_due(found, device):
-                left.append(unit)
-            else:
-                yield _result(unit, device, found)
+    for unit in wanted(device, ops, dtypes):
+        if again:
+            known.found.pop((unit, device), None)
+            verdicts.forget(_key(unit, device))
+        found = None if again else known.verdict(unit, device)
+        if proving.is_due(found, device):
+            left.append(unit)
+        else:
+            yield _result(unit, device, found)
     if left:
         say = lambda waited: telling(f"another process checks; waited for {waited:.0f} s")  # noqa: E731
         with verdicts.turn(_key(left[0], device), say):

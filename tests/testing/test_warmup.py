@@ -57,10 +57,10 @@ def test_what_a_gpu_needs(monkeypatch):
 
     for module in (triton, cuda):
         monkeypatch.setattr(module, "available", lambda device_type: None)
-    found = {}
-    for op, _, dtypes in warmup.wanted(torch.device("cuda", 0)):
-        found[op] = found.get(op, set()) | set(dtypes)
-    wanted = [(op, backend) for op, backend, _ in warmup.wanted(torch.device("cuda", 0))]
+    found, units = {}, warmup.wanted(torch.device("cuda", 0))
+    for op, _, dtype in units:
+        found.setdefault(op, set()).add(dtype)
+    wanted = list(dict.fromkeys((op, backend) for op, backend, _ in units))
     assert {op for op, backend in wanted if backend == "cuda"} == set(cuda.DTYPES)
     # each behind the kernel beside which it is timed
     assert all(
@@ -71,7 +71,7 @@ def test_what_a_gpu_needs(monkeypatch):
     assert found["packing"] == set(triton.DTYPES["packing"])
     assert "linear_int8" not in found
     (only,) = warmup.wanted(torch.device("cuda", 0), ["embedding"], [torch.float16])
-    assert only == ("embedding", "triton", [torch.float16])
+    assert only == ("embedding", "triton", torch.float16)
 
 
 def test_why_nothing_needs_a_check_on_a_gpu(monkeypatch):
