@@ -18,7 +18,6 @@ import contextlib
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -180,16 +179,16 @@ def _next(
 
 def _times(
     case: error_rule.Case, backends: tuple[str, str], device: torch.device, dtype: torch.dtype, training: bool
-) -> list[tuple[float, float | None]]:
+) -> list[tuple[float, float]]:
     """(median milliseconds per call, those of the host) of each backend, the second perhaps `case.parts`."""
     parts = " + ".join(case.parts)
     inputs = error_rule.with_grad(_inputs(case, dtype, device), case.grad_inputs if training else (), None)
     call = functools.partial(case.call, **inputs)
     if training:
         call = _step(call, [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad])
-    timed = [_Timed(call, {case.op: backend}, device, training) for backend in backends if backend != parts]
+    timed = [_Timed(call, {case.op: backend}, training) for backend in backends if backend != parts]
     if parts in backends:
-        timed.append(_Timed(functools.partial(case.in_parts, **inputs), {}, device, training))
+        timed.append(_Timed(functools.partial(case.in_parts, **inputs), {}, training))
     for _ in range(SAMPLES):
         for each in timed:
             each.sample()
@@ -198,8 +197,6 @@ def _times(
 
 def _inputs(case: error_rule.Case, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
     """The case's inputs. A GPU draws its random numbers itself: what the host draws takes it long."""
-    if device.type == "cpu":
-        return case.inputs(dtype, device)
     with _DrawnThere(device):
         return case.inputs(dtype, device)
 
@@ -231,36 +228,18 @@ def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
     return step
 
 
-class _HostClock:
-    """`DeviceClock` where the calls run on the host."""
-
-    def spin_for(self, host_ms: float) -> None:
-        """Nothing: what the host does is what is timed."""
-
-    def once(self, run: Callable[[int], object], count: int) -> Sample:
-        begin = time.perf_counter()
-        run(count)
-        ms = (time.perf_counter() - begin) * 1e3 / count
-        return Sample(ms, ms, count, False)
-
-    sample = once
-
-
 class _Timed:
     """The calls with some backends pinned: warmed up, and as many per sample as are worth it."""
 
-    def __init__(self, call: Callable, pins: dict[str, str], device: torch.device, training: bool):
+    def __init__(self, call: Callable, pins: dict[str, str], training: bool):
         self.call, self.pins, self.training = call, pins, training
-        self.on_gpu = device.type == "cuda"
-        self.clock = DeviceClock() if self.on_gpu else _HostClock()
+        self.clock = DeviceClock()
         self.samples: list[Sample] = []
         # to compile
         self._timed(self.clock.once, 2)
         warm = self._timed(self.clock.once, 3)
-        wanted = [math.ceil(SAMPLE_MS / max(warm.ms, 1e-6)), MOST_CALLS]
-        if self.on_gpu:
-            wanted.append(int(ENQUEUE_MS / max(warm.host_ms, 1e-6)))
-        self.count = max(1, min(wanted))
+        wanted = math.ceil(SAMPLE_MS / max(warm.ms, 1e-6)), int(ENQUEUE_MS / max(warm.host_ms, 1e-6))
+        self.count = max(1, min(*wanted, MOST_CALLS))
         self.clock.spin_for(warm.host_ms * self.count)
 
     def _timed(self, clock: Callable[[Callable, int], Sample], count: int) -> Sample:
@@ -277,6 +256,6 @@ class _Timed:
         self.count = found.count
         self.samples.append(found)
 
-    def medians(self) -> tuple[float, float | None]:
-        host_ms = statistics.median(each.host_ms for each in self.samples) if self.on_gpu else None
-        return statistics.median(each.ms for each in self.samples), host_ms
+    def medians(self) -> tuple[float, float]:
+        times, host_times = zip(*((each.ms, each.host_ms) for each in self.samples), strict=True)
+        return statistics.median(times), statistics.median(host_times)
