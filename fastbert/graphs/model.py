@@ -342,7 +342,7 @@ class GraphedModel:
         if plan is None:
             return None
         # what is packed without ids is the same at each such call
-        same = None if batch.with_ids else (key, types is None)
+        same = None if batch.ids is not None else (key, types is None)
         packed = None
         if same is None or self._packed != same:
             packed = torch.empty(plan.words, dtype=torch.int64, pin_memory=plan.pinned)
@@ -361,7 +361,7 @@ class GraphedModel:
                     self._packed = None
                     plan.inputs.copy_(packed, non_blocking=True)
                     self._packed = same
-                if not batch.with_ids:
+                if batch.ids is None:
                     plan.ids.copy_(ids)
                     if types is not None:
                         plan.types.copy_(types)

@@ -51,15 +51,14 @@ class Batch(NamedTuple):
 
     Attributes:
         shape: (sequences, columns, kept tokens).
-        ids, mask, types: in CPU memory, or None; see `to_host`.
-        with_ids: False: ids and types stay on the device, and `ids` and `types` are None.
+        ids, mask, types: in CPU memory, or None; see `to_host`. Without `ids`, ids and types stay on the
+            device.
     """
 
     shape: tuple[int, int, int]
     ids: Tensor | None
     mask: Tensor | int | None
     types: Tensor | int | None
-    with_ids: bool
 
 
 class Stage:
@@ -103,7 +102,7 @@ class Stage:
         shape = self._host.measure(ids, mask, types)
         if shape is None or shape[1] > self._longest:
             return None
-        return Batch(shape, ids, mask, types, True)
+        return Batch(shape, ids, mask, types)
 
     def _of_lengths(self, shape: tuple[int, int], mask: Any) -> Batch | None:
         """The batch without its ids; None if `check_inputs` must take it: where a token is padding."""
@@ -115,7 +114,7 @@ class Stage:
             memory = torch.empty(shape, dtype=torch.int64)
             if self._host.measure(memory, mask, None) != whole:
                 return None
-        return Batch(whole, None, mask, None, False)
+        return Batch(whole, None, mask, None)
 
     def pack(self, batch: Batch, tokens: int, room: int, indices: bool, packed: Tensor) -> bool:
         """Write the batch to `packed` as `Rows` are; False if `check_inputs` must take it.
@@ -126,8 +125,9 @@ class Stage:
             indices: whether there is padding, and so `Rows.indices`, which are last.
             packed: int64 in CPU memory, as long as that.
         """
-        (size, columns, _), ids, mask, types, with_ids = batch
-        if ids is None:
+        (size, columns, _), ids, mask, types = batch
+        with_ids = ids is not None
+        if not with_ids:
             # the extension looks at their number alone, not at the memory
             ids = torch.empty(size, columns, dtype=torch.int64)
         return self._host.pack(ids, mask, types, packed.data_ptr(), tokens, room, with_ids, indices)

@@ -282,11 +282,6 @@ def gpu_cases(op: str) -> list[Case]:
     return list(getattr(importlib.import_module(f"fastbert.testing.op_cases.{op}"), "ON_GPU", []))
 
 
-def checked_cases(op: str, device_type: str) -> list[Case]:
-    """The cases of an op that its self-check runs on such a device."""
-    return small_cases(op) + (gpu_cases(op) if device_type == "cuda" else [])
-
-
 def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
     """The cases that BERT-base needs of an op for a batch of sequences of these lengths, in tokens."""
     return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").bench(lengths))
@@ -333,7 +328,7 @@ def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) 
         Exception: whatever the backend raises.
     """
     on_gpu = device.type == "cuda"
-    for case in checked_cases(op, device.type):
+    for case in small_cases(op) + (gpu_cases(op) if on_gpu else []):
         for row in run_case(case, backend, dtype, device, pin=dispatch.trial, calls=2 if on_gpu else 1):
             if not row.passed:
                 return f"{row.case} {row.quantity}: {row.reason}"
