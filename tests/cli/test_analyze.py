@@ -78,7 +78,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_a_result(folder, tmp_path, capsys, kind):
+def test_a_result(folder, tmp_path, capsys, kind, drawn):
     model, file, more, pictures = CALLS[kind]
     if kind == "change":
         more = ["--against", str(folder / "words")]
@@ -111,7 +111,7 @@ def test_the_numbers_are_the_librarys(folder, tmp_path):
     np.testing.assert_allclose(arrays["to_separators"], found.to_kind[1], rtol=1e-5)
 
 
-def test_one_seed_one_result(folder, tmp_path):
+def test_one_seed_one_result(folder, tmp_path, drawn):
     for name in ("a", "b"):
         assert call(folder, "importance", "words", "lines.txt", tmp_path / name) == 0
     for file in ("importance.json", "importance.svg"):

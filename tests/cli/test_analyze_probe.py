@@ -58,7 +58,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result(folder, tmp_path, capsys, kind):
+def test_a_result(folder, tmp_path, capsys, kind, drawn):
     pictures, says = KINDS[kind]
     output = tmp_path / "out"
     assert call(folder, output, "--conllu", folder / "trees.conllu", "--probe", kind, "--seed", 3) == 0
