@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from matplotlib.figure import Figure
 
 from fastbert.models.bert import BertModel
+from tests.support import blank_figures
 
 
 @pytest.fixture
@@ -17,13 +15,9 @@ def drawn():
 
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
-    """Figures are blank unless the test takes `drawn`: drawing takes longer than an analysis."""
-
-    def blank(figure, file, **options):
-        file.write("<svg></svg>") if hasattr(file, "write") else Path(file).touch()
-
+    """Figures are blank unless the test takes `drawn`."""
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(Figure, "savefig", blank)
+        blank_figures.replace(monkeypatch, blank_figures.BLANK)
 
 
 @pytest.fixture

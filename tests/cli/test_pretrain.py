@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import os
@@ -52,21 +53,32 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
+def arguments(made: Path, output: object, *more: str, recipe: str = "bert") -> list[str]:
+    """The command with a recipe and a place for the run; the last of several equal options counts."""
+    given = ["pretrain", "--data", made / "shards", "--model", made / "config.json", "--recipe", recipe]
+    return [str(each) for each in (*given, "--output", output, *QUICK, *more)]
+
+
 @pytest.fixture
 def call(made):
-    """The command with a recipe and a place for the run; the last of several equal options counts."""
-
-    def arguments(output: object, *more: str, recipe: str = "bert") -> list[str]:
-        given = ["pretrain", "--data", made / "shards", "--model", made / "config.json", "--recipe", recipe]
-        return [str(each) for each in (*given, "--output", output, *QUICK, *more)]
-
-    return arguments
+    """`arguments` of what `made` holds."""
+    return functools.partial(arguments, made)
 
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch):
+def no_curves(monkeypatch):
     """No pictures, which take longer than a run."""
     monkeypatch.setattr(curves, "draw", lambda run: None)
+
+
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory) -> Path:
+    """A run without interruption, of which tests change copies."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "draw", lambda run: None)
+        assert main(arguments(made, run)) == 0
+    return run
 
 
 def failed(arguments: list[str], capsys) -> str:
@@ -183,14 +195,13 @@ def test_runs_with_options(options, call, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_call_goes_on(number, call, tmp_path, capsys, monkeypatch):
-    assert main(call(tmp_path / "whole")) == 0
-    whole = Trainer._step
+def test_a_signal_saves_and_the_same_call_goes_on(number, whole, call, tmp_path, capsys, monkeypatch):
+    plain = Trainer._step
 
     def step(self, *given):
         if self.step == 2:
             os.kill(os.getpid(), number)
-        return whole(self, *given)
+        return plain(self, *given)
 
     before = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
     try:
@@ -206,7 +217,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(number, call, tmp_path, capsys
     assert checkpoints.fault_of(place) is None
     assert main(call(tmp_path / "run")) == 0
     assert capsys.readouterr().err == f"fastbert: {place}: goes on from step 3\n"
-    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "run") == digests(whole)
 
 
 @pytest.mark.sweep
@@ -238,9 +249,8 @@ def test_a_process_that_is_ended_saves(call, tmp_path):
     assert log(run)[-1]["step"] == int(place.name.removeprefix("step-"))
 
 
-def test_what_changes_the_result_cannot_be_changed(call, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(call(run)) == 0
+def test_what_changes_the_result_cannot_be_changed(whole, call, tmp_path, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
     for options, message in (
         (
             ["--lr", "2e-3"],
@@ -258,9 +268,8 @@ def test_what_changes_the_result_cannot_be_changed(call, tmp_path, capsys):
     assert main(call(run, *more)) == 0
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(call, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(call(run)) == 0
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, call, tmp_path, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
     expected = digests(run)
     path = run / "step-000006" / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -276,7 +285,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(call, tmp_pat
     assert digests(run) == expected
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(call, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_keeps_the_checkpoint_before(whole, call, tmp_path, capsys, monkeypatch):
     flushed, count = checkpoints._flushed, []
 
     def full(path):
@@ -294,8 +303,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(call, tmp_path, capsys, monkeyp
     assert count
     assert [path.name for path in (tmp_path / "run").glob("*step-*")] == ["step-000002"]
     assert main(call(tmp_path / "run")) == 0
-    assert main(call(tmp_path / "whole")) == 0
-    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "run") == digests(whole)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
@@ -430,7 +438,8 @@ def test_only_the_first_process_speaks(call, tmp_path, capsys, monkeypatch):
         assert opened.pop() is expected
 
 
-def test_the_picture_is_named_if_it_is_drawn(call, tmp_path, capsys, monkeypatch):
+def test_the_picture_is_named_if_it_is_drawn(whole, call, tmp_path, capsys, monkeypatch):
+    shutil.copytree(whole, tmp_path / "a")
     assert main(call(tmp_path / "a")) == 0
     assert "the curves" not in capsys.readouterr().out
     monkeypatch.setattr(curves, "draw", lambda run: Path(run) / "curves.png")

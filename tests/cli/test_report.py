@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from matplotlib.figure import Figure
 
 import fastbert
-from fastbert.analysis import results
+from fastbert.analysis import pictures, results
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import masked, paired, read, tokenized
 from fastbert.analysis.fixed import FixedHeads, fitting, fixed_heads
@@ -25,6 +24,7 @@ from fastbert.cli.analyses.heads import of_fixed
 from fastbert.cli.analyses.report import name_of
 from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
+from tests.support import blank_figures
 from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
 from tests.support.pages import Page, is_rounding, value_at
 from tests.support.treebank import TREES, conllu
@@ -37,7 +37,6 @@ STRANGE = "a <b> & {n} $x$"
 ALWAYS = ["brief", "model", "attention", "patterns", "maps", "heads", "importance", "fixed"]
 ALWAYS += ["effective", "geometry"]
 OF_TREES = ["syntax", "probe"]
-DRAW = Figure.savefig
 
 
 def save(place, model):
@@ -96,7 +95,7 @@ def made(folder, tmp_path_factory):
             output = tmp_path_factory.mktemp("out") / name
             with pytest.MonkeyPatch.context() as patch:
                 if name in DRAWN:
-                    patch.setattr(Figure, "savefig", DRAW)
+                    blank_figures.replace(patch, blank_figures.DRAWN)
                 assert call(folder, model, file, output, *more) == 0
             assert {path.name for path in output.iterdir()} == {
                 f"report.{e}" for e in ("html", "json", "npz")
@@ -275,7 +274,8 @@ def test_the_name_of_a_model(directory, name):
     assert name_of(directory) == name
 
 
-def test_tokens_are_text(folder, tmp_path, drawn):
+def test_tokens_are_text(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "token_map", blank_figures.DRAWN["token_map"])
     (tmp_path / "strange.txt").write_text(LINES[4] + "\n" + LINES[4] + "\n")
     assert call(folder, STRANGE, tmp_path / "strange.txt", tmp_path / "out") == 0
     page = Page((tmp_path / "out" / "report.html").read_text())
