@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from fastbert.backends import cpu
 from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.attention import CASES
-from tests.support import cpu_build, launchers
+from tests.support import launchers
 from tests.support.cpu_attention import (
     _C,
     DTYPES,
@@ -307,26 +306,3 @@ def test_the_fastest_backend_of_this_processor_serves():
 
     row = next(r for r in serving.choices("cpu") if r.op == "attention" and r.dtype == "bfloat16")
     assert (row.backend == "cpu") == (_C.cpu_isa() != "none"), row.why
-
-
-# --- the sources under sanitizers ---------------------------------------------------------------------------
-
-
-def run_sanitized(sanitizers):
-    if _C.best_cpu_isa() == "none":
-        pytest.skip("this processor has no AVX2")
-    driver = cpu_build.sanitized("attention", sanitizers)
-    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout.split()[0]) > 500, run.stdout
-
-
-@pytest.mark.sweep
-def test_kernels_under_address_and_undefined_sanitizers():
-    run_sanitized("address,undefined")
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_kernels_under_the_thread_sanitizer():
-    run_sanitized("thread")

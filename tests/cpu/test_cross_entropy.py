@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,7 +12,6 @@ from fastbert.ops.cross_entropy import cross_entropy_ref
 from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.cross_entropy import CASES
-from tests.support import cpu_build
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -263,26 +260,3 @@ def test_isa_none_is_refused():
             cpu.cross_entropy_bwd(torch.tensor(1.0), logits, labels, lse, count, IGNORE, 0.0)
     finally:
         _C.set_cpu_isa(before)
-
-
-# --- the sources under sanitizers -------------------------------------------------------------------------
-
-
-def run_sanitized(sanitizers):
-    if _C.best_cpu_isa() == "none":
-        pytest.skip("this processor has no AVX2")
-    driver = cpu_build.sanitized("cross_entropy", sanitizers)
-    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout.split()[0]) > 300, run.stdout
-
-
-@pytest.mark.sweep
-def test_kernels_under_address_and_undefined_sanitizers():
-    run_sanitized("address,undefined")
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_kernels_under_the_thread_sanitizer():
-    run_sanitized("thread")

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import itertools
 import math
-import subprocess
 from dataclasses import dataclass
 
 import pytest
@@ -903,26 +902,3 @@ def test_few_tiles_and_many_prefetch_all_of_the_next_panel(tiles, lines):
 
 def test_a_lone_tile_leaves_most_lines_to_the_processor():
     assert pace_lines(4, 1, 32) == [1, 0, 0, 0] * 32 + [0] * 128
-
-
-# --- the sources under sanitizers -------------------------------------------------------------------------
-
-
-def run_sanitized(sanitizers):
-    if _C.best_cpu_isa() == "none":
-        pytest.skip("this processor has no AVX2")
-    driver = cpu_build.sanitized("linear", sanitizers)
-    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout.split()[0]) > 1000, run.stdout
-
-
-@pytest.mark.sweep
-def test_kernels_under_address_and_undefined_sanitizers():
-    run_sanitized("address,undefined")
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_kernels_under_the_thread_sanitizer():
-    run_sanitized("thread")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from fastbert.ops.packing import DTYPES
 from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.packing import CASES
-from tests.support import cpu_build
 from tests.support.cpu_truth import assert_same_bits
 
 _C = loader.extension
@@ -142,24 +139,3 @@ def test_any_number_of_threads_gives_the_same_bits(inner, threads):
     for count in (1, 2, 3, 8):
         torch.set_num_threads(count)
         there_and_back(x, indices)
-
-
-# --- the sources under sanitizers -------------------------------------------------------------------------
-
-
-def run_sanitized(sanitizers):
-    driver = cpu_build.sanitized("packing", sanitizers)
-    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout.split()[0]) > 300, run.stdout
-
-
-@pytest.mark.sweep
-def test_kernels_under_address_and_undefined_sanitizers():
-    run_sanitized("address,undefined")
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_kernels_under_the_thread_sanitizer():
-    run_sanitized("thread")

@@ -123,6 +123,7 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/cpu/test_linear.py",
+        "tests/cpu/test_sanitizers.py::test_kernels_under_sanitizers[linear-address,undefined]",
         "tests/ops/test_linear.py::test_every_row_of_many_reaches_the_gradients",
         "-k",
         "not error_rule and not repeats and not isa_none and not by_default",

@@ -65,9 +65,7 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/cpu/test_linear_bf16.py",
-        "tests/cpu/test_linear.py",
-        "-k",
-        "test_linear_bf16.py or address_and",
+        "tests/cpu/test_sanitizers.py::test_kernels_under_sanitizers[linear-address,undefined]",
     ),
     build=(sys.executable, "setup.py", "build_ext", "--inplace"),
     environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},

@@ -48,7 +48,7 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/cpu/test_linear_int8.py",
-        "tests/cpu/test_linear.py::test_kernels_under_address_and_undefined_sanitizers",
+        "tests/cpu/test_sanitizers.py::test_kernels_under_sanitizers[linear-address,undefined]",
         "-k",
         "not error_rule and not repeats and not isa_none and not by_default",
     ),

@@ -51,7 +51,7 @@ SUITE = Suite(
     tests=(
         "tests/cpu/test_packing.py",
         "-k",
-        "not error_rule and not default and not sanitizer",
+        "not error_rule and not default",
     ),
     build=(sys.executable, "setup.py", "build_ext", "--inplace"),
     environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from itertools import accumulate
 
 import pytest
@@ -20,7 +19,6 @@ from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
-from tests.support import cpu_build
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
 
@@ -435,24 +433,3 @@ def test_weights_for_another_instruction_set_are_refused():
                 layer(x, sequences)
         finally:
             module.set_cpu_isa(before)
-
-
-# --- the sources under sanitizers ---------------------------------------------------------------------------
-
-
-def run_sanitized(sanitizers):
-    driver = cpu_build.sanitized("encoder_layer", sanitizers)
-    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout.split()[0]) >= 432, run.stdout  # one instruction set
-
-
-@pytest.mark.sweep
-def test_kernels_under_address_and_undefined_sanitizers():
-    run_sanitized("address,undefined")
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_kernels_under_the_thread_sanitizer():
-    run_sanitized("thread")
