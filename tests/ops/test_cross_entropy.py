@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from fastbert import testing
 from fastbert.ops import cross_entropy as op
 from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.cross_entropy import CASES
 from tests.support.inputs import name, randn
+from tests.support.ops import HALF, assert_compiled_is_eager, pinned, served
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-HALF = [torch.bfloat16, torch.float16]
-BACKENDS = [
-    b
-    for b in dispatch.TABLE["cpu"]["cross_entropy"]
-    if dispatch.unsupported_reason(b, "cross_entropy", "cpu", None) is None
-]
 INF = float("inf")
 
 
-def serves(backend, dtype):
-    return dispatch.unsupported_reason(backend, "cross_entropy", "cpu", dtype) is None
+SERVED = served("cross_entropy")
 
 
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    with dispatch.use_backend(cross_entropy=request.param):
-        yield request.param
+backend = pinned("cross_entropy")
 
 
 @pytest.fixture(params=SERVED, ids=lambda served: f"{served[0]}-{name(served[1])}")
@@ -44,20 +28,10 @@ def dtype(request):
         yield request.param[1]
 
 
-@pytest.fixture(params=[b for b in BACKENDS if serves(b, torch.float64)])
-def double_backend(request):
-    with dispatch.use_backend(cross_entropy=request.param):
-        yield request.param
+double_backend = pinned("cross_entropy", torch.float64)
 
 
 LABELS = torch.tensor([1, -100, 0, 5, -100])
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
-def test_error_rule(which, dtype, case):
-    for row in testing.run_case(case, which, dtype):
-        assert row.passed, f"{row.quantity}: {row.reason}"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
@@ -85,22 +59,12 @@ def test_opcheck(backend, smoothing):
 
 
 def test_compiled_is_eager():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    def inputs(rows):
+        return randn(7, rows, grad=True), (torch.arange(rows) % 7).where(torch.arange(rows) != 1, -100)
 
-    def step(logits, labels):
-        return cross_entropy(logits.transpose(0, 1), labels, label_smoothing=0.1)
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for rows in (3, 8, 13):
-        logits, labels = randn(7, rows, grad=True), torch.arange(rows) % 7
-        labels[1] = -100
-        expected, actual = step(logits, labels), compiled(logits, labels)
-        frames.append(counter.frame_count)
-        assert torch.equal(actual, expected)
-        assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in (actual, expected)))
-    assert len(set(frames)) == 1, "recompiled for another number of rows"
+    assert_compiled_is_eager(
+        lambda logits, labels: cross_entropy(logits.transpose(0, 1), labels, label_smoothing=0.1), inputs
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 4])

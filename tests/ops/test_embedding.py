@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from fastbert import testing
@@ -12,35 +11,17 @@ from fastbert.ops import embedding as op
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
+from fastbert.testing.op_cases.embedding import EmbeddingCase
 from tests.support.inputs import name, randn
+from tests.support.ops import HALF, assert_compiled_is_eager, pinned, served
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-HALF = [torch.bfloat16, torch.float16]
-BACKENDS = [
-    b
-    for b in dispatch.TABLE["cpu"]["embedding"]
-    if dispatch.unsupported_reason(b, "embedding", "cpu", None) is None
-]
+SERVED = served("embedding")
 
 
-def serves(backend, dtype):
-    return dispatch.unsupported_reason(backend, "embedding", "cpu", dtype) is None
+backend = pinned("embedding")
 
 
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    with dispatch.use_backend(embedding=request.param):
-        yield request.param
-
-
-@pytest.fixture(params=[b for b in BACKENDS if serves(b, torch.float64)])
-def double_backend(request):
-    with dispatch.use_backend(embedding=request.param):
-        yield request.param
+double_backend = pinned("embedding", torch.float64)
 
 
 def tables(hidden=12, dtype=torch.float32, grad=False):
@@ -66,13 +47,6 @@ def run(word, position, segment, ln_weight, ln_bias, ids=IDS, positions=POSITION
         segment=segment,
         **options,
     )
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
-def test_error_rule(which, dtype, case):
-    for row in testing.run_case(case, which, dtype):
-        assert row.passed, f"{row.quantity}: {row.reason}"
 
 
 def check_few_tokens(which, dtype, tokens, device="cpu", draws=24):
@@ -158,27 +132,16 @@ def test_opcheck(backend):
 
 
 def test_compiled_is_eager():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
     seed = torch.tensor([5])
 
     def step(ids, types, *leaves):
         positions = torch.arange(ids.shape[0]).unsqueeze(0)
         return run(*leaves, ids.t(), positions, types.t(), padding_idx=0, dropout_p=0.2, seed=seed)
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    leaves, frames = tables(grad=True), []
-    for seqlen in (3, 5, 7):
-        ids, types = torch.randint(11, (seqlen, 4)), torch.randint(2, (seqlen, 4))
-        expected, actual = step(ids, types, *leaves), compiled(ids, types, *leaves)
-        frames.append(counter.frame_count)
-        assert torch.equal(actual, expected)
-        dy = randn(4, seqlen, 12)
-        for a, e in zip(
-            torch.autograd.grad(actual, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
-        ):
-            assert torch.equal(a, e)
-    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+    leaves = tables(grad=True)
+    assert_compiled_is_eager(
+        step, lambda n: (torch.randint(11, (n, 4)), torch.randint(2, (n, 4)), *leaves), (3, 5, 7)
+    )
 
 
 def test_strides_and_integer_types_change_nothing(backend):

@@ -5,30 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from fastbert import testing
 from fastbert.layers import linear as layers
 from fastbert.ops import feed_forward as op
 from fastbert.ops.feed_forward import feed_forward, feed_forward_ref, pays
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.feed_forward import CASES
-from tests.support.inputs import name
+from tests.support.ops import DTYPES, assert_compiled_is_eager, pinned, served
 
-NAME = "feed_forward"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-BACKENDS = [
-    b for b in dispatch.TABLE["cpu"][NAME] if dispatch.unsupported_reason(b, NAME, "cpu", None) is None
-]
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.unsupported_reason(b, NAME, "cpu", d) is None]
+SERVED = served("feed_forward")
 NAMES = ("x", "up_weight", "up_bias", "down_weight")
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    with dispatch.use_backend(feed_forward=request.param):
-        yield request.param
+backend = pinned("feed_forward")
 
 
 def inputs(rows=5, hidden=4, inner=7, out=3, dtype=torch.float32, grad=True, seed=0):
@@ -39,13 +28,6 @@ def inputs(rows=5, hidden=4, inner=7, out=3, dtype=torch.float32, grad=True, see
 
 def by_two(x, up_weight, up_bias, down_weight):
     return F.linear(F.gelu(F.linear(x, up_weight, up_bias)), down_weight)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
-def test_error_rule(which, dtype, case):
-    for row in testing.run_case(case, which, dtype):
-        assert row.passed, f"{row.quantity}: {row.reason}"
 
 
 def test_reference_is_what_pytorch_defines():
@@ -153,21 +135,10 @@ def test_opcheck(backend):
 
 
 def test_compiled_is_eager():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def step(x, *weights):
-        return 3 * feed_forward(x.sin(), *weights, "gelu")
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for rows in (5, 8, 13):  # none is the size of another dimension
-        given = inputs(rows)
-        results = [torch.autograd.grad(f(*given).square().sum(), given) for f in (step, compiled)]
-        frames.append(counter.frame_count)
-        for a, e in zip(*results, strict=True):
-            assert torch.equal(a, e)
-    assert len(set(frames)) == 1, "recompiled for another number of rows"
+    # none of the numbers of rows is the size of another dimension
+    assert_compiled_is_eager(
+        lambda x, *weights: 3 * feed_forward(x.sin(), *weights, "gelu"), inputs, (5, 8, 13)
+    )
 
 
 def test_backward_twice_is_refused():

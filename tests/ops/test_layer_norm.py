@@ -10,44 +10,16 @@ import math
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from fastbert import testing
 from fastbert.ops import layer_norm as op
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.layer_norm import CASES
 from tests.support.inputs import name, randn
+from tests.support.ops import HALF, LAYOUTS, assert_compiled_is_eager, pinned, serves
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-HALF = [torch.bfloat16, torch.float16]
-BACKENDS = [
-    b
-    for b in dispatch.TABLE["cpu"]["layer_norm"]
-    if dispatch.unsupported_reason(b, "layer_norm", "cpu", None) is None
-]
-
-
-def serves(backend, dtype):
-    return dispatch.unsupported_reason(backend, "layer_norm", "cpu", dtype) is None
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    with dispatch.use_backend(layer_norm=request.param):
-        yield request.param
-
-
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
-def test_error_rule(which, dtype, case):
-    for row in testing.run_case(case, which, dtype):
-        assert row.passed, f"{row.quantity}: {row.reason}"
+backend = pinned("layer_norm")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name)
@@ -171,7 +143,7 @@ def test_a_row_of_one_column_is_its_bias(backend, dropout_p, dtype):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_gradcheck(backend, dropout_p):
-    if not serves(backend, torch.float64):
+    if not serves("layer_norm", backend, torch.float64):
         with pytest.raises(dispatch.BackendError, match="does not store float64"):
             layer_norm(randn(2, 4, dtype=torch.float64), randn(4, dtype=torch.float64))
         return
@@ -203,26 +175,15 @@ def test_opcheck(backend, dropout_p, summed):
 
 
 def test_compiled_is_eager():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
     seed = torch.tensor([5])
 
     def step(x, w, b, r, xb):
         return layer_norm(x.transpose(0, 1), w, b, residual=r, x_bias=xb, dropout_p=0.2, seed=seed, offset=4)
 
-    run = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for tokens in (3, 8, 13):
-        inputs = [randn(*s, grad=True) for s in ((4, tokens, 8), (8,), (8,), (tokens, 4, 8), (8,))]
-        dy = randn(tokens, 4, 8)
-        expected, actual = step(*inputs), run(*inputs)
-        frames.append(counter.frame_count)
-        assert torch.equal(actual, expected)
-        for a, e in zip(
-            torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
-        ):
-            assert torch.equal(a, e)
-    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+    def inputs(tokens):
+        return [randn(*s, grad=True) for s in ((4, tokens, 8), (8,), (8,), (tokens, 4, 8), (8,))]
+
+    assert_compiled_is_eager(step, inputs)
 
 
 NAMES = ("x", "weight", "bias", "residual", "x_bias")
@@ -281,14 +242,6 @@ def test_compiled_with_frozen_inputs(made, trained, dropout_p):
     assert made[0] == made[1]
     for key, grad in actual.items():
         assert torch.equal(grad, expected[key])
-
-
-LAYOUTS = {
-    "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "stepped": lambda t: t.repeat_interleave(2, -1)[..., ::2],
-    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "offset": lambda t: torch.cat([t[:1], t])[1:],
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from fastbert import testing
@@ -16,24 +15,14 @@ from fastbert.ops import linear as op
 from fastbert.ops.activation import ACTIVATIONS, activate_eager, activate_ref, slope_ref
 from fastbert.ops.linear import linear, linear_ref, panel_maker
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.linear import CASES, LinearCase
+from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.inputs import name, randn
+from tests.support.ops import DTYPES, HALF, LAYOUTS, assert_compiled_is_eager, pinned, served, serves
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-HALF = [torch.bfloat16, torch.float16]
-BACKENDS = [
-    b
-    for b in dispatch.TABLE["cpu"]["linear"]
-    if dispatch.unsupported_reason(b, "linear", "cpu", None) is None
-]
 ALL = [None, *ACTIVATIONS]
 
 
-def serves(backend, dtype):
-    return dispatch.unsupported_reason(backend, "linear", "cpu", dtype) is None
-
-
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
+SERVED = served("linear")
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +31,10 @@ def no_backend_hands_over(monkeypatch):
     monkeypatch.setattr(cpu_linear, "_FEWEST_ROWS", 1)
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    with dispatch.use_backend(linear=request.param):
-        yield request.param
+backend = pinned("linear")
 
 
-@pytest.fixture(params=[b for b in BACKENDS if serves(b, torch.float64)])
-def double_backend(request):
-    with dispatch.use_backend(linear=request.param):
-        yield request.param
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
-def test_error_rule(which, dtype, case):
-    for row in testing.run_case(case, which, dtype):
-        assert row.passed, f"{row.quantity}: {row.reason}"
+double_backend = pinned("linear", torch.float64)
 
 
 def test_small_integers_are_exact(backend):
@@ -91,7 +67,7 @@ def test_gelu_is_correctly_rounded(backend, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_activations_at_their_ends(backend, dtype, activation):
     """Huge numbers as in float64, infinities as defined; NaN stays NaN."""
-    if not serves(backend, dtype):
+    if not serves("linear", backend, dtype):
         pytest.skip("another backend's dtype")
     far = [torch.finfo(dtype).max, 0.3 * torch.finfo(dtype).max, 1e4, 300.0, 40.0, 14.0, 0.0, math.inf]
     z = torch.tensor([*far, *(-f for f in far), math.nan], dtype=dtype)
@@ -147,40 +123,15 @@ def test_opcheck(backend, activation):
     torch.library.opcheck(op.linear_bwd, (dy, None, None, pre, activation, False, False, True))
 
 
-def compiled(function):
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
-
-
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_compiled_is_eager(activation):
-    torch._dynamo.reset()
-
     def step(x, w, b, r):
         return linear(x.transpose(0, 1), w, b, activation, r)  # a producer that permutes
 
-    run, counter = compiled(step)
-    frames = []
-    for tokens in (3, 8, 13):
-        inputs = [randn(*s, grad=True) for s in ((6, tokens, 5), (4, 5), (4,), (tokens, 6, 4))]
-        dy = randn(tokens, 6, 4)
-        expected = step(*inputs)
-        actual = run(*inputs)
-        frames.append(counter.frame_count)
-        assert torch.equal(actual, expected)
-        for a, e in zip(
-            torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
-        ):
-            assert torch.equal(a, e)
-    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+    def inputs(tokens):
+        return [randn(*s, grad=True) for s in ((6, tokens, 5), (4, 5), (4,), (tokens, 6, 4))]
 
-
-LAYOUTS = {
-    "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "stepped": lambda t: t.repeat_interleave(2, -1)[..., ::2],
-    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "offset": lambda t: torch.cat([t[:1], t])[1:],
-}
+    assert_compiled_is_eager(step, inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -252,7 +203,7 @@ def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype):
 @pytest.mark.parametrize("need_dx", [True, False])
 def test_a_weight_in_training_stays_in_float32_under_autocast(autocast, activation, need_dx):
     """No rounded copy of it is kept for backward, and its gradient is never rounded."""
-    if not serves("cpu", autocast):
+    if not serves("linear", "cpu", autocast):
         pytest.skip("the extension is missing")
     x, w, b = randn(40, 24, grad=need_dx), randn(70, 24, grad=True), randn(70, grad=True)
     b.data.copy_(b.to(autocast))  # a bias is not rounded
@@ -397,7 +348,9 @@ def test_the_packer_is_that_of_the_serving_backend():
 def test_compiled_linear_ignores_packed():
     torch._dynamo.reset()
     x, w = randn(40, 24), randn(70, 24)
-    run, _ = compiled(lambda x, w, packed: linear(x, w, panels=packed))
+    run = torch.compile(
+        lambda x, w, packed: linear(x, w, panels=packed), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
     assert torch.equal(run(x, w, torch.full((3,), float("nan"))), linear(x, w))
 
 

@@ -6,36 +6,26 @@ import weakref
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastbert import testing
 from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.backends.reference import linear_cross_entropy as composed
 from fastbert.ops import linear_cross_entropy as op
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.linear_cross_entropy import CASES
 from tests.support.inputs import name
+from tests.support.ops import DTYPES, HALF, assert_compiled_is_eager, backends, pinned, served
 
-NAME = "linear_cross_entropy"
-HALF = [torch.bfloat16, torch.float16]
-DTYPES = [torch.float32, *HALF, torch.float64]
-BACKENDS = [
-    b for b in dispatch.TABLE["cpu"][NAME] if dispatch.unsupported_reason(b, NAME, "cpu", None) is None
-]
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.unsupported_reason(b, NAME, "cpu", d) is None]
+BACKENDS = backends("linear_cross_entropy")
+SERVED = served("linear_cross_entropy")
 IGNORE = -100
 LABELS = torch.tensor([1, IGNORE, 0, 5, IGNORE, 5, 2])
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    with dispatch.use_backend(linear_cross_entropy=request.param):
-        yield request.param
+backend = pinned("linear_cross_entropy")
 
 
 def inputs(rows=7, width=4, classes=6, dtype=torch.float32, grad=True, seed=0):
@@ -57,13 +47,6 @@ def assert_equal(a, b):
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
-def test_error_rule(which, dtype, case):
-    for row in testing.run_case(case, which, dtype):
-        assert row.passed, f"{row.quantity}: {row.reason}"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -104,23 +87,14 @@ def test_opcheck(backend, labelled):
 
 @pytest.mark.parametrize("chunk_rows", [2, 100])
 def test_compiled_is_eager(chunk_rows):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
     def step(x, weight, bias, labels):
         return 3 * linear_cross_entropy(
             x.sin(), weight, bias, labels, label_smoothing=0.1, chunk_bytes=chunk(chunk_rows)
         )
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for rows in (3, 8, 13):
-        given, labels = inputs(rows), torch.arange(rows) % 6
-        labels[1] = IGNORE
-        results = [gradients(f(*given, labels), given) for f in (step, compiled)]
-        frames.append(counter.frame_count)
-        assert_equal(*results)
-    assert len(set(frames)) == 1, "recompiled for another number of rows"
+    assert_compiled_is_eager(
+        step, lambda n: (*inputs(n), (torch.arange(n) % 6).where(torch.arange(n) != 1, IGNORE))
+    )
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="a later PyTorch's tag")
@@ -405,11 +379,13 @@ def test_autocast_casts_as_pytorch_does(autocast, chunk_rows):
 
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
 @pytest.mark.parametrize("need_dx", [True, False])
-@pytest.mark.parametrize("pinned", [None, "linear", NAME])
+@pytest.mark.parametrize("pinned", [None, "linear", "linear_cross_entropy"])
 def test_a_weight_in_training_stays_in_float32_under_autocast(chunk_rows, need_dx, pinned):
     """Its gradients are those of the rounded weight, not rounded; another backend may serve backward."""
     with dispatch.use_backend(**({} if pinned is None else {pinned: "reference"})):
-        check_a_weight_in_training(chunk_rows, need_dx, "cpu" in BACKENDS and pinned != NAME)
+        check_a_weight_in_training(
+            chunk_rows, need_dx, "cpu" in BACKENDS and pinned != "linear_cross_entropy"
+        )
 
 
 def check_a_weight_in_training(chunk_rows: int, need_dx: bool, wide: bool) -> None:

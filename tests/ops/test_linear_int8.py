@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastbert import testing
 from fastbert.backends.aten import linear_int8 as aten_int8
@@ -17,6 +16,7 @@ from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, 
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
 from tests.support.inputs import name
+from tests.support.ops import assert_compiled_is_eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ALL = [None, *ACTIVATIONS]
@@ -353,20 +353,12 @@ def test_opcheck(run, activation):
 
 
 def test_compiled_is_eager():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    weight, scale = random_weight(9, 24)
 
     def step(x, w, s, b):
         return linear_int8(x.transpose(0, 1), w, s, b, "gelu").transpose(0, 1)  # a producer that permutes
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    weight, scale = random_weight(9, 24)
-    frames = []
-    for tokens in (3, 8, 13):
-        x = torch.randn(6, tokens, 24)
-        assert torch.equal(compiled(x, weight, scale, torch.ones(9)), step(x, weight, scale, torch.ones(9)))
-        frames.append(counter.frame_count)
-    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+    assert_compiled_is_eager(step, lambda tokens: (torch.randn(6, tokens, 24), weight, scale, torch.ones(9)))
 
 
 def test_inputs_are_not_written(run):
