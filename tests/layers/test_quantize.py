@@ -141,14 +141,18 @@ def test_parts_that_are_not_plain_are_refused_by_name(bert, change, words):
     assert all(p.requires_grad for p in bert.parameters())
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(bert):
+@pytest.mark.parametrize("cls", ["AutoModel", "AutoModelForMaskedLM"])
+def test_weights_that_are_not_finite_are_refused_by_name(cls):
+    model = ours("bert", cls)
     with torch.no_grad():
-        bert.layers()[2].output.dense.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"^encoder\.layer\.2\.output\.dense\.weight: holds NaN"):
-        bert.quantize()
-    assert not is_quantized(bert)
-    assert all(p.requires_grad for p in bert.parameters())
-    bert.train()
+        model.base_model.layers()[2].output.dense.weight[0, 0] = float("nan")
+    prefix = "" if cls == "AutoModel" else r"bert\."
+    words = rf"^{prefix}encoder\.layer\.2\.output\.dense\.weight: holds NaN"
+    with pytest.raises(ValueError, match=words):
+        model.quantize()
+    assert not is_quantized(model)
+    assert all(p.requires_grad for p in model.parameters())
+    model.train()
 
 
 def test_no_layers():

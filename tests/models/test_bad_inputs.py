@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import fastbert
 from fastbert.checkpoint import save as saving
@@ -39,6 +39,11 @@ class Bad(NamedTuple):
 
 def config(name, error, match, model_type="bert", **values):
     return Bad(f"config-{name}", lambda _: EncoderConfig(model_type, **{**SIZES, **values}), error, match)
+
+
+def head(name, error, match, call, model_type="bert", **values):
+    """A row: make a head of a config."""
+    return Bad(f"head-{name}", lambda _: call(EncoderConfig(model_type, **{**SIZES, **values})), error, match)
 
 
 CONFIG = [
@@ -86,6 +91,19 @@ CONFIG = [
         r"config: expected a JSON object, got list"),
     Bad("config-of-another-family", lambda _: fastbert.RobertaModel(EncoderConfig("bert", **SIZES)),
         ValueError, r"model_type: RobertaModel is for 'roberta', got 'bert'"),
+    head("of-another-family", ValueError, r"RobertaForMaskedLM is for 'roberta', got 'bert'",
+        fastbert.RobertaForMaskedLM),
+    head("no-pretraining", ValueError, r"'distilbert' has no head 'ForPreTraining'",
+        fastbert.BertForPreTraining, "distilbert"),
+    head("no-next-sentence", ValueError, r"'roberta' has no head 'ForNextSentencePrediction'.*bert, ernie",
+        fastbert.AutoModelForNextSentencePrediction.from_config, "roberta"),
+    head("auto-called", TypeError, r"from_pretrained", fastbert.AutoModelForMaskedLM),
+    head("answer-labels", ValueError, r"num_labels: expected 2", fastbert.BertForQuestionAnswering,
+        num_labels=3),
+    head("order-labels", ValueError, r"num_labels: expected 2", fastbert.AlbertForPreTraining, "albert",
+        num_labels=3),
+    head("summary", ValueError, r"summary_type: only 'first'", fastbert.ElectraForMultipleChoice, "electra",
+        summary_type="mean"),
 ]  # fmt: skip
 
 
@@ -96,7 +114,7 @@ CONFIG = [
 def model(name="BertForMaskedLM", **values):
     """A small model, made once, that tests only read."""
     prefix = re.split(r"Model|For", name)[0]
-    model_type = {"Bert": "bert", "Roberta": "roberta", "DistilBert": "distilbert", "MPNet": "mpnet"}[prefix]
+    model_type = prefix.lower()
     torch.manual_seed(0)
     cls = getattr(fastbert, name)
     return cls(EncoderConfig(model_type, **{**SIZES, **values})).eval()
@@ -371,6 +389,18 @@ def packed(name, error, match, cu_seqlens, max_seqlen=12, ids=None):
 
 
 ENDS = torch.tensor([0, 6, 12], dtype=torch.int32)
+
+
+def training(name, match, labels):
+    """A row: a step of the masked-LM head, whose loss computes the labelled tokens alone."""
+    return Bad(
+        f"training-{name}",
+        lambda _: copy.deepcopy(model()).train()(IDS, labels=labels),
+        ValueError,
+        match,
+    )
+
+
 FIRST_ONLY = torch.tensor([[1] * 6, [1, 0, 0, 0, 0, 0]])  # the second sequence keeps one token
 FORWARD = [
     forward("id-negative", ValueError, r"input_ids: token id -1 is outside \[0, 61\).*vocab_size",
@@ -462,6 +492,7 @@ FORWARD = [
     forward("labels-shape", ValueError, r"labels: expected shape .*\(2, 6\).*got \(2, 5\)",
         "BertForMaskedLM", labels=IDS[:, 1:]),
     forward("labels-float", TypeError, r"labels: expected int64", "BertForMaskedLM", labels=IDS.float()),
+    forward("labels-list", TypeError, r"labels: expected a torch\.Tensor", "BertForMaskedLM", labels=[[1]]),
     forward("labels-class", ValueError, r"labels: .*2", "BertForSequenceClassification",
         labels=torch.tensor([0, 2])),
     forward("labels-class-shape", ValueError, r"labels: expected shape .*got \(3,\)",
@@ -472,6 +503,12 @@ FORWARD = [
         labels=torch.tensor([0, 2])),
     forward("next-sentence-label", ValueError, r"next_sentence_label: .*5", "BertForPreTraining", labels=IDS,
         next_sentence_label=torch.tensor([0, 5])),
+    forward("sentence-order-label", ValueError, r"sentence_order_label: 3 at", "AlbertForPreTraining",
+        labels=IDS, sentence_order_label=torch.tensor([0, 3])),
+    forward("choice-mask", ValueError, r"attention_mask: expected shape", "BertForMultipleChoice",
+        ids=IDS[None], attention_mask=IDS),
+    forward("choice-neither", ValueError, r"input_ids, inputs_embeds: expected exactly one",
+        "BertForMultipleChoice", ids=None),
     forward("choice-2d", ValueError, r"input_ids: expected shape \(batch, .*got \(2, 6\)",
         "BertForMultipleChoice"),
     forward("choice-label", ValueError, r"labels: .*2", "BertForMultipleChoice", ids=IDS[None],
@@ -481,6 +518,8 @@ FORWARD = [
         start_positions=torch.tensor([1, 1, 1]), end_positions=torch.tensor([1, 1])),
     forward("end-positions-float", TypeError, r"end_positions: expected int64", "BertForQuestionAnswering",
         start_positions=torch.tensor([1, 1]), end_positions=torch.tensor([1.0, 1.0])),
+    forward("class-on-masked-token", ValueError, r"labels: 0 at \(1, 1\), where attention_mask is 0",
+        "BertForTokenClassification", labels=IDS % 2, attention_mask=FIRST_ONLY),
     forward("label-on-masked-token", ValueError, r"labels: 8 at \(1, 1\), where attention_mask is 0",
         "BertForMaskedLM", labels=ids_with(-100), attention_mask=FIRST_ONLY),
     forward("answer-in-padding", ValueError, r"start_positions: 3 in sequence 1 is a masked token",
@@ -488,6 +527,8 @@ FORWARD = [
         start_positions=torch.tensor([3, 3]), end_positions=torch.tensor([3, 0])),
     forward("left-padded-classifier", ValueError, r"attention_mask: position 0 of sequence 1,.* masked out",
         "BertForSequenceClassification", attention_mask=torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])),
+    training("labels-shape", r"labels: expected shape", IDS[:, 1:]),
+    training("labels-too-big", r"labels: 61 at", ids_with(61)),
     packed("lengths-int64", TypeError, r"cu_seqlens: expected .*int32.*, got torch.int64 of shape \(3,\)",
            torch.tensor([0, 4, 12])),
     packed("lengths-2d", TypeError, r"cu_seqlens: .*, got torch.int32 of shape \(1, 3\)",
@@ -525,69 +566,7 @@ FORWARD = [
         "BertForMultipleChoice", ids=IDS[:, None], choices=2),
 ]  # fmt: skip
 
-
-# --- quantisation -------------------------------------------------------------------------------------------
-
-
-def int8(change=None, name="BertModel"):
-    """Quantise a copy of `model(name)` after `change`."""
-    twin = copy.deepcopy(model(name))
-    if change is not None:
-        change(twin)
-    return twin.quantize()
-
-
-def reload(tmp_path, damage, **options):
-    """Load a quantised checkpoint after `damage` of its state and config."""
-    int8().save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    values = json.loads((tmp_path / "config.json").read_text())
-    damage(state, values)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    return load(tmp_path, "BertModel", **options)
-
-
-def fill(path, value):
-    return lambda twin: torch.nn.init.constant_(twin.get_submodule(path).weight, value)
-
-
-INTEGERS = "encoder.layer.0.intermediate.dense"
-SCALE, ENTRY = INTEGERS + ".scale", "quantization_config"
-HOOKED = "encoder.layer.1.attention.self.key"
-QUANTIZE = [
-    Bad("int8-mode", lambda _: copy.deepcopy(model("BertModel")).quantize("int4"), ValueError,
-        r"dtype: expected 'int8', got 'int4'"),
-    Bad("int8-mode-is-a-dtype", lambda _: copy.deepcopy(model("BertModel")).quantize(torch.int8), ValueError,
-        r"dtype: expected 'int8', got torch\.int8"),
-    Bad("int8-nan", lambda _: int8(fill(INTEGERS, float("nan"))), ValueError,
-        rf"{INTEGERS}\.weight: holds NaN or infinity"),
-    Bad("int8-infinity-in-a-head", lambda _: int8(fill("bert." + INTEGERS, float("inf")), "BertForMaskedLM"),
-        ValueError, rf"bert\.{INTEGERS}\.weight: holds NaN or infinity"),
-    Bad("int8-hooked",
-        lambda _: int8(lambda twin: twin.get_submodule(HOOKED).register_forward_hook(lambda *a: None)),
-        TypeError, rf"{HOOKED}: expected a plain nn\.Linear, got Linear with hooks"),
-    Bad("int8-on-meta", lambda _: copy.deepcopy(model("BertModel")).to("meta").quantize(), ValueError,
-        r"model: on meta; int8 is for inference on a CPU"),
-    Bad("int8-train", lambda _: int8().train(), RuntimeError, r"train: BertModel is quantised .*trained"),
-    Bad("int8-gradient", lambda _: int8()(inputs_embeds=torch.ones(1, 3, 32, requires_grad=True)),
-        RuntimeError, r"x: requires a gradient.*cannot be trained"),
-    Bad("int8-float-weights", lambda _: int8().load_state_dict(model("BertModel").state_dict()),
-        RuntimeError, r"query\.weight: dtype torch\.float32; expected torch\.int8"),
-    Bad("int8-file-without-a-scale", lambda p: reload(p, lambda state, _: state.pop(SCALE)),
-        CheckpointError, rf"missing keys: {INTEGERS}\.scale$"),
-    Bad("int8-file-with-a-zero-scale", lambda p: reload(p, lambda state, _: state[SCALE].zero_()),
-        CheckpointError, rf"model\.safetensors: {INTEGERS}\.scale: expected positive finite scales"),
-    Bad("int8-file-of-no-quantisation", lambda p: reload(p, lambda _, values: values.pop(ENTRY)),
-        CheckpointError, r"unexpected keys: .*8-bit weights, but the config has no quantization_config"),
-    Bad("int8-file-of-bitsandbytes",
-        lambda p: reload(p, lambda _, values: values.update({ENTRY: {"quant_method": "bitsandbytes"}})),
-        CheckpointError, r"config\.json: quantization_config: quantised weights are not read.*'bitsandb"),
-    Bad("int8-file-to-a-gpu", lambda p: reload(p, lambda *_: None, device="cuda"), ValueError,
-        r"device: cuda, but the checkpoint is quantised to 8 bits, which is for a CPU"),
-]  # fmt: skip
-
-TABLE = CONFIG + FILES + FORWARD + QUANTIZE
+TABLE = CONFIG + FILES + FORWARD
 
 
 def test_the_table_is_whole():
