@@ -15,7 +15,6 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
 import warnings
 
 import pytest
@@ -685,36 +684,6 @@ def test_modes_of_autograd(mode):
         assert actual[0].is_inference() == expected[0].is_inference()
     fast(**inputs)[0].sum().backward()  # and what was derived there does not hinder this call
     assert all(p.grad is not None for k, p in fast.named_parameters() if "pooler" not in k)
-
-
-def test_threads_do_not_disturb_each_other():
-    slow, fast = build("bert")
-    work = []
-    for seed in range(6):
-        inputs = first_kept("bert", seed=seed, seqlen=10 + 5 * seed)
-        if seed % 3 == 2:  # the padded layout at the same time as the packed one
-            inputs["attention_mask"][0, 0] = 0
-        work.append(inputs)
-    with torch.no_grad():
-        expected = [slow(**inputs, output_hidden_states=True) for inputs in work]
-    failures = []
-
-    def serve(offset):
-        try:
-            with torch.no_grad():
-                for step in range(12):
-                    at = (offset + step) % len(work)
-                    out = fast(**work[at], output_hidden_states=True)
-                    same_outputs(out, expected[at], work[at]["attention_mask"].bool())
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=serve, args=(offset,)) for offset in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
 
 
 @pytest.mark.filterwarnings("ignore")

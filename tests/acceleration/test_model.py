@@ -140,15 +140,6 @@ def test_float32_gradients(name, mask):
     assert mine.norm() <= max(1e-5 * exact.norm(), 1.5 * theirs.norm())
 
 
-def test_question_answering_loss_over_kept_tokens():
-    slow, fast = pair("bert", transformers.AutoModelForQuestionAnswering)
-    inputs = first_kept("bert", seqlen=18)
-    inputs["attention_mask"][:] = 1
-    labels = labels_for(slow, inputs)
-    with torch.no_grad():
-        close(fast(**inputs, **labels).loss, slow(**inputs, **labels).loss)
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta", "albert", "distilbert", "electra", "mpnet"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):
@@ -167,16 +158,6 @@ def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):
     mine, theirs = torch.cat(mine), torch.cat(theirs)
     assert mine.square().mean() <= 1.02 * theirs.square().mean()
     assert mine.abs().max() <= 2 * theirs.abs().max()
-
-
-def test_eager_attention_is_replaced_alike():
-    slow, fast = build("bert", attention="eager")
-    inputs = first_kept("bert")
-    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
-        close(
-            fast(**inputs)[0][inputs["attention_mask"].bool()],
-            slow(**inputs)[0][inputs["attention_mask"].bool()],
-        )
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu", "tanh", UNSUPPORTED])
@@ -473,14 +454,6 @@ def test_positional_arguments():
         same_outputs(fast(ids, mask, types_, positions), slow(ids, mask, types_, positions), mask.bool())
 
 
-def test_one_token_and_one_sequence():
-    slow, fast = pair("bert")
-    for shape in ((1, 1), (1, 7), (5, 1)):
-        ids = torch.randint(5, 120, shape)
-        with torch.no_grad():
-            same_outputs(fast(ids), slow(ids), torch.ones_like(ids).bool())
-
-
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_mask(data):
@@ -522,41 +495,3 @@ def test_errors_of_the_caller_stay_errors():
                 model(**arguments)
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS):  # and later calls are not affected
         close(fast(ids)[0], slow(ids)[0])
-
-
-# -- the three bugs of the nearest rival ---------------------------------------------------------------------
-
-
-def test_float32_runs():
-    slow, fast = pair("bert")
-    inputs = first_kept("bert")
-    with torch.no_grad(), calls(fast, fused=LAYERS, stock=0):
-        out = fast(**inputs).last_hidden_state
-    assert out.dtype == torch.float32
-    close(out[0, :20], slow(**inputs).last_hidden_state[0, :20])
-
-
-def test_left_padding_and_holes_are_read_from_the_mask():
-    slow, fast = pair("bert")
-    inputs = batch("bert")  # row 1 is padded on the left, row 2 has holes
-    kept = inputs["attention_mask"].bool()
-    assert not kept[1, 0]
-    assert not kept[2].eq(torch.arange(40) < kept[2].sum()).all()
-    with torch.no_grad():
-        same_outputs(fast(**inputs), slow(**inputs), kept)
-
-
-def test_embeddings_are_normalised():
-    slow, fast = pair("bert")
-    inputs = first_kept("bert")
-    kept = inputs["attention_mask"].bool()
-    norm = slow.embeddings.LayerNorm
-    with torch.no_grad():
-        embedded = fast(**inputs, output_hidden_states=True).hidden_states[0][kept]
-        x_hat = (embedded - norm.bias) / norm.weight
-        close(x_hat.mean(-1), torch.zeros(len(x_hat)), 1e-4)
-        close(x_hat.var(-1, unbiased=False), torch.ones(len(x_hat)), 1e-3)
-        close(
-            embedded,
-            slow.embeddings(inputs["input_ids"], token_type_ids=inputs["token_type_ids"])[kept],
-        )

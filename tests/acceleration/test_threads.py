@@ -88,13 +88,17 @@ def pipeline(folders) -> Calls:
     return [lambda i=i: [row["score"] for row in model(texts(i), batch_size=8)] for i in range(16)]
 
 
-def bare(model: Callable, hidden: str = "last_hidden_state") -> Calls:
-    def call(i: int) -> torch.Tensor:
+def bare(model: Callable) -> Calls:
+    """Batches with padding, every third one on the left, and hidden states of every fourth."""
+
+    def call(i: int) -> list[torch.Tensor]:
         lengths = torch.tensor([1 + (5 * i + 11 * row) % 30 for row in range(1 + i % 5)])
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        mask = mask.flip(1) if i % 3 == 2 else mask
         ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(i))
         with torch.no_grad():
-            return model(ids, attention_mask=mask)[hidden] * mask[..., None]
+            out = model(ids, attention_mask=mask, output_hidden_states=i % 4 == 3)
+        return [t * mask[..., None] for t in (out[0], *(out.get("hidden_states") or ()))]
 
     return [lambda i=i: call(i) for i in range(16)]
 

@@ -1,8 +1,6 @@
-"""`fastbert.accelerate` under torch.compile, export, tracing and function transforms."""
+"""`fastbert.accelerate` under torch.compile, export and tracing. Function transforms: test_accelerate.py"""
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ import transformers
 import fastbert
 from tests.support.stock_models import (
     assert_close,
-    assert_fused,
     assert_same_training,
     ragged,
-    relative,
     tiny,
 )
 
@@ -157,68 +153,6 @@ def test_onnx_export_takes_the_stock_path():
     assert_close(torch.from_numpy(logits), expected, 1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_jit_trace_takes_the_stock_path():
-    model, inputs = fastbert.accelerate(tiny()), ragged("bert", 4, 24)
-    model.config.return_dict = False
-    with torch.no_grad():
-        traced = torch.jit.trace(model, example_kwarg_inputs=dict(inputs))
-        assert "fastbert" not in str(traced.inlined_graph)
-        other = ragged("bert", 4, 24, seed=2)
-        assert_close(traced(**other)[0], tiny()(**other).logits)
-    model.config.return_dict = True
-    assert_runs_packed(model, inputs)
-
-
-# --- transforms of the whole model --------------------------------------------------------------------------
-
-
-def derivative(model, inputs):
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    name = "bert.encoder.layer.0.output.dense.weight"
-    return torch.func.grad(
-        lambda w: torch.func.functional_call(model, weights | {name: w}, (), inputs).logits.square().sum()
-    )(weights[name])
-
-
-def directional(model, inputs):
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    along = {name: torch.ones_like(p) for name, p in weights.items()}
-    return torch.func.jvp(
-        lambda w: torch.func.functional_call(model, w, (), inputs).logits, (weights,), (along,)
-    )[1]
-
-
-def tangent(model, inputs):
-    words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(words, words.square())
-        logits = model(inputs_embeds=dual, attention_mask=inputs["attention_mask"]).logits
-        return torch.autograd.forward_ad.unpack_dual(logits).tangent
-
-
-@pytest.mark.parametrize("transform", (derivative, directional, tangent))
-def test_function_transforms_take_the_stock_path(transform):
-    model, stock, inputs = fastbert.accelerate(tiny()), tiny(), ragged("bert")
-    for one in (model, stock):
-        one.set_attn_implementation("eager")  # SDPA has no forward-mode derivative
-    expected = transform(stock, inputs)
-    assert expected.abs().max() > 1e-3
-    assert_close(transform(model, inputs), expected)
-    assert_runs_packed(model, inputs)
-
-
-def test_other_weights_for_one_call():
-    model, stock, inputs = fastbert.accelerate(tiny()), tiny(), ragged("bert")
-    weights = {name: 1.1 * p for name, p in stock.named_parameters()}
-    with torch.no_grad():
-        model(**inputs)  # what is derived from its own weights is not used for others
-        expected = torch.func.functional_call(stock, weights, (), inputs).logits
-        assert relative(expected, stock(**inputs).logits) > 1e-2
-        assert_close(torch.func.functional_call(model, weights, (), inputs).logits, expected)
-    assert_runs_packed(model, inputs)
-
-
 def test_fake_tensors_and_make_fx_take_the_stock_path():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -234,30 +168,3 @@ def test_fake_tensors_and_make_fx_take_the_stock_path():
         with torch.no_grad():
             assert_close(graph(inputs["input_ids"]), tiny()(inputs["input_ids"]).logits)
     assert_runs_packed(model, inputs)
-
-
-def test_second_derivatives_raise():
-    model, inputs = fastbert.accelerate(tiny()), ragged("bert")
-    words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
-    logits = model(inputs_embeds=words, attention_mask=inputs["attention_mask"]).logits
-    (gradient,) = torch.autograd.grad(logits.square().sum(), words, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"call fastbert\.restore on an accelerated model"):
-        gradient.square().sum().backward()
-
-
-def test_threads_share_a_model():
-    model = fastbert.accelerate(tiny())
-    batches = [ragged("bert", 4, 20 + i) for i in range(4)]
-    stock = tiny()
-    with torch.no_grad():
-        expected = [stock(**inputs).logits for inputs in batches]
-
-    @torch.no_grad()
-    def serve(inputs):
-        return [model(**inputs).logits for _ in range(10)]
-
-    with ThreadPoolExecutor(4) as pool:
-        for answers, want in zip(pool.map(serve, batches), expected, strict=True):
-            for answer in answers:
-                assert_close(answer, want)
-    assert_fused(model)
