@@ -73,6 +73,15 @@ def minilm():
 
 
 @pytest.fixture
+def fresh_accelerator():
+    """accelerate with a new state: it keeps its precision for the whole process."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
 def fresh_dynamo():
     """Forget compiled code before and after the test."""
     torch._dynamo.reset()

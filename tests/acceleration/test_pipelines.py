@@ -1,81 +1,15 @@
-"""transformers' pipelines on accelerated models."""
+"""transformers' pipelines on accelerated and on native models answer as on the stock model."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import transformers
+from torch.utils import _pytree
 
 import fastbert
-from tests.support.stock_models import TEXTS, assert_close, assert_fused, tiny
-
-
-def before_and_after(make, texts, **settings):
-    """The answers of a pipeline before and after `accelerate`."""
-    pipe = make()
-    before = pipe(texts, **settings)
-    assert fastbert.accelerate(pipe) is pipe
-    after = pipe(texts, **settings)
-    assert_fused(pipe)
-    assert_fused(pipe.model)
-    return before, after
-
-
-def test_feature_extraction(tokenizer):
-    def make():
-        return transformers.pipeline(
-            "feature-extraction", model=tiny(transformers.AutoModel), tokenizer=tokenizer
-        )
-
-    before, after = before_and_after(make, TEXTS)
-    for b, a in zip(before, after, strict=True):
-        assert_close(torch.tensor(a), torch.tensor(b))
-    before, after = before_and_after(make, TEXTS, batch_size=4, return_tensors=True)
-    for text, b, a in zip(TEXTS, before, after, strict=True):
-        length = len(text.split()) + 2
-        assert a.shape == b.shape == (1, 24, 48)
-        assert_close(a[0, :length], b[0, :length])
-        assert not a[0, length:].any()
-
-
-@pytest.mark.parametrize("batch_size", (1, 3))
-def test_fill_mask(tokenizer, batch_size):
-    def make():
-        model = tiny(transformers.AutoModelForMaskedLM)
-        return transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=4)
-
-    texts = ["paris is the [MASK] of france", "some rows are [MASK] while others go on and on", "the [MASK]"]
-    before, after = before_and_after(make, texts, batch_size=batch_size)
-    for b, a in zip(before, after, strict=True):
-        assert [x["sequence"] for x in a] == [x["sequence"] for x in b]
-        assert_close(torch.tensor([x["score"] for x in a]), torch.tensor([x["score"] for x in b]))
-
-
-@pytest.mark.parametrize("batch_size", (1, 4))
-def test_text_classification(tokenizer, batch_size):
-    def make():
-        model = tiny(num_labels=3)
-        return transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, top_k=None)
-
-    before, after = before_and_after(make, TEXTS, batch_size=batch_size)
-    for b, a in zip(before, after, strict=True):
-        assert [x["label"] for x in a] == [x["label"] for x in b]
-        assert_close(torch.tensor([x["score"] for x in a]), torch.tensor([x["score"] for x in b]))
-    assert len({x["label"]: x["score"] for x in after[0]}) == 3
-
-
-def test_token_classification(tokenizer):
-    def make():
-        model = tiny(transformers.AutoModelForTokenClassification, num_labels=3)
-        return transformers.pipeline(
-            "token-classification", model=model, tokenizer=tokenizer, ignore_labels=[]
-        )
-
-    before, after = before_and_after(make, TEXTS, batch_size=4)
-    for text, b, a in zip(TEXTS, before, after, strict=True):
-        assert [x["word"] for x in a] == [x["word"] for x in b] == text.split()
-        assert [x["entity"] for x in a] == [x["entity"] for x in b]
-        assert_close(torch.tensor([x["score"] for x in a]), torch.tensor([x["score"] for x in b]))
+from fastbert.models.config import EncoderConfig
+from tests.support.stock_models import TEXTS, assert_fused, tiny
 
 
 class SpanPipeline(transformers.Pipeline):
@@ -105,16 +39,76 @@ class SpanPipeline(transformers.Pipeline):
         return {"answer": answer, "score": spans.max().item()}
 
 
-@pytest.mark.parametrize("batch_size", (1, 2))
-def test_question_answering(tokenizer, batch_size):
-    def make():
-        return SpanPipeline(model=tiny(transformers.AutoModelForQuestionAnswering), tokenizer=tokenizer)
+MASKED = ["paris is the [MASK] of france", "some rows are [MASK] while others go on and on", "the [MASK]"]
+PIPELINES = {  # name -> (class of the model, what is asked, options, arguments of the call)
+    "feature-extraction": ("AutoModel", TEXTS, {}, {}),
+    "fill-mask": ("AutoModelForMaskedLM", MASKED, {"top_k": 4}, {}),
+    "text-classification": ("AutoModelForSequenceClassification", TEXTS, {"top_k": None}, {}),
+    "token-classification": ("AutoModelForTokenClassification", TEXTS, {"ignore_labels": []}, {}),
+    "zero-shot-classification": (
+        "AutoModelForSequenceClassification",
+        TEXTS,
+        {},
+        {"candidate_labels": ["france", "words rows"], "hypothesis_template": "when {}"},
+    ),
+    "question-answering": (
+        "AutoModelForQuestionAnswering",
+        [
+            {"question": "where is the capital of france", "context": TEXTS[1]},
+            {"question": "when", "context": TEXTS[0]},
+        ],
+        {},
+        {},
+    ),
+}
 
-    asked = [
-        {"question": "where is the capital of france", "context": TEXTS[1]},
-        {"question": "when", "context": TEXTS[0]},
-    ]
-    before, after = before_and_after(make, asked, batch_size=batch_size)
-    assert [x["answer"] for x in after] == [x["answer"] for x in before]
-    assert all(x["answer"] for x in after)
-    assert_close(torch.tensor([x["score"] for x in after]), torch.tensor([x["score"] for x in before]))
+
+def native(stock: transformers.PreTrainedModel, auto: str) -> torch.nn.Module:
+    """Our model with the weights of transformers' one."""
+    model = getattr(fastbert, auto).from_config(EncoderConfig.from_hf(stock.config)).eval()
+    model.load_state_dict(stock.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("kind", ["native", "accelerated"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_answer_as_on_the_stock_model(tokenizer, name, kind, batch_size, caplog):
+    auto, texts, options, call = PIPELINES[name]
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    sizes = (
+        {}
+        if name == "question-answering"
+        else {"id2label": labels, "label2id": {v: k for k, v in labels.items()}}
+    )
+    stock = tiny(getattr(transformers, auto), **sizes)
+
+    def pipeline(model):
+        if name == "question-answering":
+            return SpanPipeline(model=model, tokenizer=tokenizer)
+        return transformers.pipeline(name, model=model, tokenizer=tokenizer, device="cpu", **options)
+
+    with caplog.at_level("ERROR"):
+        pipe = pipeline(stock)
+        expected = pipe(texts, batch_size=batch_size, **call)
+        if kind == "native":
+            pipe = pipeline(native(stock, auto))
+            assert type(stock).__name__ in repr(pipe)
+        else:
+            assert fastbert.accelerate(pipe) is pipe
+        found = pipe(texts, batch_size=batch_size, **call)
+    assert "is not supported" not in caplog.text
+    if kind == "accelerated":
+        assert_fused(pipe)
+        assert_fused(pipe.model)
+    if name == "feature-extraction":  # the stock model's padded rows are not 0
+        lengths = [len(text.split()) + 2 for text in texts]
+        assert not any(torch.tensor(f)[0, n:].any() for f, n in zip(found, lengths, strict=True))
+        expected, found = (
+            [rows[0][:n] for rows, n in zip(each, lengths, strict=True)] for each in (expected, found)
+        )
+    (expected, spec), (found, own) = (_pytree.tree_flatten(each) for each in (expected, found))
+    assert own == spec
+    assert len({value for value in expected if isinstance(value, float)}) > 1
+    for a, e in zip(found, expected, strict=True):
+        assert a == (e if isinstance(e, (int, str)) else pytest.approx(e, rel=1e-5, abs=1e-5))

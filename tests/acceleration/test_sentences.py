@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import fastbert
 from fastbert.acceleration import sentences
 from tests.support.hf_models import hf_model
+from tests.support.trainers import word_tokenizer
 
 st = pytest.importorskip("sentence_transformers", minversion="6")
 TEXTS = [
@@ -32,29 +34,9 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A tiny encoder with a word-level tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import AutoModel, PreTrainedTokenizerFast
-
-    words = sorted(set(" ".join(TEXTS).split()))
-    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
     path = tmp_path_factory.mktemp("words")
-    hf_model("bert", AutoModel, num_hidden_layers=1).save_pretrained(path)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=16,
-    ).save_pretrained(path)
+    hf_model("bert", transformers.AutoModel, num_hidden_layers=1).save_pretrained(path)
+    word_tokenizer(" ".join(TEXTS).split(), 16).save_pretrained(path)
     return path
 
 

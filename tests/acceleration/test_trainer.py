@@ -1,91 +1,67 @@
-"""`fastbert.accelerate` under the Trainer, and in several processes (DDP, FSDP2)."""
+"""Accelerated and native models under the Trainer; accelerated ones in several processes (DDP, FSDP2)."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import transformers
 
 import fastbert
+from fastbert.models.config import EncoderConfig
 from tests.support import processes
 from tests.support.stock_models import CLASSIFIER, assert_close, assert_fused, ragged, relative, tiny
+from tests.support.trainers import logged, trainer_of
 
 # --- Trainer ------------------------------------------------------------------------------------------------
 
-
-def examples(count: int = 24) -> list[dict]:
-    g = torch.Generator().manual_seed(3)
-    rows = []
-    for i in range(count):
-        length = int(torch.randint(3, 30, (), generator=g))
-        ids = torch.randint(5, 120, (length,), generator=g)
-        rows.append({"input_ids": ids, "labels": i % 3, "text": "Trainer leaves this column out"})
-    return rows
-
-
-def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-    assert all(row.keys() == {"input_ids", "labels"} for row in rows)  # chosen by the signature of forward
-    ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids != 0).long(),
-        "labels": torch.tensor([row["labels"] for row in rows]),
-    }
-
-
-def train(model: torch.nn.Module, folder: Path, **settings):
-    """(the trainer after 20 steps, loss and gradient norm of each step)."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=20,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=5,
-        **settings,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=examples(), data_collator=collate)
-    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert len(steps) == 20
-    return trainer, *(torch.tensor([float(s[key]) for s in steps]) for key in ("loss", "grad_norm"))
+SETTINGS = {
+    "fp32": ({}, 1e-3),
+    "checkpointing": ({"gradient_checkpointing": True}, 1e-3),
+    "bf16": ({"bf16": True}, 0.08),
+    "accumulation": ({"gradient_accumulation_steps": 2}, 1e-3),
+}
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("settings", "tolerance"),
-    (
-        ({}, 1e-3),
-        ({"gradient_checkpointing": True}, 1e-3),
-        ({"bf16": True}, 0.08),
-    ),
-    ids=("fp32", "fp32-checkpointing", "bf16"),
-)
-def test_trainer_follows_the_stock_loss_curve(tmp_path, fresh_accelerator, settings, tolerance):
-    model = fastbert.accelerate(tiny(num_labels=3))
-    _, stock_losses, stock_norms = train(tiny(num_labels=3), tmp_path, **settings)
-    trainer, losses, norms = train(model, tmp_path, **settings)
-    assert_fused(model)
+@pytest.mark.parametrize("kind", ["native", "accelerated"])
+@pytest.mark.parametrize("which", SETTINGS)
+def test_trainer_follows_the_stock_loss_curve(tmp_path, fresh_accelerator, tokenizer, which, kind):
+    settings, tolerance = SETTINGS[which]
+    stock, model = tiny(num_labels=3), tiny(num_labels=3)
+    if kind == "accelerated":
+        fastbert.accelerate(model)
+    else:
+        model = fastbert.AutoModelForSequenceClassification.from_config(EncoderConfig.from_hf(stock.config))
+        model.load_state_dict(stock.state_dict())
+    expected, trainer = (
+        trainer_of(m, tmp_path / type(m).__module__, tokenizer, max_steps=20, **settings)
+        for m in (stock, model)
+    )
+    expected.train()
+    trainer.train()
+    losses, wanted = logged(trainer), logged(expected)
+    assert len(losses) == 20
     assert losses[-4:].mean() < 0.7 * losses[:4].mean()  # it learns
-    assert (losses - stock_losses).abs().max() <= tolerance
+    if kind == "accelerated":
+        assert_fused(model)
+    else:
+        assert trainer.label_names == ["labels"]
+        assert not trainer.model_accepts_loss_kwargs
+        assert model.is_gradient_checkpointing is (which == "checkpointing")
+        # stock says that its loss is scaled for accumulation and does not scale it: a sum is logged
+        wanted = wanted / settings.get("gradient_accumulation_steps", 1)
+    assert (losses - wanted).abs().max() <= tolerance
+    norms, stock_norms = logged(trainer, "grad_norm"), logged(expected, "grad_norm")
     assert ((norms - stock_norms).abs() / stock_norms).max() <= tolerance
-
+    predictions, stock_predictions = (one.predict(one.eval_dataset) for one in (trainer, expected))
+    assert predictions.predictions.shape == (12, 3)
+    assert predictions.predictions.dtype == "float32"
+    assert abs(predictions.predictions - stock_predictions.predictions).max() <= max(20 * tolerance, 1e-2)
+    assert predictions.label_ids.tolist() == [i % 3 for i in range(12)]
     # what the trainer saves is a vanilla model with these weights
     trainer.save_model(str(tmp_path / "saved"))
     vanilla = CLASSIFIER.from_pretrained(tmp_path / "saved")
     for name, tensor in model.state_dict().items():
         assert torch.equal(vanilla.state_dict()[name], tensor), name
-    inputs = collate([{k: row[k] for k in ("input_ids", "labels")} for row in examples(5)])
-    with torch.no_grad():
-        plain = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
-        assert_close(plain(**inputs).logits, vanilla(**inputs).logits)
 
 
 @pytest.mark.parametrize("first", ("accelerate", "prepare"))

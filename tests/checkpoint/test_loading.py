@@ -95,23 +95,6 @@ def test_round_trip_keeps_config(name, tmp_path):
     assert {key: after.get(key) for key in before} == before
 
 
-def test_from_pretrained_and_save_pretrained(tmp_path):
-    theirs("DistilBertForMaskedLM").save_pretrained(tmp_path / "a")
-    model = ours("DistilBertForMaskedLM").from_pretrained(tmp_path / "a")
-    model.save_pretrained(tmp_path / "b")
-    assert_same_state(model, transformers.DistilBertForMaskedLM.from_pretrained(tmp_path / "b"))
-    assert model.vocab_projector.weight is model.distilbert.embeddings.word_embeddings.weight
-    assert not model.training
-
-
-def test_fresh_head_from_pretrained_is_initialised(tmp_path):
-    theirs("BertModel").save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"classifier\.weight.*freshly initialised"):
-        model = ours("BertForSequenceClassification").from_pretrained(tmp_path, num_labels=3)
-    assert model.classifier.bias.eq(0).all()
-    assert 0 < model.classifier.weight.std() < 0.1
-
-
 # --- files --------------------------------------------------------------------------------------------------
 
 

@@ -325,21 +325,7 @@ def test_a_device_that_is_none_is_named(folder):
 def test_the_table_of_the_docstring_is_the_one_that_is_checked():
     text = fastbert.BertModel.from_pretrained.__doc__
     assert "fastbert.models.arguments" in text
-    for name in (
-        "attn_implementation",
-        "low_cpu_mem_usage",
-        "trust_remote_code",
-        "weights_only",
-        "tp_plan",
-        "from_tf",
-        "from_flax",
-        "gguf_file",
-        "variant",
-        "quantization_config",
-        "load_in_8bit",
-        "max_memory",
-        "device_mesh",
-    ):
-        assert name in text
-        assert name in arguments.LOADING
+    names = """attn_implementation low_cpu_mem_usage trust_remote_code weights_only tp_plan from_tf from_flax
+        gguf_file variant quantization_config load_in_8bit max_memory device_mesh"""
+    assert all(name in text and name in arguments.LOADING for name in names.split())
     assert "ignore_mismatched_sizes" in checkpoint.load_weights.__doc__

@@ -174,14 +174,6 @@ def test_equals_the_first_rows_of_the_whole(name):
     assert all(torch.equal(a, b) for a, b in zip(as_tuple, first.to_tuple(), strict=True))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_in_float64_nothing_but_rounding_differs(name):
-    model = model_of(name).double()
-    with torch.no_grad():
-        whole, first = (model(**batch(name), first_token_only=only)[0] for only in (False, True))
-    close(first[:, 0], whole[:, 0], 1e-13)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -261,14 +253,6 @@ def test_head_mask(name):
         whole, first = (model(**arguments, first_token_only=only)[0][:, 0] for only in (False, True))
         close(first, whole)
         assert not torch.allclose(first, model(**inputs, first_token_only=True)[0][:, 0], atol=1e-2)
-
-
-def test_inference_mode(bert):
-    inputs = batch("bert")
-    with torch.inference_mode(), products() as seen:
-        first = bert(**inputs, first_token_only=True)[0].clone()
-    assert inner_rows(seen)[-1] == 4
-    close(first[:, 0], bert(**inputs)[0][:, 0].detach())
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten"])
@@ -510,21 +494,12 @@ def test_a_replaced_last_layer_is_called_as_it_is(bert):
         assert torch.equal(first, bert(**inputs)[0][:, :1])
 
 
-class Halves(nn.Module):
-    """Two linear layers, summed, in the place of one, as in an adapter."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.a, self.b = (nn.Linear(linear.in_features, linear.out_features) for _ in range(2))
-        self.calls = []
-        with torch.no_grad():
-            for half, share in ((self.a, 0.25), (self.b, 0.75)):
-                half.weight.copy_(linear.weight * share)
-                half.bias.copy_(linear.bias * share)
+class Recorded(nn.Sequential):
+    """Notes the shapes that it is called with."""
 
     def forward(self, x):
-        self.calls.append(x.shape[:2])
-        return self.a(x) + self.b(x)
+        self.calls = [*getattr(self, "calls", ()), x.shape[:2]]
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("path", ["attention.self.query", "attention.self.key", "output.dense"])
@@ -532,12 +507,12 @@ def test_a_replaced_part_is_called_on_the_padded_batch(bert, path):
     model, inputs = copy.deepcopy(bert), batch("bert")
     owner, _, name = path.rpartition(".")
     last = model.layers()[-1]
-    halves = Halves(last.get_submodule(path)).eval()
-    setattr(last.get_submodule(owner), name, halves)
+    recorded = Recorded(last.get_submodule(path))
+    setattr(last.get_submodule(owner), name, recorded)
     with torch.no_grad():
         first = model(**inputs, first_token_only=True, head_mask=torch.tensor([1.0, 0.5, 2.0]))[0]
         close(first[:, 0], bert(**inputs, head_mask=torch.tensor([1.0, 0.5, 2.0]))[0][:, 0])
-    assert halves.calls == [inputs["attention_mask"].shape]
+    assert recorded.calls == [inputs["attention_mask"].shape]
 
 
 def test_keys_and_values_are_made_only_where_they_must(bert):
@@ -671,16 +646,6 @@ def test_other_poolings_read_every_token(encoder, pooling):
     assert set(inner_rows(seen)) == {len(made.tokenize(SENTENCES).ids)}
 
 
-@pytest.mark.parametrize(
-    "task", ["ForMaskedLM", "ForPreTraining", "ForTokenClassification", "ForQuestionAnswering"]
-)
-def test_heads_that_read_every_token(task):
-    _, model = pair("bert", task)
-    inputs = inputs_for("bert", task)
-    with torch.no_grad():
-        assert rows_of_the_last_layer(model, inputs) == inputs["attention_mask"].sum()
-
-
 def test_hidden_states_of_a_head_that_reads_position_0():
     hf, model = pair("bert", "ForSequenceClassification")
     inputs = inputs_for("bert", "ForSequenceClassification")
@@ -692,14 +657,6 @@ def test_hidden_states_of_a_head_that_reads_position_0():
     close(actual.logits, expected.logits, 2e-5)
     for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
         close(a[kept], e[kept], 2e-5)
-
-
-def test_a_masked_position_0_is_refused_by_name():
-    _, model = pair("bert", "ForSequenceClassification")
-    inputs = inputs_for("bert", "ForSequenceClassification")
-    inputs["attention_mask"][2, 0] = 0
-    with torch.no_grad(), pytest.raises(ValueError, match="attention_mask: position 0 of sequence 2"):
-        model(**inputs)
 
 
 def test_every_head_says_what_it_reads():

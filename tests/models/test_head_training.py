@@ -1,4 +1,4 @@
-"""Task heads in training: the Trainer, dropout, recomputed layers, torch.compile, other dtypes."""
+"""Task heads in training: dropout, recomputed layers, torch.compile, other dtypes."""
 
 from __future__ import annotations
 
@@ -9,36 +9,7 @@ import transformers
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor
 from fastbert.models.families import FAMILIES
-from tests.support.model_pairs import CASES, NO_DROPOUT, TASKS, build, close, inputs_for, labels_for, pair
-
-
-@pytest.mark.parametrize("name", ["bert", "mpnet"])
-def test_the_trainer_of_transformers_trains_and_evaluates(name, tmp_path):
-    """The Trainer reads the loss in training and logits in evaluation; label smoothing removes the labels."""
-    hf, model = build(name, "ForMaskedLM")
-    inputs = inputs_for(name, "ForMaskedLM", batch_size=8)
-    inputs |= labels_for(model, inputs)
-    rows = [{k: v[i] for k, v in inputs.items()} for i in range(8)]
-    for options in ({}, {"exclude_embeddings": True}, {"exclude_embeddings": True, "only_trainable": True}):
-        assert model.num_parameters(**options) == hf.num_parameters(**options)
-    before = model.get_input_embeddings().weight.detach().clone()
-    for smoothing in (0.0, 0.1):
-        arguments = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=4,
-            report_to=[],
-            use_cpu=True,
-            label_smoothing_factor=smoothing,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        assert trainer.train().training_loss > 0
-        predicted = trainer.predict(rows)
-        assert predicted.predictions.shape == (8, 18, 120)
-        assert predicted.metrics["test_loss"] > 0
-    assert not torch.equal(model.get_input_embeddings().weight, before)
+from tests.support.model_pairs import CASES, NO_DROPOUT, TASKS, build, close, inputs_for, labels_for
 
 
 def assert_drawn_alike(hf, model, inputs):
@@ -78,38 +49,6 @@ def test_a_heads_dropout_under_a_hook_is_transformers_own():
     assert_drawn_alike(hf, model, inputs)
 
 
-def test_dropout_probability_of_the_head():
-    _, model = build(
-        "bert",
-        "ForTokenClassification",
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout=0.25,
-    )
-    model.train()
-    torch.manual_seed(0)
-    x = model.dropout(torch.ones(100_000))
-    assert abs((x == 0).float().mean() - 0.25) < 0.01
-    assert x.max() == pytest.approx(1 / 0.75)
-
-
-def test_gradient_checkpointing_changes_no_bit():
-    _, model = build("bert", "ForTokenClassification", hidden_dropout_prob=0.1)
-    inputs = inputs_for("bert", "ForTokenClassification")
-    inputs |= labels_for(model, inputs)
-    model.train()
-    grads = []
-    for every in (0, 1, 2):
-        if every:
-            model.gradient_checkpointing_enable(every_n_layers=every)
-            assert model.is_gradient_checkpointing
-        torch.manual_seed(7)
-        model.zero_grad()
-        model(**inputs).loss.backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads, strict=True))
-
-
 def test_which_layers_are_recomputed(monkeypatch):
     from fastbert.models import encoder
 
@@ -143,21 +82,6 @@ def test_which_layers_are_recomputed(monkeypatch):
         with pytest.raises((ValueError, TypeError), match=error):
             model.activation_checkpointing_enable(*arguments)
     assert not model.is_gradient_checkpointing
-
-
-def test_training_with_dropout_learns_a_batch():
-    _, model = build("bert", "ForSequenceClassification", num_hidden_layers=1)
-    inputs = inputs_for("bert", "ForSequenceClassification")
-    inputs |= labels_for(model, inputs)
-    before = model(**inputs).loss.item()
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
-    torch.manual_seed(0)
-    for _ in range(15):
-        optimizer.zero_grad()
-        model(**inputs).loss.backward()
-        optimizer.step()
-    assert model.eval()(**inputs).loss.item() < 0.3 * before
 
 
 @pytest.mark.parametrize(
@@ -214,19 +138,6 @@ def test_other_dtypes(dtype):
         assert output.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         output.loss.backward()
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
-def test_autocast():
-    for task in ("ForMaskedLM", "ForSequenceClassification"):
-        _, model = pair("bert", task)
-        inputs = inputs_for("bert", task)
-        inputs |= labels_for(model, inputs)
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            half = model(**inputs)
-        with torch.no_grad():
-            full = model(**inputs)
-        assert half.logits.dtype == torch.bfloat16
-        close(half.loss, full.loss, 0.05 * full.loss.item())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -1,6 +1,7 @@
-"""Native models in other libraries: transformers' Trainer and pipelines, accelerate, peft.
+"""Native models in other libraries: transformers' Trainer, accelerate, peft.
 
-The oracle is transformers' model with the same weights in the same program.
+The oracle is transformers' model with the same weights in the same program. Loss curves and pipelines:
+tests/acceleration.
 """
 
 from __future__ import annotations
@@ -19,46 +20,15 @@ from torch.utils import _pytree
 import fastbert
 from fastbert.models import outputs
 from fastbert.models.base import PreTrainedModel
-from fastbert.models.heads.masked_lm import MaskedLMModel
 from tests.support import processes
 from tests.support.hf_models import batch, hf_model
 from tests.support.model_pairs import build, inputs_for, labels_for
-
-NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-WORDS = [f"w{i}" for i in range(115)]
-
-
-@pytest.fixture
-def accelerate():
-    """accelerate keeps its precision for the whole process."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield accelerate
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+from tests.support.trainers import NO_DROPOUT, logged, trainer_of, word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, pre_tokenizers, processors
-    from tokenizers.models import WordLevel
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = Tokenizer(WordLevel({t: i for i, t in enumerate(special + WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        model_max_length=48,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        padding_side="right",
-        bos_token="[CLS]",
-    )
+    return word_tokenizer((f"w{i}" for i in range(115)), 48)
 
 
 def native(task: str = "ForSequenceClassification", **config) -> PreTrainedModel:
@@ -67,57 +37,6 @@ def native(task: str = "ForSequenceClassification", **config) -> PreTrainedModel
 
 def native_encoder() -> PreTrainedModel:
     return fastbert.AutoModel.from_config(native().config)
-
-
-def rows(count: int, seed: int = 3) -> list[dict]:
-    """Sequences of several lengths; the first word decides the label."""
-    g = torch.Generator().manual_seed(seed)
-    made = []
-    for i in range(count):
-        ids = torch.randint(8, 120, (int(torch.randint(3, 20, (), generator=g)),), generator=g)
-        made.append({"input_ids": [2, 5 + i % 3, *ids.tolist(), 3], "labels": i % 3, "text": "left out"})
-    return made
-
-
-def trainer_of(model, folder, tokenizer, **settings):
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=8,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=5,
-        learning_rate=1e-3,
-        logging_steps=1,
-        **{"max_steps": 8, "save_strategy": "no", **settings},
-    )
-    mlm = isinstance(model, MaskedLMModel)
-    collate = (
-        transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
-        if mlm
-        else transformers.DataCollatorWithPadding(tokenizer)
-    )
-    data = [{"input_ids": r["input_ids"]} if mlm else r for r in rows(24)]
-    trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=data,
-        eval_dataset=data[:12],
-        processing_class=tokenizer,
-        data_collator=collate,
-        compute_metrics=None if mlm else accuracy,
-    )
-    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
-    return trainer
-
-
-def accuracy(prediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
-def losses(trainer) -> torch.Tensor:
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry])
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
@@ -130,48 +49,7 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
 # -- Trainer -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("settings", "tolerance"),
-    [
-        ({}, 1e-3),
-        ({"gradient_checkpointing": True}, 1e-3),
-        ({"bf16": True}, 0.08),
-        ({"gradient_accumulation_steps": 2, "max_steps": 4}, 1e-3),
-    ],
-    ids=["fp32", "checkpointing", "bf16", "accumulation"],
-)
-def test_classification_follows_the_stock_loss_curve(tmp_path, accelerate, tokenizer, settings, tolerance):
-    model = native()
-    stock = hf_model(
-        "bert",
-        transformers.AutoModelForSequenceClassification,
-        num_hidden_layers=2,
-        num_labels=3,
-        **NO_DROPOUT,
-    )
-    same_weights(model, stock)
-    expected = trainer_of(stock, tmp_path / "stock", tokenizer, **settings)
-    trainer = trainer_of(model, tmp_path / "native", tokenizer, **settings)
-    assert trainer.label_names == ["labels"]
-    assert not trainer.model_accepts_loss_kwargs
-    expected.train()
-    trainer.train()
-    # stock tells the Trainer that its loss is scaled for accumulation and does not scale it: a sum is logged
-    steps = settings.get("gradient_accumulation_steps", 1)
-    assert (losses(trainer) - losses(expected) / steps).abs().max() <= tolerance
-    assert model.is_gradient_checkpointing is bool(settings.get("gradient_checkpointing"))
-    found, wanted = trainer.evaluate(), expected.evaluate()
-    assert found["eval_accuracy"] == pytest.approx(wanted["eval_accuracy"], abs=0.1)
-    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], abs=max(tolerance, 1e-2))
-    predictions = trainer.predict(trainer.eval_dataset)
-    assert predictions.predictions.shape == (12, 3)
-    assert predictions.predictions.dtype == "float32"
-    assert predictions.label_ids.tolist() == [i % 3 for i in range(12)]
-    assert predictions.metrics["test_accuracy"] == found["eval_accuracy"]
-
-
-def test_checkpoints_reload_and_resume(tmp_path, accelerate, tokenizer):
+def test_checkpoints_reload_and_resume(tmp_path, fresh_accelerator, tokenizer):
     settings = {
         "save_strategy": "steps",
         "save_steps": 4,
@@ -198,18 +76,18 @@ def test_checkpoints_reload_and_resume(tmp_path, accelerate, tokenizer):
 
     resumed = trainer_of(native(), tmp_path / "a", tokenizer, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
-    assert torch.equal(losses(resumed)[-4:], losses(trainer)[-4:])
+    assert torch.equal(logged(resumed)[-4:], logged(trainer)[-4:])
     trainer.save_model(str(tmp_path / "end"))
     same_weights(whole, fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "end"))
     trainer.create_model_card(model_name="x")
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_masked_lm_with_the_data_collator(tmp_path, accelerate, tokenizer, bf16, caplog):
+def test_masked_lm_with_the_data_collator(tmp_path, fresh_accelerator, tokenizer, bf16, caplog):
     model = native("ForMaskedLM")
     trainer = trainer_of(model, tmp_path, tokenizer, bf16=bf16, save_strategy="steps", save_steps=4)
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < losses(trainer)[0] + 1
+    assert trainer.evaluate()["eval_loss"] < logged(trainer)[0] + 1
     assert trainer.predict(trainer.eval_dataset).predictions.shape[2] == 120
     folder = tmp_path / "checkpoint-8"
     for cls in (fastbert.BertForMaskedLM, transformers.BertForMaskedLM):
@@ -225,9 +103,27 @@ def test_masked_lm_with_the_data_collator(tmp_path, accelerate, tokenizer, bf16,
     assert resumed.model.cls.predictions.decoder.weight is resumed.model.get_input_embeddings().weight
 
 
-def test_a_loop_that_measures_accuracy_while_it_trains(accelerate):
+def test_label_smoothing_reads_the_logits(tmp_path, fresh_accelerator, tokenizer):
+    """It takes the labels from the call, and makes the loss itself."""
+    model = native("ForMaskedLM")
+    before = model.get_input_embeddings().weight.detach().clone()
+    trainer = trainer_of(model, tmp_path, tokenizer, max_steps=2, label_smoothing_factor=0.1)
+    assert trainer.train().training_loss > 0
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] > 0
+    assert not torch.equal(model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"exclude_embeddings": True}, {"only_trainable": True}], ids=str)
+def test_parameters_are_counted_as_transformers_counts_them(options):
+    hf, model = build("bert", "ForMaskedLM")
+    for one in (hf, model):
+        one.get_input_embeddings().requires_grad_(False)
+    assert model.num_parameters(**options) == hf.num_parameters(**options)
+
+
+def test_a_loop_that_measures_accuracy_while_it_trains(fresh_accelerator):
     """A hand-written loop under accelerate in bf16, which reads the logits before the step."""
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = fresh_accelerator.Accelerator(cpu=True, mixed_precision="bf16")
     native_model = native("ForMaskedLM")
     model, optimizer = accelerator.prepare(native_model, torch.optim.SGD(native_model.parameters(), 0.1))
     model.train()
@@ -265,8 +161,8 @@ def test_ddp_neither_computes_nor_breaks_deferred_logits(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForMaskedLM", "Model"])
-def test_prepared_in_bf16_unwrapped_and_saved(tmp_path, accelerate, task):
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+def test_prepared_in_bf16_unwrapped_and_saved(tmp_path, fresh_accelerator, task):
+    accelerator = fresh_accelerator.Accelerator(cpu=True, mixed_precision="bf16")
     stock = hf_model(
         "bert", getattr(transformers, "AutoModel" + task.removeprefix("Model")), num_hidden_layers=2
     )
@@ -294,49 +190,6 @@ def test_prepared_in_bf16_unwrapped_and_saved(tmp_path, accelerate, task):
     model.config.save_pretrained(tmp_path / "b")
     same_weights(type(model).from_pretrained(tmp_path / "b"), stock)
     same_weights(type(stock).from_pretrained(tmp_path / "b"), stock)
-
-
-# -- pipelines -----------------------------------------------------------------------------------------------
-
-TEXTS = ["w3 w4 w5 w6", "w9 w10 w11 w12 w13 w14 w15"]
-
-
-@pytest.mark.parametrize(
-    ("name", "auto", "texts", "options"),
-    [
-        ("feature-extraction", "AutoModel", TEXTS, {}),
-        ("text-classification", "AutoModelForSequenceClassification", TEXTS, {"top_k": None}),
-        ("token-classification", "AutoModelForTokenClassification", TEXTS, {"ignore_labels": []}),
-        ("fill-mask", "AutoModelForMaskedLM", ["w3 [MASK] w5", "w7 w8 w9 w10 [MASK] w12"], {"top_k": 4}),
-        ("zero-shot-classification", "AutoModelForSequenceClassification", TEXTS, {}),
-    ],
-)
-def test_pipelines_say_what_they_say_of_the_stock_model(
-    tmp_path, tokenizer, name, auto, texts, options, caplog
-):
-    labels = {
-        "label2id": {"contradiction": 0, "entailment": 1},
-        "id2label": {0: "contradiction", 1: "entailment"},
-    }
-    stock = hf_model("bert", getattr(transformers, auto), num_hidden_layers=2, **labels)
-    stock.save_pretrained(tmp_path)
-    model = getattr(fastbert, auto).from_pretrained(tmp_path)
-    call = {"candidate_labels": ["w20", "w21 w22"], "hypothesis_template": "w1 {}"} if "zero" in name else {}
-    answers = []
-    for m in (stock, model):
-        with caplog.at_level("ERROR"):
-            pipe = transformers.pipeline(name, model=m, tokenizer=tokenizer, device="cpu", **options)
-        answers.append([pipe(texts, **call), pipe(texts, batch_size=2, **call)])
-        assert type(m).__name__ in repr(pipe)
-    assert "is not supported" not in caplog.text
-    expected, spec = _pytree.tree_flatten(answers[0])
-    found, own = _pytree.tree_flatten(answers[1])
-    if name == "feature-extraction":  # the stock model's padded rows are not 0
-        expected, spec = _pytree.tree_flatten(answers[0][0])
-        found, own = _pytree.tree_flatten(answers[1][0])
-    assert own == spec
-    for a, e in zip(found, expected, strict=True):
-        assert a == (e if isinstance(e, (int, str)) else pytest.approx(e, abs=1e-4))
 
 
 # -- what isinstance says ------------------------------------------------------------------------------------

@@ -319,16 +319,18 @@ def test_checkpointing_changes_no_bit(task, dtype):
     model = trained(task)
     inputs = example(model, task)
     found = []
-    for enable in (False, True):
-        if enable:
-            model.gradient_checkpointing_enable()
+    for every in (0, 1, 2):
+        if every:
+            model.gradient_checkpointing_enable(every_n_layers=every)
+        assert model.is_gradient_checkpointing is bool(every)
         torch.manual_seed(8)
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = model(**inputs).loss
         torch.rand(3)  # random numbers drawn between forward and backward must not change the masks
         loss.backward()
         found.append(gradients(model))
-    same(*found)
+    same(found[0], found[1])
+    same(found[0], found[2])
     assert not any(torch.equal(g, step(model, inputs, 9)[name]) for name, g in found[0].items() if g.any())
 
 
@@ -486,9 +488,10 @@ def test_freezing_changes_no_bit_of_the_other_gradients(task, what, checkpointin
 IGNORING = [c for c in CASES if c[1] != "ForPreTraining" or not c[0].startswith("electra")]
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("name", "task"), IGNORING)
-def test_no_label_counts_in_training(name, task):
-    model = trained(task, name)
+def test_no_label_counts(name, task, training):
+    model = trained(task, name).train(training)
     inputs = inputs_for(name, task)
     labels = {k: torch.full_like(v, -100) for k, v in labels_for(model, inputs).items()}
     if task == "ForQuestionAnswering":
