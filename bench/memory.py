@@ -1,7 +1,6 @@
 """Peak memory of one forward, of training steps or of analysis, each engine in a fresh process of its own.
 
-    python bench/memory.py [--model base] [--workload ragged64] [--engine fastbert-fp32] [--threads 2]
-                           [--what pretraining] [--device cuda]
+`fastbert bench memory` is the command.
 
 `peak_mib` is the largest resident memory of the process during the forward: Python, torch and weights
 included. `above_mib` is the part above the loaded model: activations, weights laid out as panels, working
@@ -14,11 +13,9 @@ On a GPU both are what torch's allocator had given out at most, and `peak_mib` i
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -31,7 +28,6 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
     sys.path[0] = str(ROOT)
 
 from bench.lib import workloads  # noqa: E402
-from bench.lib.report import row_line  # noqa: E402
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
 TRAINED = ENGINES[:4]
@@ -179,7 +175,7 @@ def bench_memory(
         facts = {"model": model, "workload": workload, "candidate": engine, "tokens": sum(lengths)}
         facts |= {} if head is None else {"head": head}
         job = json.dumps([engine, model, lengths, threads, what, device])
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", job]
+        command = [sys.executable, str(Path(__file__).resolve()), job]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
             if done.returncode:
@@ -190,36 +186,5 @@ def bench_memory(
             yield {**row, "status": "error", "error": str(error), **facts}
 
 
-def main() -> int:
-    """Print a line for each engine."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=("base", "large", "minilm", "tiny"), default="base")
-    parser.add_argument("--workload", choices=workloads.names(), default=WORKLOAD)
-    known = (*ENGINES, "torch_compile-fp32", "torch_compile-bf16")
-    parser.add_argument("--engine", choices=known, action="append", help="may be repeated; default: all")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument(
-        "--what",
-        choices=(FORWARD, STATISTICS, "pretraining", "classification"),
-        default=FORWARD,
-        help="runs; a head is trained (default: %(default)s)",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)  # this process is the one that is measured
-    args = parser.parse_args()
-    if args.child is not None:
-        print(json.dumps(measure(*json.loads(args.child))))
-        return 0
-    if args.what == STATISTICS and args.device != "cpu":
-        parser.error("--device: statistics are measured on a CPU")
-    engines = tuple(args.engine or {FORWARD: ENGINES, STATISTICS: ANALYSED}.get(args.what, TRAINED))
-    options = {"what": args.what, "device": args.device}
-    for row in bench_memory(args.model, args.workload, engines, args.threads, **options):
-        print(row_line(row), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the process that is measured
+    print(json.dumps(measure(*json.loads(sys.argv[1]))))
