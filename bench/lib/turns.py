@@ -157,10 +157,8 @@ def told(row: Mapping) -> Iterator[str]:
     over = row.get("over", {}).items()
     over = [f"{v:.2f} x {of}{k}" if isinstance(v, float) else f"{k}: {v}" for k, v in over]
     if not is_timed(row):
-        yield f"{row['peak_mib']:>11,.0f} MiB at most"
-        for key, words in MEMORY.items():
-            if key in row:
-                yield f"{row[key]:,.0f} MiB {words}"
+        parts = [f"{row[key]:,.0f} MiB {words}" for key, words in MEMORY.items() if key in row]
+        yield ", ".join([f"{row['peak_mib']:>11,.0f} MiB at most", *parts])
         yield ", ".join(over)
         return
     ms = row["median_ms"]
