@@ -8,40 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bench.lib import mlperf_records, workloads
 from bench.lib.costs import counts as costs
 from bench.lib.costs import devices
+from bench.lib.costs.counts import PASSES
 from bench.lib.workloads import BASE, LARGE, Model
 
 INFERENCE = "MLPerf Inference v4.1, closed, H200-SXM-141GB, BERT-large SQuAD offline, per GPU"
 TRAINING = "MLPerf Training v4.1, BERT-large, packs of 512 tokens, per GPU"
 TENSORRT = "TensorRT's demo/BERT"
-BYTES = "ByteTransformer's README"
-CHARTS = "FlashAttention-3's charts"
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """One published figure.
 
     Attributes:
-        source: who published it.
         value, unit: "samples/s", "packs/s", "ms" or "TFLOP/s".
         device: of devices.DATASHEETS.
         model, lengths, tag, train: what the model projects for it.
-        op: if only one op of a layer is compared, its name and pass.
+        source: who published it.
         note: what is comparable.
+        op: if only one op of a layer is compared, its name and pass.
         fitted: whether the constants come from it.
     """
 
-    source: str
     value: float
     unit: str
     device: str
     model: Model
     lengths: tuple[int, ...]
     tag: str
+    source: str
     note: str
     train: bool = False
     op: tuple[str, str] | None = None
@@ -64,120 +63,33 @@ def figures() -> tuple[Published, ...]:
     record = {name: [r.value for r in each.records] for name, each in mlperf_records.WORKLOADS.items()}
     nvidia_fp8, dell_fp8, _, dell_int8 = record["squad"]
     (trained,) = record["train"]
-    # a product's figure does not depend on what its op is called: one of (65536, 1024, 1024)
-    square = (512,) * 128
     half = "theirs in 8 bits, ours in bf16: how far bf16 is from it"
     eight = "8-bit products, attention in bf16; a projection, no fp8 kernel of ours exists"
+    packed = "theirs with LAMB over 8 GPUs or more; ours one GPU, AdamW, fp8 products only"
+    windows, steps = ("samples/s", "h200", LARGE, squad), ("packs/s", "h200", LARGE, packs)
+    charts = ("TFLOP/s", "h100", LARGE, full, "bf16", "FlashAttention-3's charts")
+    dell, nvidia = f"{INFERENCE}, 99.9%, FP8 (Dell)", f"{INFERENCE}, 99.9%, FP8 (NVIDIA)"
+    engine, nobody = "TensorRT-class engine, from its share of an A100's peak", "derived, nobody measured it"
+    # a product's figure does not depend on what its op is called: one of (65536, 1024, 1024)
+    square = ("TFLOP/s", "h100", LARGE, (512,) * 128, "bf16", "cuBLAS at (65536, 1024, 1024)", "K = 1024")
+    older = "16 sequences, mean 0.6 of 512; its kernels are of 2022, before the rates projected here"
+    of_launch = "batch 1; a launch's time comes from it"
+    forward, backward = ({"op": ("attention", which), "fitted": True} for which in PASSES[:2])
     return (
-        Published(
-            INFERENCE + ", 99.9%, FP8 (Dell)", dell_fp8, "samples/s", "h200", LARGE, squad, "bf16", half
-        ),
-        Published(
-            INFERENCE + ", 99.9%, FP8 (Dell)", dell_fp8, "samples/s", "h200", LARGE, squad, "fp8", eight
-        ),
-        Published(
-            INFERENCE + ", 99.9%, FP8 (NVIDIA)", nvidia_fp8, "samples/s", "h200", LARGE, squad, "fp8", eight
-        ),
-        Published(
-            INFERENCE + ", 99%, INT8",
-            dell_int8,
-            "samples/s",
-            "h200",
-            LARGE,
-            squad,
-            "int8",
-            "theirs may have attention in 8 bits too",
-        ),
-        Published(TRAINING + ", FP8", trained, "packs/s", "h200", LARGE, packs, "bf16", half, train=True),
-        Published(
-            TRAINING + ", FP8",
-            trained,
-            "packs/s",
-            "h200",
-            LARGE,
-            packs,
-            "fp8",
-            "theirs with LAMB over 8 GPUs or more; ours one GPU, AdamW, fp8 products only",
-            train=True,
-        ),
-        Published(
-            CHARTS,
-            340,
-            "TFLOP/s",
-            "h100",
-            LARGE,
-            full,
-            "bf16",
-            "forward, 512 tokens, head_dim 64",
-            op=("attention", costs.FORWARD),
-            fitted=True,
-        ),
-        Published(
-            CHARTS,
-            272,
-            "TFLOP/s",
-            "h100",
-            LARGE,
-            full,
-            "bf16",
-            "backward, without dropout",
-            op=("attention", costs.BACKWARD),
-            fitted=True,
-        ),
-        Published(
-            "cuBLAS at (65536, 1024, 1024)",
-            584,
-            "TFLOP/s",
-            "h100",
-            LARGE,
-            square,
-            "bf16",
-            "K = 1024",
-            op=("attention output", costs.FORWARD),
-            fitted=True,
-        ),
-        Published(
-            TENSORRT,
-            0.67,
-            "ms",
-            "a100",
-            BASE,
-            (128,),
-            "fp16",
-            "batch 1; a launch's time comes from it",
-            fitted=True,
-        ),
-        Published(TENSORRT, 1.64, "ms", "a100", LARGE, (128,), "fp16", "batch 1"),
-        Published(
-            "TensorRT-class engine, from its share of an A100's peak",
-            5.8,
-            "ms",
-            "h200",
-            BASE,
-            full,
-            "bf16",
-            "derived, nobody measured it",
-        ),
-        Published(
-            "TensorRT-class engine, from its share of an A100's peak",
-            18.3,
-            "ms",
-            "h200",
-            LARGE,
-            full,
-            "bf16",
-            "derived, nobody measured it",
-        ),
-        Published(
-            BYTES,
-            9.22,
-            "ms",
-            "a100",
-            BASE,
-            SPREAD,
-            "fp16",
-            "16 sequences, mean 0.6 of 512; its kernels are of 2022, before the rates projected here",
-        ),
+        Published(dell_fp8, *windows, "bf16", dell, half),
+        Published(dell_fp8, *windows, "fp8", dell, eight),
+        Published(nvidia_fp8, *windows, "fp8", nvidia, eight),
+        Published(dell_int8, *windows, "int8", f"{INFERENCE}, 99%, INT8", "attention may be in 8 bits too"),
+        Published(trained, *steps, "bf16", f"{TRAINING}, FP8", half, train=True),
+        Published(trained, *steps, "fp8", f"{TRAINING}, FP8", packed, train=True),
+        Published(340, *charts, "forward, 512 tokens, head_dim 64", **forward),
+        Published(272, *charts, "backward, without dropout", **backward),
+        Published(584, *square, op=("attention output", costs.FORWARD), fitted=True),
+        Published(0.67, "ms", "a100", BASE, (128,), "fp16", TENSORRT, of_launch, fitted=True),
+        Published(1.64, "ms", "a100", LARGE, (128,), "fp16", TENSORRT, "batch 1"),
+        Published(5.8, "ms", "h200", BASE, full, "bf16", engine, nobody),
+        Published(18.3, "ms", "h200", LARGE, full, "bf16", engine, nobody),
+        Published(9.22, "ms", "a100", BASE, SPREAD, "fp16", "ByteTransformer's README", older),
     )
 
 
