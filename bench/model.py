@@ -391,7 +391,7 @@ def run_check(args: argparse.Namespace) -> tuple[dict, bool]:
         "rows": [{key: getattr(row, key) for key in facts} for row in rows],
         "summary": summary,
         "left_out": dict(left_out),
-        "published": [asdict(f) | {"figure": f.figure._asdict(), "verdict": f.verdict} for f in figures],
+        "published": [asdict(f) | {"verdict": f.verdict} for f in figures],
     }
     return data, not failed
 

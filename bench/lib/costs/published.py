@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from bench.lib import mlperf_records, workloads
 from bench.lib.costs import counts as costs
@@ -21,7 +20,8 @@ TRAINING = "MLPerf Training v4.1, BERT-large, packs of 512 tokens, per GPU"
 TENSORRT = "TensorRT's demo/BERT"
 
 
-class Published(NamedTuple):
+@dataclass(frozen=True)
+class Published:
     """One published figure.
 
     Attributes:
