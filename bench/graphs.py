@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -177,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     for (who, lane), rounds in found.items():
         for case in cases():
             times = [measured[case] for measured in rounds]
-            timing = asdict(summarise([each["median_ms"] for each in times], args.calls, "wall"))
+            timing = summarise([each["median_ms"] for each in times], args.calls, "wall").facts()
             report.row(
                 {
                     "step": "graphed call",

@@ -37,7 +37,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +187,7 @@ def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]
     options = {"samples": (1, 1), "warmup": 0} if tiny else {"samples": (7, 40), "seconds": 0.05}
     times = interleave(good, device, **options)
     for config, timing in times.items():
-        facts_of = {key: value for key, value in asdict(timing).items() if value is not None}
+        facts_of = timing.facts()
         yield {"step": "tuning", "name": f"{task.name} {label(config)}", "status": "ok", **facts_of}
     best = min(times, key=lambda config: times[config].median_ms)
     if usual in times and times[best].median_ms > WORTH * times[usual].median_ms:

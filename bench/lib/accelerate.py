@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 
@@ -133,7 +132,7 @@ def bench_guard(bank: Bank, check: str, samples: int = 7) -> dict:
         "step": "guard",
         "name": f"guard-{check}-{bank.model.name}",
         "status": "ok",
-        **{key: value for key, value in asdict(timing).items() if value is not None},
+        **timing.facts(),
         "us_per_layer": timing.median_ms * 1e3 / len(stack),
         "layers": len(stack),
         "check": check,

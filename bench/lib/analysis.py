@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -234,7 +234,7 @@ def compared(what: str, ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def times(timing: Timing, factor: float) -> dict:
     """The figures of a row, multiplied where a part of the work was timed."""
-    found = {key: value for key, value in asdict(timing).items() if value is not None}
+    found = timing.facts()
     for key in ("median_ms", "min_ms", "cpu_ms"):
         if key in found:
             found[key] *= factor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from itertools import accumulate
 
 import torch
@@ -107,5 +106,5 @@ def rows(
             "saves_bits": name != "torch_sdpa" and by_default == (name == "fastbert"),
             "gflops": work / seconds * 1e-9,
             "of_floor": roofs.seconds(work, 0.0, tag) / seconds,
-            **{key: value for key, value in asdict(timing).items() if value is not None},
+            **timing.facts(),
         }

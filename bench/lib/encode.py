@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -107,7 +106,7 @@ def bench_encode(
         row = {
             **names[name],
             "status": "ok",
-            **{key: value for key, value in asdict(timed[name]).items() if value is not None},
+            **timed[name].facts(),
             "sentences": len(texts),
             "sentences_sha256": digest,
             "tokens": tokens,

@@ -6,7 +6,6 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 
 import torch
 
@@ -150,21 +149,16 @@ def bench_encoder(
         if name in failed:
             yield {**row, "status": "error", "error": failed[name], **facts}
             continue
-        seconds, tag = timed[name].median_ms * 1e-3, name.split("-")[1]
+        tag = name.split("-")[1]
         floors = {tag: tokens / (flops / peak * 1e-9) for tag, peak in roofs.gflops.items()}
         # on a GPU a single sequence is bound by the weights' bytes, not by arithmetic
         floor = floor_seconds(model, lengths, roofs, tag, whole=device.type == "cuda")
         yield {
             **row,
             "status": "ok",
-            **{key: value for key, value in asdict(timed[name]).items() if value is not None},
-            "tokens": tokens,
-            "padded_tokens": len(lengths) * max(lengths),
-            "tokens_per_s": tokens / seconds,
-            "gflops": flops / seconds * 1e-9,
+            **timed[name].facts(),
+            **workloads.rates(lengths, flops, timed[name].median_ms, floor),
             "floor_tokens_per_s": floors,
-            "floor_ms": floor * 1e3,
-            "of_floor": floor / seconds,
             "cosine": torch.cosine_similarity(vectors[name], vectors[against]).mean().item(),
             "cosine_to": against,
             "first_call_s": first_call[name],

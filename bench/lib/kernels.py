@@ -14,7 +14,6 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -248,7 +247,7 @@ def bench_case(
         seconds = timed[name].median_ms * 1e-3
         yield {
             **row,
-            **{key: value for key, value in asdict(timed[name]).items() if value is not None},
+            **timed[name].facts(),
             "flops": flops,
             "moved_bytes": moved,
             "gflops": flops / seconds * 1e-9,

@@ -68,10 +68,7 @@ def bench_train(
         lengths: of the packs.
         samples: steps of each candidate that count.
     """
-    for tag in ("fp32", "bf16"):
-        names = tuple(name.removesuffix(f"-{tag}") for name in wanted if name.endswith(f"-{tag}"))
-        if not names:
-            continue
+    for tag, names in training.by_dtype(wanted):
         options = {"wanted": names, "head": "pretraining", "samples": samples, "lengths": lengths}
         rows = training.bench_training(model, "train", tag, roofs=roofs, **options)
         yield from with_rate(rows, "train", len(lengths))

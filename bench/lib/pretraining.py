@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,7 @@ def bench_prepare(words: int, *, wanted: tuple[str, ...] = PREPARE, samples: int
         yield {
             **names[name],
             "status": "ok",
-            **{key: value for key, value in asdict(timed[name]).items() if value is not None},
+            **timed[name].facts(),
             "tokens": tokens[name],
             "tokens_per_s": tokens[name] / seconds,
             "text_mb_per_s": size / seconds / 1e6,
@@ -165,16 +165,13 @@ def bench_loop(
         timing = summarise(times[n], 1, "wall")
         lengths, labelled = told["lengths"], told["labelled"]
         flops = workloads.training_flops(lengths, model, labelled)
-        floor = None if roofs is None else roofs.seconds(flops, 0.0, tag) * 1e3
+        floor = None if roofs is None else roofs.seconds(flops, 0.0, tag)
         yield {
             **row,
             "status": "ok",
-            **{key: value for key, value in asdict(timing).items() if value is not None},
-            "tokens": sum(lengths),
+            **timing.facts(),
+            **workloads.rates(lengths, flops, timing.median_ms, floor),
             "padded_tokens": SEQUENCES * LENGTH,
-            "tokens_per_s": sum(lengths) / timing.median_ms * 1e3,
-            "gflops": flops / timing.median_ms / 1e6,
-            **({} if floor is None else {"floor_ms": floor, "of_floor": floor / timing.median_ms}),
             **({"data_wait": told["data_wait"]} if n == "fastbert" else {}),
         }
 

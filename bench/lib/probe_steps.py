@@ -53,7 +53,7 @@ class Bench:
         """Hand over one finished row."""
         row = {"step": self.step, "name": name, "status": "ok"}
         if timing is not None:
-            row |= {key: value for key, value in dataclasses.asdict(timing).items() if value is not None}
+            row |= timing.facts()
             if flops:
                 row["gflops"] = flops / timing.median_ms / 1e6
             if bytes:

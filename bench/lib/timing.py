@@ -21,7 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +53,10 @@ class Timing:
     # on the clocks of a GPU: the host's median time to enqueue a call; how many samples waited for the host
     host_ms: float | None = None
     launch_bound: int | None = None
+
+    def facts(self) -> dict:
+        """What a row has of it."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def summarise(
@@ -277,10 +281,3 @@ def memory_bytes(device: torch.device) -> int:
 def rotations(bytes_per_set: int, device: torch.device | str, limit: int = 16) -> int:
     """How many sets of buffers are twice as large as the last-level cache (at most `limit`)."""
     return max(1, min(limit, math.ceil(2 * cache_bytes(device) / max(1, bytes_per_set))))
-
-
-def flush_cache(device: torch.device | str) -> None:
-    """Overwrite the last-level cache with a buffer of twice its size (at most 1 GiB)."""
-    buffer = torch.empty(min(1 << 30, 2 * cache_bytes(device)), dtype=torch.uint8, device=device)
-    buffer.fill_(1)
-    buffer.sum(dtype=torch.int64)

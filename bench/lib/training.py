@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -46,6 +46,12 @@ def batch(
     else:
         inputs["labels"] = classes
     return {key: value.to(device) for key, value in inputs.items()}, labelled
+
+
+def by_dtype(candidates: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(dtype, the candidates of it without it) of names such as "fastbert-bf16"."""
+    for tag in dict.fromkeys(name.rpartition("-")[2] for name in candidates):
+        yield tag, tuple(name.removesuffix(f"-{tag}") for name in candidates if name.endswith(f"-{tag}"))
 
 
 def modules(
@@ -238,17 +244,13 @@ def bench_training(
             yield {**row, "status": "error", "error": trial.error, **facts}
             continue
         timing = timed[name]
-        floor = None if roofs is None else roofs.seconds(flops, 0.0, tag) * 1e3
+        floor = None if roofs is None else roofs.seconds(flops, 0.0, tag)
         yield {
             **row,
             "status": "ok",
-            **{key: value for key, value in asdict(timing).items() if value is not None},
+            **timing.facts(),
             **trial.step.parts(timing.n),
-            "tokens": sum(lengths),
-            "padded_tokens": len(lengths) * max(lengths),
-            "tokens_per_s": sum(lengths) / timing.median_ms * 1e3,
-            "gflops": flops / timing.median_ms / 1e6,
-            **({} if floor is None else {"floor_ms": floor, "of_floor": floor / timing.median_ms}),
+            **workloads.rates(lengths, flops, timing.median_ms, floor),
             "grad_cosine": trial.grad_cosine,
             "first_call_s": trial.first_call_s,
             **facts,

@@ -123,6 +123,20 @@ def padded_inputs(
     return {key: value.to(device) for key, value in inputs.items()}
 
 
+def rates(lengths: tuple[int, ...], flops: float, ms: float, floor: float | None = None) -> dict:
+    """What a row says of its speed.
+
+    Args:
+        lengths: of the batch.
+        flops: operations of the real tokens.
+        ms: milliseconds that were taken.
+        floor: the seconds that the machine's roofs allow.
+    """
+    found = {"tokens": sum(lengths), "padded_tokens": len(lengths) * max(lengths)}
+    found |= {"tokens_per_s": sum(lengths) / ms * 1e3, "gflops": flops / ms / 1e6}
+    return found if floor is None else found | {"floor_ms": floor * 1e3, "of_floor": floor * 1e3 / ms}
+
+
 def encoder_flops(lengths: tuple[int, ...], model: Model) -> int:
     """Floating-point operations of one forward on the real tokens: matrix products and attention only."""
     h, f = model.hidden, model.intermediate

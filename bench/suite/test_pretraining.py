@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bench.lib import pretraining, workloads
+from bench.lib import pretraining, training, workloads
 from bench.lib.engines import MODELS, compile_cache
 
 pytestmark = pytest.mark.cpu
@@ -37,10 +37,8 @@ def test_loop(in_turns, peak, few, request, model, workload, candidate):
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         with compile_cache():
-            for tag in TAGS:
-                names = tuple(n.removesuffix(f"-{tag}") for n in wanted if n.endswith(tag))
-                if names:
-                    yield from pretraining.bench_loop(size, tag, wanted=names, samples=few, roofs=peak)
-                    torch._dynamo.reset()
+            for tag, names in training.by_dtype(wanted):
+                yield from pretraining.bench_loop(size, tag, wanted=names, samples=few, roofs=peak)
+                torch._dynamo.reset()
 
     in_turns(rows)

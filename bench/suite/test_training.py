@@ -43,10 +43,7 @@ def test_training(in_turns, peak, few, device, request, model, workload, head, c
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         with compile_cache():
-            for tag in TAGS[device.type]:
-                names = tuple(name.removesuffix(f"-{tag}") for name in wanted if name.endswith(tag))
-                if not names:
-                    continue
+            for tag, names in training.by_dtype(wanted):
                 options = {"wanted": names, "head": head, "samples": few, "roofs": peak, "device": device}
                 yield from training.bench_training(size, workload, tag, **options)
                 torch._dynamo.reset()

@@ -626,5 +626,3 @@ def test_rotation_exceeds_the_cache_twice(monkeypatch):
     assert timing.rotations(40 << 20, "cpu") == 3
     assert timing.rotations(1 << 30, "cpu") == 1
     assert timing.rotations(1, "cpu", limit=16) == 16
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
-    timing.flush_cache("cpu")
