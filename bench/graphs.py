@@ -9,8 +9,7 @@ The lanes:
 - `host`: all inputs are in CPU memory, as the tokens of a tokenizer are.
 - `device`: they count as a GPU's, so the host first copies them to itself. A real copy waits for the GPU.
 
-`--other DIR` also measures another checkout, built in place, by the lane `host`: before and after a change in
-one run. Each checkout has its own processes, in turn; a sample is the median call of one process. Rows go to
+Each lane has its own processes, in turn; a sample is the median call of one process. Rows go to
 bench/results/<machine>/graphs.json.
 """
 
@@ -26,9 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent.parent
-_SEPARATE = "--serve" in sys.argv  # in a process of its own: the checkout is named behind it
-ROOT = Path(sys.argv[sys.argv.index("--serve") + 1]) if _SEPARATE else HERE
+ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
@@ -62,9 +59,6 @@ def cases() -> dict[str, dict]:
 def graphed_model() -> Callable:
     """A graphed encoder whose weights are watched as on a GPU and whose replays do nothing."""
     import fastbert
-
-    if not Path(fastbert.__file__).is_relative_to(ROOT):
-        raise RuntimeError(f"there is no package fastbert in {ROOT}, and another one was found")
     from fastbert.graphs.recorder import EagerRecorder, Recording
     from fastbert.layers import linear
     from fastbert.layers.encoder import EncoderLayer
@@ -104,7 +98,7 @@ def microseconds(call: Callable[[], object], calls: int) -> list[float]:
 
 
 def serve(lane: str, calls: int) -> dict[str, dict]:
-    """Measure this process's checkout: case -> least and median milliseconds."""
+    """Measure in this process: case -> least and median milliseconds."""
     torch.set_num_threads(1)
     graphed, found = graphed_model(), {}
     if lane == "device":
@@ -120,14 +114,13 @@ def serve(lane: str, calls: int) -> dict[str, dict]:
     return found
 
 
-def ask(root: Path, lane: str, calls: int) -> dict[str, dict]:
+def ask(lane: str, calls: int) -> dict[str, dict]:
     """`serve` in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(root)]
-    command += ["--lane", lane, "--calls", str(calls)]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", lane, "--calls", str(calls)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{root}, {lane}: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"{lane}: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -136,13 +129,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/graphs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--other", type=Path, help="another checkout of this project, built in place")
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each checkout and lane, in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each lane, in turn")
     parser.add_argument("--calls", type=int, default=CALLS, help="of each case in a process")
     parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
     parser.add_argument("--note", help="a remark to keep with the results")
-    parser.add_argument("--serve", metavar="ROOT", help=argparse.SUPPRESS)
-    parser.add_argument("--lane", choices=LANES, default="host", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=LANES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in ("rounds", "calls"):
         if getattr(args, name) < 1:
@@ -154,26 +145,23 @@ def main(argv: list[str] | None = None) -> int:
     """Measure; print and record each row."""
     args = parse(argv)
     if args.serve:
-        print(json.dumps(serve(args.lane, args.calls)))
+        print(json.dumps(serve(args.serve, args.calls)))
         return 0
     from bench.lib.machine import describe
     from bench.lib.report import Report
     from bench.lib.timing import summarise
 
     environment = describe(torch.device("cpu"))
-    folder = args.out or HERE / "bench" / "results" / environment["slug"]
+    folder = args.out or ROOT / "bench" / "results" / environment["slug"]
     settings = {"rounds": args.rounds, "calls": args.calls}
     report = Report(folder / "graphs.json", settings, args.note)
-    report.data |= {"environment": environment, "other": args.other is not None}
-    runs = [("fastbert", HERE, lane) for lane in LANES]
-    if args.other is not None:
-        runs.append(("other", args.other.resolve(), "host"))
+    report.data["environment"] = environment
     start = time.monotonic()
-    found: dict[tuple[str, str], list[dict]] = {(who, lane): [] for who, _, lane in runs}
+    found: dict[str, list[dict]] = {lane: [] for lane in LANES}
     for _ in range(args.rounds):
-        for who, root, lane in runs:
-            found[who, lane].append(ask(root, lane, args.calls))
-    for (who, lane), rounds in found.items():
+        for lane in LANES:
+            found[lane].append(ask(lane, args.calls))
+    for lane, rounds in found.items():
         for case in cases():
             times = [measured[case] for measured in rounds]
             timing = summarise([each["median_ms"] for each in times], args.calls, "wall").facts()
@@ -181,8 +169,8 @@ def main(argv: list[str] | None = None) -> int:
                 {
                     "step": "graphed call",
                     "status": "ok",
-                    "name": f"{who}-{lane}-{case}",
-                    "candidate": who,
+                    "name": f"fastbert-{lane}-{case}",
+                    "candidate": "fastbert",
                     "lane": lane,
                     "case": case,
                     **timing,

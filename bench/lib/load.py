@@ -37,14 +37,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import fastbert
 from bench.lib import turns
 from bench.lib.load_engine import CALLERS, EXPORTED
 from bench.lib.probe_steps import reason_of
 from bench.lib.timing import summarise
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = Path(fastbert.__file__).resolve().parents[1]  # the checkout that the caller itself has imported
 KINDS = ("neighbour", "processes", "threads")
 PROCESSES = 4
 CANDIDATES = (
@@ -61,14 +59,12 @@ CANDIDATES = (
 PAUSE_SECONDS = 0.05  # before each sample: idle threads fall asleep, the scheduler sees the neighbour
 LEAST_SECONDS = 0.4  # of a sample: many turns of the scheduler. With 0.1 half of the rows were too noisy
 LEAST_ALLOWANCE = 0.05
-# What a process runs: the package of checkout 1, the benchmarks of checkout 2.
+# What a process runs, with the package and the benchmarks of this checkout.
 CODE = """
 import sys
 sys.path[0] = sys.argv[1]
-import fastbert
-sys.path[0] = sys.argv[2]
 from bench.lib import load_engine
-load_engine.{function}(*sys.argv[3:])
+load_engine.{function}(*sys.argv[2:])
 """
 
 
@@ -82,10 +78,10 @@ def factor(kind: str) -> float:
     return {"neighbour": 1.0, "processes": max(1.0, PROCESSES / cores()), "threads": float(CALLERS)}[kind]
 
 
-def started(function: str, root: Path, *arguments: object, **options) -> subprocess.Popen:
-    """A process that runs `function` of load_engine.py with the package of the checkout `root`."""
+def started(function: str, *arguments: object, **options) -> subprocess.Popen:
+    """A process that runs `function` of load_engine.py."""
     code = CODE.format(function=function)
-    command = [sys.executable, "-c", code, str(root), str(ROOT), str(os.getpid()), *map(str, arguments)]
+    command = [sys.executable, "-c", code, str(ROOT), str(os.getpid()), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
 
 
@@ -93,17 +89,15 @@ class Engine:
     """A candidate's process. It is being built while others are: its first `answer` is that it is ready.
 
     Args:
-        name: `other-…` is fastbert of the checkout `root`.
+        name: of CANDIDATES.
         model: a name of MODELS.
         folder: of the model, as `prepare` has left it.
         threads: of a call.
-        root: the checkout whose fastbert it runs.
     """
 
-    def __init__(self, name: str, model: str, folder: Path, threads: int, root: Path):
+    def __init__(self, name: str, model: str, folder: Path, threads: int):
         self.name = name
-        arguments = (name.replace("other-", "fastbert-"), model, folder, threads, root)
-        self.process = started("serve", root, *arguments, stdin=subprocess.PIPE, bufsize=1)
+        self.process = started("serve", name, model, folder, threads, stdin=subprocess.PIPE, bufsize=1)
 
     def answer(self) -> dict:
         """Its next answer. Raises RuntimeError with its reason if it has failed."""
@@ -133,10 +127,10 @@ class Engine:
 class Neighbour:
     """A process of one thread that never rests, while resumed; at first it is paused."""
 
-    def __init__(self, same_session: bool) -> None:
+    def __init__(self) -> None:
         # Linux shares processor time between sessions first, then between the threads of each
         command = [sys.executable, "-P", str(Path(__file__).with_name("neighbour.py")), str(os.getpid())]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=not same_session)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         self.process.stdout.readline()  # it knows its parent
         self.pause()
 
@@ -207,8 +201,6 @@ class Bench:
         threads: of a call, in the kinds `neighbour` and `threads`.
         names: the engines that may be measured.
         batches: the workloads that may be measured.
-        other: another checkout, whose fastbert is `other-…`.
-        same_session: the neighbour is of the engines' own session, not a service beside them.
         seconds: of a sample, at least.
 
     Raises:
@@ -222,14 +214,10 @@ class Bench:
         threads: int,
         names: Iterable[str],
         batches: Iterable[str],
-        *,
-        other: Path | None = None,
-        same_session: bool = False,
         seconds: float = LEAST_SECONDS,
     ):
-        self.model, self.folder, self.threads = model, folder, threads
-        self.other, self.seconds = other, seconds
-        process = started("prepare", OURS, model, folder, ",".join(names), *batches)
+        self.model, self.folder, self.threads, self.seconds = model, folder, threads, seconds
+        process = started("prepare", model, folder, ",".join(names), *batches)
         try:
             text = process.communicate()[0]
         finally:
@@ -239,7 +227,7 @@ class Bench:
         self.no_export: str | None = json.loads(text)["error"]
         self.engines: dict[str, Engine] = {}  # those of all threads, which stay
         self.failed: dict[str, str] = {}  # engine of all threads -> why it cannot be measured
-        self.neighbour = Neighbour(same_session)
+        self.neighbour = Neighbour()
 
     def close(self) -> None:
         """End all processes."""
@@ -251,10 +239,7 @@ class Bench:
         """A new process of the engine `name`."""
         if name.startswith(EXPORTED) and self.no_export is not None:
             raise RuntimeError(self.no_export)
-        if name.startswith("other-") and self.other is None:
-            raise RuntimeError("other: no other checkout is given")
-        root = self.other.resolve() if name.startswith("other-") else OURS
-        return Engine(name, self.model, self.folder, threads, root)
+        return Engine(name, self.model, self.folder, threads)
 
     def rows(self, kind: str, workload: str, names: Sequence[str], samples: int) -> Iterator[dict]:
         """A row for each engine; one that fails is a row with the reason. `median_ms` is the time under load.
@@ -422,7 +407,6 @@ def judge(row: Mapping, rows: Iterable[Mapping]) -> dict[str, object]:
         if other["status"] == "ok"
         and turns.precision(other["candidate"]) == turns.precision(name)
         and not turns.is_ours(other["candidate"])
-        and not other["candidate"].startswith("other-")
         and turns.wrong(other) is None
     ]
     peers.sort(key=lambda peer: peer["loss"])

@@ -6,7 +6,6 @@ It asks for `in_turns` and hands it a function that measures a group. See bench/
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -77,29 +76,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--note", help="a remark to keep with the results, such as 'shared machine'")
     group.addoption("--roofs", type=Path, help="the probe's file: the roofs are not measured again")
     group.addoption("--smoke", action="store_true", help="tiny models and roofs: tries the code only")
-    under_load = parser.getgroup("fastbert-load", "fastbert's benchmarks: under load")
-    under_load.addoption(
-        "--other", type=checkout, help="another checkout, built in place: `other-…` beside ours"
-    )
-    under_load.addoption(
-        "--same-session",
-        action="store_true",
-        help="the neighbour is of the engines' own session, not a service beside them",
-    )
-
-
-def checkout(text: str) -> Path:
-    """The folder of a checkout of this project."""
-    path = Path(text).resolve()
-    if not (path / "fastbert" / "__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"got {text}, expected a checkout with the folder fastbert/")
-    return path
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """One run, on as many threads for everybody as the process may use cores."""
-    if "--other" in config.invocation_params.args:  # pytest has loaded that checkout's conftest.py
-        raise pytest.UsageError("--other: expected --other=DIR: pytest takes a DIR alone for tests to run")
     config.addinivalue_line("markers", "long: left out unless --everything is given")
     config.addinivalue_line("markers", "cpu: measured on a CPU only")
     if config.getoption("device") == "cuda" and not (torch.cuda.is_available() or config.option.collectonly):
@@ -318,7 +298,6 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
     """What belongs to the run as a whole, and the rows without a time."""
     run, option = config.stash[RUN], config.getoption
     names = ("device", "peers", "model", "workload", "dtype", "threads", "samples", "everything", "smoke")
-    names += ("same_session",)
     output_json["fastbert"] = {
         "schema": SCHEMA,
         **machine.commit_here(),

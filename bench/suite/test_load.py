@@ -1,8 +1,7 @@
 """Engines under load: a busy neighbour, 4 processes of one thread, 2 Python threads that call one model.
 
 A row's time is that under load; `loss` says what the load costs (bench/lib/load.py). A test of ours fails if
-it loses more than the best peer of its precision, beyond noise. `--other=DIR` adds `other-…`: the fastbert of
-another checkout, built in place.
+it loses more than the best peer of its precision, beyond noise.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.lib import load, turns
+from bench.lib import load
 
 pytestmark = pytest.mark.cpu
 
@@ -26,16 +25,12 @@ SHORT = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """(kind, model, workload, candidate), the loads of one model together; `other-…` with --other=DIR."""
+    """(kind, model, workload, candidate), the loads of one model together."""
     found = []
     for model, workload in CASES:
         for kind in load.KINDS:
-            candidates = list(load.CANDIDATES)
-            if metafunc.config.getoption("other") is not None:
-                candidates += [f"other-{turns.precision(n)}" for n in candidates if turns.is_ours(n)]
-            for candidate in candidates:
-                short = SHORT.get((kind, model, workload), ())
-                rare = candidate.replace("other-", "fastbert-") not in short
+            for candidate in load.CANDIDATES:
+                rare = candidate not in SHORT.get((kind, model, workload), ())
                 marks = [pytest.mark.long] if rare else []
                 found.append(pytest.param(kind, model, workload, candidate, marks=marks))
     metafunc.parametrize(("kind", "model", "workload", "candidate"), found)
@@ -62,8 +57,6 @@ def processes(request: pytest.FixtureRequest) -> Iterator[Callable[[str], load.B
                     torch.get_num_threads(),
                     {params["candidate"] for params in asked},
                     {params["workload"] for params in asked},
-                    other=option("other"),
-                    same_session=option("same_session"),
                     seconds=0.0 if option("smoke") else load.LEAST_SECONDS,
                 )
             return kept[model]

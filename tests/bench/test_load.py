@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pathlib
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from bench.lib import load, load_engine, turns
-from bench.suite import conftest
 from tests.support.benches import ROOT
 from tests.support.processes import python
 
@@ -64,8 +62,7 @@ def wait_until(true, seconds: float = 20.0) -> None:
 @pytest.mark.sweep
 def test_a_whole_run(tmp_path):
     saved = tmp_path / "load.json"
-    options = ["--model", "minilm", "--peers", "other", "--samples", 2, f"--other={ROOT}"]
-    done = suite(*options, "--benchmark-json", saved)
+    done = suite("--model", "minilm", "--peers", "none", "--samples", 2, "--benchmark-json", saved)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     data = json.loads(saved.read_text())
     groups: dict[str, set[str]] = {}
@@ -78,8 +75,7 @@ def test_a_whole_run(tmp_path):
         assert facts["loss"] == pytest.approx(loaded_ms / (facts["quiet_ms"] * facts["factor"]))
         assert facts["cosine"] > 0.97
         assert f"loss {facts['loss']:.2f}" in done.stdout
-    both = {"fastbert-fp32", "other-fp32"}
-    assert groups == {f"load-{kind}-minilm-1x16": both for kind in load.KINDS}
+    assert groups == {f"load-{kind}-minilm-1x16": {"fastbert-fp32"} for kind in load.KINDS}
     assert data["fastbert"]["without_a_time"] == []
 
 
@@ -108,18 +104,6 @@ def pytest_configure(config): config.option.smoke = False
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 3  # fp32 by each kind of load; int8 holds
     assert all("fastbert-fp32" in line for line in failed)
-
-
-def test_other_is_a_checkout(tmp_path):
-    assert conftest.checkout(str(ROOT)) == ROOT
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a checkout with the folder fastbert/"):
-        conftest.checkout(str(tmp_path))
-
-
-@pytest.mark.sweep
-def test_other_needs_its_equals_sign():
-    done = suite("--collect-only", "--other", ROOT)
-    assert (done.returncode, "expected --other=DIR" in done.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
 
 
 # ---- what is measured ----
@@ -251,8 +235,8 @@ def test_loss_is_beside_a_perfect_sharing(monkeypatch):
         (2.5, 0.02, [row("openvino-fp32", 1.6, quiet_spread=0.5)], None, "openvino-fp32"),
         # broken beside a peer without noise, whatever a noisy one does
         (2.5, 0.02, [row("openvino-fp32", 1.6, spread=0.5), row("b-fp32", 1.7)], False, "b-fp32"),
-        # no peers: another precision, another checkout, a wrong result, an error
-        (2.5, 0.02, [row("a-int8", 1.0), row("b-fp32", 3.0), row("other-fp32", 1.0)], True, "b-fp32"),
+        # no peers: another precision, a wrong result, an error
+        (2.5, 0.02, [row("a-int8", 1.0), row("b-fp32", 3.0)], True, "b-fp32"),
         (2.5, 0.02, [row("a-fp32", 1.0, cosine=0.5), row("b-fp32", 3.0)], True, "b-fp32"),
         (2.5, 0.02, [{"candidate": "a-fp32", "status": "error"}, row("b-fp32", 3.0)], True, "b-fp32"),
     ],
@@ -280,7 +264,7 @@ def test_peers_and_rows_without_a_peer_have_no_verdict():
 
 @linux
 def test_the_neighbour_stops_and_runs_when_told():
-    beside = load.Neighbour(False)
+    beside = load.Neighbour()
     state = pathlib.Path("/proc", str(beside.process.pid), "stat")
 
     def is_one_of(states: str) -> bool:
@@ -298,11 +282,10 @@ def test_the_neighbour_stops_and_runs_when_told():
 
 
 @linux
-@pytest.mark.parametrize("same", [False, True])
-def test_the_neighbour_is_of_another_session_unless_asked(same):
-    beside = load.Neighbour(same)
+def test_the_neighbour_is_of_another_session():
+    beside = load.Neighbour()
     try:
-        assert (os.getsid(beside.process.pid) == os.getsid(0)) == same
+        assert os.getsid(beside.process.pid) != os.getsid(0)
     finally:
         beside.close()
 
@@ -310,7 +293,7 @@ def test_the_neighbour_is_of_another_session_unless_asked(same):
 @linux
 @pytest.mark.parametrize("state", ["pause", "resume"])
 def test_the_neighbour_ends_with_a_benchmark_that_is_killed(state):
-    script = "import time; from bench.lib import load; n = load.Neighbour(False); time.sleep(0.5); "
+    script = "import time; from bench.lib import load; n = load.Neighbour(); time.sleep(0.5); "
     script += f"n.{state}(); print(n.process.pid, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         pid = int(run.stdout.readline())
@@ -327,31 +310,26 @@ def test_a_process_whose_parent_has_ended_ends():
 @pytest.fixture
 def tiny(tmp_path):
     """The processes of a tiny model, without peers."""
-    missing = tmp_path / "missing"
-    missing.mkdir()
     folder = tmp_path / "tiny"
     folder.mkdir()
     threads = torch.get_num_threads()
-    bench = load.Bench("tiny", folder, threads, ["fastbert-fp32"], ["1x16"], other=missing, seconds=0.0)
+    bench = load.Bench("tiny", folder, threads, ["fastbert-fp32"], ["1x16"], seconds=0.0)
     yield bench
     bench.close()
 
 
 @pytest.mark.sweep
 def test_an_engine_that_fails_is_an_error_row(tiny):
-    names = ("fastbert-fp32", "other-fp32", "fastbert-fp64")
-    good, other, unknown = tiny.rows("threads", "1x16", names, 1)
-    assert good["status"] == "ok"
-    assert (other["status"], unknown["status"]) == ("error", "error")
-    assert "expected that of" in other["error"]  # never the installed package in its place
+    good, unknown = tiny.rows("threads", "1x16", ("fastbert-fp32", "fastbert-fp64"), 1)
+    assert (good["status"], unknown["status"]) == ("ok", "error")
     assert "fp64" in unknown["error"]
     # one that ends later
     tiny.engines["fastbert-fp32"].process.kill()
     for _ in range(2):
         (row,) = tiny.rows("neighbour", "1x16", ("fastbert-fp32",), 1)
         assert (row["status"], "ended with" in row["error"]) == ("error", True)
-    (row,) = tiny.rows("processes", "1x16", ("other-fp32",), 1)
-    assert "expected that of" in row["error"]
+    (row,) = tiny.rows("processes", "1x16", ("fastbert-fp64",), 1)
+    assert "fp64" in row["error"]
     with pytest.raises(ValueError, match="kind: got 'rain', expected one of neighbour, processes, threads"):
         next(tiny.rows("rain", "1x16", ("fastbert-fp32",), 1))
 
@@ -384,7 +362,7 @@ def test_an_engine_ends_with_a_benchmark_that_is_killed(tiny):
 import time
 from pathlib import Path
 from bench.lib import load
-engine = load.Engine("fastbert-fp32", "tiny", Path({str(tiny.folder)!r}), 1, load.OURS)
+engine = load.Engine("fastbert-fp32", "tiny", Path({str(tiny.folder)!r}), 1)
 engine.answer()
 engine.ask(workload="1x16", callers=1, begin=0.0, seconds=600.0, alone=True)
 time.sleep(0.5)
