@@ -59,26 +59,13 @@ class Place:
 
     def command(self, name: str, *options: str, launcher: tuple[str, ...] = ()) -> list[str]:
         """The command of a run into the folder `name`."""
-        model, shards = ROOT / "examples" / "bert-small.json", self.folder / "shards"
-        sizes = (
-            ["--batch-size", "32", "--max-length", "128"] if self.device == "cuda" else ["--batch-size", "4"]
-        )
-        return [
-            *(sys.executable, *launcher, "-m", "fastbert", "pretrain", "--data", str(shards)),
-            *("--model", str(model), "--recipe", "bert", "--steps", str(self.steps), *sizes),
-            *(
-                "--lr",
-                "1e-3",
-                "--warmup",
-                "0.1",
-                "--device",
-                self.device,
-                "--no-progress",
-                "--no-tensorboard",
-            ),
-            *("--log-every", "2", "--save-every", str(max(2, self.steps // 4))),
-            *("--output", str(self.folder / name), *options),
-        ]
+        sizes = "--batch-size 32 --max-length 128" if self.device == "cuda" else "--batch-size 4"
+        fixed = f"--recipe bert --steps {self.steps} {sizes} --lr 1e-3 --warmup 0.1 --device {self.device}"
+        fixed += f" --no-progress --no-tensorboard --log-every 2 --save-every {max(2, self.steps // 4)}"
+        files = {"--data": self.folder / "shards", "--model": ROOT / "examples" / "bert-small.json"}
+        files["--output"] = self.folder / name
+        given = [str(word) for pair in files.items() for word in pair]
+        return [sys.executable, *launcher, "-m", "fastbert", "pretrain", *given, *fixed.split(), *options]
 
     def log(self, name: str, file: str = "log.jsonl") -> list[dict]:
         """The whole lines of a run's log so far."""
@@ -124,15 +111,9 @@ def prepare(folder: Path, documents: int) -> None:
     with text.open("w", encoding="utf-8") as file:
         for document in itertools.islice(filter(None, python_text.documents()), documents):
             file.write(json.dumps({"text": document}) + "\n")
-    words = ["train-tokenizer", str(text), "--vocab-size", "2000", "--output", str(folder / "tokenizer")]
-    shards = [
-        "prepare",
-        str(text),
-        "--tokenizer",
-        str(folder / "tokenizer"),
-        "--output",
-        str(folder / "shards"),
-    ]
+    tokenizer, shards = str(folder / "tokenizer"), str(folder / "shards")
+    words = ["train-tokenizer", str(text), "--vocab-size", "2000", "--output", tokenizer]
+    shards = ["prepare", str(text), "--tokenizer", tokenizer, "--output", shards]
     for arguments in (words, shards):
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run([sys.executable, "-m", "fastbert", *arguments], env=env, check=True)
