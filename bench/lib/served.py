@@ -61,7 +61,7 @@ def of_row(row: dict, device: torch.device | str) -> dict[str, str]:
     tag = precision(row.get("candidate", ""))
     if tag not in DTYPES or "median_ms" not in row:
         return {}
-    autocast = row["step"] == "training" and tag == "bf16"
+    autocast = row.get("step") == "training" and tag == "bf16"
     return backends(row["candidate"], device, "bf16 autocast" if autocast else tag)
 
 
