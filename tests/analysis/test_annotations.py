@@ -154,12 +154,6 @@ def test_as_scikit_learn(classes, kinds):
     assert found.classes.tolist() == ([0, 1, 2, 3, 4] if kinds == 5 else [1, 4])
 
 
-def test_labels_of_chance_are_not_learned(classes):
-    pytest.importorskip("sklearn")
-    other = np.random.default_rng(8).permutation(classes.ravel()).reshape(classes.shape)
-    assert fit(statistics_of(classes, 0.1), labels_of(other)).macro_f1 < 0.5
-
-
 def test_shares_and_commonest(classes):
     shares = shares_of(classes)
     assert sum(shares.values()) == pytest.approx(1)

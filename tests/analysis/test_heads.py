@@ -262,22 +262,6 @@ def test_importance_leaves_the_model_alone(labelled):
 # -- pruning curves ------------------------------------------------------------------------------------------
 
 
-def test_a_pruning_curve(labelled):
-    ours = both("bert")[1]
-    order = np.random.default_rng(0).permutation(9)
-    found = pruning_curve(ours, labelled, order, step=1 / 3, batch_tokens=60)
-    assert found.removed.tolist() == [0, 3, 6, 9]
-    measure = Measure.of(ours, labelled)
-    for point, count in enumerate(found.removed):
-        mask = torch.ones(9, dtype=torch.float64)
-        mask[order[:count]] = 0
-        (batch,) = batches(ours, labelled)
-        with torch.inference_mode():
-            hidden = encode(ours, batch, gates=mask.view(3, 3))
-            score = measure(hidden, batch.inputs, measure.labels_of(batch))[1]
-        np.testing.assert_array_equal(found.score[point, batch.numbers], score.numpy())
-
-
 def test_the_steps_of_a_curve(labelled):
     ours = both("bert")[1]
     assert pruning_curve(ours, labelled, range(9), step=1).removed.tolist() == [0, 9]

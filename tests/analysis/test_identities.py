@@ -168,14 +168,6 @@ def test_a_hidden_key_stays_hidden_from_uniform_heads():
 # -- closed forms --------------------------------------------------------------------------------------------
 
 
-def test_identical_keys_give_the_logarithm():
-    p = of()
-    p = Probabilities(p.q, torch.ones_like(p.k), p.cu_seqlens, p.max_seqlen, p.scale)
-    lengths = torch.tensor(LENGTHS).repeat_interleave(torch.tensor(LENGTHS)).double()
-    close(p.entropy(), lengths.log()[:, None].expand(-1, HEADS))
-    close(p.collision(), (1 / lengths)[:, None].expand(-1, HEADS))
-
-
 def test_one_hot_rows():
     """A row that sees one key alone: entropy 0, collision 1, all mass there."""
     length = 6
@@ -198,12 +190,6 @@ def test_one_token():
     close(p.collision(), ones)
     close(p.at_offset(0), ones)
     close(p.at_offset(1), 0 * ones)
-
-
-def test_masses_of_a_partition_sum_to_one():
-    p = of(dtype=torch.float32)
-    groups = torch.nn.functional.one_hot(torch.arange(len(p.q)) % 5, 5).float()
-    close(p.of_values(groups).sum(-1), torch.ones(len(p.q), HEADS, dtype=torch.float64), 1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

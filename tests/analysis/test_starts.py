@@ -67,7 +67,7 @@ def by_hand(model, examples, recipe: Recipe, seed: int) -> int:
 @pytest.mark.parametrize("batch_tokens", [4096, 30], ids=["whole batches", "cut batches"])
 def test_the_training_is_that_of_a_loop_by_hand(batch_tokens):
     theirs, ours = (copy.deepcopy(each) for each in both("bert", num_labels=2, **STILL))
-    examples = tokenized(make_tokenizer(), TEXTS, PAIRS, labels=[0, 1, 1, 0, 1])
+    examples = tokenized(make_tokenizer(), TEXTS, PAIRS, labels=[0, 1, 0, 1, 0])
     recipe = Recipe(epochs=4, batch_size=2, lr=1e-3)
     before = copy.deepcopy(ours.state_dict())
     steps = trained(ours, examples, recipe=recipe, seed=3, batch_tokens=batch_tokens)
@@ -183,13 +183,6 @@ def test_numbers(seen):
     known = seen[0][2].labels
     held_out = np.setdiff1d(examples.labels, known)
     np.testing.assert_allclose(found.baseline, -((held_out - known.mean()) ** 2), rtol=1e-5)
-
-
-def test_it_learns():
-    """Whether "cat" is there: from any start that may learn all, the others are told as well."""
-    model = classifier(**STILL)
-    found = starts(model, labelled(100), recipe=Recipe(25, 16, 3e-3))
-    assert found.score[[RANDOM, PRETRAINED]].mean() > 0.9 > found.baseline.mean() + 0.2
 
 
 def test_one_seed_one_result():
