@@ -9,35 +9,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from fastbert.analysis.examples import tokenized
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "dog",
-    "ran",
-    "to",
-    "tree",
-    "in",
-    "big",
-    "red",
-    "house",
-    "while",
-    "it",
-    "rain",
-    "##ed",
-    "##s",
-    ",",
-    ".",
-    "!",
-    "?",
-    "not",
-    "never",
-    "no",
-]
+VOCAB = (
+    "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and dog ran to tree in big red house while it rain "
+    "##ed ##s , . ! ? not never no"
+)
 TEXTS = [
     "the cat sat on the mat .",
     "a big dog ran to a tree , and it rained !",
@@ -50,8 +25,7 @@ PAIRS = ["a dog ran .", "it sat on a tree .", "the red mat", "big cats ran to th
 
 @functools.cache
 def make_tokenizer() -> Tokenizer:
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocab = {word: i for i, word in enumerate([*special, *WORDS])}
+    vocab = {word: i for i, word in enumerate(VOCAB.split())}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
