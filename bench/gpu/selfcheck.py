@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(args.json, {"device": args.device}, None, line)
     report.data["environment"] = describe(device)
     report.save()
-    for result in warmup.run(device, dtypes=(torch.bfloat16, torch.float32), seconds=args.budget):
-        report.row(proven.row_of(result, device))
+    for unit, found in warmup.run(device, dtypes=(torch.bfloat16, torch.float32), seconds=args.budget):
+        report.row(proven.row_of(unit, found, device))
     return int(any(row["status"] == "failed" for row in report.data["rows"]))
 
 

@@ -10,26 +10,25 @@ import torch
 
 from bench.lib.roofs import TAGS
 from fastbert.testing import known, verdict_keys
-from fastbert.testing.verdicts import PASSED, SLOWER
-from fastbert.testing.warmup import Result
+from fastbert.testing.verdict_keys import Unit
+from fastbert.testing.verdicts import PASSED, SLOWER, Verdict
 
 # Parts of a proof's key whose change makes an earlier proof worthless.
 _CONTENT = ("source", "tuned")
 
 
-def row_of(result: Result, device: torch.device) -> dict:
+def row_of(unit: Unit, found: Verdict, device: torch.device) -> dict:
     """The row of a run's file: the verdict, and the key of the proof that it is, if it may be one."""
-    dtype = getattr(torch, result.dtype)
-    key = verdict_keys.proof_key_of(result.op, result.backend, device, dtype)
-    facts = {name: getattr(result, name) for name in ("outcome", "reason", "date", "seconds")}
+    key = verdict_keys.proof_key_of(unit.op, unit.backend, device, unit.dtype)
+    facts = {name: getattr(found, name) for name in ("outcome", "reason", "date", "seconds")}
     return {
         "step": "selfcheck",
-        "name": f"{result.op}-{result.backend}-{TAGS.get(dtype, result.dtype)}",
-        "status": "ok" if result.outcome in (PASSED, SLOWER) else "failed",
+        "name": f"{unit.op}-{unit.backend}-{TAGS.get(unit.dtype, verdict_keys.name_of(unit.dtype))}",
+        "status": "ok" if found.outcome in (PASSED, SLOWER) else "failed",
         **facts,
-        "times": [list(time) for time in result.times],
+        "times": [list(time) for time in found.times],
         # what the table says already is no news
-        "key": None if result.commit else key,
+        "key": None if found.commit else key,
     }
 
 

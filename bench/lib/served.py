@@ -10,6 +10,7 @@ from bench.lib.roofs import TAGS
 from bench.lib.turns import precision
 from fastbert.runtime import dispatch
 from fastbert.testing import warmup
+from fastbert.testing.verdict_keys import name_of
 
 # Candidates whose ops dispatch.py serves.
 OURS = ("fastbert", "accelerated")
@@ -28,9 +29,10 @@ def prove(device: torch.device | str) -> list[dict]:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     found = []
-    for row in warmup.run(device, dtypes=(torch.bfloat16, torch.float32)):
-        facts = {name: getattr(row, name) for name in ("op", "backend", "dtype", "outcome", "reason")}
-        found.append(facts | {"times": [time._asdict() for time in row.times]})
+    for unit, verdict in warmup.run(device, dtypes=(torch.bfloat16, torch.float32)):
+        facts = {"op": unit.op, "backend": unit.backend, "dtype": name_of(unit.dtype)}
+        facts |= {"outcome": verdict.outcome, "reason": verdict.reason}
+        found.append(facts | {"times": [time._asdict() for time in verdict.times]})
     return found
 
 

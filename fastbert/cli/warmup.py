@@ -8,14 +8,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
 from fastbert.testing import serving, verdicts, warmup
-from fastbert.testing.verdict_keys import Unit
-from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED
+from fastbert.testing.verdict_keys import Unit, name_of
+from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED, Verdict
 
 # A slower kernel is no failure: the next backend serves.
 _SAYS = {PASSED: "pass", FAILED: "FAIL", SLOWER: "slower", KILLED: "KILLED", UNDECIDED: "FAIL"}
@@ -55,40 +56,41 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout {timeout}: expected a number of seconds above 0")
     dtypes = [DTYPES[name] for name in args.dtype] if args.dtype else None
-    rows: list[warmup.Result] = []
+    rows: list[dict[str, Any]] = []
     where, wanted, now = verdicts.folder(), warmup.wanted(device, args.op, dtypes), _Now()
     if not args.json and wanted:
         print(
             f"verdicts on {device} are kept in {where}" if where else "verdicts are not kept: FASTBERT_CACHE="
         )
         print(_LINE.format("", "op", "backend", "dtype", "ms", "verdict"), flush=True)
-    for row in warmup.run(device, args.op, dtypes, again=args.again, seconds=timeout, telling=now):
+    for unit, found in warmup.run(device, args.op, dtypes, again=args.again, seconds=timeout, telling=now):
+        row = _row(unit, device, found)
         rows.append(row)
         now.clear()
         if not args.json:
-            verdict = _SAYS[row.outcome] + (row.beside if row.passed else f": {row.reason}")
-            kept = f" (of {row.date})" if row.kept else ""
-            kept = f" (proven at {row.commit[:9]}, {row.date[:10]})" if row.commit else kept
-            ms = f"{row.seconds * 1e3:,.0f}"
-            which = f"{len(rows)}/{len(wanted)}"
-            print(_LINE.format(which, row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)
+            verdict = _SAYS[found.outcome] + (row["beside"] if found.passed else f": {found.reason}")
+            kept = f" (of {found.date})" if found.kept else ""
+            kept = f" (proven at {found.commit[:9]}, {found.date[:10]})" if found.commit else kept
+            ms = f"{found.seconds * 1e3:,.0f}"
+            which = f"{len(rows)}/{len(wanted)}", unit.op, unit.backend, row["dtype"]
+            print(_LINE.format(*which, ms, verdict + kept), flush=True)
     now.clear()
     choices = _choices(device, wanted)
-    passed = all(row.outcome in (PASSED, SLOWER) for row in rows)
+    passed = all(row["outcome"] in (PASSED, SLOWER) for row in rows)
     if args.json:
         folder = None if where is None else str(where)
         report = {
             "device": str(device),
             "verdicts": folder,
             "passed": passed,
-            "rows": [vars(row) | {"times": [time._asdict() for time in row.times]} for row in rows],
+            "rows": rows,
             "serving": [vars(choice) for choice in choices],
         }
         print(json.dumps(report, indent=1))
     elif not rows:
         print(f"nothing needs a check on {device}: {why_none(device, args.op or dispatch.OPS)}")
     else:
-        counts = Counter(row.outcome for row in rows)
+        counts = Counter(row["outcome"] for row in rows)
         bad = len(rows) - counts[PASSED] - counts[SLOWER]
         print(f"\n{_SERVES.format('op', 'dtype', 'served by', 'why')}")
         for each in choices:
@@ -97,6 +99,18 @@ def run(args: argparse.Namespace) -> int:
         slow = f", {counts[SLOWER]} slower than the next backend" if counts[SLOWER] else ""
         print(f"{len(rows)} kernels on {device}, {bad} failed{slow}")
     return 0 if passed else 1
+
+
+def _row(unit: Unit, device: torch.device, found: Verdict) -> dict[str, Any]:
+    """A verdict as JSON."""
+    facts = ("passed", "outcome", "reason", "seconds", "kept", "date")
+    return {
+        **{"op": unit.op, "backend": unit.backend, "dtype": name_of(unit.dtype), "device": str(device)},
+        **{name: getattr(found, name) for name in facts},
+        "times": [time._asdict() for time in found.times],
+        "beside": serving.beside(found, unit.op, device.type),
+        "commit": found.commit,
+    }
 
 
 def _choices(device: torch.device, wanted: list[Unit]) -> list[serving.Choice]:

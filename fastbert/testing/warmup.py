@@ -7,46 +7,14 @@ that crashes that process, or hangs, another one checks the rest. What the shipp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import known, processes, proving, serving, verdict_keys, verdicts
+from fastbert.testing import known, processes, proving, verdict_keys, verdicts
 from fastbert.testing.processes import SECONDS
-from fastbert.testing.verdict_keys import Unit, name_of
-from fastbert.testing.verdicts import UNDECIDED, Time, Verdict
-
-
-@dataclass(frozen=True)
-class Result:
-    """The verdict on one kernel.
-
-    Attributes:
-        passed: whether it may serve.
-        outcome: "passed", "failed", "slower", "killed" or "undecided", as in `verdicts.Verdict`.
-        reason: None where it passed.
-        seconds: how long the check took, compilation included.
-        kept: whether the verdict was on disk already.
-        date: of the check, UTC.
-        times: of the kernel and of the backend that would serve without it, as in `verdicts.Time`.
-        beside: what they say, to be put behind something; "" where nothing was timed.
-        commit: of the shipped proof; "" where this machine checked.
-    """
-
-    op: str
-    backend: str
-    dtype: str
-    device: str
-    passed: bool
-    outcome: str
-    reason: str | None
-    seconds: float
-    kept: bool
-    date: str
-    times: tuple[Time, ...] = ()
-    beside: str = ""
-    commit: str = ""
+from fastbert.testing.verdict_keys import Unit
+from fastbert.testing.verdicts import UNDECIDED, Verdict
 
 
 def wanted(
@@ -69,8 +37,8 @@ def run(
     again: bool = False,
     seconds: float = SECONDS,
     telling: Callable[[str], None] = lambda text: None,
-) -> Iterator[Result]:
-    """Check kernels and keep the verdicts, one result at a time.
+) -> Iterator[tuple[Unit, Verdict]]:
+    """Check kernels and keep the verdicts, which are handed over one at a time.
 
     Args:
         device: the device to check on; "cuda" with its index.
@@ -88,7 +56,7 @@ def run(
         if proving.is_due(found, device):
             left.append(unit)
         else:
-            yield _result(unit, device, found)
+            yield unit, found
     if left:
         say = lambda waited: telling(f"another process checks; waited for {waited:.0f} s")  # noqa: E731
         with verdicts.turn(_key(left[0], device), say):
@@ -101,21 +69,14 @@ def _key(unit: Unit, device: torch.device) -> verdict_keys.Key:
 
 def _checked(
     left: list[Unit], device: torch.device, seconds: float, telling: Callable[[str], None]
-) -> Iterator[Result]:
-    """Check the kernels, one result at a time."""
+) -> Iterator[tuple[Unit, Verdict]]:
+    """Check the kernels, one at a time."""
     try:
         for unit, found in processes.checked(device, list(left), seconds=seconds, telling=telling):
             left.remove(unit)
-            yield _result(unit, device, found)
+            yield unit, found
     except processes.CannotStart as error:
         # the machine's fault, so nothing is kept
         missing = Verdict(f"not checked: {error}", date=verdicts.now(), outcome=UNDECIDED)
         for unit in left:
-            yield _result(unit, device, missing)
-
-
-def _result(unit: Unit, device: torch.device, found: Verdict) -> Result:
-    facts = found.passed, found.outcome, found.reason, found.seconds, found.kept, found.date
-    beside = serving.beside(found, unit.op, device.type)
-    where = unit.op, unit.backend, name_of(unit.dtype), str(device)
-    return Result(*where, *facts, found.times, beside, found.commit)
+            yield unit, missing

@@ -9,7 +9,8 @@ from bench.gpu import precompile
 from bench.lib import served
 from fastbert.runtime import dispatch
 from fastbert.testing import warmup
-from fastbert.testing.verdicts import Time
+from fastbert.testing.verdict_keys import Unit
+from fastbert.testing.verdicts import Time, Verdict
 from tests.support.triton_fixtures import interpreted
 
 
@@ -77,9 +78,7 @@ def test_every_kernel_is_checked_before_anything_is_timed(monkeypatch):
     def run(device, ops=None, dtypes=None):
         asked.append((device, ops, set(dtypes)))
         times = (Time("5x96", "forward", 1.0, "aten", 2.0),)
-        yield warmup.Result(
-            "linear", "triton", "bfloat16", str(device), True, "passed", None, 1.0, False, "", times
-        )
+        yield Unit("linear", "triton", torch.bfloat16), Verdict(None, times=times)
 
     monkeypatch.setattr(warmup, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

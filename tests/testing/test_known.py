@@ -69,11 +69,11 @@ def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
     table(times=TIMES)
     assert served_by() == "triton"
     assert served_by("training") == "aten"
-    (row,) = warm.run(CPU, dtypes=[torch.float32])
-    assert row.beside == (
+    ((unit, found),) = warm.run(CPU, dtypes=[torch.float32])
+    assert serving.beside(found, unit.op, "cpu") == (
         ", forward 0.50 x the time of aten, training 1.50 x the time of aten (does not serve)"
     )
-    assert (row.kept, row.commit) == (False, COMMIT)
+    assert (found.kept, found.commit) == (False, COMMIT)
 
 
 def test_a_slower_kernel_is_not_checked_either(table):
@@ -113,9 +113,9 @@ def test_again_checks_a_proven_kernel(table, monkeypatch):
         "checked",
         lambda device, units, **_: asked.extend(units) or [(LAYER_NORM, Verdict("wrong"))],
     )
-    assert [row.passed for row in warm.run(CPU, dtypes=[torch.float32])] == [True]
+    assert [verdict.passed for _, verdict in warm.run(CPU, dtypes=[torch.float32])] == [True]
     assert asked == []
-    assert [row.passed for row in warm.run(CPU, dtypes=[torch.float32], again=True)] == [False]
+    assert [verdict.passed for _, verdict in warm.run(CPU, dtypes=[torch.float32], again=True)] == [False]
     assert asked == [LAYER_NORM]
 
 

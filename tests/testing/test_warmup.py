@@ -198,7 +198,7 @@ def test_a_process_that_never_begins(planted, fake, monkeypatch, cache):
     fake("time.sleep(600)")
     monkeypatch.setattr(processes, "START_SECONDS", 1.0)
     found = list(warmup.run(CPU))
-    assert [row.reason for row in found] == ["not checked: it has not begun within 1 s"] * 3
+    assert [verdict.reason for _, verdict in found] == ["not checked: it has not begun within 1 s"] * 3
     assert not cache.exists()
 
 
