@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import fastbert
+from fastbert.training import work
 from fastbert.training.draws import Draws, key_of
 from fastbert.training.loop import Stage, Trainer
 from fastbert.training.schedules import Schedule
@@ -27,6 +29,19 @@ CONFIG = {
     "intermediate_size": 32,
     "max_position_embeddings": 32,
 }
+
+ROOF = 1e12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_models_on_one_thread():
+    """Their threads would only wait for each other, and to measure the roof takes longer than to train."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "roof", lambda device, dtype: ROOF)
+        yield
+    torch.set_num_threads(threads)
 
 
 @dataclass

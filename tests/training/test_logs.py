@@ -18,8 +18,7 @@ import pytest
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.training import curves, logs
 from fastbert.training.logs import Logs
-from tests.support.tiny_training import trainer
-from tests.training.conftest import ROOF
+from tests.support.tiny_training import ROOF, trainer
 
 
 def opened(run, step=0, offsets=None, **options) -> Logs:

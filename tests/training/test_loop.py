@@ -26,8 +26,7 @@ from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stream import Batch, Stream
 from tests.support import tiny_training
-from tests.support.tiny_training import Classes, Numbered, NumberedPlan, digests, trainer
-from tests.training.conftest import ROOF
+from tests.support.tiny_training import ROOF, Classes, Numbered, NumberedPlan, digests, trainer
 
 VOCAB, WIDTH, STEPS = 11, 5, 6
 WEIGHTS = {"class": 0.5, "size": 2.0}
