@@ -53,7 +53,7 @@ def found(arch: int) -> dict[str, object]:
     from fastbert.kernels import linear_norm as kernels
     from tests.support import triton_compile
 
-    name, _, call = next(triton_compile.linear_norm_jobs(False))
+    name, _, call = next(triton_compile.linear_norm_jobs(kernels, False))
     (kernel, args, config), *_ = triton_compile.recorded(kernels, call)
     source, options = triton_compile.source(kernel, args, config)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

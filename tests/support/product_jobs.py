@@ -12,15 +12,19 @@ both half precisions, plain and with everything that takes registers. `all` adds
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from fastbert.runtime import dispatch
 from tests.support import triton_compile
+from tests.support.triton_compile import DRAWN, HEADDIMS, MASK, MORE, Jobs, title
 
 ARCH = 90
 HEIGHT = 64  # rows of a warp group's product: lower tiles take another instruction
@@ -29,68 +33,48 @@ SCOPES = ("base", "configs", "all")
 CONFIGS = ("plain", "all", "all-drawn", "saved-all")
 
 
-def _wanted(scope: str, dtype, headdim: int, name: str, base: bool) -> bool:
+def _wanted(scope: str, dtype: torch.dtype, headdim: int, name: str, base: bool) -> bool:
     """Whether a scope has a job; `base`: whether BERT-base has its config and options in bfloat16."""
-    import torch
-
     if scope == "base":
         return base and dtype == torch.bfloat16 and headdim == 64
     return scope == "all" or name in CONFIGS
 
 
-def forward_jobs(scope: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """(name, architecture, call that launches) of `_attention_fwd_kernel`."""
-    import torch
-
+def forward_jobs(scope: str) -> Jobs:
+    """Jobs of `_attention_fwd_kernel`."""
     from fastbert.kernels import attention as kernels
 
-    dropout = {"dropout_p": 0.1, "save_bits": True}
-    options = {
-        "plain": {},
-        "causal": {"causal": True, "gate": True},
-        "saved": dropout,
-        "all": dropout
-        | {"bias": (32, 12, 512, 512), "probs": True, "causal": True, "gate": True, "batch": 32},
-    }
-    for dtype, headdim, name in itertools.product(
-        (torch.bfloat16, torch.float16), (64, 128, 16, 32, 80), options
-    ):
+    saved = DRAWN | {"save_bits": True}
+    options = {"plain": {}, "causal": MORE, "saved": saved, "all": saved | MASK | MORE | {"probs": True}}
+    for dtype, headdim, name in product(dispatch.HALF, HEADDIMS, options):
         extras = kernels.extras_of(*(option in options[name] for option in ("bias", "dropout_p", "probs")))
         configs = kernels.candidates(headdim, dtype, extras, divmod(ARCH, 10))
         for config in configs:
             base = config == configs[0] and name in ("plain", "saved")
             if config.block_m >= HEIGHT and _wanted(scope, dtype, headdim, name, base):
                 tiles = "x".join(str(int(field)) for field in config)
-                title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{tiles}-{name}"
-                args, given = (config, dtype, headdim), options[name]
-                yield title, ARCH, lambda a=args, b=given: triton_compile.call_attention(*a, **b)
+                call = partial(triton_compile.call_attention, config, dtype, headdim, **options[name])
+                yield title(dtype, headdim, tiles, name), ARCH, call
 
 
-def backward_jobs(scope: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """(name, architecture, call that launches) of dq, dkdv and, where there is a bias, dbias."""
-    import torch
-
+def backward_jobs(scope: str) -> Jobs:
+    """Jobs of dq, dkdv and, where there is a bias, dbias."""
     from fastbert.kernels import attention_backward as kernels
 
-    batch = 32
-    bias, dropout = {"bias": (batch, 12, 512, 512)}, {"dropout_p": 0.1}
-    more = {"causal": True, "gate": True}
+    saved = DRAWN | {"saved": True}
     options = {
         "plain": {},
-        "causal": more,
-        "bias": bias,
-        "drawn": dropout,
-        "all-drawn": bias | dropout | more,
-        "saved": dropout | {"saved": True},
-        "saved-all": dropout | {"saved": True} | more,
-        "saved-bias": bias | dropout | {"saved": True} | more,
+        "causal": MORE,
+        "bias": MASK,
+        "drawn": DRAWN,
+        "all-drawn": MASK | DRAWN | MORE,
+        "saved": saved,
+        "saved-all": saved | MORE,
+        "saved-bias": MASK | saved | MORE,
     }
-    for dtype, headdim, name in itertools.product(
-        (torch.bfloat16, torch.float16), (64, 128, 16, 32, 80), options
-    ):
+    for dtype, headdim, name in product(dispatch.HALF, HEADDIMS, options):
         extras = name in ("bias", "drawn", "all-drawn", "saved-bias")
-        saved = name in ("saved", "saved-all")
-        facts = headdim, dtype, extras, saved, divmod(ARCH, 10)
+        facts = headdim, dtype, extras, name in ("saved", "saved-all"), divmod(ARCH, 10)
         ladder = kernels.ladder(*facts)
         # what the tuner may put in the place of one of them
         tuned = (
@@ -102,9 +86,8 @@ def backward_jobs(scope: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
             high = max(configs.dq.block_m, configs.dkdv.block_n) >= HEIGHT
             base = configs == ladder[0] and name == "saved"
             if high and _wanted(scope, dtype, headdim, name, base):
-                title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{name}"
-                args, given = (configs, dtype, headdim, batch), options[name]
-                yield title, ARCH, lambda a=args, b=given: triton_compile.call_attention_bwd(*a, **b)
+                call = partial(triton_compile.call_attention_bwd, configs, dtype, headdim, **options[name])
+                yield title(dtype, headdim, name), ARCH, call
 
 
 def main() -> None:

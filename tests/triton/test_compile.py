@@ -53,91 +53,117 @@ def spills(row: dict) -> bool:
     return bool(row["local"] or row["reloads"] or (row["stack"] and not unread))
 
 
-EMBEDDING = {
-    "_embedding_fwd_kernel",
-    "_embedding_bwd_kernel",
-    "_wide_embedding_bwd_means_kernel",
-    "_chunk_sums_kernel",
-    "_table_bwd_kernel",
-    "_sum_partials_kernel",
-}
-LAYER_NORM = {
-    "_layer_norm_fwd_kernel",
-    "_layer_norm_bwd_kernel",
-    "_wide_fwd_stats_kernel",
-    "_wide_bwd_means_kernel",
-    "_sum_partials_kernel",
-}
+def assert_unit(row: dict, high: bool) -> None:
+    """Each generation's own product of warp groups in `high` tiles; else `mma.sync`; neither in float32."""
+    half = not row["job"].startswith("float32")
+    own = {90: "wgmma", 100: "tcgen05"}
+    for arch, unit in own.items():
+        assert (row[unit] > 0) == (row["arch"] == arch and half and high), row
+    assert (row["mma"] > 0) == (half and not (high and row["arch"] in own)), row
+    assert row["tf32"] == 0, row
 
 
-@pytest.mark.sweep
-def test_layer_norm():
-    assert_fit(compiled("layer_norm"), LAYER_NORM)
+def product_of_tma(row: dict) -> None:
+    """Half precision uses each generation's tensor cores, and TMA where there is one."""
+    if row["kernel"] == "_sum_partials_kernel":
+        return
+    plain = row["job"].startswith("float32") or "-771-" in row["job"]
+    unit = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[row["arch"]]
+    moved = row["arch"] in (90, 100, 120) and not plain
+    assert (row["tma_loads"] > 0) == (row["tma_stores"] > 0) == moved, row
+    assert row["tf32"] == 0, row
+    assert plain or row[unit] > 0, row
 
 
-@pytest.mark.slow
-def test_layer_norm_in_every_config():
-    assert_fit(compiled("layer_norm", "--full"), LAYER_NORM)
-
-
-def assert_linear(rows: list[dict]) -> None:
-    """The kernel fits. Half precision uses each generation's tensor cores, and TMA where there is one."""
-    assert_fit(rows, {"_linear_fwd_kernel"})
-    for row in rows:
-        plain = row["job"].startswith("float32") or "-771-" in row["job"]
-        unit = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[row["arch"]]
-        moved = row["arch"] in (90, 100, 120) and not plain
-        assert (row["tma_loads"] > 0) == (row["tma_stores"] > 0) == moved, row
+def product_of_few_rows(row: dict) -> None:
+    """Tensor cores: a generation's own for 64 rows, `mma.sync` for fewer."""
+    if row["kernel"] == "_linear_norm_kernel":
+        tall = row["job"].split("-")[2].startswith("64x")
+        unit = {90: "wgmma", 100: "tcgen05"}.get(row["arch"], "mma") if tall else "mma"
+        assert row[unit] > 0, row
         assert row["tf32"] == 0, row
-        if not plain:
-            assert row[unit] > 0, row
+
+
+def product_of_first_tokens(row: dict) -> None:
+    """Tensor cores; on sm_120 tokens of 768 columns at most."""
+    assert row["mma"] > 0, row
+    assert row["tf32"] == 0, row
+    assert row["arch"] != 120 or int(row["job"].split("-")[1].split("x")[0]) <= 768, row
+
+
+def products_of_attention(row: dict) -> None:
+    """Half precision uses each generation's own matrix product, except in tiles of less than its 64 rows."""
+    assert_unit(row, int(row["job"].split("-")[2].split("x")[0]) >= 64)
+
+
+def products_of_attention_backward(row: dict) -> None:
+    """As forward. The rows are those of the left operand."""
+    from fastbert.kernels import attention_backward as kernels
+
+    dtype, headdim, rung, name = row["job"].split("-", 3)
+    saved = name.startswith("saved")
+    extras = not saved and name not in ("plain", "causal", "negative-scale", "gate")
+    ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(row["arch"], 10))
+    which = row["kernel"].split("_")[3]
+    config = getattr(ladder[0 if rung == "high" else -1], which)
+    high = dtype != "float32" and (config.block_n if which == "dkdv" else config.block_m) >= 64
+    assert (row["wgmma"] > 0) == (row["arch"] == 90 and high), row
+    assert (row["tcgen05"] > 0) == (row["arch"] == 100 and high), row
+    assert (row["mma"] > 0 or high) == (dtype != "float32"), row
+    assert row["tf32"] == 0, row
+
+
+# Op -> its kernels, and what is asserted of each row.
+GATES = {
+    "attention": ({"_attention_fwd_kernel"}, products_of_attention),
+    "attention_backward": (
+        {f"_attention_bwd_{part}_kernel" for part in ("dq", "dkdv", "dbias")},
+        products_of_attention_backward,
+    ),
+    "attention_places": ({"_attention_places_kernel"}, None),
+    "cross_entropy": (
+        {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_mean_loss_kernel"},
+        None,
+    ),
+    "embedding": (
+        {
+            *("_embedding_fwd_kernel", "_embedding_bwd_kernel", "_wide_embedding_bwd_means_kernel"),
+            *("_chunk_sums_kernel", "_table_bwd_kernel", "_sum_partials_kernel"),
+        },
+        None,
+    ),
+    "feed_forward": ({"_feed_forward_bwd_kernel", "_sum_partials_kernel"}, product_of_tma),
+    "first_attention": (
+        {f"_first_attention_{part}_kernel" for part in ("asked", "mixed", "value")},
+        product_of_first_tokens,
+    ),
+    "layer_norm": (
+        {
+            *("_layer_norm_fwd_kernel", "_layer_norm_bwd_kernel", "_sum_partials_kernel"),
+            *("_wide_fwd_stats_kernel", "_wide_bwd_means_kernel"),
+        },
+        None,
+    ),
+    "linear": ({"_linear_fwd_kernel"}, product_of_tma),
+    "linear_backward": ({"_linear_bwd_kernel", "_sum_partials_kernel"}, None),
+    "linear_norm": ({"_linear_norm_kernel", "_normalize_kernel"}, product_of_few_rows),
+    "packing": ({"_packing_fwd_kernel", "_packing_bwd_kernel"}, None),
+    "pooling": ({"_pooling_fwd_kernel", "_pooling_bwd_kernel"}, None),
+}
+FULL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
 @pytest.mark.sweep
-def test_linear():
-    assert_linear(compiled("linear"))
-
-
-@pytest.mark.slow
-def test_linear_in_every_config():
-    assert_linear(compiled("linear", "--full"))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_linear_backward(full):
-    rows = compiled("linear_backward", *["--full"] * full)
-    assert_fit(rows, {"_linear_bwd_kernel", "_sum_partials_kernel"})
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_feed_forward(full):
-    """It fits, and half precision uses each generation's tensor cores, and TMA where there is one."""
-    rows = compiled("feed_forward", *["--full"] * full)
-    assert_fit(rows, {"_feed_forward_bwd_kernel", "_sum_partials_kernel"})
-    for row in rows:
-        plain = row["job"].startswith("float32") or "-771-" in row["job"]
-        if row["kernel"] == "_feed_forward_bwd_kernel":
-            unit = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[row["arch"]]
-            moved = row["arch"] in (90, 100, 120) and not plain
-            assert (row["tma_loads"] > 0) == (row["tma_stores"] > 0) == moved, row
-            assert row["tf32"] == 0, row
-            assert plain or row[unit] > 0, row
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_linear_norm(full):
-    """It fits, and uses tensor cores: a generation's own for 64 rows, `mma.sync` for fewer."""
-    rows = compiled("linear_norm", *["--full"] * full)
-    assert_fit(rows, {"_linear_norm_kernel", "_normalize_kernel"})
-    for row in rows:
-        if row["kernel"] == "_linear_norm_kernel":
-            tall = row["job"].split("-")[2].startswith("64x")
-            unit = {90: "wgmma", 100: "tcgen05"}.get(row["arch"], "mma") if tall else "mma"
-            assert row[unit] > 0, row
-            assert row["tf32"] == 0, row
+@FULL
+@pytest.mark.parametrize("op", GATES)
+def test_launches_fit(op, full):
+    kernels, check = GATES[op]
+    rows = compiled(op, *["--full"] * full)
+    assert_fit(rows, kernels)
+    for row in rows if check else ():
+        check(row)
+    if op == "first_attention":
+        assert {row["arch"] for row in rows if "-1024x" in row["job"]} == {80, 90, 100}
 
 
 @pytest.mark.sweep
@@ -153,181 +179,48 @@ def test_the_last_to_arrive_sees_what_all_have_stored():
         assert row["sass"] == ["store", "barrier", "fence", "atomic", "barrier", "load"], row
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_linear_that_may_be_tuned(full):
-    from fastbert.kernels import linear
-
-    rows = compiled("linear", "--tuning", *["--full"] * full)
-    assert_fit(rows, {"_linear_fwd_kernel"})
-    assert_all_entries(rows, "linear", full)
-    for row in rows:
-        dtype = row["job"].split()[1]
-        config = linear.Config(*map(int, row["job"].split("/")[1].split("_")))
-        assert (row["tma"] > 0) == config.tma == (row["arch"] != 80 and dtype != "float32"), row
-        # the limit that `candidates` assumes
-        most = linear.shared_memory(config, getattr(torch, dtype), divmod(row["arch"], 10))
-        assert row["dynamic_shared"] <= most <= row["shared_limit"], row
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_attention_that_may_be_tuned(full):
-    rows = compiled("attention", "--tuning", *["--full"] * full)
-    assert_fit(rows, {"_attention_fwd_kernel"})
-    assert_all_entries(rows, "attention", full)
-
-
 # Kernel of the tables -> what its candidates launch.
 MAY_BE_TUNED = {
+    "attention": {"_attention_fwd_kernel"},
     "attention_bwd": {"_attention_bwd_dq_kernel", "_attention_bwd_dkdv_kernel"},
     "feed_forward_bwd": {"_feed_forward_bwd_kernel", "_sum_partials_kernel"},
     "layer_norm": {"_layer_norm_fwd_kernel"},
     "layer_norm_bwd": {"_layer_norm_bwd_kernel", "_sum_partials_kernel"},
+    "linear": {"_linear_fwd_kernel"},
     "linear_bwd": {"_linear_bwd_kernel", "_sum_partials_kernel"},
     "linear_norm": {"_linear_norm_kernel"},
 }
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_kernels_that_may_be_tuned(full):
-    from fastbert.kernels import feed_forward
-
-    for op, kernels in MAY_BE_TUNED.items():
-        rows = compiled(op, "--tuning", *["--full"] * full)
-        assert_fit(rows, kernels)
-        assert_all_entries(rows, op, full)
-        for row in rows:
-            if row["kernel"] == "_feed_forward_bwd_kernel" and row["arch"] == 90:
-                # the limit that `candidates` assumes
-                dtype, config = row["job"].split()[1], row["job"].split("/")[1].split("_")
-                config = feed_forward.linear.Config(*map(int, config))
-                most = feed_forward.shared_memory(config, getattr(torch, dtype), (9, 0))
-                assert row["dynamic_shared"] <= most, row
-
-
-def assert_all_entries(rows: list[dict], op: str, full: bool) -> None:
+@FULL
+@pytest.mark.parametrize("op", MAY_BE_TUNED)
+def test_kernels_that_may_be_tuned(op, full):
     """Every candidate of every entry of the tuner compiles, as it is timed and with all options it serves."""
     from bench import tune
+    from fastbert.kernels import feed_forward, linear
     from tests.support.triton_compile import tuning_tasks
 
+    rows = compiled(op, "--tuning", *["--full"] * full)
+    assert_fit(rows, MAY_BE_TUNED[op])
     timed_alone = op in ("attention", "attention_bwd", "linear")
     assert {row["job"].split("/")[2] for row in rows} == ({"timed", "most"} if timed_alone else {"most"})
-    if full:
+    for arch in (80, 90, 100, 120) if full else ():
+        device = tune.tuning.Device("", divmod(arch, 10), 1)
         tasks = tuning_tasks(op)
-        for arch in (80, 90, 100, 120):
-            device = tune.tuning.Device("", divmod(arch, 10), 1)
-            wanted = {
-                f"{t.name}/{tune.label(c)}" for t in tasks for c in tune.KINDS[op].candidates(t, device)
-            }
-            assert {row["job"].rpartition("/")[0] for row in rows if row["arch"] == arch} == wanted
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_embedding(full):
-    assert_fit(compiled("embedding", *["--full"] * full), EMBEDDING)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_padding(full):
-    assert_fit(compiled("packing", *["--full"] * full), {"_packing_fwd_kernel", "_packing_bwd_kernel"})
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_pooling(full):
-    kernels = {"_pooling_fwd_kernel", "_pooling_bwd_kernel"}
-    assert_fit(compiled("pooling", *["--full"] * full), kernels)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_first_attention(full):
-    """It fits, by tensor cores; on sm_120 tokens of 768 columns at most."""
-    names = (
-        "_first_attention_asked_kernel",
-        "_first_attention_mixed_kernel",
-        "_first_attention_value_kernel",
-    )
-    rows = compiled("first_attention", *["--full"] * full)
-    assert_fit(rows, set(names))
-    assert all(r["mma"] > 0 and r["tf32"] == 0 for r in rows)
-    widths = {(r["arch"], int(r["job"].split("-")[1].split("x")[0])) for r in rows}
-    assert {(arch, 1024) for arch in (80, 90, 100)} < widths
-    assert max(width for arch, width in widths if arch == 120) == 768
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_cross_entropy(full):
-    kernels = {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_mean_loss_kernel"}
-    assert_fit(compiled("cross_entropy", *["--full"] * full), kernels)
-
-
-@pytest.mark.sweep
-def test_attention():
-    rows = compiled("attention")
-    assert_fit(rows, {"_attention_fwd_kernel"})
-    assert_warp_group_products(rows)
-
-
-@pytest.mark.slow
-def test_attention_in_every_config():
-    rows = compiled("attention", "--full")
-    assert_fit(rows, {"_attention_fwd_kernel"})
-    assert_warp_group_products(rows)
-
-
-def assert_warp_group_products(rows: list[dict]) -> None:
-    """Half precision uses each generation's own matrix product, except in tiles of less than its 64 rows."""
-    for r in rows:
-        dtype, _, tiles = r["job"].split("-")[:3]
-        half, high = dtype != "float32", int(tiles.split("x")[0]) >= 64
-        assert (r["wgmma"] > 0) == (r["arch"] == 90 and half and high), r
-        assert (r["tcgen05"] > 0) == (r["arch"] == 100 and half and high), r
-        assert (r["mma"] > 0) == (half and not (high and r["arch"] in (90, 100))), r
-        assert r["tf32"] == 0, r
-
-
-@pytest.mark.sweep
-def test_attention_places():
-    assert_fit(compiled("attention_places"), {"_attention_places_kernel"})
-
-
-ATTENTION_BACKWARD = {
-    "_attention_bwd_dq_kernel",
-    "_attention_bwd_dkdv_kernel",
-    "_attention_bwd_dbias_kernel",
-}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_attention_backward(full):
-    from fastbert.kernels import attention_backward as kernels
-
-    rows = compiled("attention_backward", *["--full"] * full)
-    assert_fit(rows, ATTENTION_BACKWARD)
-    for r in rows:
-        dtype, headdim, rung, name = r["job"].split("-", 3)
-        saved = name.startswith("saved")
-        extras = not saved and name not in ("plain", "causal", "negative-scale", "gate")
-        ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(r["arch"], 10))
-        configs = ladder[0 if rung == "high" else -1]
-        which = r["kernel"].split("_")[3]
-        rows_of_product = {  # those of the left operand
-            "dq": configs.dq.block_m,
-            "dkdv": configs.dkdv.block_n,
-            "dbias": configs.dbias.block_m,
-        }[which]
-        high = dtype != "float32" and rows_of_product >= 64
-        assert (r["wgmma"] > 0) == (r["arch"] == 90 and high), r
-        assert (r["tcgen05"] > 0) == (r["arch"] == 100 and high), r
-        assert (r["mma"] > 0 or high) == (dtype != "float32"), r
-        assert r["tf32"] == 0, r
+        wanted = {f"{t.name}/{tune.label(c)}" for t in tasks for c in tune.KINDS[op].candidates(t, device)}
+        assert {row["job"].rpartition("/")[0] for row in rows if row["arch"] == arch} == wanted
+    # the limits that `candidates` assumes
+    for row in rows:
+        dtype, label = row["job"].split()[1], row["job"].split("/")[1].split("_")
+        facts = getattr(torch, dtype), divmod(row["arch"], 10)
+        if op == "linear":
+            config = linear.Config(*map(int, label))
+            assert (row["tma"] > 0) == config.tma == (row["arch"] != 80 and dtype != "float32"), row
+            assert row["dynamic_shared"] <= linear.shared_memory(config, *facts) <= row["shared_limit"], row
+        elif row["kernel"] == "_feed_forward_bwd_kernel" and row["arch"] == 90:
+            most = feed_forward.shared_memory(linear.Config(*map(int, label)), *facts)
+            assert row["dynamic_shared"] <= most, row
 
 
 # their products take what was just computed from registers

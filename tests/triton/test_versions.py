@@ -52,11 +52,20 @@ def environment(oldest, monkeypatch) -> dict[str, str]:
 
 
 # the gates of this environment; their processes inherit the path
-@pytest.mark.parametrize("gate", [name for name in vars(gates) if name.startswith("test_")])
-def test_compiles(gate, environment):
-    function = getattr(gates, gate)
-    wholes = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
-    function(**{mark.args[0]: True for mark in wholes})
+@pytest.mark.parametrize("op", gates.GATES)
+def test_launches_fit(op, environment):
+    gates.test_launches_fit(op, full=True)
+
+
+@pytest.mark.parametrize("op", gates.MAY_BE_TUNED)
+def test_kernels_that_may_be_tuned(op, environment):
+    gates.test_kernels_that_may_be_tuned(op, full=True)
+
+
+def test_other_gates(environment):
+    gates.test_the_last_to_arrive_sees_what_all_have_stored()
+    gates.test_products_in_every_config(full=True)
+    gates.test_a_spill_is_seen()
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.replace("test_", "test_triton_"))
