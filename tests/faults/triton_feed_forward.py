@@ -139,12 +139,14 @@ _TESTS = (
     "more_tiles_than_programs",
     "training_is_served_by_the_table",
     "edges_of_tiles",
-    "cases",
 )
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=tuple(f"tests/triton/test_feed_forward.py::test_{name}" for name in _TESTS),
+    tests=(
+        *(f"tests/triton/test_feed_forward.py::test_{name}" for name in _TESTS),
+        *("tests/triton/test_cases.py", "-k", "feed_forward"),
+    ),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
 )

@@ -60,7 +60,7 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/triton/test_first_attention.py",),
+    tests=("tests/triton/test_first_attention.py", "tests/triton/test_cases.py", "-k", "first_attention"),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
 )

@@ -111,9 +111,9 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/triton/test_layer_norm.py",
+        *("tests/triton/test_layer_norm.py", "tests/triton/test_cases.py"),
         "-k",
-        "(integers or 5x96 or 3x100 or variance or eps or dropout or forward or backward or no_rows or repeats or row_counts"
+        "layer_norm and (integers or 5x96 or 3x100 or variance or eps or dropout or forward or backward or no_rows or repeats or row_counts"
         " or strided or 2_to_31 or rounded or random123) and not 64x768",
     ),
     environment={"TRITON_INTERPRET": "1"},

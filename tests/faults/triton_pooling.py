@@ -33,7 +33,7 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/triton/test_pooling.py",),
+    tests=("tests/triton/test_pooling.py", "tests/triton/test_cases.py", "-k", "pooling"),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
 )

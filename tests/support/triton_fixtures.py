@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from fastbert.runtime import dispatch
 from fastbert.testing import known, triton_interpreter
@@ -40,6 +41,21 @@ def fuzz(examples: int) -> settings:
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
+
+
+def fuzz_tests(check: Callable, drawn: SearchStrategy, few: int, many: int) -> tuple[Callable, Callable]:
+    """(`test_fuzz` of the sweep, `test_fuzz_long`): `check(*drawn)` for a few examples, and for many."""
+
+    def of(mark: pytest.MarkDecorator, examples: int) -> Callable:
+        @mark
+        @fuzz(examples)
+        @given(drawn)
+        def test_fuzz(drawn):
+            check(*drawn)
+
+        return test_fuzz
+
+    return of(pytest.mark.sweep, few), of(pytest.mark.slow, many)
 
 
 def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> None:
@@ -119,3 +135,11 @@ def assert_bit_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Te
         assert a.dtype == e.dtype, i
         assert a.shape == e.shape, i
         assert torch.equal(a, e), i
+
+
+def assert_repeats(report, run: Callable[[], Iterable[torch.Tensor]], times: int = 3) -> None:
+    """Calls are bit-equal, and without atomics. `report`: that of `checked_memory`."""
+    first = run()
+    for _ in range(times if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(run(), first)
+    assert report.atomics == 0

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import testing
@@ -37,8 +36,9 @@ from tests.support.triton_fixtures import (
     HALF,
     HugeStrides,
     assert_bit_equal,
+    assert_repeats,
     counted,
-    fuzz,
+    fuzz_tests,
     in_float64,
     kernels_of,
     needs_lazy_memory,
@@ -497,10 +497,7 @@ def test_more_than_2_to_31_elements_on_the_gpu():
 def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
     args = forward_args((50, 3, 33), dtype=torch.bfloat16, bias=randn(3, 2, 50, 50), return_probs=True)
     args |= {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
-    first = run(args)
-    for _ in range(3 if DEVICE.type == "cpu" else 250):
-        assert_bit_equal(run(args), first)
-    assert checked_memory.atomics == 0
+    assert_repeats(checked_memory, lambda: run(args))
 
 
 # --- the grid -----------------------------------------------------------------------------------------------
@@ -633,18 +630,7 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, strict=False)
 
 
-@pytest.mark.sweep
-@fuzz(200)
-@given(fuzzed_cases())
-def test_fuzz(drawn):
-    check_drawn(*drawn)
-
-
-@pytest.mark.slow
-@fuzz(2500)
-@given(fuzzed_cases())
-def test_fuzz_long(drawn):
-    check_drawn(*drawn)
+test_fuzz, test_fuzz_long = fuzz_tests(check_drawn, fuzzed_cases(), 200, 2500)
 
 
 # --- the backend --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import testing
@@ -36,8 +35,9 @@ from tests.support.triton_fixtures import (
     HALF,
     HugeStrides,
     assert_bit_equal,
+    assert_repeats,
     counted,
-    fuzz,
+    fuzz_tests,
     in_float64,
     kernels_of,
     needs_lazy_memory,
@@ -570,10 +570,7 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
 def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
     options = {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
     args = backward_args((17, 3), dtype=torch.bfloat16, bias=randn(1, 2, 1, 17), gate=randn(2), **options)
-    first = run(args)
-    for _ in range(1 if DEVICE.type == "cpu" else 250):
-        assert_bit_equal(run(args), first)
-    assert checked_memory.atomics == 0
+    assert_repeats(checked_memory, lambda: run(args), 1)
 
 
 # --- the grid -----------------------------------------------------------------------------------------------
@@ -676,18 +673,7 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, strict=False)
 
 
-@pytest.mark.sweep
-@fuzz(2)
-@given(fuzzed_cases())
-def test_fuzz(drawn):
-    check_drawn(*drawn)
-
-
-@pytest.mark.slow
-@fuzz(1000)
-@given(fuzzed_cases())
-def test_fuzz_long(drawn):
-    check_drawn(*drawn)
+test_fuzz, test_fuzz_long = fuzz_tests(check_drawn, fuzzed_cases(), 2, 1000)
 
 
 # --- the backend --------------------------------------------------------------------------------------------

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
-from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.packing import DTYPES
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.packing import CASES
 from tests.support.triton_fixtures import (
     DEVICE,
     HugeStrides,
+    assert_repeats,
     far,
-    fuzz,
+    fuzz_tests,
     kernels_of,
     needs_lazy_memory,
 )
@@ -51,14 +49,6 @@ def assert_right(x: torch.Tensor, packed: torch.Tensor, indices: torch.Tensor) -
         actual, expected = getattr(kernels, function)(*args), getattr(reference, function)(*args)
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
         assert torch.equal(bits(actual), bits(expected)), function
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_cases(case, dtype):
-    rows = testing.run_case(case, "triton", dtype, DEVICE)
-    assert len(rows) == (4 if dtype.is_floating_point else 2)
-    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,15 +132,12 @@ def test_the_inputs_are_not_written():
 @pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     x, indices = random_bits(300, 20, torch.int32), chosen(300, 130)
-    first = kernels.packing_bwd(kernels.packing_fwd(x, indices), indices, 300)
-    for _ in range(3 if DEVICE.type == "cpu" else 250):
-        assert torch.equal(kernels.packing_bwd(kernels.packing_fwd(x, indices), indices, 300), first)
-    assert checked_memory.atomics == 0
 
+    def run():
+        packed = kernels.packing_fwd(x, indices)
+        return packed, kernels.packing_bwd(packed, indices, 300)
 
-def test_self_check_passes_in_every_dtype():
-    for dtype in DTYPES:
-        assert testing.self_check("packing", "triton", DEVICE, dtype) is None
+    assert_repeats(checked_memory, run)
 
 
 def test_dtypes_are_the_ops():
@@ -167,23 +154,11 @@ def fuzzed_batches(draw):
     return len(kept), draw(st.integers(1, 70)), draw(st.sampled_from(DTYPES)), indices
 
 
-def check(drawn) -> None:
-    rows, inner, dtype, indices = drawn
+def check(rows, inner, dtype, indices) -> None:
     assert_right(random_bits(rows, inner, dtype), random_bits(len(indices), inner, dtype), indices)
 
 
-@pytest.mark.sweep
-@fuzz(150)
-@given(fuzzed_batches())
-def test_fuzz(drawn):
-    check(drawn)
-
-
-@pytest.mark.slow
-@fuzz(2000)
-@given(fuzzed_batches())
-def test_fuzz_long(drawn):
-    check(drawn)
+test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_batches(), 150, 2000)
 
 
 # --- indices that the padded batch does not have ------------------------------------------------------------

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.pooling import MODES
-from fastbert.testing.op_cases.pooling import CASES
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
+    assert_repeats,
     far,
     fuzz,
     kernels_of,
@@ -32,14 +31,6 @@ def assert_right(hidden, ends, mode):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
     else:
         assert torch.equal(actual.nan_to_num(nan=1e30), expected.nan_to_num(nan=1e30))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_cases(case, dtype):
-    rows = testing.run_case(case, "triton", dtype, DEVICE, backward=False)
-    assert [r.quantity for r in rows] == ["y"]
-    assert [r.reason for r in rows if not r.passed] == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,16 +105,8 @@ def test_offsets_beyond_2_to_31_elements():
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     hidden, ends = packed([100, 3, 57], 40)
     before = hidden.clone()
-    first = kernels.pooling_fwd(hidden, ends, "mean")
-    for _ in range(3 if DEVICE.type == "cpu" else 250):
-        assert torch.equal(kernels.pooling_fwd(hidden, ends, "mean"), first)
-    assert checked_memory.atomics == 0
+    assert_repeats(checked_memory, lambda: [kernels.pooling_fwd(hidden, ends, "mean")])
     assert torch.equal(hidden, before)
-
-
-def test_self_check_passes_in_every_dtype():
-    for dtype in DTYPES:
-        assert testing.self_check("pooling", "triton", DEVICE, dtype) is None
 
 
 @pytest.mark.sweep

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.ops.pooling import MODES, pooling, pooling_ref
 from fastbert.testing import known
-from fastbert.testing.op_cases.pooling import CASES
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
+    assert_bit_equal,
+    assert_repeats,
     far,
     fuzz,
     kernels_of,
@@ -47,14 +48,6 @@ def assert_right(hidden, ends, mode):
     step = testing.rounding_step(truth, hidden.dtype)
     assert (error <= step * (1.01 if hidden.dtype == torch.float32 else 0.51)).all()
     assert not actual[int(ends[-1]) :].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_cases(case, dtype):
-    rows = testing.run_case(case, "triton", dtype, DEVICE)
-    assert [r.quantity for r in rows] == ["y", "dhidden"]
-    assert [r.reason for r in rows if not r.passed] == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -172,15 +165,10 @@ def test_sequences_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
 @pytest.mark.sweep
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     hidden, ends = packed([100, 3, 57], 40, torch.bfloat16)
-    dy = upstream(ends, 40)
-    inputs = (dy.clone(), hidden.clone())
-    for mode in MODES:
-        first = run(dy, hidden, ends, mode)
-        for _ in range(3 if DEVICE.type == "cpu" else 250):
-            assert torch.equal(run(dy, hidden, ends, mode), first)
-    assert checked_memory.atomics == 0
-    assert torch.equal(dy, inputs[0])
-    assert torch.equal(hidden, inputs[1])
+    inputs = upstream(ends, 40), hidden
+    before = [t.clone() for t in inputs]
+    assert_repeats(checked_memory, lambda: [run(*inputs, ends, mode) for mode in MODES])
+    assert_bit_equal(inputs, before)
 
 
 def test_training_is_served_by_the_table(monkeypatch):
@@ -195,11 +183,6 @@ def test_training_is_served_by_the_table(monkeypatch):
     assert len(served) > 1  # the self-check's and this one
     assert all(v.passed for v in known.found.values())
     assert torch.equal(grad, run(dy, hidden.detach(), ends, "mean"))
-
-
-def test_self_check_passes_in_every_dtype():
-    for dtype in DTYPES:
-        assert testing.self_check("pooling", "triton", DEVICE, dtype) is None
 
 
 @pytest.mark.sweep
