@@ -42,7 +42,7 @@ from tests.support.hostile.values import (
 class Public(NamedTuple):
     function: object
     args: object  # () -> arguments by name
-    rows: list  # (values by name, words of the error)
+    rows: list  # (values by name, words of the error): what is not refused by name in tests/ops alone
     compiled: bool = True
 
 
@@ -160,25 +160,15 @@ PUBLIC = {
             ),
             *WORDED_BIASES,
             ({"q": floats(BATCH + 1, HEADS, DIM)}, "cu_seqlens"),
-            ({"q": floats(BATCH, HEADS * DIM)}, "q"),
             ({"q": floats(BATCH, HEADS, DIM + 1)}, "key_weight"),
-            ({"x": floats(TOTAL, 4)}, "key_weight"),
             ({"x": floats(1, 5)}, "cu_seqlens"),
-            ({"value_weight": floats(HEADS * DIM, 4)}, "value_weight"),
-            ({"value_bias": floats(HEADS)}, "value_bias"),
-            ({"gate": floats(HEADS + 1)}, "gate"),
-            ({"gate": None, "softmax_scale": None}, "softmax_scale"),
-            ({"bias": floats(1, 1, 1, 2)}, "bias"),
-            ({"bias": None, "max_seqlen": LONGEST - 1}, "max_seqlen"),
-            ({"max_seqlen": LONGEST + 1}, "bias"),
-            *(({"bias": None, "max_seqlen": bad}, "max_seqlen") for bad in (-1, True, 4.0, "4")),
         ],
         False,
     ),
     "layer_norm": Public(
         layer_norm,
         lambda: {"x": floats(4, 5), "weight": floats(5)},
-        [({"weight": floats(4)}, "weight"), ({"residual": floats(3, 5)}, "residual")],
+        [],
     ),
     "feed_forward": Public(
         feed_forward,
@@ -200,11 +190,7 @@ PUBLIC = {
     "linear": Public(
         linear,
         lambda: {"x": floats(40, 5), "weight": floats(3, 5), "bias": floats(3)},
-        [
-            ({"weight": floats(3, 4)}, "weight"),
-            ({"bias": floats(2)}, "bias"),
-            ({"residual": floats(39, 3)}, "residual"),
-        ],
+        [],
     ),
     "linear_norm": Public(
         linear_norm,
@@ -216,15 +202,7 @@ PUBLIC = {
             "norm_weight": floats(3),
             "norm_bias": floats(3),
         },
-        [
-            ({"weight": floats(3, 4)}, "weight"),
-            ({"bias": floats(2)}, "bias"),
-            ({"residual": floats(3, 3)}, "residual"),
-            ({"norm_weight": floats(4)}, "norm_weight"),
-            ({"norm_bias": floats(4)}, "norm_bias"),
-            ({"arrivals": floats(16)}, "arrivals"),
-            ({"arrivals": ints(0, dtype=INT32)}, "arrivals"),
-        ],
+        [({"arrivals": floats(16)}, "arrivals"), ({"arrivals": ints(0, dtype=INT32)}, "arrivals")],
         False,
     ),
     "linear, panels": Public(
@@ -241,7 +219,7 @@ PUBLIC = {
     "linear_int8": Public(
         linear_int8,
         lambda: {"x": floats(4, 5), "weight": torch.ones(3, 5, dtype=torch.int8), "scale": torch.ones(3)},
-        [({"scale": floats(2)}, "scale"), ({"weight": torch.ones(3, 4, dtype=torch.int8)}, "weight")],
+        [],
     ),
     "pack": Public(
         pack,
