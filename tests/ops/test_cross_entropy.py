@@ -1,4 +1,4 @@
-"""`cross_entropy`: the error rule, gradients, ignored rows, extreme logits, compilation, bad inputs."""
+"""`cross_entropy`: gradients, ignored rows, extreme logits, compilation, bad inputs."""
 
 from __future__ import annotations
 

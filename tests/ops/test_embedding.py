@@ -1,4 +1,4 @@
-"""`embedding`: the error rule, gradients, compilation, layouts, dropout, ids and other bad inputs."""
+"""`embedding`: gradients, compilation, layouts, dropout, ids and other bad inputs."""
 
 from __future__ import annotations
 

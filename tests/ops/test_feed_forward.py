@@ -1,4 +1,4 @@
-"""`feed_forward`: the error rule, frozen inputs, what is saved, autocast, compilation, the layer's choice."""
+"""`feed_forward`: frozen inputs, what is saved, autocast, compilation, the layer's choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`layer_norm`: the error rule, gradients, compilation, layouts, autocast, dropout, bad inputs.
+"""`layer_norm`: gradients, compilation, layouts, autocast, dropout, bad inputs.
 
 On every backend that serves the CPU here; the Triton kernels have a file of their own.
 """

@@ -1,4 +1,4 @@
-"""`linear`: the error rule, gradients, compilation, layouts, autocast, what is computed, bad inputs."""
+"""`linear`: gradients, compilation, layouts, autocast, what is computed, bad inputs."""
 
 from __future__ import annotations
 

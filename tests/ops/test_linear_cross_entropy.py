@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the error rule, memory, chunks, frozen inputs, compilation, bad inputs."""
+"""`linear_cross_entropy`: memory, chunks, frozen inputs, compilation, bad inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastbert.ops import linear_cross_entropy as op
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from fastbert.runtime import dispatch
 from tests.support.inputs import name
-from tests.support.ops import DTYPES, HALF, assert_compiled_is_eager, backends, pinned, served
+from tests.support.ops import DTYPES, HALF, assert_compiled_is_eager, assert_equal, backends, pinned, served
 
 BACKENDS = backends("linear_cross_entropy")
 SERVED = served("linear_cross_entropy")
@@ -41,12 +41,6 @@ def chunk(rows, classes=6, dtype=torch.float32):
 
 def gradients(loss, tensors):
     return [loss.detach(), *torch.autograd.grad(loss, tensors)]
-
-
-def assert_equal(a, b):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -1,4 +1,4 @@
-"""fastbert.ops.linear_norm: the Cases by the error rule, its edges, and what it refuses."""
+"""fastbert.ops.linear_norm: its edges, and what it refuses."""
 
 from __future__ import annotations
 
