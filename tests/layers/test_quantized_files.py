@@ -116,28 +116,12 @@ def change(tmp_path, tensors=None, drop=(), config=None, remove=()):
 
 
 DENSE = "encoder.layer.1.output.dense"
-BAD_FILES = {
+BAD_FILES = {  # what values a state may have: test_quantized_linear.py
     "scale gone": ({"drop": [f"{DENSE}.scale"]}, rf"missing keys: {DENSE}\.scale$"),
     "weight gone": ({"drop": [f"{DENSE}.weight"]}, rf"missing keys: {DENSE}\.weight$"),
-    "float weight": (
-        {"tensors": {f"{DENSE}.weight": torch.ones(48, 80)}},
-        rf"{DENSE}\.weight: dtype torch\.float32; expected torch\.int8",
-    ),
-    "half scale": (
-        {"tensors": {f"{DENSE}.scale": torch.ones(48).half()}},
-        rf"{DENSE}\.scale: dtype torch\.float16; expected torch\.float32",
-    ),
     "negative scale": (
         {"tensors": {f"{DENSE}.scale": -torch.ones(48)}},
         rf"{DENSE}\.scale: expected positive finite scales",
-    ),
-    "nan scale": (
-        {"tensors": {f"{DENSE}.scale": torch.full((48,), float("nan"))}},
-        rf"{DENSE}\.scale: expected positive finite scales",
-    ),
-    "-128": (
-        {"tensors": {f"{DENSE}.weight": torch.full((48, 80), -128, dtype=torch.int8)}},
-        rf"{DENSE}\.weight: holds -128; expected integers from -127 to 127",
     ),
     "nan bias": (
         {"tensors": {f"{DENSE}.bias": torch.full((48,), float("nan"))}},

@@ -240,12 +240,6 @@ def test_the_line_for_a_person(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_the_log_repeats_to_the_byte(tmp_path):
-    for name in ("a", "b"):
-        trainer(tmp_path / name, 3).run()
-    assert (tmp_path / "a" / "log.jsonl").read_bytes() == (tmp_path / "b" / "log.jsonl").read_bytes()
-
-
 def test_the_last_line_of_a_finished_run(tmp_path):
     made = trainer(tmp_path, 5, log_every=3).run()
     line = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
