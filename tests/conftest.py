@@ -29,7 +29,6 @@ for name in (
     "graphed_models",
     "model_pairs",
     "quantized_models",
-    "stock_models",
     "triton_fixtures",
 ):
     pytest.register_assert_rewrite(f"tests.support.{name}")

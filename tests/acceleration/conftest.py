@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.stock_models import TEXTS
+from tests.support.accelerated_models import TEXTS
 from tests.support.trainers import word_tokenizer
 
 

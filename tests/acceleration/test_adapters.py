@@ -1,4 +1,4 @@
-"""`fastbert.accelerate` with PEFT's adapters, parametrized weights and quantised linears."""
+"""`fastbert.accelerate` with PEFT's adapters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import fastbert
-from tests.support.stock_models import (
-    CLASSIFIER,
+from tests.support.accelerated_models import (
+    HEAD,
     assert_close,
     assert_fused,
     assert_same_training,
     assert_stock,
-    ragged,
+    first_kept,
     relative,
     tiny,
 )
@@ -53,7 +53,7 @@ def test_lora_trains_as_on_the_stock_model(order, targets):
         model = fastbert.accelerate(with_lora(tiny(), targets))
     else:
         model = with_lora(fastbert.accelerate(tiny()), targets)
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     with torch.no_grad():
         assert relative(stock(**inputs).logits, tiny()(**inputs).logits) > 1e-2  # the adapter has an effect
     assert_same_training(model, stock, inputs)
@@ -69,7 +69,7 @@ def test_lora_in_other_families(name):
         torch.manual_seed(1)
         models.append(peft.get_peft_model(tiny(name=name), copy.deepcopy(config)))
     model, stock = fastbert.accelerate(models[0]), models[1]
-    assert_same_training(model, stock, ragged(name))
+    assert_same_training(model, stock, first_kept(name))
     assert_fused(model)
 
 
@@ -80,7 +80,7 @@ def test_merged_adapters_leave_a_fused_model_and_save_a_vanilla_one(order, tmp_p
         model = fastbert.accelerate(with_lora(tiny(), "all-linear"))
     else:
         model = with_lora(fastbert.accelerate(tiny()), "all-linear")
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     with torch.no_grad():
         before = model(**inputs).logits
         merged = model.merge_and_unload()
@@ -90,7 +90,7 @@ def test_merged_adapters_leave_a_fused_model_and_save_a_vanilla_one(order, tmp_p
     assert_fused(merged)
     assert type(merged).__name__ == "BertForSequenceClassification"
     merged.save_pretrained(tmp_path)
-    vanilla = CLASSIFIER.from_pretrained(tmp_path)
+    vanilla = HEAD.from_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(fastbert.restore(merged)(**inputs).logits, vanilla(**inputs).logits)
 
@@ -104,7 +104,7 @@ def test_adapters_merged_in_place_switched_and_left_out():
         model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["key"], init_lora_weights=False))
         models.append(model)
     stock, model = models
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     seen = []
     for change in (
         lambda m: m.set_adapter("second"),
@@ -126,7 +126,7 @@ def test_adapters_merged_in_place_switched_and_left_out():
 def test_dropout_inside_lora_is_honoured():
     model = fastbert.accelerate(with_lora(tiny(), lora_dropout=0.5)).eval()
     stock = with_lora(tiny(), lora_dropout=0.5).eval()
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     with torch.no_grad():
         assert_close(model(**inputs).logits, stock(**inputs).logits)
         model.train()  # the model's own dropout is 0
@@ -145,7 +145,7 @@ def test_an_adapter_on_a_stock_model_loads_what_an_accelerated_one_saved(tmp_pat
     model = with_lora(fastbert.accelerate(tiny()))
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(tiny(), tmp_path)
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     with torch.no_grad():
         assert_close(model(**inputs).logits, loaded(**inputs).logits)
     for name, tensor in loaded.state_dict().items():
@@ -164,7 +164,7 @@ def test_other_adapters_take_the_stock_layer():
         torch.manual_seed(1)
         models.append(peft.get_peft_model(model, copy.deepcopy(config)))
     stock, model = models
-    assert_same_training(model, stock, ragged("bert"))
+    assert_same_training(model, stock, first_kept("bert"))
     assert_stock(model, lambda name: "layer.1" in name)
     fused = [layer for layer in fastbert.explain(model).layers if "layer.0" in layer.name]
     assert [(layer.fused_calls, layer.stock_calls) for layer in fused] == [(1, 0)]
@@ -179,52 +179,6 @@ def test_prompt_tuning():
         models.append(peft.get_peft_model(model, config))
     stock, model = models
     assert_same_training(
-        model, stock, ragged("bert")
+        model, stock, first_kept("bert")
     )  # soft words before the text need inputs_embeds and a longer mask
     assert_fused(model)
-
-
-# --- sub-modules that are no longer the stock ones ----------------------------------------------------------
-
-
-def test_a_parametrized_weight_takes_the_stock_layer():
-    models = []
-    for model in (tiny(), fastbert.accelerate(tiny())):
-        torch.nn.utils.parametrizations.weight_norm(model.bert.encoder.layer[0].intermediate.dense)
-        models.append(model)
-    stock, model = models
-    assert_same_training(model, stock, ragged("bert"))
-    assert_stock(model, lambda name: "layer.0" in name)
-
-
-class Int8Linear(torch.nn.Module):
-    """A linear layer as weight-only quantisers make it: an int8 weight with one scale per row."""
-
-    def __init__(self, linear: torch.nn.Linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", linear.bias.detach().clone())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
-
-
-def quantized(model):
-    for layer in model.bert.encoder.layer:
-        layer.output.dense = Int8Linear(layer.output.dense)
-    return model
-
-
-@pytest.mark.parametrize("order", ("accelerate-first", "quantise-first"))
-def test_quantised_linears_take_the_stock_layer(order):
-    stock = quantized(tiny())
-    if order == "accelerate-first":
-        model = quantized(fastbert.accelerate(tiny()))
-    else:
-        model = fastbert.accelerate(quantized(tiny()))
-    inputs = ragged("bert")
-    with torch.no_grad():
-        assert_close(model(**inputs).logits, stock(**inputs).logits)
-    assert_stock(model)

@@ -7,19 +7,19 @@ import torch
 import transformers
 
 import fastbert
-from tests.support.stock_models import CLASSIFIER, assert_close, assert_stock, ragged, tiny
+from tests.support.accelerated_models import HEAD, assert_close, assert_stock, first_kept, tiny
 
 
 @pytest.mark.parametrize("order", ("offload-first", "accelerate-first"))
-@pytest.mark.parametrize("auto", (CLASSIFIER, transformers.AutoModel), ids=("head", "bare"))
+@pytest.mark.parametrize("auto", (HEAD, transformers.AutoModel), ids=("head", "bare"))
 def test_an_offloaded_model_takes_the_stock_path(fresh_accelerator, auto, order):
     if order == "offload-first":
         model = fastbert.accelerate(fresh_accelerator.cpu_offload(tiny(auto)))
     else:
         model = fresh_accelerator.cpu_offload(fastbert.accelerate(tiny(auto)))
     assert all(p.device.type == "meta" for p in model.parameters())
-    inputs = ragged("bert")
-    kept = inputs["attention_mask"].bool() if auto is not CLASSIFIER else ...
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool() if auto is not HEAD else ...
     with torch.no_grad():
         expected = tiny(auto)(**inputs)[0][kept]
         assert_close(model(**inputs)[0][kept], expected)
@@ -35,10 +35,10 @@ def test_an_offloaded_model_takes_the_stock_path(fresh_accelerator, auto, order)
     assert [part.packed_calls for part in how.models] == [1], str(how)
 
 
-@pytest.mark.parametrize("auto", (CLASSIFIER, transformers.AutoModel), ids=("head", "bare"))
+@pytest.mark.parametrize("auto", (HEAD, transformers.AutoModel), ids=("head", "bare"))
 def test_an_offloaded_model_can_be_restored(fresh_accelerator, auto):
     model = fastbert.restore(fresh_accelerator.cpu_offload(fastbert.accelerate(tiny(auto))))
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     with torch.no_grad():
         expected = tiny(auto)(**inputs)[0]
         assert torch.equal(model(**inputs)[0], expected)
@@ -54,4 +54,4 @@ def test_strict_refuses_an_offloaded_model(fresh_accelerator):
     assert [type(module) for module in model.modules()] == classes
     model = fresh_accelerator.cpu_offload(fastbert.accelerate(tiny(), strict=True))
     with torch.no_grad(), pytest.raises(RuntimeError, match="layer"):
-        model(**ragged("bert"))
+        model(**first_kept("bert"))

@@ -9,7 +9,7 @@ from torch.utils import _pytree
 
 import fastbert
 from fastbert.models.config import EncoderConfig
-from tests.support.stock_models import TEXTS, assert_fused, tiny
+from tests.support.accelerated_models import TEXTS, assert_fused, tiny
 
 
 class SpanPipeline(transformers.Pipeline):

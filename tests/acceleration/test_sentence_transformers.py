@@ -11,8 +11,7 @@ import torch
 import transformers
 
 import fastbert
-from tests.support.accelerate_workers import worst_gradient
-from tests.support.stock_models import CLASSIFIER, TEXTS, assert_close, assert_fused, tiny
+from tests.support.accelerated_models import HEAD, TEXTS, assert_close, assert_fused, tiny, worst_gradient
 
 SENTENCES = [
     "A man is playing the guitar on stage.",
@@ -44,34 +43,6 @@ def test_sentence_embeddings_of_minilm(minilm, encoded, batch_size):
     vectors = model.encode(SENTENCES, batch_size=batch_size, convert_to_tensor=True)
     assert vectors.shape == (7, 384)
     assert (vectors - encoded).abs().max() <= 1e-5
-    assert_fused(model)
-
-
-@pytest.mark.sweep
-def test_everything_else_that_encode_gives(minilm):
-    model, stock = fastbert.accelerate(sentence_model(minilm)), sentence_model(minilm)
-    one, stock_one = (m.encode(SENTENCES[0]) for m in (model, stock))
-    assert one.shape == stock_one.shape == (384,)
-    assert_close(torch.from_numpy(one), torch.from_numpy(stock_one))
-    tokens = model.encode(SENTENCES, output_value="token_embeddings")
-    for a, b in zip(tokens, stock.encode(SENTENCES, output_value="token_embeddings"), strict=True):
-        assert_close(a, b)
-    for a, b in zip(
-        model.encode(SENTENCES, output_value=None), stock.encode(SENTENCES, output_value=None), strict=True
-    ):
-        assert a.keys() == b.keys()
-        assert_close(a["sentence_embedding"], b["sentence_embedding"])
-    for settings in (
-        {"truncate_dim": 64, "normalize_embeddings": True},
-        {"prompt": "query: "},
-        {"precision": "uint8"},
-    ):
-        a, b = (torch.from_numpy(m.encode(SENTENCES, **settings)) for m in (model, stock))
-        if "precision" in settings:
-            assert (a.int() - b.int()).abs().max() <= 1
-        else:
-            assert_close(a, b)
-    assert_close(model.similarity(one, one), stock.similarity(stock_one, stock_one))
     assert_fused(model)
 
 
@@ -231,7 +202,7 @@ def test_sparse_encoder(saved):
 @pytest.mark.parametrize("batch_size", (1, 32))
 def test_cross_encoder(saved, batch_size):
     st = pytest.importorskip("sentence_transformers")
-    folder = saved(CLASSIFIER, num_labels=1)
+    folder = saved(HEAD, num_labels=1)
     pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[1], TEXTS[2]), (TEXTS[2], TEXTS[0]), (TEXTS[3], TEXTS[3])]
     stock = st.CrossEncoder(str(folder), device="cpu")
     model = st.CrossEncoder(str(folder), device="cpu")

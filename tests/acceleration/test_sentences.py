@@ -156,13 +156,6 @@ def test_queries_and_documents(folder, batches):
     assert batches[0][1] < batches[1][1]
 
 
-def test_a_model_in_training_mode_encodes_in_eval_mode(pair, batches):
-    model, stock = pair
-    assert_same(model.train(), stock)
-    assert batches
-    assert not any(module.training for module in model.modules())
-
-
 def test_half_precision(folder, batches):
     model, stock = (model_of(folder).bfloat16() for _ in range(2))
     got, want = (m.encode(TEXTS, convert_to_tensor=True) for m in (fastbert.accelerate(model), stock))
@@ -246,18 +239,6 @@ def test_restore_gives_the_class_back(pair):
     assert type(fastbert.restore(model)) is st.SentenceTransformer
     assert torch.equal(*(m.encode(TEXTS, convert_to_tensor=True) for m in pair))
     assert_same(fastbert.accelerate(fastbert.accelerate(model)), stock)
-
-
-def test_minilm_in_batches_by_tokens(minilm, batches):
-    lines = (Path(__file__).parents[2] / "examples" / "sentences.txt").read_text().splitlines()[:90]
-    stock, model = (
-        st.SentenceTransformer(str(minilm), device="cpu", local_files_only=True) for _ in range(2)
-    )
-    fastbert.accelerate(model, strict=True)
-    got, want = (m.encode(lines, convert_to_tensor=True) for m in (model, stock))
-    assert (got - want).abs().max() <= 1e-5
-    assert len(batches) > 1
-    assert sum(part.packed_calls for part in fastbert.explain(model).models) == len(batches)
 
 
 @pytest.mark.slow  # two more processes import sentence-transformers

@@ -15,9 +15,9 @@ import torch
 import transformers
 
 import fastbert
+from tests.support.accelerated_models import HEAD, TEXTS, tiny
 from tests.support.graphed_models import Graphed
 from tests.support.hf_models import hf_model
-from tests.support.stock_models import CLASSIFIER, TEXTS, tiny
 
 st = pytest.importorskip("sentence_transformers", minversion="6")
 WORDS = " ".join(TEXTS).split()
@@ -37,7 +37,7 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     found = {}
     for name, auto, sizes in (
         ("model", transformers.AutoModel, {}),
-        ("scores", CLASSIFIER, {"num_labels": 1}),
+        ("scores", HEAD, {"num_labels": 1}),
     ):
         found[name] = tmp_path_factory.mktemp(name)
         tiny(auto, num_hidden_layers=2, **sizes).save_pretrained(found[name])

@@ -8,7 +8,7 @@ import torch
 import fastbert
 from fastbert.models.config import EncoderConfig
 from tests.support import processes
-from tests.support.stock_models import CLASSIFIER, assert_close, assert_fused, ragged, relative, tiny
+from tests.support.accelerated_models import HEAD, assert_close, assert_fused, first_kept, relative, tiny
 from tests.support.trainers import logged, trainer_of
 
 # --- Trainer ------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_trainer_follows_the_stock_loss_curve(tmp_path, fresh_accelerator, token
     assert predictions.label_ids.tolist() == [i % 3 for i in range(12)]
     # what the trainer saves is a vanilla model with these weights
     trainer.save_model(str(tmp_path / "saved"))
-    vanilla = CLASSIFIER.from_pretrained(tmp_path / "saved")
+    vanilla = HEAD.from_pretrained(tmp_path / "saved")
     for name, tensor in model.state_dict().items():
         assert torch.equal(vanilla.state_dict()[name], tensor), name
 
@@ -74,7 +74,7 @@ def test_prepared_by_an_accelerator_in_bf16(fresh_accelerator, first):
     else:
         model = fastbert.accelerate(accelerator.prepare_model(model))
     stock = accelerator.prepare_model(tiny(num_labels=3))
-    inputs = ragged("bert")
+    inputs = first_kept("bert")
     with torch.no_grad():
         logits, expected = model(**inputs).logits, stock(**inputs).logits
         exact = tiny(num_labels=3)(**inputs).logits

@@ -7,10 +7,10 @@ import torch
 import transformers
 
 import fastbert
-from tests.support.stock_models import (
+from tests.support.accelerated_models import (
     assert_close,
     assert_same_training,
-    ragged,
+    first_kept,
     tiny,
 )
 
@@ -42,7 +42,7 @@ def test_compiled_in_one_graph(fresh_dynamo, name):
     recorder = Recorder()
     model, stock = (tiny(name=name, num_hidden_layers=1) for _ in range(2))
     fastbert.accelerate(model)
-    inputs = ragged(name, 4, 24)
+    inputs = first_kept(name, 4, 24)
     assert_same_training(torch.compile(model, fullgraph=True, backend=recorder), stock, inputs)
     assert recorder.graphs == 1
     assert_accelerated_graph(recorder)
@@ -57,7 +57,7 @@ def test_compiled_shapes_are_dynamic(fresh_dynamo):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder)
     graphs = []
     for batch_size, seqlen in ((3, 9), (4, 24), (7, 12)):
-        inputs = ragged("bert", batch_size, seqlen)
+        inputs = first_kept("bert", batch_size, seqlen)
         with torch.no_grad():
             assert_close(compiled(**inputs).logits, stock(**inputs).logits)
         graphs.append(recorder.graphs)
@@ -68,7 +68,7 @@ def test_compiled_shapes_are_dynamic(fresh_dynamo):
 @pytest.mark.sweep
 def test_compiled_by_inductor(fresh_dynamo):
     model = fastbert.accelerate(tiny(transformers.AutoModel, num_hidden_layers=1))
-    compiled, inputs = torch.compile(model, fullgraph=True), ragged("bert", 4, 16)
+    compiled, inputs = torch.compile(model, fullgraph=True), first_kept("bert", 4, 16)
     kept = inputs["attention_mask"].bool()
     with torch.no_grad():
         actual = compiled(**inputs)
@@ -85,7 +85,7 @@ def test_layers_compiled_one_by_one(fresh_dynamo):
     for layer in model.bert.encoder.layer:
         layer.compile(fullgraph=True, dynamic=True, backend=recorder)
     for batch_size, seqlen in ((3, 9), (4, 24)):
-        inputs = ragged("bert", batch_size, seqlen)
+        inputs = first_kept("bert", batch_size, seqlen)
         with torch.no_grad():
             assert_close(model(**inputs).logits, stock(**inputs).logits)
     assert recorder.graphs <= 2  # not one per layer
@@ -95,7 +95,7 @@ def test_layers_compiled_one_by_one(fresh_dynamo):
 
 @pytest.mark.sweep
 def test_accelerated_after_it_was_compiled(fresh_dynamo):
-    recorder, model, inputs = Recorder(), tiny(num_hidden_layers=1), ragged("bert")
+    recorder, model, inputs = Recorder(), tiny(num_hidden_layers=1), first_kept("bert")
     compiled = torch.compile(model, fullgraph=True, backend=recorder)
     with torch.no_grad():
         expected = compiled(**inputs).logits
@@ -119,7 +119,7 @@ def assert_runs_packed(model, inputs) -> None:
 
 @pytest.mark.sweep
 def test_torch_export_takes_the_stock_path():
-    model, inputs = fastbert.accelerate(tiny()), ragged("bert", 4, 24)
+    model, inputs = fastbert.accelerate(tiny()), first_kept("bert", 4, 24)
     dynamic = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("seqlen", max=72)}
     shapes = dict.fromkeys(inputs, dynamic)
     program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
@@ -128,7 +128,7 @@ def test_torch_export_takes_the_stock_path():
     assert not any("fastbert" in op for op in ops), ops
     stock = torch.export.export(tiny(), (), inputs, dynamic_shapes=shapes)
     assert [n.target for n in program.graph.nodes] == [n.target for n in stock.graph.nodes]
-    other = ragged("bert", 5, 31, seed=2)
+    other = first_kept("bert", 5, 31, seed=2)
     with torch.no_grad():
         assert_close(program.module()(**other).logits, tiny()(**other).logits)
     assert_runs_packed(model, inputs)
@@ -138,7 +138,7 @@ def test_torch_export_takes_the_stock_path():
 def test_onnx_export_takes_the_stock_path():
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnx")
-    model, inputs = fastbert.accelerate(tiny(num_hidden_layers=1)), ragged("bert", 4, 24)
+    model, inputs = fastbert.accelerate(tiny(num_hidden_layers=1)), first_kept("bert", 4, 24)
     program = torch.onnx.export(model, (), kwargs=inputs, dynamo=True, optimize=False, verbose=False)
     nodes = list(program.model.graph)
     assert any(node.op_type == "MatMul" for node in nodes)
@@ -157,7 +157,7 @@ def test_fake_tensors_and_make_fx_take_the_stock_path():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    model, inputs = fastbert.accelerate(tiny()), ragged("bert")
+    model, inputs = fastbert.accelerate(tiny()), first_kept("bert")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         logits = model(**{name: mode.from_tensor(tensor) for name, tensor in inputs.items()}).logits
     assert logits.shape == (4, 2)

@@ -15,7 +15,6 @@ import fastbert
 from fastbert import testing
 from fastbert.layers import encoder as layers
 from fastbert.layers import fused
-from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import TaskModel
@@ -26,7 +25,7 @@ from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_model
-from tests.support.model_pairs import SEQUENCE_TASKS, inputs_for, labels_for, model_of, pair
+from tests.support.model_pairs import SEQUENCE_TASKS, half_errors, inputs_for, labels_for, model_of, pair
 
 LAYERS, HIDDEN, INNER = 3, 48, 80  # the tiny models of tests/support/hf_models.py
 FIRST_ONLY_TASKS = tuple(task for task in SEQUENCE_TASKS if task != "ForPreTraining")
@@ -178,21 +177,13 @@ def test_equals_the_first_rows_of_the_whole(name):
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
-    hf = hf_model(name)
-    model = AutoModel.from_config(EncoderConfig.from_hf(hf.config)).eval()
-    model.load_state_dict(hf.state_dict())
-    hf_half, model_half = copy.deepcopy(hf).to(dtype), model.to(dtype)
-    truth_model = copy.deepcopy(hf_half).double()
-    mine, theirs = [], []
-    for seed in range(8):
-        inputs = batch(name, batch_size=12, seed=seed)
+    def first_rows(model, inputs):
         kept = inputs["attention_mask"][:, 0].bool()
-        with torch.no_grad():
-            truth = truth_model(**inputs).last_hidden_state[kept, 0]
-            first = model_half(**inputs, first_token_only=True).last_hidden_state[kept, 0]
-            mine.append((first.double() - truth).abs().flatten())
-            theirs.append((hf_half(**inputs).last_hidden_state[kept, 0].double() - truth).abs().flatten())
-    mine, theirs = torch.cat(mine), torch.cat(theirs)
+        only = {"first_token_only": True} if isinstance(model, BertModel) else {}
+        return model(**inputs, **only).last_hidden_state[kept, 0]
+
+    batches = (batch(name, batch_size=12, seed=seed) for seed in range(8))
+    mine, theirs = half_errors((model_of(name), hf_model(name)), dtype, batches, first_rows)
     assert mine.mean() <= theirs.mean()
     assert mine.square().mean() <= theirs.square().mean()
     assert mine.max() <= 2 * theirs.max()  # the worst of 4,500 elements is a matter of chance

@@ -22,8 +22,8 @@ from fastbert.models import outputs
 from fastbert.models.base import PreTrainedModel
 from tests.support import processes
 from tests.support.hf_models import batch, hf_model
-from tests.support.model_pairs import build, inputs_for, labels_for
-from tests.support.trainers import NO_DROPOUT, logged, trainer_of, word_tokenizer
+from tests.support.model_pairs import NO_DROPOUT, build, inputs_for, labels_for
+from tests.support.trainers import logged, trainer_of, word_tokenizer
 
 
 @pytest.fixture(scope="module")

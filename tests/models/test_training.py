@@ -16,7 +16,7 @@ from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch
 from tests.support import launchers, processes
-from tests.support.accelerate_workers import worst_gradient
+from tests.support.accelerated_models import worst_gradient
 from tests.support.hf_models import batch, hf_model
 from tests.support.model_pairs import CASES, build, inputs_for, labels_for
 

@@ -9,7 +9,6 @@ import pathlib
 import sys
 
 import torch
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import fastbert
-from tests.support.hf_models import batch, hf_model
+from tests.support import accelerated_models
+from tests.support.accelerated_models import worst_gradient
+from tests.support.hf_models import batch
 from tests.support.processes import as_rank
 
 WORLD = 2
@@ -26,16 +27,8 @@ STEPS = 3
 
 
 def tiny() -> torch.nn.Module:
-    model = hf_model(
-        "bert",
-        transformers.AutoModelForSequenceClassification,
-        num_labels=3,
-        num_hidden_layers=2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model.set_attn_implementation("sdpa")
-    return model.train()
+    """A classifier of transformers in training, the same in every process."""
+    return accelerated_models.tiny(num_labels=3).train()
 
 
 def part(rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -43,28 +36,6 @@ def part(rank: int, step: int) -> dict[str, torch.Tensor]:
     inputs = batch("bert", 3 + rank, 18 + 5 * rank, seed=10 * step + rank)
     inputs["attention_mask"][:, 0] = 1  # a sequence without its first token is not packed
     return inputs | {"labels": torch.arange(3 + rank) % 3}
-
-
-def worst_gradient(actual: dict, expected: dict) -> tuple[float, str]:
-    """The largest relative error of a gradient, and its name. All must have one, or none.
-
-    The bias of the keys shifts all scores of a query alike, so its gradient is only rounding: it is compared
-    with the size of the largest gradient.
-    """
-    assert actual.keys() == expected.keys()
-    largest = max(g.norm().item() for g in expected.values() if g is not None)
-    errors = [(0.0, "")]
-    for name, want in expected.items():
-        assert (actual[name] is None) == (want is None), name
-        if want is not None:
-            is_of_keys = name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))
-            size = largest if is_of_keys else max(want.norm().item(), 1e-3 * largest)
-            errors.append(((full(actual[name]) - want).norm().item() / size, name))
-    return max(errors)
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def sharded(model: torch.nn.Module, part: str = "") -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Stock models of transformers, the same models accelerated, and checks that both compute the same."""
+"""Stock models of transformers, the same models accelerated, and checks on what both compute and how."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def stock(name: str = "bert", auto: type = MODEL, attention: str = "sdpa", **con
     if name != "mpnet":
         model.set_attn_implementation(attention)
     return model
+
+
+def tiny(auto: type = HEAD, name: str = "bert", **config) -> nn.Module:
+    """A stock model of two layers, by default a classifier."""
+    return stock(name, auto, **{"num_hidden_layers": 2, **config})
 
 
 def build(name: str = "bert", auto: type = MODEL, **config) -> tuple[nn.Module, nn.Module]:
@@ -107,9 +112,9 @@ def same_gradients(fast: nn.Module, slow: nn.Module, tolerance: float) -> None:
             assert error <= tolerance * (expected.abs().max().item() + 1e-2 * largest), (key, error)
 
 
-def first_kept(name: str, **kwargs) -> dict[str, torch.Tensor]:
+def first_kept(name: str, *sizes: int, **kwargs) -> dict[str, torch.Tensor]:
     """A batch with right padding, holes and a full row, the first token of every row kept."""
-    inputs = batch(name, **kwargs)
+    inputs = batch(name, *sizes, **kwargs)
     inputs["attention_mask"][:, 0] = 1
     inputs["input_ids"][:, 0] = 7
     return inputs
@@ -131,3 +136,86 @@ class Twice(nn.Linear):
 
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+def worst_gradient(actual: dict, expected: dict) -> tuple[float, str]:
+    """The largest relative error of a gradient, and its name. All must have one, or none.
+
+    The bias of the keys shifts all scores of a query alike, so its gradient is only rounding: it is compared
+    with the size of the largest gradient.
+    """
+    assert actual.keys() == expected.keys()
+    largest = max(g.norm().item() for g in expected.values() if g is not None)
+    errors = [(0.0, "")]
+    for name, want in expected.items():
+        assert (actual[name] is None) == (want is None), name
+        if want is not None:
+            is_of_keys = name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))
+            size = largest if is_of_keys else max(want.norm().item(), 1e-3 * largest)
+            errors.append(((full(actual[name]) - want).norm().item() / size, name))
+    return max(errors)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_fused(model) -> None:
+    """Every layer took the fused path in every call, and every call of the model was packed."""
+    how = fastbert.explain(model)
+    assert how.layers, str(how)
+    assert how.models, str(how)
+    for layer in how.layers:
+        assert layer.fused, str(how)
+        assert layer.reason is None, str(how)
+        assert layer.fused_calls > 0, str(how)
+        assert layer.stock_calls == 0, str(how)
+    for part in how.models:
+        assert part.unpads, str(how)
+        assert part.packed_calls > 0, str(how)
+        assert part.padded_calls == 0, str(how)
+
+
+def assert_stock(model, names=lambda name: True) -> None:
+    """Every layer with such a name took the stock path in every call, and reports a reason."""
+    how = fastbert.explain(model)
+    layers = [layer for layer in how.layers if names(layer.name)]
+    assert layers, str(how)
+    for layer in layers:
+        assert not layer.fused, str(how)
+        assert layer.reason, str(how)
+        assert layer.fused_calls == 0, str(how)
+        assert layer.stock_calls > 0, str(how)
+
+
+def assert_same_training(model, stock, inputs: dict, tolerance: float = 1e-5) -> None:
+    """Equal logits and gradients on the same inputs."""
+    results = []
+    for one in (model, stock):
+        one.zero_grad(set_to_none=True)
+        logits = one(**inputs).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        gradients = {name.removeprefix("_orig_mod."): p.grad for name, p in one.named_parameters()}
+        results.append((logits, gradients))
+    (logits, gradients), (stock_logits, stock_gradients) = results
+    assert_close(logits, stock_logits, tolerance)
+    assert gradients.keys() == stock_gradients.keys()
+    error, name = worst_gradient(gradients, stock_gradients)
+    assert error <= tolerance, name
+
+
+TEXTS = [
+    "the model reads many words and some rows are short while others go on for quite a long time until they "
+    "end",
+    "paris is the capital of france",
+    "some words",
+    "when they end others go on and on for a long long time",
+]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import transformers
@@ -115,3 +117,27 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-5) -> None:
     assert a.shape == b.shape
     error = (a - b).abs().max().item() if a.numel() else 0.0
     assert error <= tolerance, f"max error {error:.3g}"
+
+
+def kept_rows(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The hidden states of the tokens that the mask keeps."""
+    return model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+
+
+@torch.no_grad()
+def half_errors(
+    models: Sequence[torch.nn.Module],
+    dtype: torch.dtype,
+    batches: Iterable[dict[str, torch.Tensor]],
+    read: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor] = kept_rows,
+) -> list[torch.Tensor]:
+    """Per model in `dtype`: distances from the last model in float64 with the same rounded weights."""
+    halves = [copy.deepcopy(model).to(dtype) for model in models]
+    exact, errors = copy.deepcopy(halves[-1]).double(), [[] for _ in models]
+    for inputs in batches:
+        truth = read(exact, inputs)
+        for model, found in zip(halves, errors, strict=True):
+            out = read(model, inputs)
+            assert out.dtype == dtype
+            found.append((out.double() - truth).abs().flatten())
+    return [torch.cat(found) for found in errors]

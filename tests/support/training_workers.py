@@ -18,7 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import fastbert
 from fastbert.ops.linear import linear
-from tests.support.accelerate_workers import STEPS, WORLD, full, part, tiny, worst_gradient
+from tests.support.accelerate_workers import STEPS, WORLD, part, tiny
+from tests.support.accelerated_models import full, worst_gradient
 from tests.support.processes import as_rank
 
 
