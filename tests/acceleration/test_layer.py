@@ -129,22 +129,25 @@ REPLACEMENTS = {  # a change of a layer, and whether the stock layer must run th
 }
 
 
+def changed(change, when: str, inputs: dict) -> tuple[nn.Module, nn.Module]:
+    """(stock, accelerated), both changed; the latter before `accelerate`, or after it and a call."""
+    slow = stock("bert")
+    fast = copy.deepcopy(slow)
+    if when == "after":
+        with torch.no_grad():
+            fastbert.accelerate(fast)(**inputs)
+    for model in (slow, fast):
+        torch.manual_seed(4)
+        change(model)
+    return slow, fast if when == "after" else fastbert.accelerate(fast)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", REPLACEMENTS)
 def test_replaced_parts_run(what, when):
     change, unfused = REPLACEMENTS[what]
-    slow = stock("bert")
-    fast = copy.deepcopy(slow)
     inputs = first_kept("bert")
-    if when == "after":
-        fastbert.accelerate(fast)
-        with torch.no_grad():
-            fast(**inputs)
-    for model in (slow, fast):
-        torch.manual_seed(4)
-        change(submodule(model, LAST))
-    if when == "before":
-        fastbert.accelerate(fast)
+    slow, fast = changed(lambda model: change(submodule(model, LAST)), when, inputs)
     kept = inputs["attention_mask"].bool()
     expected = slow(**inputs)
     fused = [layer.fused for layer in fastbert.explain(fast).layers]
@@ -222,19 +225,10 @@ MODEL_REPLACEMENTS = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", MODEL_REPLACEMENTS)
 def test_replaced_parts_around_the_layers_run(what, when):
-    slow = stock("bert")
-    fast = copy.deepcopy(slow)
     inputs = first_kept("bert")
     inputs["attention_mask"][:, :6] = 1
     kept = inputs["attention_mask"].bool()
-    if when == "after":
-        fastbert.accelerate(fast)
-        with torch.no_grad():
-            fast(**inputs)
-    for model in (slow, fast):
-        MODEL_REPLACEMENTS[what](model)
-    if when == "before":
-        fastbert.accelerate(fast)
+    slow, fast = changed(MODEL_REPLACEMENTS[what], when, inputs)
     expected = slow(**inputs)
     with calls(fast, fused=LAYERS, stock=0):
         actual = fast(**inputs)
@@ -391,18 +385,6 @@ def test_hooks_see_and_change_what_they_do_in_the_stock_model(path, kind):
         handle.remove()
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
         same_outputs(fast(**inputs), slow(**inputs), kept)
-
-
-def test_layers_without_hooks_stay_fused():
-    slow, fast = build("bert")
-    submodule(fast, PROBE).register_forward_hook(lambda *_: None)
-    inputs = first_kept("bert")
-    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=LAYERS - 1, stock=1):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
-    report = fastbert.explain(fast)
-    assert [layer.fused for layer in report.layers] == [True, False, True]
-    assert "hook" in report.layers[1].reason
-    assert "attention.self" in report.layers[1].reason
 
 
 def test_hooks_of_all_modules_see_all_modules():

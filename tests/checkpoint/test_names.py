@@ -235,26 +235,10 @@ def test_unknown_keys_are_left_out_only_by_request(bert_mlm, tmp_path):
 # --- tied weights -------------------------------------------------------------------------------------------
 
 
-def test_tied_copy_in_the_file(bert_mlm, tmp_path):
-    state = bert_mlm.state_dict()  # decoder.weight and decoder.bias are in it, equal
-    model = load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state))
-    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
-
-
 def test_only_the_tied_copy_is_in_the_file(bert_mlm, tmp_path):
     state = bert_mlm.state_dict()
     del state["bert.embeddings.word_embeddings.weight"], state["cls.predictions.bias"]
     assert_same_state(load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state)), bert_mlm)
-
-
-@pytest.mark.parametrize("key", ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"])
-def test_tied_copy_that_differs_is_refused(bert_mlm, tmp_path, key):
-    state = bert_mlm.state_dict()
-    state[key] = state[key] + 1
-    write(tmp_path, bert_mlm.config, state)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {key}: differs .*tie_word_embeddings"):
-        load("BertForMaskedLM", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"])

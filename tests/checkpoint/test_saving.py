@@ -50,8 +50,9 @@ def test_save_refuses_what_could_not_be_loaded(tmp_path):
     load("BertModel", tmp_path)
     with torch.device("meta"):
         model = ours("BertModel")(EncoderConfig("bert", **SIZES))
-    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: is on the meta device"):
-        saving.save(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"is on the meta device and has no value to save"):
+        saving.save(model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
     for size in ("5 parsecs", 0, "-3GB"):
         with pytest.raises(ValueError, match="max_shard_size"):
             saving.save(model, tmp_path, max_shard_size=size)
@@ -288,17 +289,6 @@ def test_the_config_is_put_back_where_even_that_failed(tmp_path, monkeypatch):
     assert is_checkpoint_of(tmp_path, old)
 
 
-def test_a_living_process_keeps_the_folder_of_its_save(tmp_path):
-    old, _ = two_models()
-    host = socket.gethostname()
-    mine, others = f".saving-0.{host}.{os.getpid()}", f".saving-0.x{host}.4194305"
-    dead = [f".saving-0.{host}.4194305", f".saving-0.{host}.{10**30}"]
-    for name in (mine, others, *dead, f".saving-0.{host}.x"):
-        (tmp_path / name).mkdir()
-    saving.save(old, tmp_path)
-    assert sorted(p.name for p in tmp_path.glob(".saving*")) == sorted((mine, others, f".saving-0.{host}.x"))
-
-
 def test_a_save_that_ends_while_its_notes_are_read(tmp_path, monkeypatch):
     new = two_models()[1]
     saving.save(new, tmp_path)
@@ -362,7 +352,7 @@ def test_a_save_removes_the_folders_of_dead_saves_alone(tmp_path):
         f".saving-00000003.not-{host}.{dead.pid}",
         f".saving-00000004.{host}.backup",
     }
-    for name in (*kept, f".saving-00000005.{host}.{dead.pid}"):
+    for name in (*kept, *(f".saving-00000005.{host}.{pid}" for pid in (dead.pid, 4194305, 10**30))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     saving.save(two_models()[0], tmp_path)
@@ -411,17 +401,6 @@ KILLED = """
         assert same.count(True) == 1, (same, config, quantization)
         return same.index(True)
 
-    def die_at(step):
-        calls = 0
-        for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (os, "unlink"), (os, "open")):
-            def wrapper(*args, function=getattr(owner, name), **kwargs):
-                nonlocal calls
-                calls += 1
-                if calls == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-            setattr(owner, name, wrapper)
-
     def forked(job, patience):
         pid = os.fork()
         if pid == 0:
@@ -433,22 +412,6 @@ KILLED = """
             time.sleep(patience)
             os.kill(pid, signal.SIGKILL)
         return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-
-    killed, outcomes = 0, [0, 0]
-    for first in sizes:
-        for second in sizes:
-            for step in range(1, 90):
-                saving.save(models[0], directory, max_shard_size=first)
-                assert whole() == 0
-                def job():
-                    die_at(step)
-                    saving.save(models[1], directory, max_shard_size=second)
-                if not forked(job, 0):
-                    assert whole() == 1
-                    break
-                killed += 1
-                outcomes[whole()] += 1
-    assert min(outcomes) > 10, outcomes
 
     # at moments spread over a save: the time of one is measured in a fork, as the kills are
     random.seed(0)
@@ -472,14 +435,14 @@ KILLED = """
     saving.save(models[0], directory)
     assert whole() == 0
     assert sorted(os.listdir(directory)) == ["config.json", "model.safetensors"], os.listdir(directory)
-    print(killed, "killed at steps;", seen, "at moments:", sum(seen.values()))
+    print(seen, "at moments:", sum(seen.values()))
 """
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kills", [25, pytest.param(1000, marks=pytest.mark.slow)])
 def test_killed_saves(kills, tmp_path):
-    """SIGKILL at every step of a save, then at random moments."""
+    """SIGKILL at random moments; each step of a save: the states that a kill leaves."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(kills), str(tmp_path / "m")],

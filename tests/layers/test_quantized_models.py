@@ -13,8 +13,7 @@ from torch import nn
 from fastbert.backends import aten
 from fastbert.layers.linear import apply_linear, dense_norm
 from fastbert.layers.modules import part
-from fastbert.layers.quantized import QuantizedLinear, int8_product, is_quantized
-from fastbert.ops.linear_int8 import linear_int8
+from fastbert.layers.quantized import QuantizedLinear, is_quantized
 from fastbert.runtime import dispatch, prepared
 from fastbert.sentences.encoder import SentenceEncoder
 from tests.support.hf_models import batch
@@ -335,15 +334,3 @@ def test_sentence_encoder_loads_what_it_saved(minilm, tmp_path):
         max_length=encoder.max_length,
     )
     assert np.array_equal(loaded.encode(SENTENCES[:40]), expected)
-
-
-def test_int8_product_takes_one_or_several(bert):
-    """Without biases, and with one module or several."""
-    own = bert.quantize().layers()[0].attention.self
-    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
-    parts = [own.query, own.key]
-    joined = int8_product(x, own, parts, "relu")
-    assert torch.equal(joined, torch.cat([torch.relu(m(x)) for m in parts], 1))
-    bare = int8_product(x, own, parts, with_bias=False)
-    assert torch.equal(bare, torch.cat([linear_int8(x, m.weight, m.scale) for m in parts], 1))
-    assert torch.equal(int8_product(x, own, parts, "relu"), joined), "with and without a bias are kept apart"

@@ -34,9 +34,13 @@ from tests.support import mutation  # noqa: E402
 
 HEADS = ("bad_inputs", "head_forwards", "head_training", "packed_heads", "vocabulary_loss")
 PACKED = ("tests/models/test_packed_heads.py", "tests/models/test_first_token_only.py")
+BAD_FILES = ("tests/layers/test_quantized_files.py", "tests/models/test_bad_inputs.py")
 # room: (its code, its tests: arguments for pytest)
 ROOMS = {
-    "checkpoint": ("fastbert/checkpoint", ("tests/checkpoint", "tests/layers/test_quantized_files.py")),
+    "checkpoint": (
+        "fastbert/checkpoint",
+        ("tests/checkpoint", "tests/layers/test_quantized_files.py", "tests/models/test_bad_inputs.py"),
+    ),
     "layers": ("fastbert/layers", ("tests/layers", *PACKED)),
     "masking": ("fastbert/pretraining/masking.py", ("tests/pretraining/test_masking.py",)),
     "heads": ("fastbert/models/heads", tuple(f"tests/models/test_{name}.py" for name in HEADS)),
