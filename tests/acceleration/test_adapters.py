@@ -18,6 +18,7 @@ from tests.support.accelerated_models import (
     relative,
     tiny,
 )
+from tests.support.checkpoints import assert_same_state
 
 # --- PEFT ---------------------------------------------------------------------------------------------------
 
@@ -148,8 +149,7 @@ def test_an_adapter_on_a_stock_model_loads_what_an_accelerated_one_saved(tmp_pat
     inputs = first_kept("bert")
     with torch.no_grad():
         assert_close(model(**inputs).logits, loaded(**inputs).logits)
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    assert_same_state(model, loaded)
 
 
 def test_other_adapters_take_the_stock_layer():

@@ -11,6 +11,7 @@ import transformers
 import fastbert
 from fastbert.checkpoint import load as checkpoint
 from fastbert.models import arguments
+from tests.support.checkpoints import assert_same_state
 from tests.support.hf_models import hf_model
 
 CLASSIFIER = transformers.AutoModelForSequenceClassification
@@ -23,12 +24,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("five")
     hf_model("bert", CLASSIFIER, num_hidden_layers=1, num_labels=5).save_pretrained(path)
     return path
-
-
-def same(a: torch.nn.Module, b: torch.nn.Module, but: tuple[str, ...] = ()) -> None:
-    theirs = b.state_dict()
-    for name, tensor in a.state_dict().items():
-        assert torch.equal(tensor, theirs[name]) or name in but, name
 
 
 def test_a_head_of_another_size_is_fresh_where_asked(folder):
@@ -48,7 +43,7 @@ def test_a_head_of_another_size_is_fresh_where_asked(folder):
     assert model.classifier.bias.eq(0).all()
     assert model.config.num_labels == len(model.config.id2label) == 3
     whole = load(folder)
-    same(model.bert, whole.bert)
+    assert_same_state(model.bert, whole.bert)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, theirs = transformers.BertForSequenceClassification.from_pretrained(
@@ -60,7 +55,7 @@ def test_a_head_of_another_size_is_fresh_where_asked(folder):
     assert info["missing_keys"] == info["unexpected_keys"] == set()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        same(load(folder, ignore_mismatched_sizes=True), whole)  # nothing to ignore
+        assert_same_state(load(folder, ignore_mismatched_sizes=True), whole)  # nothing to ignore
 
 
 def test_an_8_bit_weight_of_another_shape_is_never_fresh(folder, tmp_path):
@@ -106,7 +101,7 @@ def test_loading_info_names_fresh_and_left_over_keys(folder):
 )
 def test_arguments_that_ask_for_what_happens_anyway(folder, given):
     model = load(folder, **given)
-    same(model, load(folder))
+    assert_same_state(model, load(folder))
     assert model.device.type == "cpu"
 
 
@@ -174,7 +169,7 @@ def test_torch_dtype_is_dtype(folder):
 def test_subfolder(folder, tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     load(folder).save_pretrained(tmp_path / "a" / "b")
-    same(load(tmp_path, subfolder="a/b"), load(folder))
+    assert_same_state(load(tmp_path, subfolder="a/b"), load(folder))
     with pytest.raises(fastbert.CheckpointError, match="has no folder 'c', which subfolder names"):
         load(tmp_path, subfolder="c")
 
@@ -190,7 +185,7 @@ def test_subfolder_of_a_hub_name(folder, monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    same(load("someone/bert", subfolder="sub", force_download=True), load(folder))
+    assert_same_state(load("someone/bert", subfolder="sub", force_download=True), load(folder))
     ((name, patterns, force),) = asked
     assert (name, force) == ("someone/bert", True)
     assert {"sub/model.safetensors", "sub/*.json"} <= set(patterns)
@@ -219,7 +214,7 @@ def test_a_config_of_a_hub_name(folder, monkeypatch):
     model = load(folder)
     for place in (folder, None):
         loaded = load(place, config="someone/bert", state_dict=model.state_dict(), **hub)
-        same(loaded, model)
+        assert_same_state(loaded, model)
         assert loaded.name_or_path == "someone/bert"
     assert asked == [("someone/bert", hub)] * 2
 
@@ -230,7 +225,7 @@ def test_use_safetensors(folder, tmp_path):
     other = {key: value + 1 for key, value in model.state_dict().items()}
     torch.save(other, tmp_path / "pytorch_model.bin")
     for asked in (None, True):
-        same(load(tmp_path, use_safetensors=asked), model)
+        assert_same_state(load(tmp_path, use_safetensors=asked), model)
     assert torch.equal(load(tmp_path, use_safetensors=False).classifier.bias, model.classifier.bias + 1)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(
@@ -284,7 +279,7 @@ def test_save_takes_what_scripts_pass(folder, tmp_path):
         max_shard_size="1GB",
         save_peft_format=True,
     )
-    same(load(tmp_path / "a"), model)
+    assert_same_state(load(tmp_path / "a"), model)
     model.save_pretrained(save_directory=tmp_path / "b", is_main_process=False)
     assert not (tmp_path / "b").exists()
     state = {key: value + 1 for key, value in model.state_dict().items()}

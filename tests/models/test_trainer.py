@@ -21,6 +21,7 @@ import fastbert
 from fastbert.models import outputs
 from fastbert.models.base import PreTrainedModel
 from tests.support import processes
+from tests.support.checkpoints import assert_same_state
 from tests.support.hf_models import batch, hf_model
 from tests.support.model_pairs import NO_DROPOUT, build, inputs_for, labels_for
 from tests.support.trainers import logged, trainer_of, word_tokenizer
@@ -37,13 +38,6 @@ def native(task: str = "ForSequenceClassification", **config) -> PreTrainedModel
 
 def native_encoder() -> PreTrainedModel:
     return fastbert.AutoModel.from_config(native().config)
-
-
-def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
-    theirs = b.state_dict()
-    assert a.state_dict().keys() == theirs.keys()
-    for name, tensor in a.state_dict().items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 # -- Trainer -------------------------------------------------------------------------------------------------
@@ -64,11 +58,11 @@ def test_checkpoints_reload_and_resume(tmp_path, fresh_accelerator, tokenizer):
     trainer.train()
     best = trainer.state.best_model_checkpoint
     assert best is not None
-    same_weights(whole, fastbert.AutoModelForSequenceClassification.from_pretrained(best))
+    assert_same_state(whole, fastbert.AutoModelForSequenceClassification.from_pretrained(best))
     for name in ("config.json", "model.safetensors", "tokenizer.json", "trainer_state.json"):
         assert (tmp_path / "a" / "checkpoint-8" / name).is_file()
     last = fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "a" / "checkpoint-8")
-    same_weights(
+    assert_same_state(
         last, transformers.BertForSequenceClassification.from_pretrained(tmp_path / "a/checkpoint-8")
     )
     assert last.config.id2label == whole.config.id2label
@@ -78,7 +72,7 @@ def test_checkpoints_reload_and_resume(tmp_path, fresh_accelerator, tokenizer):
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
     assert torch.equal(logged(resumed)[-4:], logged(trainer)[-4:])
     trainer.save_model(str(tmp_path / "end"))
-    same_weights(whole, fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "end"))
+    assert_same_state(whole, fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "end"))
     trainer.create_model_card(model_name="x")
 
 
@@ -92,14 +86,14 @@ def test_masked_lm_with_the_data_collator(tmp_path, fresh_accelerator, tokenizer
     folder = tmp_path / "checkpoint-8"
     for cls in (fastbert.BertForMaskedLM, transformers.BertForMaskedLM):
         reloaded = cls.from_pretrained(folder)
-        same_weights(model, reloaded)
+        assert_same_state(model, reloaded)
         assert reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
     resumed = trainer_of(native("ForMaskedLM"), tmp_path, tokenizer, bf16=bf16)
     caplog.clear()
     with caplog.at_level("WARNING"):
         resumed.train(resume_from_checkpoint=str(folder))
     assert "missing keys" not in caplog.text
-    same_weights(model, resumed.model)
+    assert_same_state(model, resumed.model)
     assert resumed.model.cls.predictions.decoder.weight is resumed.model.get_input_embeddings().weight
 
 
@@ -185,11 +179,11 @@ def test_prepared_in_bf16_unwrapped_and_saved(tmp_path, fresh_accelerator, task)
         save_function=accelerator.save,
         state_dict=state,
     )
-    same_weights(type(model).from_pretrained(tmp_path / "a"), stock)
+    assert_same_state(type(model).from_pretrained(tmp_path / "a"), stock)
     accelerator.save_model(model, tmp_path / "b")  # weights alone, as for any model
     model.config.save_pretrained(tmp_path / "b")
-    same_weights(type(model).from_pretrained(tmp_path / "b"), stock)
-    same_weights(type(stock).from_pretrained(tmp_path / "b"), stock)
+    assert_same_state(type(model).from_pretrained(tmp_path / "b"), stock)
+    assert_same_state(type(stock).from_pretrained(tmp_path / "b"), stock)
 
 
 # -- what isinstance says ------------------------------------------------------------------------------------
@@ -214,7 +208,7 @@ def test_models_and_outputs_pass_for_those_of_transformers():
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         made = pickle.loads(pickle.dumps(model, protocol))
         assert type(made) is type(model)
-        same_weights(made, model)
+        assert_same_state(made, model)
         assert type(pickle.loads(pickle.dumps(output, protocol))) is outputs.LogitsOutput
     for made in (
         copy.copy(output),
