@@ -80,39 +80,6 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(bert_mlm, tmp_pat
         load("BertForMaskedLM", tmp_path)
 
 
-def test_an_archive_whose_table_is_damaged_is_named(bert_mlm, tmp_path):
-    bert_mlm.config.save_pretrained(tmp_path)
-    file = tmp_path / "pytorch_model.bin"
-    torch.save(bert_mlm.state_dict(), file)
-    content = bytearray(file.read_bytes())
-    at = content.index(b"PK\1\2")
-    content[at + 2] = 9
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: truncated, or not a PyTorch file"):
-        load("BertForMaskedLM", tmp_path)
-
-
-def test_weights_saved_from_meta_are_named(bert_mlm, tmp_path):
-    bert_mlm.config.save_pretrained(tmp_path)
-    torch.save(bert_mlm.to("meta").state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"pytorch_model\.bin: bert\.\S+: was saved from the meta device"
-    ):
-        load("BertForMaskedLM", tmp_path)
-
-
-def test_a_nested_tensor_is_named(bert_mlm, tmp_path):
-    bert_mlm.config.save_pretrained(tmp_path)
-    state = bert_mlm.state_dict()
-    key = "bert.encoder.layer.0.output.dense.weight"
-    state[key] = torch.nested.nested_tensor([state[key][0], state[key][1][:5]])
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=rf"pytorch_model\.bin: {key}: is a nested tensor; expected one"
-    ):
-        load("BertForMaskedLM", tmp_path)
-
-
 HOSTILE = [
     ({"model_type": ["bert"]}, TypeError, r"model_type: expected a text, got \['bert'\]"),
     ({"model_type": {"a": 1}}, TypeError, r"model_type: expected a text"),

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import fastbert
 from fastbert.layers.quantized import QuantizedLinear, is_quantized
@@ -95,40 +96,21 @@ class Adapted(nn.Linear):
     """A stand-in for LoRA: another class in the place of nn.Linear."""
 
 
-def pre_hook(module):
-    module.register_forward_pre_hook(lambda *a: None)
-
-
-def parametrize(module):
-    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
-
-
-def adapt(module):
-    module.__class__ = Adapted
-
-
-def wrap(module):
-    module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias)
-
-
-def weight_norm(module):
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nn.utils.weight_norm(module)
-
-
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (hook, "nn.Linear, got Linear with hooks"),
-        (pre_hook, "got Linear with hooks"),
-        (parametrize, "got ParametrizedLinear"),
-        (adapt, "got Adapted"),
-        (wrap, "got Linear with hooks"),
-        (weight_norm, "got Linear with hooks"),
+        (lambda m: m.register_forward_pre_hook(lambda *_: None), "got Linear with hooks"),
+        (
+            lambda m: parametrize.register_parametrization(m, "weight", nn.Identity()),
+            "got ParametrizedLinear",
+        ),
+        (lambda m: setattr(m, "__class__", Adapted), "got Adapted"),
+        (lambda m: setattr(m, "forward", lambda x: x), "got Linear with hooks"),
+        (nn.utils.weight_norm, "got Linear with hooks"),
     ],
+    ids=["hook", "pre-hook", "parametrize", "adapt", "wrap", "weight_norm"],
 )
 def test_parts_that_are_not_plain_are_refused_by_name(bert, change, words):
     change(bert.layers()[1].attention.output.dense)

@@ -208,6 +208,18 @@ def plain_pickle(protocol):
     return damage
 
 
+def damaged_table(path):
+    content = bytearray((path / "pytorch_model.bin").read_bytes())
+    content[content.index(b"PK\1\2") + 2] = 9
+    (path / "pytorch_model.bin").write_bytes(content)
+
+
+def with_nested(path):
+    state, key = model().state_dict(), LAYER + "output.dense.weight"
+    state[key] = torch.nested.nested_tensor([state[key][0], state[key][1][:5]])
+    torch.save(state, path / "pytorch_model.bin")
+
+
 def replace_config(text):
     return lambda path: (path / "config.json").write_text(text)
 
@@ -333,6 +345,14 @@ FILES = [
         stored="pytorch_model.bin"),
     damaged("empty-bin", r"pytorch_model\.bin: .*truncated", truncate("pytorch_model.bin", 0),
         stored="pytorch_model.bin"),
+    damaged("bin-whose-table-is-damaged", r"pytorch_model\.bin: truncated, or not a PyTorch file",
+        damaged_table, stored="pytorch_model.bin"),
+    damaged("bin-of-meta", r"pytorch_model\.bin: bert\.\S+: was saved from the meta device",
+        lambda path: torch.save(copy.deepcopy(model()).to("meta").state_dict(), path / "pytorch_model.bin"),
+        stored="pytorch_model.bin"),
+    damaged("bin-with-a-nested-tensor",
+        rf"pytorch_model\.bin: {LAYER}output\.dense\.weight: is a nested tensor; expected one",
+        with_nested, stored="pytorch_model.bin"),
     damaged("bin-is-text", r"pytorch_model\.bin: .*not a PyTorch file",
         lambda path: (path / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n"),
         stored="pytorch_model.bin"),
