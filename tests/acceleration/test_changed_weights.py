@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fastbert
-from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
 from tests.support.accelerated_models import LAST, first_kept, stock, submodule
+from tests.support.model_pairs import native
 
 QUERY = f"{LAST}.attention.self.query"
 # the options of accelerate; None: our own model
@@ -25,11 +25,7 @@ KINDS = {
 
 def made(kind: str) -> nn.Module:
     slow = stock("bert")
-    if KINDS[kind] is not None:
-        return fastbert.accelerate(slow, **KINDS[kind])
-    model = fastbert.AutoModel.from_config(EncoderConfig.from_hf(slow.config)).eval()
-    model.load_state_dict(slow.state_dict())
-    return model
+    return native(slow) if KINDS[kind] is None else fastbert.accelerate(slow, **KINDS[kind])
 
 
 def made_anew(kind: str, model: nn.Module) -> nn.Module:

@@ -8,8 +8,8 @@ import transformers
 from torch.utils import _pytree
 
 import fastbert
-from fastbert.models.config import EncoderConfig
 from tests.support.accelerated_models import TEXTS, assert_fused, tiny
+from tests.support.model_pairs import native
 
 
 class SpanPipeline(transformers.Pipeline):
@@ -63,13 +63,6 @@ PIPELINES = {  # name -> (class of the model, what is asked, options, arguments 
 }
 
 
-def native(stock: transformers.PreTrainedModel, auto: str) -> torch.nn.Module:
-    """Our model with the weights of transformers' one."""
-    model = getattr(fastbert, auto).from_config(EncoderConfig.from_hf(stock.config)).eval()
-    model.load_state_dict(stock.state_dict())
-    return model
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", ["native", "accelerated"])
 @pytest.mark.parametrize("name", PIPELINES)
@@ -92,7 +85,7 @@ def test_pipelines_answer_as_on_the_stock_model(tokenizer, name, kind, batch_siz
         pipe = pipeline(stock)
         expected = pipe(texts, batch_size=batch_size, **call)
         if kind == "native":
-            pipe = pipeline(native(stock, auto))
+            pipe = pipeline(native(stock))
             assert type(stock).__name__ in repr(pipe)
         else:
             assert fastbert.accelerate(pipe) is pipe

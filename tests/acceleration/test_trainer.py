@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fastbert
-from fastbert.models.config import EncoderConfig
 from tests.support import processes
 from tests.support.accelerated_models import HEAD, assert_close, assert_fused, first_kept, relative, tiny
+from tests.support.checkpoints import assert_same_state
+from tests.support.model_pairs import native
 from tests.support.trainers import logged, trainer_of
 
 # --- Trainer ------------------------------------------------------------------------------------------------
@@ -26,12 +27,8 @@ SETTINGS = {
 @pytest.mark.parametrize("which", SETTINGS)
 def test_trainer_follows_the_stock_loss_curve(tmp_path, fresh_accelerator, tokenizer, which, kind):
     settings, tolerance = SETTINGS[which]
-    stock, model = tiny(num_labels=3), tiny(num_labels=3)
-    if kind == "accelerated":
-        fastbert.accelerate(model)
-    else:
-        model = fastbert.AutoModelForSequenceClassification.from_config(EncoderConfig.from_hf(stock.config))
-        model.load_state_dict(stock.state_dict())
+    stock = tiny(num_labels=3)
+    model = native(stock) if kind == "native" else fastbert.accelerate(tiny(num_labels=3))
     expected, trainer = (
         trainer_of(m, tmp_path / type(m).__module__, tokenizer, max_steps=20, **settings)
         for m in (stock, model)
@@ -61,8 +58,7 @@ def test_trainer_follows_the_stock_loss_curve(tmp_path, fresh_accelerator, token
     # what the trainer saves is a vanilla model with these weights
     trainer.save_model(str(tmp_path / "saved"))
     vanilla = HEAD.from_pretrained(tmp_path / "saved")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(vanilla.state_dict()[name], tensor), name
+    assert_same_state(vanilla, model)
 
 
 @pytest.mark.parametrize("first", ("accelerate", "prepare"))

@@ -10,7 +10,6 @@ import torch
 import transformers
 
 import fastbert
-from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import TaskModel
@@ -47,12 +46,16 @@ NO_DROPOUT = {
 NUM_LABELS = {"ForSequenceClassification": 5, "ForTokenClassification": 5}
 
 
-def model_of(name: str, **config) -> BertModel:
-    """Our encoder with the weights of transformers' model, in eval."""
-    hf = hf_model(name, **config)
-    model = AutoModel.from_config(EncoderConfig.from_hf(hf.config)).eval()
+def native(hf: torch.nn.Module) -> BertModel | TaskModel:
+    """Our model of the same name with the weights of transformers' one, in eval."""
+    model = getattr(fastbert, type(hf).__name__)(EncoderConfig.from_hf(hf.config)).eval()
     model.load_state_dict(hf.state_dict())
     return model
+
+
+def model_of(name: str, **config) -> BertModel:
+    """Our encoder with the weights of transformers' model, in eval."""
+    return native(hf_model(name, **config))
 
 
 def build(name: str, task: str, **config) -> tuple[torch.nn.Module, TaskModel]:
