@@ -171,7 +171,7 @@ def told(row: Mapping) -> Iterator[str]:
     for key in ("cosine", "grad_cosine"):
         if row.get(key) is not None:
             yield f"{key} {row[key]:.5f}"
-    if "times_torch" in row and not over:
+    if "times_torch" in row and "over" not in row:
         yield f"{row['times_torch']:.2f} x torch"
     if "loss" in row:  # under load (bench/lib/load.py)
         yield f"loss {row['loss']:.2f}" + (f" ({row['promise']})" if "promise" in row else "")
