@@ -66,11 +66,18 @@ def linear_work(tokens: int, inputs: int, outputs: int) -> float:
 
 def roof(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large product, the median of five."""
-    # float16 on a CPU may be a hundred times as slow as float32
-    size = 4096 if device.type == "cuda" else 256 if dtype == torch.float16 else 1024
+    if device.type == "cuda":
+        return 2 * 4096**3 / _seconds(4096, device, dtype, 5)
+    # half precision on a CPU may be a hundred times as slow as float32
+    size = 1024 if _seconds(256, device, dtype, 1) < 0.005 else 256
+    return 2 * size**3 / _seconds(size, device, dtype, 5)
+
+
+def _seconds(size: int, device: torch.device, dtype: torch.dtype, calls: int) -> float:
+    """The median time of a product of two (size, size) matrices, after one that is not counted."""
     a = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
-    for _ in range(6):
+    for _ in range(calls + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
@@ -78,7 +85,7 @@ def roof(device: torch.device, dtype: torch.dtype) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    return 2 * size**3 / statistics.median(seconds[1:])
+    return statistics.median(seconds[1:])
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:
