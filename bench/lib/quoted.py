@@ -163,28 +163,29 @@ def label(row: Row) -> str:
 
 
 def earlier(*steps: str) -> list[str]:
-    """The ratios to each peer in EARLIER_FILES: times its speed, or shares of its memory."""
+    """The ratios to each peer in EARLIER_FILES, a column per peer."""
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    sources = {}
+    commits = {}
     for name in EARLIER_FILES:
-        path = results.RESULTS / EARLIER / f"{name}.json"
-        data = results.load(path)
+        data = results.load(results.RESULTS / EARLIER / f"{name}.json")
         for row in data["ratios"]:
             if row["step"] not in steps or row["of"] not in OF:
                 continue
             ours = row.get("ours") or f"fastbert-{row['dtype']}"
             place = f"{MODELS[row['model']]}, `{row['workload']}`, {row['step']}"
             words = ", ".join(filter(None, (place, HEADS.get(row.get("head")), precision(ours))))
-            peer = row["theirs"].partition("-")[0]
-            # a later row replaces an earlier one
             at = words + OURS[ours.partition("-")[0]], OF[row["of"]], f"`{name}`"
-            cells.setdefault(at, {})[PEERS.get(peer, peer)] = f"{row['ratio']:.2f} ×"
-            sources[name] = f"`{name}` is `bench/results/{EARLIER}/{path.name}`, commit {data['commit'][:9]}"
+            # a later row replaces an earlier one
+            cells.setdefault(at, {})[row["theirs"].partition("-")[0]] = f"{row['ratio']:.2f} ×"
+            commits[name] = data["commit"][:9]
+    peers = [peer for peer in PEERS if any(peer in found for found in cells.values())]
     body = [
-        [words, of, ", ".join(f"{peer} {ratio}" for peer, ratio in found.items()), name]
+        [words, of, *(found.get(peer, "–") for peer in peers), name]
         for (words, of, name), found in cells.items()
     ]
-    return [*table(["", "of", "fastbert over", "file"], body), "", "; ".join(sources.values()) + "."]
+    files = ", ".join(f"`{name}` at commit {commit}" for name, commit in commits.items())
+    head = ["what", "measured", *(f"over {PEERS[peer]}" for peer in peers), "file"]
+    return [*table(head, body), "", f"Files of `bench/results/{EARLIER}/`: {files}."]
 
 
 def kind(name: str, rows: Rows) -> list[str]:
