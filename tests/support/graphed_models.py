@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 
 import torch
 from torch import nn
@@ -88,9 +89,11 @@ def frozen(model, parameters, derived):
     """Put the recorded memory in place of the modules' current tensors, without hooks, as in a graph."""
     hooks = [(m, m._forward_hooks) for m in model.modules()]
     now = [(table, name, table[name]) for table, name, _ in parameters if name in table]
-    make = prepared.derived
+    make, replaying = prepared.derived, threading.get_ident()
 
     def recorded(owner, name, sources, build, *, keep=True):
+        if threading.get_ident() != replaying:  # another thread runs the model itself
+            return make(owner, name, sources, build, keep=keep)
         return derived[id(owner), name]
 
     for table, name, value in parameters:
