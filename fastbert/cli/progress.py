@@ -9,7 +9,7 @@ from fastbert.runtime.progress import Progress
 
 
 class Counts(Progress):
-    """Is told what has been read and made.
+    """Counts what has been read and made.
 
     Args:
         files: the input, paths or a descriptor; their sizes are the whole.

@@ -69,7 +69,7 @@ def figures() -> tuple[Published, ...]:
     windows, steps = ("samples/s", "h200", LARGE, squad), ("packs/s", "h200", LARGE, packs)
     charts = ("TFLOP/s", "h100", LARGE, full, "bf16", "FlashAttention-3's charts")
     dell, nvidia = f"{INFERENCE}, 99.9%, FP8 (Dell)", f"{INFERENCE}, 99.9%, FP8 (NVIDIA)"
-    engine, nobody = "TensorRT-class engine, from its share of an A100's peak", "derived, nobody measured it"
+    engine, origin = "TensorRT-class engine, from its share of an A100's peak", "derived, not measured"
     # a product's figure does not depend on what its op is called: one of (65536, 1024, 1024)
     square = ("TFLOP/s", "h100", LARGE, (512,) * 128, "bf16", "cuBLAS at (65536, 1024, 1024)", "K = 1024")
     older = "16 sequences, mean 0.6 of 512; its kernels are of 2022, before the rates projected here"
@@ -87,8 +87,8 @@ def figures() -> tuple[Published, ...]:
         Published(584, *square, op=("attention output", costs.FORWARD), fitted=True),
         Published(0.67, "ms", "a100", BASE, (128,), "fp16", TENSORRT, of_launch, fitted=True),
         Published(1.64, "ms", "a100", LARGE, (128,), "fp16", TENSORRT, "batch 1"),
-        Published(5.8, "ms", "h200", BASE, full, "bf16", engine, nobody),
-        Published(18.3, "ms", "h200", LARGE, full, "bf16", engine, nobody),
+        Published(5.8, "ms", "h200", BASE, full, "bf16", engine, origin),
+        Published(18.3, "ms", "h200", LARGE, full, "bf16", engine, origin),
         Published(9.22, "ms", "a100", BASE, SPREAD, "fp16", "ByteTransformer's README", older),
     )
 
