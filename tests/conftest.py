@@ -43,17 +43,26 @@ def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="run the tests of the K-th of N parts of the files")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
-def pytest_collection_modifyitems(config, items):
-    tiers.mark(items)
+def pytest_configure(config):
     if (text := config.getoption("--part")) is not None:
         try:
-            which, count = tiers.part(text)
+            config.part = tiers.part(text)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
-        found = [item for item in items if tiers.part_of(item.nodeid.partition("::")[0], count) == which]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(found)])
-        items[:] = found
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even import the files of other parts."""
+    if hasattr(config, "part") and collection_path.match("test_*.py"):
+        which, count = config.part
+        if tiers.part_of(collection_path.relative_to(config.rootpath).as_posix(), count) != which:
+            return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
+def pytest_collection_modifyitems(items):
+    tiers.mark(items)
 
 
 @pytest.fixture(autouse=True)
