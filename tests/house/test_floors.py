@@ -157,7 +157,7 @@ def test_benchmarks_import_what_is_below_them():
     ("file", "text", "why"),
     [
         ("bench/lib/timing.py", "from bench import memory", "up to scripts"),
-        ("bench/lib/costs/counts.py", "from bench.gpu import tools", "up to gpu"),
+        ("bench/lib/charts/suite.py", "from bench.gpu import tools", "up to gpu"),
         ("bench/tune.py", "def f():\n    from bench.gpu.tools import program", "up to gpu"),
         ("bench/gpu/tools.py", "import bench.suite.conftest", "up to suite"),
         ("bench/memory.py", "from tests.support import benches", "which benchmarks may not"),
