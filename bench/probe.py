@@ -1,7 +1,6 @@
-"""Measure the roofs of this machine and torch's own kernels: `python bench/probe.py [--json FILE]`.
+"""Measure the roofs of this machine: `python bench/probe.py [--json FILE]`.
 
-Steps, in order of priority (a short `--budget` drops the last ones, and says so):
-matrix, bandwidth, launch, cluster, gemm, sdpa.
+Two steps: matrix, then bandwidth, which a short `--budget` drops, and says so.
 
 As soon as a row is measured, a line is printed and the JSON file is replaced atomically: a kill loses
 nothing. A row that fails is recorded with its error, and so is a step.
@@ -25,35 +24,25 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch  # noqa: E402
 
 from bench.lib.machine import describe, read_clocks  # noqa: E402
-from bench.lib.probe_steps import STEPS, Bench, Step, reason_of  # noqa: E402
+from bench.lib.probe_steps import STEPS, Bench, reason_of  # noqa: E402
 from bench.lib.report import Report, count  # noqa: E402
 from bench.lib.timing import synchronize  # noqa: E402
 
 BUDGET_SECONDS = {"cuda": 300.0, "cpu": 150.0}
 
 
-def choose_steps(only: list[str] | None, device_type: str) -> list[Step]:
-    """The steps to run, in order of priority; names asked for must exist on this device."""
-    here = {step.name: step for step in STEPS if device_type in step.devices}
-    missing = [name for name in only or () if name not in here]
-    if missing:
-        expected = f"expected one of {', '.join(here)} on {device_type}"
-        raise ValueError(f"--only: got {', '.join(missing)}, {expected}")
-    return [here[name] for name in only or here]
-
-
-def run_step(step: Step, bench: Bench, report: Report) -> None:
+def run_step(name: str, bench: Bench, report: Report) -> None:
     """Run one step and record how it ended."""
     start, error = time.monotonic(), None
-    bench.step = step.name
+    bench.step = name
     try:
-        step.run(bench)
+        STEPS[name](bench)
         synchronize(bench.device)
         bench.free()
     except Exception as caught:
         error = reason_of(caught)
     status = "ok" if error is None else "failed"
-    report.step(step.name, status, time.monotonic() - start, error, read_clocks(bench.device))
+    report.step(name, status, time.monotonic() - start, error, read_clocks(bench.device))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: got cuda, but torch finds no CUDA device here")
-    plan = choose_steps(args.only, name)
     budget = args.budget if args.budget is not None else BUDGET_SECONDS[name]
     settings = {"device": args.device, "threads": args.threads, "budget_s": budget}
     report = Report(args.json, settings | {"only": args.only, "smoke": args.smoke}, args.note)
@@ -75,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     report.save()
     print(f"# {environment['device']}: torch {environment['torch']}, budget {budget:.0f} s", flush=True)
     bench = Bench(device, args.smoke, report.row)
-    for step in plan:
+    for step in args.only or STEPS:
         if time.monotonic() - begin < budget:
             run_step(step, bench, report)
         else:
-            report.step(step.name, "skipped", 0.0, "budget")
+            report.step(step, "skipped", 0.0, "budget")
     report.data |= {"finished": True, "seconds": round(time.monotonic() - begin, 2)}
     report.save()
     print(f"# done in {report.data['seconds']:.1f} s; kept under bench/results/{environment['slug']}/")
@@ -106,8 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=positive, help="seconds in all (default: 300 on a GPU, 150 on a CPU)"
     )
-    steps = ", ".join(step.name for step in STEPS)
-    parser.add_argument("--only", action="append", metavar="STEP", help=f"may be repeated; one of {steps}")
+    parser.add_argument("--only", action="append", choices=tuple(STEPS), help="may be repeated")
     parser.add_argument("--note", help="a remark to keep with the results, such as 'shared machine'")
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes: tries the code only")

@@ -9,8 +9,6 @@
 | `memory` | 300 batches of other lengths leave memory where it was |
 | `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
 | `sanitizer-hopper` | the same of the CUDA kernels for compute capability 9.0, backward too |
-| `profile` | nothing: ncu's figures of six kernels, where it may measure |
-| `golden` | nothing: what the tiny cases compute, and the code that did, in `golden.zip` beside FILE |
 
 Each op is checked in its own process with a time limit: a kernel that hangs or destroys the device's
 context is a row, and the other ops are still checked. Rows are appended to FILE at once. The exit status is
@@ -29,7 +27,6 @@ import multiprocessing
 import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +37,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench.gpu import golden, tools  # noqa: E402
+from bench.gpu import tools  # noqa: E402
 from bench.lib import lines, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
 from bench.lib.kernels import poisoned  # noqa: E402
@@ -122,7 +119,6 @@ class Check:
     device: torch.device
     emit: Callable[[dict], None]
     end: float = math.inf  # time.monotonic() at which the budget is spent
-    folder: Path | None = None  # of files beside the rows
 
     @property
     def tiny(self) -> bool:
@@ -420,49 +416,6 @@ def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
         yield
 
 
-def profile(check: Check, unit: Unit) -> Iterator[None]:
-    """The profiler's figures of one launch of each of tools.PROFILED, in training of BERT-base."""
-    program = tools.program("ncu", check.tiny)
-    if not Path(program).is_file():
-        check.row("profile", "skipped", program)
-        return
-    for kernel, (backend, op) in tools.PROFILED.items():
-        seconds = min(check.left() - 2, 30.0)
-        if seconds < 6:
-            check.row(f"profile-{kernel}", "skipped", f"{seconds:.0f} s left of the budget")
-            continue
-        status, reason, figures = tools.profiled(program, kernel, backend, op, seconds)
-        check.row(f"profile-{kernel}", status, reason, op=op, backend=backend, **figures)
-        yield
-
-
-def vectors(check: Check, unit: Unit) -> Iterator[None]:
-    """Inputs, results and code of the op's tiny cases, in an archive of the unit's own."""
-    files: dict[str, bytes] = {}
-    with recorded(check, unit.name):
-        for case in testing.small_cases(unit.op):
-            files |= golden.record(case, unit.backend, unit.dtype, check.device)
-            yield
-        golden.write(check.folder / f"{unit.name}.zip", files)
-        kernels = len({name.split("/")[1] for name in files if name.startswith("kernels/")})
-        calls = sum(name.endswith("/call.json") for name in files)
-        check.row(unit.name, "ok", calls=calls, kernels=kernels, bytes=sum(map(len, files.values())))
-    yield
-
-
-def one_call(op: str, backend: str) -> int:
-    """What the profiler watches: a training step's last case of the op, twice."""
-    case = testing.training_cases(op, TRAINING)[-1]
-    unit = Unit(op, backend, torch.bfloat16)
-    with dispatch.use_backend(**{op: backend}):
-        inputs = case.inputs(torch.bfloat16, "cuda")
-        call = evaluator(Check("profile", torch.device("cuda"), print), unit, case, inputs, True)
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    return 0
-
-
 def tiny_cases() -> int:
     """What the sanitizer watches: the tiny cases of every op of a GPU's kernels, forward."""
     for op, backend in itertools.product(dispatch.OPS, BACKENDS):
@@ -509,11 +462,6 @@ CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool]
     "stream": (stream, lambda tiny: op_units(DTYPES[:1])),
     "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
     **dict.fromkeys(SANITIZED, (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)])),
-    "profile": (profile, lambda tiny: [Unit("profile", None, torch.bfloat16)]),
-    "golden": (
-        vectors,
-        lambda tiny: op_units((torch.bfloat16,) if tiny else (torch.bfloat16, torch.float16)),
-    ),
 }
 
 
@@ -576,7 +524,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/gpu/checks.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("check", choices=(*CHECKS, *SANITIZED.values(), "one-call"))
+    parser.add_argument("check", choices=(*CHECKS, *SANITIZED.values()))
     parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
     tags = [TAGS[dtype] for dtype in DTYPES]
     parser.add_argument("--dtype", choices=tags, action="append", help="only this one (may be repeated)")
@@ -587,11 +535,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.json is not None and args.json.suffix != ".jsonl":
         parser.error(f"--json: got {args.json}, expected a name ending in .jsonl: several processes write it")
-    if args.check == "golden" and args.json is None:
-        parser.error("--json: golden needs it; golden.zip is written beside it")
-    profiled = sorted({op for _, op in tools.PROFILED.values()})
-    if args.check == "one-call" and (len(args.op or ()) != 1 or args.op[0] not in profiled):
-        parser.error(f"--op: got {args.op} for one-call, expected one of {', '.join(profiled)}")
     return args
 
 
@@ -610,8 +553,6 @@ def main(argv: list[str] | None = None) -> int:
         return tiny_cases()
     if args.check == "hopper-cases":
         return hopper_cases()
-    if args.check == "one-call":
-        return one_call(args.op[0], args.backend or "triton")
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
@@ -638,15 +579,10 @@ def main(argv: list[str] | None = None) -> int:
         memory.value = environment["memory_bytes"]
 
     check = Check(args.check, torch.device(args.device), emit, end)
-    if args.check == "golden":
-        # not beside FILE: what a killed step leaves must not count as files of the run
-        check.folder = Path(tempfile.mkdtemp(prefix="golden-"))
     wrong = in_processes(check, [Unit("environment", None, torch.float32)], 1, tell_where)
     fitting = max(1, memory.value // UNIT_BYTES)
     at_once = 1 if check.tiny else min(fitting, len(os.sched_getaffinity(0)))
     wrong += in_processes(check, wanted(CHECKS[args.check][1](check.tiny), args), at_once)
-    if check.folder is not None:
-        print(f"{golden.join(check.folder, args.json.with_name('golden.zip'))} calls in golden.zip")
     return int(wrong > 0)
 
 

@@ -9,7 +9,7 @@
 |---|---|
 | a | the extension and all kernels compiled; roofs; correctness; self-checks; forward; training; breakdown |
 | b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
-| c | golden vectors; profiler and sanitizer on single kernels; pre-training; roofs; torch.compile's peers |
+| c | the sanitizer on single kernels; pre-training; torch.compile's peers |
 | d | one short lease: headline rows beside graphed peers, the queue, the CUDA kernels' proofs, breakdown |
 
 The queue (bench/gpu/queue/queue.toml) holds questions that wait for a GPU, in order of value.
@@ -106,15 +106,9 @@ def build(run: Run, seconds: float) -> list[str]:
     return run.script("gpu/precompile.py", *options, *([] if run.tiny else ["--build"]))
 
 
-def probe(*names: str) -> Callable[[Run, float], list[str]]:
-    """Steps of the probe; in the dry run only what later steps need."""
-
-    def command(run: Run, seconds: float) -> list[str]:
-        chosen = ("bandwidth", "matrix") if run.tiny else names
-        only = [option for name in chosen for option in ("--only", name)]
-        return script(run, "probe.py", "probe.jsonl", seconds) + only + (["--smoke"] if run.tiny else [])
-
-    return command
+def probe(run: Run, seconds: float) -> list[str]:
+    """The roofs of the machine."""
+    return script(run, "probe.py", "probe.jsonl", seconds) + (["--smoke"] if run.tiny else [])
 
 
 def selfcheck(run: Run, seconds: float) -> list[str]:
@@ -210,7 +204,7 @@ PEERS = ("transformers_sdpa-", "transformers_sdpa_graphs", "torch_encoder")
 PARTS = {
     "a": (
         Step("build", 75, 20, build),
-        Step("probe", 40, 10, probe("matrix", "bandwidth")),
+        Step("probe", 40, 10, probe),
         # on all cores: it compiles what the self-checks would compile one after the other
         Step("correctness", 120, 30, check("correctness")),
         Step("selfcheck", 45, 10, selfcheck),
@@ -229,18 +223,15 @@ PARTS = {
         Step("encoder-tuned", 110, 40, encoder("fastbert", "transformers_sdpa")),
     ),
     "c": (
-        Step("golden", 60, 20, check("golden")),
-        Step("profile", 75, 20, check("profile")),
         Step("sanitizer", 80, 20, check("sanitizer")),
         Step("pretraining", 75, 30, pretraining),
-        Step("probe-rest", 60, 20, probe("launch", "cluster", "gemm", "sdpa")),
         Step("compile", 115, 60, encoder("torch_compile")),
         Step("training-compile", 105, 60, training("fastbert", "torch_compile")),
     ),
     # numbers before proofs: what is cut off at the end can be repeated elsewhere
     "d": (
         Step("build-90a", 50, 20, build),
-        Step("probe-bf16", 20, 8, probe("matrix", "bandwidth")),
+        Step("probe-bf16", 20, 8, probe),
         Step("selfcheck-d", 80, 10, selfcheck),
         Step("encoder-peers", 80, 30, encoder("fastbert", *PEERS)),
         Step("encoder-short", 40, 15, encoder("fastbert", *PEERS, models="minilm base", batches="short")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
@@ -98,21 +97,8 @@ def test_correctness_has_what_training_runs(check):
     assert facts == [(lengths, 12, 64, True, 0.1, bias) for bias in ("", "keys")]
     for op in ("layer_norm", "embedding"):
         assert [case.dropout_p for case in testing.training_cases(op, lengths)] == [0.1]
-
-
-@pytest.mark.sweep
-@interpreted
-@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op in backend.DTYPES])
-def test_correctness_of_a_small_training_step(check, monkeypatch, op):
-    """In train mode: the outputs, and every gradient that the op has."""
-    small = testing.training_cases(op, (7, 1, 5))
-    if op == "embedding":  # backward goes over the whole table
-        small = [dataclasses.replace(case, vocab=50) for case in small]
-    monkeypatch.setattr(checks, "cases", lambda *_: small)
-    rows = run(checks.correctness, check, checks.Unit(op, "triton", torch.bfloat16))
-    assert [row["status"] for row in rows] == ["ok"] * len(small), rows
-    for row, case in zip(rows, small, strict=True):
-        assert row["quantities"] > (op not in ("packing", *dispatch.INFERENCE_ONLY)), case
+    for op in ("attention", "embedding", "layer_norm"):  # a graph must follow the seed that it finds
+        assert checks.replayed_case(on_gpu, checks.Unit(op, "triton", torch.bfloat16)).dropout_p > 0
 
 
 def test_poisoned_memory_is_nan_and_only_within():
@@ -122,17 +108,6 @@ def test_poisoned_memory_is_nan_and_only_within():
     with pytest.raises(KeyError), checks.poisoned():
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_unwritten_rows_show_even_where_memory_held_the_right_values(check, monkeypatch):
-    seen = []
-
-    def run_case(*_, **__):
-        return seen.append(torch.are_deterministic_algorithms_enabled()) or []
-
-    monkeypatch.setattr(testing, "run_case", run_case)
-    run(checks.correctness, check)
-    assert seen == [True]
 
 
 @interpreted
@@ -220,14 +195,6 @@ def test_without_a_gpu_a_check_fails_and_says_why(tmp_path):
     assert rows.pop("environment-fp32")[0] == "failed"
     assert {status for status, _ in rows.values()} == {"skipped"}
     assert rows["linear-triton-bf16"][1] == "no CUDA device"
-
-
-def test_every_kernel_of_every_gpu_backend_is_a_unit():
-    units = checks.op_units((torch.bfloat16, torch.float32))
-    ops = {unit.op for unit in units if unit.backend == "triton"}
-    assert ops == set(backend.DTYPES)
-    assert len(units) == len(set(units))
-    assert {"attention", "linear"} >= {unit.op for unit in units[:4]}  # the longest begin first
 
 
 @pytest.mark.sweep
@@ -335,38 +302,6 @@ def test_a_replay_must_follow_its_inputs(on_gpu, monkeypatch, op):
     assert row["error"] == "3 of 3 replays differ from an eager call"
 
 
-@pytest.mark.sweep
-@interpreted
-@pytest.mark.parametrize("op", ["attention", "embedding", "layer_norm"])
-def test_a_replay_must_draw_the_mask_of_the_seed_it_finds(on_gpu, monkeypatch, op):
-    unit = checks.Unit(op, "triton", torch.float32)
-    assert "dropout" in checks.replayed_case(on_gpu, unit).id
-    monkeypatch.setattr(checks, "cases", lambda check, unit: testing.small_cases(unit.op))
-    (row,) = run(checks.graphs, on_gpu, unit)
-    assert (row["status"], row.get("error"), row["replays"]) == ("ok", None, 3)
-    assert "dropout" in row["case"]
-    on_gpu.rows.clear()
-    replay, launch, captured = on_gpu.graph.replay, getattr(backend, f"{op}_fwd"), torch.tensor([5])
-
-    def baked(*args):  # the seed of the capture
-        return launch(*map(as_captured, args))
-
-    def as_captured(a):
-        if isinstance(a, tuple):  # a launcher's NamedTuple
-            return type(a)(*map(as_captured, a))
-        is_seed = isinstance(a, torch.Tensor) and a.dtype == torch.int64 and a.numel() == 1
-        return captured if is_seed else a
-
-    def stale(graph):
-        with monkeypatch.context() as patch, dispatch.use_backend(**{op: "triton"}):
-            patch.setattr(backend, f"{op}_fwd", baked)
-            replay(graph)
-
-    monkeypatch.setattr(on_gpu.graph, "replay", stale)
-    (row,) = run(checks.graphs, on_gpu, unit)
-    assert row["error"] == "3 of 3 replays differ from an eager call"
-
-
 @interpreted
 def test_a_side_stream_must_give_the_same_bits(on_gpu, monkeypatch):
     (row,) = run(checks.stream, named(on_gpu, "stream"))
@@ -407,90 +342,6 @@ def test_the_sanitizer_says_what_it_found_or_why_it_could_not(name, tmp_path):
     assert (found[1] is None) if reason is None else (reason in found[1])
 
 
-NCU = """==PROF== Connected to process 7
-"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",\
-"Device","CC","gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum",\
-"launch__registers_per_thread","sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active"
-"","","","","","","","","","","","%","nsecond","register/thread","%"
-"0","7","python3","127.0.0.1","_attention_fwd_kernel","1","7","(128, 1, 1)","(96, 1, 1)","0","9.0","12.5",\
-"1,234.00","168","n/a"
-==PROF== Disconnected
-""".replace("\\\n", "")
-PROFILERS = {
-    "ok": (f"cat <<'END'\n{NCU}END", "ok", None),
-    "refused": ("echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1", "skipped", "may not read the GPU's counters"),
-    "silent": ("true", "skipped", "no figures (exit status 0)"),
-    "no kernel": ("echo '==WARNING== No kernels were profiled.'", "skipped", "No kernels were profiled"),
-    "slow": ("exec sleep 600", "skipped", "did not end within 1 s"),
-}
-
-
-@pytest.mark.parametrize("name", PROFILERS)
-def test_the_profilers_figures_or_why_there_are_none(name, tmp_path):
-    text, status, reason = PROFILERS[name]
-    program = tmp_path / "ncu"
-    program.write_text(f"#!/bin/sh\n{text}\n")
-    program.chmod(0o755)
-    seconds = 1.0 if name == "slow" else 30.0
-    found = tools.profiled(str(program), "_attention_fwd_kernel", "triton", "attention", seconds)
-    assert found[0] == status
-    assert (found[1] is None) if reason is None else (reason in found[1])
-    if status == "ok":
-        # a counter that the device does not have is left out
-        assert found[2] == {"dram_percent": 12.5, "us": pytest.approx(1.234), "registers": 168.0}
-
-
-def test_the_kernels_that_are_profiled_exist():
-    triton = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    cuda = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu*"))
-    for kernel, (by, op) in tools.PROFILED.items():
-        assert f"\ndef {kernel}(" in triton if by == "triton" else f" {kernel}(" in cuda, kernel
-        assert op in dispatch.backend_module(by).DTYPES
-
-
-def test_the_profiler_gets_a_row_per_kernel(monkeypatch, tmp_path):
-    program = tmp_path / "ncu"
-    program.write_text("")
-    monkeypatch.setattr(tools, "program", lambda name, tiny: str(program))
-    asked = []
-    monkeypatch.setattr(
-        tools, "profiled", lambda *args: asked.append((args[1], args[2:4])) or ("ok", None, {"us": 2.0})
-    )
-    rows = []
-    check = checks.Check("profile", torch.device("cuda"), rows.append)
-    list(checks.profile(check, None))
-    assert asked == list(tools.PROFILED.items())
-    assert [row["name"] for row in rows] == [f"profile-{kernel}" for kernel in tools.PROFILED]
-    assert {row["us"] for row in rows} == {2.0}
-    rows.clear()
-    check.end = time.monotonic() + 3
-    list(checks.profile(check, None))
-    assert {row["status"] for row in rows} == {"skipped"}
-
-
-@pytest.mark.parametrize("ops", [[], ["linear", "attention"], ["pooling"]])
-def test_one_call_needs_one_op_that_is_profiled(ops, capsys):
-    with pytest.raises(SystemExit):
-        checks.main(["one-call", *(word for op in ops for word in ("--op", op))])
-    assert "for one-call, expected one of attention, feed_forward, layer_norm, linear" in (
-        capsys.readouterr().err
-    )
-
-
-def test_ops_and_dtypes_can_be_chosen():
-    units = checks.shares(checks.op_units(checks.DTYPES))
-    assert checks.wanted(units, checks.parse(["stream"])) == units
-    args = checks.parse(["stream", "--op", "linear", "--op", "packing", "--dtype", "fp16"])
-    found = checks.wanted(units, args)
-    assert {(unit.op, unit.dtype) for unit in found} == {
-        ("linear", torch.float16),
-        ("packing", torch.float16),
-    }
-    assert len(found) == len([u for u in units if u.op in args.op and u.dtype == torch.float16])
-    found = checks.wanted(units, checks.parse(["stream", "--op", "linear", "--backend", "cuda"]))
-    assert {(unit.op, unit.backend) for unit in found} == {("linear", "cuda")}
-
-
 @pytest.mark.parametrize("op", ["attention", "linear"])
 def test_the_parts_of_an_op_are_all_of_its_cases(op):
     """Each case once, and few in a process."""
@@ -503,9 +354,3 @@ def test_the_parts_of_an_op_are_all_of_its_cases(op):
     ids = [case.id for part in parts for case in part]
     assert sorted(ids) == sorted(case.id for case in checks.cases_of(units[0]))
     assert units[1].process == f"{units[1].name}-part-2-of-{len(units)}"
-
-
-def test_the_checks_file_is_one_that_many_may_append_to(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        checks.main(["stream", "--device", "cpu", "--json", str(tmp_path / "checks.json")])
-    assert "expected a name ending in .jsonl" in capsys.readouterr().err

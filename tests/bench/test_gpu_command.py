@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,17 +98,6 @@ def processes_in(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.sweep
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-def test_what_a_hanging_step_has_started_ends_with_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANTED_IN", str(tmp_path))
-    prove.main(["--out", str(tmp_path / "out"), "--only", "planted-hang"])
-    end = time.monotonic() + 20
-    while processes_in(tmp_path) and time.monotonic() < end:
-        time.sleep(0.05)  # a killed process takes its time to go on a busy machine
-    assert processes_in(tmp_path) == []
-
-
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_an_interrupted_run_ends_its_step_and_keeps_what_it_had(tmp_path):
     env = os.environ | {"PLANTED_IN": str(tmp_path)}
@@ -161,37 +149,6 @@ def test_no_step_of_a_part_is_shortened_for_a_later_one(part):
         assert prove.share(step, list(steps[index + 1 :]), left, 1.0) == step.most
 
 
-def test_the_first_part_has_the_proof_and_the_headline_rows(tmp_path):
-    names = [step.name for step in prove.PARTS["a"]]
-    # correctness compiles on all cores what the self-checks would compile one after the other
-    assert names == ["build", "probe", "correctness", "selfcheck", "encoder", "training", "breakdown"]
-    assert len({step.name for step in prove.STEPS}) == len(prove.STEPS)
-    run = prove.Run(tmp_path, "cuda")
-    commands = {step.name: step.command(run, 30.0) for step in prove.PARTS["a"]}
-    assert "--build" in commands["build"]
-    models = gpu_encoder.parse([*commands["encoder"][2:], "--device", "cpu"]).models
-    assert models == ["base", "large"]
-    parsed = gpu_training.parse([*commands["training"][2:], "--device", "cpu"])
-    assert (parsed.models, parsed.heads) == (["base", "large"], ["pretraining"])
-    # nothing is timed before every kernel has its verdict
-    order = [step.name for step in prove.PARTS["b"]]
-    assert order.index("tuning") < order.index("selfcheck-tuned") < order.index("kernels")
-
-
-def test_every_question_of_the_queue_says_what_it_asks():
-    questions = tomllib.loads(prove.QUEUE.read_text())["question"]
-    assert [f"queue-{q['name']}" for q in questions] == [step.name for step in prove.queue()]
-    assert all(q["asks"].endswith("?") for q in questions)
-
-
-def test_only_picks_of_any_part_in_the_order_of_the_run():
-    assert [step.name for step in prove.choose("compile, encoder, build")] == ["build", "encoder", "compile"]
-    for part, steps in prove.PARTS.items():
-        assert prove.choose(None, part) == list(steps)
-    assert prove.choose(None) == list(prove.PARTS["a"])
-    assert not any(step.name.startswith("planted") for step in prove.STEPS)
-
-
 def test_one_archive_has_everything_after_each_step(tmp_path):
     names = ["planted-failure", "planted-good"]
     prove.main(["--out", str(tmp_path), "--only", ",".join(names)])
@@ -213,31 +170,11 @@ def test_one_archive_has_everything_after_each_step(tmp_path):
     ]
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-def test_a_killed_run_leaves_an_archive_of_the_steps_before(tmp_path):
-    command = [*GPU, "--out", str(tmp_path), "--only", "planted-failure,planted-hang", "--budget", "57000"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 60
-        while not (tmp_path / "run-some.tar").exists():
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        process.kill()
-        process.wait()
-    with tarfile.open(tmp_path / "run-some.tar") as file:
-        assert b'"step": "planted-' in file.extractfile("steps.jsonl").read()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--only", "probe,nothing"], "--only: got nothing, expected some of build, probe, "),
-        (["--only", ""], "--only: got"),
         (["--budget", "0"], "got 0, expected a number of seconds above 0"),
-        (["--budget", "nan"], "got nan, expected"),
-        (["--device", "tpu"], "tpu"),
-        (["--part", "e"], "invalid choice: 'e'"),
     ],
 )
 def test_bad_arguments_are_named(options, message, tmp_path, capsys):
@@ -258,22 +195,22 @@ def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
         assert command[command.index("--budget") + 1] == "30", step.name
         if not step.name.startswith("build"):
             assert str(tmp_path) in command[command.index("--json") + 1]
+        for script, parse in (("encoder.py", gpu_encoder.parse), ("training.py", gpu_training.parse)):
+            if command[1].endswith(f"gpu/{script}"):
+                assert parse([*command[2:], "--device", "cpu"]).roofs == tmp_path / "probe.jsonl"
     assert prove.environment(run).get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert prove.environment(prove.Run(tmp_path, "cpu"))["TRITON_INTERPRET"] == "1"
 
 
-def test_the_parent_needs_the_standard_library_only():
-    code = "import sys, bench.gpu; print([name for name in sys.modules if 'torch' in name])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_the_steps_need_neither_pytest_nor_jsonschema(tmp_path):
-    """A GPU machine has torch, Triton and transformers, but neither of these nor a network."""
+    """A GPU machine has torch, Triton and transformers, but neither of these nor a network; the parent of the
+    steps needs not even torch.
+    """
     scripts = {Path(step.command(prove.Run(tmp_path, "cuda"), 30.0)[1]) for step in prove.STEPS}
     names = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in scripts)
     missing = ("pytest", "pytest_benchmark", "jsonschema", "matplotlib")
     code = f"import importlib, sys; sys.modules.update(dict.fromkeys({missing}))\n"
+    code += "import bench.gpu.prove; assert not [name for name in sys.modules if 'torch' in name]\n"
     code += f"for name in {names}: importlib.import_module(name)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -322,19 +259,10 @@ def test_a_dry_run_passes_every_step(dry, part):
     assert "# all steps:" in printed
     head = lines.read(folder / "steps.jsonl")
     assert (head["finished"], head["device_type"], head["part"]) == (True, "cpu", part)
-
-
-@pytest.mark.sweep
-@interpreted
-@pytest.mark.parametrize("part", prove.PARTS)
-def test_a_dry_run_leaves_eight_files_at_most_and_one_has_all(dry, part):
-    folder, _ = dry(part)
     names = sorted(path.name for path in folder.iterdir())
-    assert len(names) <= 8
+    assert len(names) <= 8  # few files come back from some machines, and one has all
     with tarfile.open(folder / f"run-{part}.tar") as file:
         assert sorted([*file.getnames(), f"run-{part}.tar"]) == names
-        for name in file.getnames():
-            assert file.extractfile(name).read() == (folder / name).read_bytes(), name
 
 
 @pytest.mark.sweep
@@ -348,12 +276,8 @@ def test_a_dry_run_checks_every_triton_kernel(dry):
     checked = {row["step"]: row["status"] for row in found["b"] if row["name"] == "encoder-bf16"}
     assert checked == {"graphs": "ok", "memory": "ok"}
     found["c"] = lines.read(dry("c")[0] / "checks.jsonl")["rows"]
-    golden = {
-        row["name"].split("-")[0] for row in found["c"] if (row["step"], row["status"]) == ("golden", "ok")
-    }
-    assert golden == set(backend.DTYPES)
-    tools = [(row["step"], row["status"]) for row in found["c"] if row["step"] != "golden"]
-    assert tools == [("profile", "skipped"), ("sanitizer", "skipped"), *[("pretrain", "ok")] * 4]
+    others = [(row["step"], row["status"]) for row in found["c"]]
+    assert others == [("sanitizer", "skipped"), *[("pretrain", "ok")] * 4]
     assert {row["status"] for rows in found.values() for row in rows} == {"ok", "skipped"}
 
 
@@ -416,12 +340,3 @@ def test_a_dry_run_tunes(dry):
     assert {row["entry"][0] for row in rows} == kernels
     assert {row["status"] for row in rows} == {"ok"}
     assert set(json.loads((folder / "tuned.json").read_text())) == {"device", *kernels}
-
-
-@pytest.mark.sweep
-@interpreted
-@pytest.mark.parametrize("part", ["a", "b"])
-def test_a_dry_run_is_no_result(dry, tmp_path, capsys, part):
-    for path in (dry(part)[0], dry(part)[0] / f"run-{part}.tar"):
-        assert prove.main(["merge", str(path), "--results", str(tmp_path / "results")]) == 2
-        assert "a dry run on a CPU is no result" in capsys.readouterr().err
