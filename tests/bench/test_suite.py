@@ -38,12 +38,6 @@ def test_the_replayed_clock_returns_what_was_measured():
         clock()
 
 
-def test_samples_are_kept_in_their_order():
-    timed = timing.summarise([3.0, 1.0, 2.0], 1, "wall")
-    assert timed.samples_ms == (3.0, 1.0, 2.0)
-    assert timed.median_ms == 2.0
-
-
 def test_each_sample_is_taken_within_its_candidates_context():
     events = []
 
@@ -126,28 +120,24 @@ def test_the_parts_of_a_line():
     assert " | ".join(part.strip() for part in turns.told(plain)) == expected
 
 
-def test_a_wrong_kernel_is_reported(monkeypatch):
+def raises(*_, **__):
+    raise RuntimeError("planted")
+
+
+RIGHT = aten.packing_fwd
+FAULTS = {
+    "max error": lambda *a, **k: RIGHT(*a, **k) * 1.5,
+    "RuntimeError: planted": raises,
+    "NaN": lambda x, indices: x.new_empty(len(indices), *x.shape[1:]),  # a hole
+}
+
+
+@pytest.mark.parametrize("why", FAULTS)
+def test_a_wrong_kernel_is_reported(monkeypatch, why):
     case = testing.bench_cases("packing", (5, 3))[0]
     assert kernels.incorrect(case, "aten", torch.float32, "cpu") == ""
-    right = aten.packing_fwd
-    monkeypatch.setattr(aten, "packing_fwd", lambda *a, **k: right(*a, **k) * 1.5)
-    assert "max error" in kernels.incorrect(case, "aten", torch.float32, "cpu")
-
-
-def test_a_kernel_that_raises_is_incorrect(monkeypatch):
-    case = testing.bench_cases("packing", (5, 3))[0]
-
-    def fails(*_, **__):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(aten, "packing_fwd", fails)
-    assert kernels.incorrect(case, "aten", torch.float32, "cpu") == "RuntimeError: planted"
-
-
-def test_a_hole_in_an_output_is_reported(monkeypatch):
-    case = testing.bench_cases("packing", (5, 3))[0]
-    monkeypatch.setattr(aten, "packing_fwd", lambda x, indices: x.new_empty(len(indices), *x.shape[1:]))
-    assert "NaN" in kernels.incorrect(case, "aten", torch.float32, "cpu")
+    monkeypatch.setattr(aten, "packing_fwd", FAULTS[why])
+    assert why in kernels.incorrect(case, "aten", torch.float32, "cpu")
 
 
 # ---- the suite as pytest runs it ----
@@ -167,6 +157,9 @@ def test_planted(in_turns, candidate):
 """
 
 
+NOT_INSTALLED = engines.NotInstalled("transformers is not installed")
+
+
 def run_suite(folder: Path, rows: list[dict], *options: str) -> tuple[str, dict]:
     """What pytest prints for a suite of planted rows, and its JSON."""
     (folder / "test_planted.py").write_text(PLANTED.replace("{ROWS}", repr(rows)))
@@ -181,18 +174,26 @@ def run_suite(folder: Path, rows: list[dict], *options: str) -> tuple[str, dict]
 
 def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
     rows = [
-        row("fastbert-fp32", 2.0, samples_ms=[1.0, 2.0, 4.0], tokens_per_s=7.0),
+        row("fastbert-fp32", 2.0, samples_ms=[1.0, 2.0, 4.0], tokens_per_s=7.0, step="encoder"),
         row("transformers-fp32", 5.0),
         row("fastbert-bf16", 1.0, cosine=0.5),
         {"candidate": "openvino-fp32", "status": "error", "error": "not installed"},
         {"candidate": "fastbert-int8", "status": "error", "error": "planted"},
+        {"candidate": "accelerated-fp32", "status": "error", "error": reason_of(NOT_INSTALLED)},
+        row("accelerated-bf16", 1.0, step="training"),
         {"candidate": "onnxruntime-int8", "status": "raises", "error": "the group ends here"},
     ]
     text, data = run_suite(tmp_path, rows, "--benchmark-autosave")
-    assert "3 failed, 2 passed, 1 skipped" in text
+    assert "3 failed, 3 passed, 2 skipped" in text
     assert "RuntimeError: the group ends here" in text
     found = {each["extra_info"]["candidate"]: each for each in data["benchmarks"]}
-    assert set(found) == {"fastbert-fp32", "transformers-fp32"}
+    assert set(found) == {"fastbert-fp32", "transformers-fp32", "accelerated-bf16"}
+    # who served, a training step under autocast
+    tags = {
+        name: {op.split()[-1] for op in found[name]["extra_info"]["backends"]}
+        for name in ("fastbert-fp32", "accelerated-bf16")
+    }
+    assert tags == {"fastbert-fp32": {"fp32"}, "accelerated-bf16": {"bf16", "fp32"}}
     assert found["fastbert-fp32"]["stats"]["data"] == [0.001, 0.002, 0.004]
     assert found["fastbert-fp32"]["group"] == "planted"
     assert found["fastbert-fp32"]["extra_info"]["over"]["transformers-fp32"] == 2.5
@@ -201,9 +202,9 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
         "test_planted[fastbert-bf16]": "incorrect: cosine 0.50000, at least 0.995 expected",
         "test_planted[openvino-fp32]": "not installed",
         "test_planted[fastbert-int8]": "planted",
+        "test_planted[accelerated-fp32]": "NotInstalled: transformers is not installed",
     }
     assert "incorrect: cosine" in text
-    assert "# planted: fastbert-fp32, transformers-fp32" in text  # progress
     (kept,) = (tmp_path / "kept").rglob("*.json")
     assert kept.parent.name == data["machine_info"]["slug"]
     assert data["fastbert"]["commit"] is None or len(data["fastbert"]["commit"]) == 40
@@ -213,7 +214,6 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
 @pytest.mark.parametrize(
     ("options", "candidates"),
     [
-        (["--peers"], ["fastbert-bf16", "fastbert-fp32"]),
         (["--peers=none"], ["fastbert-bf16", "fastbert-fp32"]),
         (["--peers=openv"], ["fastbert-bf16", "fastbert-fp32", "openvino-fp32"]),
         (["--dtype=bf16"], ["fastbert-bf16"]),
@@ -230,8 +230,6 @@ def test_options_choose(tmp_path, options, candidates):
     ("option", "message"),
     [
         ("--peers=openwino", "--peers: got openwino, expected none or the beginning of one of openvino-fp32"),
-        ("--dtype=fp16,bf16", "--dtype: got fp16, expected one of bf16, fp32"),
-        ("--model=base", "--model: got base, expected one of "),
         ("--device=cuda", "--device: got cuda, but torch finds no CUDA device here"),
     ],
 )
@@ -243,7 +241,7 @@ def test_a_wrong_name_is_named(tmp_path, option, message):
     assert not data
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.sweep)])
 def test_files_of_the_suite_are_collected_with_unique_names(device):
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "bench/suite", "--everything"]
     command += ["--device", device]
@@ -259,45 +257,8 @@ def test_files_of_the_suite_are_collected_with_unique_names(device):
     assert any("-bf16" in name for name in memory)
     assert any("-int8" in name for name in memory) == (device == "cpu")
     left_out = {line.split()[2] for line in done.stdout.splitlines() if line.startswith("# no ")}
-    there_is_none = {
-        "accelerate:",
-        "analysis:",
-        "encode:",
-        "load:",
-        "mlperf:",
-        "onnxruntime:",
-        "openvino:",
-        "pretraining:",
-    }
-    assert left_out == (there_is_none if device == "cuda" else set()), done.stdout[-2000:]
+    assert bool(left_out) == (device == "cuda"), done.stdout[-2000:]
     assert ("# no load: measured on a CPU only, not on cuda" in done.stdout) == (device == "cuda")
-
-
-def test_many_lengths_are_named_by_their_workload():
-    few, many = "170_146x12x64-packed_qkv", "_".join(["170"] * 96) + "x12x64-packed_qkv"
-    assert kernels.short_id(few, "squad") == few
-    assert kernels.short_id(many, "squad") == "squadx12x64-packed_qkv"
-
-
-def test_what_is_not_installed_fails_nothing(tmp_path):
-    """`fastbert.accelerate` is ours and needs transformers."""
-    missing = {"candidate": "accelerated-bf16", "status": "error"}
-    rows = [
-        row("fastbert-bf16"),
-        missing | {"error": reason_of(engines.NotInstalled("transformers is not installed"))},
-    ]
-    text, data = run_suite(tmp_path, rows)
-    assert "1 passed, 1 skipped" in text
-    (why,) = (each["why"] for each in data["fastbert"]["without_a_time"])
-    assert why == "NotInstalled: transformers is not installed"
-
-
-def test_a_training_step_says_who_serves_under_autocast(tmp_path):
-    rows = [row("fastbert-bf16", step="training"), row("fastbert-fp32", step="encoder")]
-    _, data = run_suite(tmp_path, rows)
-    found = {each["params"]["candidate"]: each["extra_info"]["backends"] for each in data["benchmarks"]}
-    assert {name.split()[-1] for name in found["fastbert-bf16"]} == {"bf16", "fp32"}
-    assert {name.split()[-1] for name in found["fastbert-fp32"]} == {"fp32"}
 
 
 @pytest.mark.sweep
@@ -389,18 +350,12 @@ BEFORE = {"cpu-fp32": 1.0, "cpu-bf16": 0.5, "torch-fp32": 2.0, "aten-fp32": 2.2}
         (BEFORE, 0, "0 of ours are slower, 0 faster, 0 gone"),
         (BEFORE | {"cpu-fp32": 1.2}, 1, "1 of ours are slower"),
         (BEFORE | {"cpu-fp32": 1.14}, 0, "0 of ours are slower"),
-        (
-            {name: 1.3 * t for name, t in BEFORE.items() if name != "cpu-bf16"} | {"cpu-bf16": 0.5},
-            0,
-            "0 of ours",
-        ),
         (BEFORE | {"torch-fp32": 4.0}, 0, "0 of ours are slower"),  # a peer's own matter
         # peers that drift by 8% hide nothing; where they are 15% slower it is the machine
         (BEFORE | {"cpu-fp32": 1.2, "torch-fp32": 2.16, "aten-fp32": 2.376}, 1, "1 of ours are slower"),
         (BEFORE | {"cpu-fp32": 1.2, "torch-fp32": 2.3, "aten-fp32": 2.53}, 0, "0 of ours are slower"),
         (BEFORE | {"cpu-fp32": 0.7}, 0, "1 faster"),
         ({name: t for name, t in BEFORE.items() if name != "cpu-fp32"}, 1, "1 gone"),
-        (BEFORE | {"cpu-fp16": 1.0}, 0, "0 gone"),
     ],
 )
 def test_a_slower_kernel_is_flagged_and_a_slower_machine_is_not(tmp_path, capsys, after, status, verdict):
@@ -409,12 +364,6 @@ def test_a_slower_kernel_is_flagged_and_a_slower_machine_is_not(tmp_path, capsys
     out = capsys.readouterr().out
     assert verdict in out.splitlines()[-1]
     assert ("SLOWER" in out) == ("1 of ours are slower" in verdict)
-
-
-def test_one_disturbed_run_raises_no_flag(tmp_path):
-    before = file_of(tmp_path / "before.json", {"cpu-fp32": 1.0})
-    after = file_of(tmp_path / "after.json", {"cpu-fp32": 1.4}, noise=0.3)  # its least time is 0.98
-    assert compare.main([str(before), str(after)]) == 0
 
 
 def test_several_runs_per_side_are_one(tmp_path, capsys):
@@ -433,7 +382,7 @@ def test_several_runs_per_side_are_one(tmp_path, capsys):
     assert "beside its peers 1.33" in out
 
 
-def test_bad_files_and_thresholds_are_named(tmp_path, capsys):
+def test_bad_files_are_named(tmp_path, capsys):
     good = str(file_of(tmp_path / "good.json", {"cpu-fp32": 1.0}))
     other = str(file_of(tmp_path / "other.json", {"cpu-bf16": 1.0}))
     (tmp_path / "bad.json").write_text("{}")
@@ -442,6 +391,3 @@ def test_bad_files_and_thresholds_are_named(tmp_path, capsys):
         assert f"{path}: expected a JSON file of the benchmark suite" in capsys.readouterr().err
     assert compare.main([good, other]) == 2
     assert "have no benchmark in common" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        compare.main([good, good, "--threshold", "0"])
-    assert "--threshold: got 0, expected more than 0 percent" in capsys.readouterr().err
