@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,18 +57,6 @@ def test_bars_floors_and_units(run):
     assert "Without a time: openvino fp32 (8x128)." in axes.get_xlabel()
 
 
-@needs_matplotlib
-def test_bars_of_a_candidate_without_a_time_and_of_a_high_floor(run):
-    rows = [each for each in run.benchmarks if each.candidate != "fastbert-fp32" or each.group.endswith("16")]
-    tall = [replace(each, extra=each.extra | {"floor_tokens_per_s": {"fp32": 9e6}}) for each in rows]
-    unknown = replace(tall[0], candidate="engine_of_tomorrow-bf16")
-    [axes] = charts.bars(replace(run, benchmarks=(*tall, unknown)), "base").axes
-    named = {bars.get_label() for bars in axes.containers}
-    assert named == {"fastbert fp32", "transformers fp32", "engine_of_tomorrow bf16"}  # no one is left out
-    assert sum("floor fp32 9,000,000 ↑" in t.get_text() for t in axes.texts) == 2  # it lies above the picture
-    assert axes.get_ylim()[1] < 2000
-
-
 # --- the ops beside the roofs -------------------------------------------------------------------------------
 
 
@@ -116,15 +103,6 @@ def test_history_is_a_multiple_of_the_first_run(tmp_path):
     assert [axes.get_title() for axes in ops.axes] == ["linear forward", "packing forward"]
 
 
-@needs_matplotlib
-def test_a_kind_of_one_run_has_no_history(tmp_path):
-    runs = runs_in(tmp_path, 1.0, 2.0)
-    assert charts.is_repeated(runs, "encoder")
-    assert charts.is_repeated(runs, "ops")
-    assert not charts.is_repeated(runs[:1], "encoder")
-    assert not charts.is_repeated([runs[0], replace(runs[1], benchmarks=())], "encoder")
-
-
 def test_the_newest_runs_of_a_device_have_all_kinds(tmp_path):
     whole, part, again = runs_in(tmp_path / "x", 1.0, 1.0, 1.0)
     data = json.loads(part.path.read_text())
@@ -158,25 +136,3 @@ def test_the_command_draws_all_and_names_what_is_wrong(tmp_path, capsys, monkeyp
     runs[0].path.write_text(json.dumps(data))
     assert plot.main([str(runs[0].path), "--what", "bars"]) == 2
     assert f"{runs[0].path}: it has no rows for --what bars" in capsys.readouterr().err
-
-
-@pytest.fixture
-def without_matplotlib(monkeypatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-
-
-def test_without_matplotlib_there_is_a_message(without_matplotlib, tmp_path, capsys):
-    assert plot.main([str(tmp_path / "x.json")]) == 2
-    assert "no chart: matplotlib is not installed: pip install .[bench]" in capsys.readouterr().err
-
-
-def test_the_newest_run_is_of_the_device_that_the_suite_prefers(tmp_path, monkeypatch):
-    for slug in ("a-gpu", "a-cpu"):
-        (tmp_path / slug).mkdir()
-        (tmp_path / slug / "0001_x.json").write_text(json.dumps(suite_files.suite_file(slug=slug)))
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(plot, "describe", lambda device: {"slug": f"a-{device.type}".replace("cuda", "gpu")})
-    for there, slug in ((True, "a-gpu"), (False, "a-cpu")):
-        monkeypatch.setattr(plot.torch.cuda, "is_available", lambda there=there: there)
-        assert plot.here().parent.name == slug

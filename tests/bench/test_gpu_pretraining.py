@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import pretraining
-from bench.lib import lines
 
 SECONDS = 60.0
 
@@ -73,14 +71,3 @@ def test_a_run_that_fails_is_told_with_its_output(tmp_path):
     with pytest.raises(RuntimeError, match="no time left"):
         late.finish(process)
     assert process.poll() is not None
-
-
-@pytest.mark.slow  # the dry run of `make gpu`, part c, has it in the sweep
-def test_the_whole_command(tmp_path):
-    file = tmp_path / "checks.jsonl"
-    script = Path(pretraining.__file__)
-    subprocess.run([sys.executable, script, "--device", "cpu", "--smoke", "--json", file], check=True)
-    rows = lines.read(file)["rows"]
-    assert [row["name"] for row in rows] == [f"pretrain-{what}" for what in pretraining.ROWS]
-    assert {row["status"] for row in rows} == {"ok"}, rows
-    assert all(row["tokens_per_s"] > 0 for row in rows)

@@ -24,15 +24,3 @@ def test_a_whole_run(tmp_path, capsys):
         assert (row["n"], row["inner"]) == (1, 2)
         assert report.row_line(row) in printed
     schema.check_rows(data)
-
-
-def test_a_process_that_fails_is_named():
-    with pytest.raises(RuntimeError, match=r"(?s)nowhere: .*invalid choice: 'nowhere'"):
-        graphs.ask("nowhere", 1)
-
-
-@pytest.mark.parametrize("option", ["--rounds", "--calls"])
-def test_counts_below_one_are_refused(option, capsys):
-    with pytest.raises(SystemExit):
-        graphs.parse([option, "0"])
-    assert f"{option}: expected an integer >= 1, got 0" in capsys.readouterr().err

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from bench.gpu import kernels as step
-from bench.lib import kernels, report, roofs, timing
+from bench.lib import kernels, report, roofs
 from fastbert import testing
 from fastbert.runtime import dispatch
-from tests.support.benches import ROOFS, run
+from tests.support.benches import ROOFS
 
 
-def test_the_step_prints_and_records_every_row(tmp_path):
+def test_the_step_prints_and_records_every_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
     path = tmp_path / "kernels.json"
     options = ("--device", "cpu", "--op", "packing", "--workload", "1x128", "--dtype", "float32", "--smoke")
-    printed = run("gpu/kernels.py", *options, "--json", path)
+    assert step.main([*options, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
     data = json.loads(path.read_text())
     rows = [row for row in data["rows"] if row["step"] == "kernels"]
     backends = kernels.timed_backends("packing", torch.device("cpu"), torch.float32)
@@ -116,12 +118,3 @@ def test_a_spent_kernel_budget_leaves_rows_that_say_so():
     assert [row["status"] for row in rows] == ["skipped"] * 5
     assert all(row["error"] == "the budget is spent" for row in rows)
     assert all("skipped: the budget is spent" in report.row_line(row) for row in rows)
-
-
-def test_a_single_call_a_sample():
-    calls = []
-    timed = timing.interleave({"a": lambda: calls.append(1)}, "cpu", samples=(3, 3), warmup=0, inner=1)
-    assert (timed["a"].inner, timed["a"].n, len(calls)) == (1, 3, 3)
-    calls.clear()
-    timed = timing.interleave({"a": lambda: calls.append(1)}, "cpu", samples=(3, 3), warmup=1, inner=5)
-    assert (timed["a"].inner, len(calls)) == (5, 16)

@@ -285,35 +285,8 @@ def test_a_neighbour_ends_with_a_benchmark_that_is_killed():
     wait_until(lambda: all(map(ended, pids)))
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """The processes of a tiny model, without peers."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    threads = torch.get_num_threads()
-    bench = load.Bench("tiny", folder, threads, ["fastbert-fp32"], ["1x16"], seconds=0.0)
-    yield bench
-    bench.close()
-
-
 @pytest.mark.sweep
-def test_an_engine_that_fails_is_an_error_row(tiny):
-    good, unknown = tiny.rows("threads", "1x16", ("fastbert-fp32", "fastbert-fp64"), 1)
-    assert (good["status"], unknown["status"]) == ("ok", "error")
-    assert "fp64" in unknown["error"]
-    # one that ends later
-    tiny.engines["fastbert-fp32"].process.kill()
-    for _ in range(2):
-        (row,) = tiny.rows("neighbour", "1x16", ("fastbert-fp32",), 1)
-        assert (row["status"], "ended with" in row["error"]) == ("error", True)
-    (row,) = tiny.rows("processes", "1x16", ("fastbert-fp64",), 1)
-    assert "fp64" in row["error"]
-    with pytest.raises(ValueError, match="kind: got 'rain', expected one of neighbour, processes, threads"):
-        next(tiny.rows("rain", "1x16", ("fastbert-fp32",), 1))
-
-
-@pytest.mark.sweep
-def test_no_process_is_left(tiny, monkeypatch):
+def test_an_engine_that_fails_is_an_error_row_and_no_process_is_left(tmp_path, monkeypatch):
     begun = []
     popen = subprocess.Popen
 
@@ -322,11 +295,20 @@ def test_no_process_is_left(tiny, monkeypatch):
         return begun[-1]
 
     monkeypatch.setattr(load.subprocess, "Popen", counted)
-    list(tiny.rows("processes", "1x16", ("fastbert-fp32",), 1))
-    assert len(begun) == load.PROCESSES
+    monkeypatch.setattr(load, "PROCESSES", 2)
+    names = ("fastbert-fp32", "fastbert-fp64")
+    bench = load.Bench("tiny", tmp_path, torch.get_num_threads(), names[:1], ["1x16"], seconds=0.0)
+    try:
+        good, unknown = bench.rows("threads", "1x16", names, 1)
+        assert (good["status"], unknown["status"]) == ("ok", "error")
+        assert "fp64" in unknown["error"]
+        (row,) = bench.rows("processes", "1x16", names[:1], 1)
+        assert row["status"] == "ok"
+        assert all(process.poll() is not None for process in begun[-2:])
+        bench.engines[names[0]].process.kill()  # one that ends later
+        for _ in range(2):
+            (row,) = bench.rows("neighbour", "1x16", names[:1], 1)
+            assert (row["status"], "ended with" in row["error"]) == ("error", True)
+    finally:
+        bench.close()
     assert all(process.poll() is not None for process in begun)
-    list(tiny.rows("threads", "1x16", ("fastbert-fp32",), 1))
-    assert begun[-1].poll() is None
-    tiny.close()
-    assert begun[-1].poll() is not None
-    assert tiny.neighbour.process.poll() is not None

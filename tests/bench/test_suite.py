@@ -215,8 +215,7 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
     ("options", "candidates"),
     [
         (["--peers=none"], ["fastbert-bf16", "fastbert-fp32"]),
-        (["--peers=openv"], ["fastbert-bf16", "fastbert-fp32", "openvino-fp32"]),
-        (["--dtype=bf16"], ["fastbert-bf16"]),
+        (["--peers=openv", "--dtype=fp32"], ["fastbert-fp32", "openvino-fp32"]),
     ],
 )
 def test_options_choose(tmp_path, options, candidates):
@@ -226,18 +225,9 @@ def test_options_choose(tmp_path, options, candidates):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--peers=openwino", "--peers: got openwino, expected none or the beginning of one of openvino-fp32"),
-        ("--device=cuda", "--device: got cuda, but torch finds no CUDA device here"),
-    ],
-)
-def test_a_wrong_name_is_named(tmp_path, option, message):
-    if "cuda" in option and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    text, data = run_suite(tmp_path, [row("fastbert-bf16"), row("openvino-fp32")], option)
-    assert message in text
+def test_a_wrong_name_is_named(tmp_path):
+    text, data = run_suite(tmp_path, [row("fastbert-bf16"), row("openvino-fp32")], "--peers=openwino")
+    assert "--peers: got openwino, expected none or the beginning of one of openvino-fp32" in text
     assert not data
 
 
