@@ -82,11 +82,6 @@ def test_generated_parts_are_current(capsys):
     assert make().main(["--check"]) == 0, f"run `python docs/make.py`: {capsys.readouterr().out}"
 
 
-def test_a_part_without_its_markers_is_an_error():
-    with pytest.raises(ValueError, match=r"expected <!-- rows: made by docs/make\.py -->"):
-        make().made("text", "rows", ["a line"])
-
-
 def test_a_stale_part_is_noticed(tmp_path, monkeypatch):
     module = make()
     stale = tmp_path / "README.md"
@@ -99,26 +94,6 @@ def test_a_stale_part_is_noticed(tmp_path, monkeypatch):
     assert module.main(["--check"]) == 1
     assert module.main([]) == 0
     assert stale.read_text() == text
-
-
-def test_readme_is_short_and_in_order():
-    text = (ROOT / "README.md").read_text()
-    assert text.count("\n") < 120
-    assert re.findall(r"^## (.*)$", text, re.M) == [
-        "What is proven",
-        "Install",
-        "Accelerate the model you have",
-        "Or import the model",
-        "Numbers",
-        "Guides",
-    ]
-
-
-def test_readme_claims_of_a_gpu_what_results_hold():
-    runs = [path for path in (ROOT / "bench" / "results").iterdir() if path.is_dir()]
-    on_a_gpu = [path.name for path in runs if not path.name.startswith("cpu-")]
-    said = (ROOT / "README.md").read_text().count("**nothing yet**")
-    assert said == (0 if on_a_gpu else 2), on_a_gpu
 
 
 @pytest.mark.parametrize("page", [p for p in NOTES if p.name != "README.md"], ids=name)
@@ -359,30 +334,19 @@ def test_commands_exist(page, folder):
             raise AssertionError(f"{name(page)}:{line}: {' '.join(words)}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_a_command_that_does_not_exist_is_noticed(folder):
+    from fastbert.cli.main import UsageError
+
+    for command in (
         "make nothing",
         "make demo NOTHING=1",
         'pip install ".[nothing]"',
-        "fastbert encode --nothing",
-        "python -m fastbert nothing",
-        "python bench/nothing.py",
-        "python bench/bench_cpu.py --nothing-like-it",
         "torchrun --nproc-per-node 2 -m fastbert pretrain --nothing",
-        "sh examples/nothing.sh",
+        "python bench/tune.py --nothing-like-it",
         "unknown",
-    ],
-)
-def test_a_command_that_does_not_exist_is_noticed(command, folder):
-    with pytest.raises((AssertionError, OSError, ValueError, fastbert_error())):
-        check_command(shlex.split(command), folder)
-
-
-def fastbert_error() -> type[Exception]:
-    from fastbert.cli.main import UsageError
-
-    return UsageError
+    ):
+        with pytest.raises((AssertionError, UsageError)):
+            check_command(shlex.split(command), folder)
 
 
 def test_the_encode_commands_of_the_pages_run(folder, monkeypatch):

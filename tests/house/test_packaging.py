@@ -46,11 +46,6 @@ def stub(folder: Path) -> str:
     return str(package.parent)
 
 
-@pytest.fixture
-def huggingface(tmp_path):
-    return stub(tmp_path)
-
-
 def test_kernels_is_a_symlink_without_init():
     link = ROOT / "fastbert" / "kernels"
     assert link.is_symlink()
@@ -58,59 +53,40 @@ def test_kernels_is_a_symlink_without_init():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_import_kernels_finds_huggingfaces(huggingface):
-    """From the repository's root, which is first on the path, and after our own kernels were imported."""
+def test_import_starts_no_process_and_import_kernels_finds_huggingfaces(tmp_path):
+    """From the repository's root, which is first on the path, and after our own kernels were imported.
+
+    transformers does not take ours for HuggingFace's either.
+    """
     python(
-        "import sys, fastbert, fastbert.kernels.layer_norm\n"
-        "assert 'kernels' not in sys.modules, 'fastbert imports the top-level name'\n"
-        "import kernels\n"
-        "assert kernels.owner == 'huggingface', kernels\n",
-        cwd=ROOT,
-        PYTHONPATH=huggingface,
-    )
-
-
-@pytest.mark.parametrize("command", ([], ["-m", "pytest"]), ids=("pytest", "python-m-pytest"))
-def test_import_kernels_under_pytest(huggingface, tmp_path, command):
-    test = tmp_path / "test_owner.py"
-    test.write_text("import kernels\n\ndef test_owner():\n    assert kernels.owner == 'huggingface'\n")
-    script = Path(sys.executable).with_name("pytest")
-    if not command and not script.exists():
-        pytest.skip("no pytest script beside this Python")
-    start = [sys.executable, *command] if command else [script]
-    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml"]
-    done = run(*start, *options, test, cwd=ROOT, PYTHONPATH=huggingface)
-    assert "1 passed" in done.stdout
-
-
-def test_transformers_does_not_take_ours_for_huggingfaces():
-    pytest.importorskip("transformers")
-    python(
-        "import importlib.metadata as m\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "installed = any(d.metadata['Name'] == 'kernels' for d in m.distributions())\n"
-        "assert installed or not is_kernels_available()\n",
-        cwd=ROOT,
-    )
-
-
-# --- import ---------------------------------------------------------------------------------------
-
-
-def test_import_starts_no_process_and_stays_light():
-    python(
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "events = []\n"
+        "import importlib.metadata, sys, torch\n"
+        "before, events = set(sys.modules), []\n"
         "watched = ('subprocess.Popen', 'os.system', 'os.exec', 'os.posix_spawn', 'os.fork')\n"
         "sys.addaudithook(lambda event, args: events.append(event) if event in watched else None)\n"
         "import fastbert\n"
         "assert events == [], events\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "assert new & {'transformers', 'triton', 'sentence_transformers', 'setuptools'} == set()\n"
-        "assert not torch.cuda.is_initialized()\n",
+        "assert not torch.cuda.is_initialized()\n"
+        "import fastbert.kernels.layer_norm\n"
+        "assert 'kernels' not in sys.modules, 'fastbert imports the top-level name'\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "installed = any(d.metadata['Name'] == 'kernels' for d in importlib.metadata.distributions())\n"
+        "assert installed or not is_kernels_available()\n"
+        "import kernels\n"
+        "assert kernels.owner == 'huggingface', kernels\n",
         cwd=ROOT,
+        PYTHONPATH=stub(tmp_path),
     )
+
+
+def test_import_kernels_under_pytest(tmp_path):
+    """Which puts the repository's root, or `tests/`, on the path."""
+    test = tmp_path / "test_owner.py"
+    test.write_text("import kernels\n\ndef test_owner():\n    assert kernels.owner == 'huggingface'\n")
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml"]
+    done = run(sys.executable, "-m", "pytest", *options, test, cwd=ROOT, PYTHONPATH=stub(tmp_path))
+    assert "1 passed" in done.stdout
 
 
 # --- what is declared -----------------------------------------------------------------------------
@@ -202,12 +178,8 @@ def check_wheel(wheel: Path, tmp_path: Path) -> None:
     assert tops == {"fastbert", "fastbert_kernels-0.1.0.dist-info"}
     assert modules_of_the_tree() <= names
     assert "fastbert/py.typed" in names
-    tuned = {f"fastbert/kernels/tuned/{p.name}" for p in (ROOT / "kernels" / "tuned").glob("*.json")}
-    assert tuned <= names
-    recipes = {
-        f"fastbert/pretraining/recipes/{p.name}" for p in (ROOT / "fastbert/pretraining/recipes").iterdir()
-    }
-    assert recipes <= names
+    for folder in ("fastbert/kernels/tuned", "fastbert/pretraining/recipes"):
+        assert {f"{folder}/{path.name}" for path in (ROOT / folder).iterdir()} <= names
     assert [n for n in names if n.endswith((".cpp", ".cu", ".h", ".o"))] == []
     assert len([n for n in names if n.startswith("fastbert/_C.") and n.endswith(".so")]) == 1
     metadata = (tmp_path / "installed" / "fastbert_kernels-0.1.0.dist-info" / "METADATA").read_text()
@@ -258,24 +230,23 @@ def check_install(site: Path, tmp_path: Path, executable: Path | None = None) ->
     assert torch.__version__ in shown
 
 
-@pytest.mark.sweep
-def test_wheel(checkout, tmp_path):
-    # -O0 comes after the build's own flags and overrides them: this test asks what is in the wheel
-    check_wheel(build("wheel", checkout, tmp_path / "dist", CXXFLAGS="-O0"), tmp_path)
-
-
 def test_sdist_has_the_sources(checkout, tmp_path):
+    """And all that the tests read. The link fastbert/kernels becomes a folder."""
     with tarfile.open(build("sdist", checkout, tmp_path / "dist")) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
-    assert sources <= names
-    assert modules_of_the_tree() <= names
-    assert {"setup.py", "pyproject.toml", "LICENSE", "fastbert/py.typed"} <= names
-    # the tests read the rest: papers, benchmarks and results. The link fastbert/kernels becomes a folder
     shipped = {p.relative_to(checkout).as_posix() for p in checkout.rglob("*") if p.is_file()}
     shipped = {name for name in shipped if not name.startswith(("build/", "fastbert_kernels.egg-info/"))}
-    assert shipped - names == set()
+    assert shipped | modules_of_the_tree() <= names
     assert [n for n in names if n.endswith((".so", ".o", ".pyc"))] == []
+
+
+@pytest.mark.sweep
+def test_sdist_to_wheel(checkout, tmp_path):
+    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "source")
+    (source,) = (tmp_path / "source").iterdir()
+    # -O0 comes after the build's own flags and overrides them: this test asks what is in the wheel
+    check_wheel(build("wheel", source, tmp_path / "dist", CXXFLAGS="-O0"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -330,14 +301,6 @@ def test_cuda_is_compiled_for_what_is_asked_for_or_here(checkout, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_sdist_to_wheel(checkout, tmp_path):
-    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path / "source")
-    (source,) = (tmp_path / "source").iterdir()
-    check_wheel(build("wheel", source, tmp_path / "dist"), tmp_path)
-
-
-@pytest.mark.slow
 def test_a_second_build_compiles_nothing(checkout, tmp_path):
     folders = ["--build-temp", tmp_path / "t", "--build-lib", tmp_path / "l"]
     command = [sys.executable, "setup.py", "build_ext", *folders]
@@ -349,14 +312,6 @@ def test_a_second_build_compiles_nothing(checkout, tmp_path):
     third = run(*command, cwd=checkout, FASTBERT_CUDA="0").stdout
     assert "avx512" in third, "a changed header is compiled again"
     assert "avx2.o" not in third, "… and nothing else"
-
-
-@pytest.mark.slow
-def test_in_place_build(checkout, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(checkout, copy, symlinks=True)
-    run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=copy, FASTBERT_CUDA="0")
-    check_install(copy, tmp_path)
 
 
 @pytest.mark.slow
