@@ -17,21 +17,10 @@ if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.config import EncoderConfig
 
-# Arguments of `BertModel.forward` that a graph can serve; with any other, the model itself runs
-_RECORDED = frozenset(
-    (
-        "input_ids",
-        "attention_mask",
-        "token_type_ids",
-        "position_ids",
-        "return_dict",
-        "first_token_only",
-        "packed",
-    )
-)
-
-# Those of a call that needs no more than two calls of the extension (`GraphedModel._quickly`)
+# Arguments of a call that needs no more than two calls of the extension (`GraphedModel._quickly`), and of
+# those that a graph can serve; with any other, the model itself runs
 _USUAL = frozenset(("input_ids", "attention_mask", "token_type_ids", "return_dict", "first_token_only"))
+_RECORDED = _USUAL | {"position_ids", "packed"}
 
 
 def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> bool:

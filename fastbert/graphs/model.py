@@ -122,12 +122,8 @@ class GraphedModel:
         recorder: Callable[[torch.device], Recorder | None],
     ):
         if not isinstance(model, BertModel):
-            hint = ""
-            if isinstance(model, PreTrainedModel):
-                hint = "; give model.base_model, its encoder"
-            elif isinstance(model, nn.Module) and any(
-                c.__module__.startswith("transformers.") for c in type(model).__mro__
-            ):
+            hint = "; give model.base_model, its encoder" if isinstance(model, PreTrainedModel) else ""
+            if any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
                 hint = (
                     " of transformers; save it, and load that folder by fastbert.AutoModel.from_pretrained. "
                     "(torch.compile takes models of transformers, accelerated or not)"
@@ -140,9 +136,9 @@ class GraphedModel:
             buckets = token_buckets(max_tokens)
         elif (
             not isinstance(buckets, Sequence)
+            or not all(type(size) is int for size in buckets)
             or not buckets
-            or any(type(size) is not int or size < 1 for size in buckets)
-            or any(a >= b for a, b in pairwise(buckets))
+            or any(a >= b for a, b in pairwise([0, *buckets]))
         ):
             raise ValueError(f"buckets: expected integers >= 1, each above the one before, got {buckets!r}")
         self.model, self.buckets = model, tuple(buckets)
@@ -172,12 +168,10 @@ class GraphedModel:
         if torch.compiler.is_compiling():
             return self.model(*args, **kwargs)
         given = dict(zip(self._positional, args, strict=False))
-        if kwargs:
-            if given.keys() & kwargs or not kwargs.keys() <= self._names:
-                return self.model(*args, **kwargs)  # raises the TypeError
-            given |= kwargs
-        if len(args) > len(self._positional):
-            return self.model(*args, **kwargs)  # likewise
+        wrong = given.keys() & kwargs or not kwargs.keys() <= self._names
+        if wrong or len(args) > len(self._positional):
+            return self.model(*args, **kwargs)  # raises the TypeError
+        given |= kwargs
         model, stage = self.model, self._stage
         first_only = bool(given.get("first_token_only"))
         if stage is not None and is_usual(model, stage.device, given):
@@ -190,15 +184,8 @@ class GraphedModel:
         if reason is not None:
             self._note(reason)
             return model(*args, **kwargs)
-        inputs = check_inputs(
-            model.config,
-            model.device,
-            given.get("input_ids"),
-            given.get("attention_mask"),
-            given.get("token_type_ids"),
-            given.get("position_ids"),
-            None,
-        )
+        names = "input_ids", "attention_mask", "token_type_ids", "position_ids"
+        inputs = check_inputs(model.config, model.device, *map(given.get, names), None)
         pooled_here = model.has_pooler and not given.get("packed") and inputs.first_masked is None
         hidden, pooled = self._encode(inputs, first_only, pooled_here)
         inputs = inputs.to(model.device)
@@ -235,25 +222,10 @@ class GraphedModel:
             "pickle the model and call fastbert.graph again"
         )
 
-    @property
-    def config(self):
-        """The model's."""
-        return self.model.config
-
-    @property
-    def device(self) -> torch.device:
-        """The model's."""
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's."""
-        return self.model.dtype
-
-    @property
-    def training(self) -> bool:
-        """The model's; in training nothing is replayed."""
-        return self.model.training
+    config = property(attrgetter("model.config"), doc="The model's.")
+    device = property(attrgetter("model.device"), doc="The model's.")
+    dtype = property(attrgetter("model.dtype"), doc="The model's.")
+    training = property(attrgetter("model.training"), doc="The model's; in training nothing is replayed.")
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's."""

@@ -7,12 +7,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-_NOTHING = contextlib.nullcontext()
 _capturing = threading.Lock()  # PyTorch captures one graph at a time
 
 
@@ -24,23 +22,42 @@ class Recording:
     replay: Callable[[], None]
 
 
-class Recorder(Protocol):
-    """Makes recordings on one device. They share memory and run one after the other."""
+class EagerRecorder:
+    """Makes recordings on one device, which share memory and run one after the other.
+
+    These call their function again: the same use of memory as CUDA graphs', without a GPU, for tests.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._made: weakref.WeakSet[Recording] = weakref.WeakSet()
 
     def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
         """A recording of `function`, which must read and write the same memory at every call."""
+        outputs = function()
+
+        def replay() -> None:
+            for old, new in zip(outputs, function(), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+        recording = Recording(outputs, replay)
+        self._made.add(recording)
+        return recording
 
     def in_order(self) -> contextlib.AbstractContextManager:
         """A block around each use of inputs, recordings and outputs.
 
         What is enqueued inside runs after what was enqueued in earlier blocks, also on other streams.
         """
+        return contextlib.nullcontext()
 
     def wait(self) -> None:
         """Return when all that was enqueued in earlier blocks has run."""
 
     def bytes_held(self) -> int:
         """Bytes of the recordings."""
+        return sum(t.nbytes for made in self._made for t in made.outputs if t is not None)
 
 
 class CudaRecorder:
@@ -58,7 +75,7 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
-        """See `Recorder`."""
+        """See `EagerRecorder`."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -78,7 +95,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """See `Recorder`."""
+        """See `EagerRecorder`."""
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().wait_event(self._done)
             try:
@@ -87,45 +104,16 @@ class CudaRecorder:
                 self._done.record(torch.cuda.current_stream())
 
     def wait(self) -> None:
-        """See `Recorder`."""
+        """See `EagerRecorder`."""
         self._done.synchronize()
 
     def bytes_held(self) -> int:
-        """See `Recorder`: the pool's segments, as the caching allocator counts them."""
+        """See `EagerRecorder`: the pool's segments, as the caching allocator counts them."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
 
 
-class EagerRecorder:
-    """Recordings that call their function again: the same use of memory, without a GPU, for tests."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._made: weakref.WeakSet[Recording] = weakref.WeakSet()
-
-    def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
-        """See `Recorder`."""
-        outputs = function()
-
-        def replay() -> None:
-            for old, new in zip(outputs, function(), strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-        recording = Recording(outputs, replay)
-        self._made.add(recording)
-        return recording
-
-    def in_order(self) -> contextlib.AbstractContextManager:
-        """See `Recorder`: a CPU has no streams."""
-        return _NOTHING
-
-    def wait(self) -> None:
-        """See `Recorder`: a CPU has run all work already."""
-
-    def bytes_held(self) -> int:
-        """See `Recorder`: the outputs."""
-        return sum(t.nbytes for made in self._made for t in made.outputs if t is not None)
+Recorder = EagerRecorder | CudaRecorder
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

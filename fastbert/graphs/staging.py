@@ -138,13 +138,8 @@ class Stage:
             return False
         if types is None:
             return True
-        return (
-            self._segments
-            and type(types) is Tensor
-            and types.dtype in _IDS
-            and types.shape == ids.shape
-            and types.device == ids.device
-        )
+        beside = self._segments and type(types) is Tensor and types.dtype in _IDS
+        return beside and (types.shape, types.device) == (ids.shape, ids.device)
 
     def _kernel_tells(self) -> bool:
         """Whether what serves `embedding` now reads no memory for a bad id, and tells of it."""
@@ -164,14 +159,11 @@ def to_host(
     The ids are then the first layer of what is returned for them, and the numbers of the others' layers are
     returned for those. A stack of integers and floats has no ids, and the extension refuses it.
     """
-    if mask is None and types is None:
+    given = [t for t in (ids, mask, types) if t is not None]
+    if len(given) == 1:
         return ids.cpu(), None, None
-    if types is None:
-        given, last = (ids, mask), None
-    else:
-        given, last = ((ids, types), 1) if mask is None else ((ids, mask, types), 2)
     try:
         whole = torch.stack(given).cpu()
     except RuntimeError:  # shapes or devices differ: the extension refuses them
         return ids.cpu(), None if mask is None else mask.cpu(), None if types is None else types.cpu()
-    return whole, None if mask is None else 1, last
+    return whole, None if mask is None else 1, None if types is None else len(given) - 1

@@ -17,13 +17,14 @@ from fastbert.runtime import dispatch
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
 
 CPU = torch.device("cpu")
+ONES = torch.ones(4, 9).long()
 PADDED = lengths_batch([5, 9, 3, 1])
 HOLES = {**PADDED, "attention_mask": PADDED["attention_mask"] * (torch.arange(9) % 3 < 2)}
 TYPES = torch.arange(36).view(4, 9) % 2
 
 USUAL = {
     "ids": {"input_ids": PADDED["input_ids"]},
-    "a mask of ones": {"input_ids": PADDED["input_ids"], "attention_mask": torch.ones(4, 9).long()},
+    "a mask of ones": {"input_ids": PADDED["input_ids"], "attention_mask": ONES},
     "a mask": PADDED,
     "a mask with holes": HOLES,
     "types": {**PADDED, "token_type_ids": TYPES},
@@ -44,6 +45,14 @@ NO_TYPES = [name for name in USUAL if "types" not in name]
 
 class Refused(AssertionError):
     """The call was not a quick one."""
+
+
+def called(family="bert", dtype=None, times=2, **given):
+    """A graphed model that may be changed, after some calls."""
+    g = Graphed(fresh(family, dtype) if dtype else shared(family))
+    for _ in range(times):
+        g.check(**given or PADDED)
+    return g
 
 
 def only_quick(monkeypatch):
@@ -94,12 +103,11 @@ def test_other_families(family, name, monkeypatch):
 
 
 @pytest.mark.parametrize("types", [None, TYPES])
-@pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
+@pytest.mark.parametrize("mask", [None, ONES])
 def test_ids_on_a_device_and_the_lengths_on_the_host(mask, types, monkeypatch):
     """The ids are not copied to the host."""
-    g = Graphed(shared())
     given = {"input_ids": PADDED["input_ids"], "attention_mask": mask, "token_type_ids": types}
-    g.check(**given)
+    g = called(**given, times=1)
     only_quick(monkeypatch)
     on_a_device(monkeypatch, mask)
     monkeypatch.setattr(staging, "to_host", None)
@@ -122,8 +130,7 @@ def test_only_the_ids_are_copied_again(monkeypatch):
         "padded": PADDED,
         "packed": {"input_ids": ids, "position_ids": torch.arange(9).flip(0)[None]},
     }
-    for given in calls.values():
-        g.check(**given)
+    for given in [*calls.values()] * 2:
         g.check(**given)
     packs, pack = [], staging.Stage.pack
     monkeypatch.setattr(staging.Stage, "pack", lambda *args: packs.append(args) or pack(*args))
@@ -149,24 +156,26 @@ def test_only_the_ids_are_copied_again(monkeypatch):
     assert packed("whole", "whole") == 1
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
-def test_ids_that_no_kernel_looks_at_are_checked_on_the_host(mask, monkeypatch):
-    g = Graphed(shared())
+@pytest.mark.parametrize("mask", [None, ONES])
+def test_bad_ids_on_a_device_and_the_lengths_on_the_host(mask, monkeypatch):
+    """What no kernel looks at is checked on the host; what cannot be ids is refused."""
     given = {"input_ids": PADDED["input_ids"], "attention_mask": mask}
-    g.check(**given)
+    distil, g = called("distilbert", times=1, **given), called(times=1, **given)
     on_a_device(monkeypatch, mask, tells=False)
     g.check(**given)
     with pytest.raises(ValueError, match="token id 200 is outside"), torch.no_grad():
         g.graphed(**given | {"input_ids": torch.full((4, 9), 200)})
-
-
-def test_types_of_a_family_without_segments_are_refused(monkeypatch):
-    g = Graphed(shared("distilbert"))
-    given = {"input_ids": PADDED["input_ids"]}
-    g.check(**given)
-    on_a_device(monkeypatch)
-    with pytest.raises(ValueError, match="token_type_ids: distilbert has no segment"), torch.no_grad():
-        g.graphed(**given, token_type_ids=TYPES)
+    on_a_device(monkeypatch, mask)
+    for graphed, wrong, error in (
+        (g, {"token_type_ids": torch.zeros(4, 9)}, "token_type_ids"),
+        (g, {"token_type_ids": torch.zeros(4, 8).long()}, "token_type_ids"),
+        (g, {"token_type_ids": [0]}, "token_type_ids"),
+        (g, {"input_ids": torch.full((4, 9), 5.0)}, "input_ids"),
+        (g, {"input_ids": torch.full((4, 9), 5)[0]}, "input_ids"),
+        (distil, {"token_type_ids": TYPES}, "token_type_ids: distilbert has no segment"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error), torch.no_grad():
+            graphed.graphed(**given | wrong)
 
 
 def test_which_kernels_tell_of_bad_ids(monkeypatch):
@@ -181,26 +190,6 @@ def test_which_kernels_tell_of_bad_ids(monkeypatch):
         assert not stage._kernel_tells()
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"token_type_ids": torch.zeros(4, 9)},
-        {"token_type_ids": torch.zeros(4, 8).long()},
-        {"token_type_ids": [0]},
-        {"input_ids": torch.full((4, 9), 5.0)},
-        {"input_ids": torch.full((4, 9), 5)[0]},
-    ],
-)
-def test_bad_ids_on_a_device_and_the_lengths_on_the_host(wrong, mask, monkeypatch):
-    g = Graphed(shared())
-    given = {"input_ids": PADDED["input_ids"], "attention_mask": mask}
-    g.check(**given)
-    on_a_device(monkeypatch, mask)
-    with pytest.raises((TypeError, ValueError), match=r"token_type_ids|input_ids"), torch.no_grad():
-        g.graphed(**given | wrong)
-
-
 UNUSUAL = {
     "position_ids": {"position_ids": torch.arange(9).flip(0)[None]},
     "a masked first token": {"attention_mask": torch.arange(9).expand(4, 9)},
@@ -212,8 +201,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_calls_are_left_to_check_inputs(name, monkeypatch):
-    g = Graphed(shared())
-    g.check(**PADDED)
+    g = called(times=1)
     given = {**PADDED, **UNUSUAL[name]}
     if name == "packed":
         same(g.graphed(**given)[0], g.model(**given)[0])
@@ -270,28 +258,23 @@ def test_a_smaller_vocabulary_is_noticed():
         g.graphed(**PADDED)
 
 
-@pytest.mark.parametrize("missing", ["staging", "weights", "both"])
+@pytest.mark.parametrize("missing", [[staging], [staging, weights]])
 def test_without_the_extension(missing, monkeypatch):
-    if missing != "weights":
-        monkeypatch.setattr(staging, "extension", None)
-    if missing != "staging":
-        monkeypatch.setattr(weights, "extension", None)
-    g = Graphed(fresh())
-    for _ in range(3):
-        g.check(**PADDED)
+    for module in missing:
+        monkeypatch.setattr(module, "extension", None)
+    g = called(dtype=torch.float64)
     with torch.no_grad():
         g.model.embeddings.LayerNorm.weight.mul_(2)
         g.model.encoder.layer[0].output.dense.weight.data.mul_(2)
     g.check(**PADDED)
-    assert g.graphed.replays == 4
+    assert g.graphed.replays == 3
 
 
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
-def test_a_plan_made_in_one_mode_serves_in_others(first, monkeypatch):
+def test_a_plan_made_in_one_mode_serves_in_others(monkeypatch):
     """What is made in inference mode cannot be written to outside it."""
     g = Graphed(fresh())
     g.model.requires_grad_(False)
-    with first():
+    with torch.inference_mode():
         for _ in range(2):
             g.graphed(**PADDED)
     only_quick(monkeypatch)
@@ -304,18 +287,12 @@ def test_a_plan_made_in_one_mode_serves_in_others(first, monkeypatch):
 
 
 def test_pins_have_their_own_recording(monkeypatch):
-    g = Graphed(fresh())
-    g.check(**PADDED)
-    with dispatch.use_backend("aten"):
-        g.check(**PADDED)
-    assert g.recorded == 2
-    only_quick(monkeypatch)
-    for backend in ("aten", None, "aten"):
-        if backend is None:
+    g = called(dtype=torch.float64, times=1)
+    for _ in range(2):
+        with dispatch.use_backend("aten"):
             g.check(**PADDED)
-        else:
-            with dispatch.use_backend(backend):
-                g.check(**PADDED)
+        only_quick(monkeypatch)
+    g.check(**PADDED)
     assert g.recorded == 2
 
 
@@ -337,9 +314,7 @@ def test_plans_do_not_outlive_their_recordings(monkeypatch):
 def test_the_graph_used_last_stays():
     """A quick call counts as use."""
     g = Graphed(shared(), max_graphs=2)
-    for lengths in ([3, 4], [60, 40]):
-        g.check(**lengths_batch(lengths))
-    for lengths in ([3, 4], [3, 4], [60, 60, 60]):
+    for lengths in ([3, 4], [60, 40], [3, 4], [3, 4], [60, 60, 60]):
         g.check(**lengths_batch(lengths))
     assert [b.tokens for b in g.graphed.graphs] == [32, 192]
 
@@ -411,14 +386,11 @@ def test_what_the_extension_measures():
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_plans_end_with_the_weights_that_they_were_made_for(assign):
-    g = Graphed(fresh())
+    g = called(dtype=torch.float64)
     for factor in (0.9, 0.8):
-        for _ in range(3):
+        g.model.load_state_dict({k: v * factor for k, v in g.model.state_dict().items()}, assign=assign)
+        for _ in range(2):
             g.check(**PADDED)
-        state = {k: v * factor for k, v in g.model.state_dict().items()}
-        g.model.load_state_dict(state, assign=assign)
-    for _ in range(2):
-        g.check(**PADDED)
     assert g.recorded == (3 if assign else 1)
 
 
@@ -455,15 +427,18 @@ def test_writes_that_samples_alone_show(monkeypatch):
 
 
 def test_what_is_in_the_way_of_quick_calls():
-    g = Graphed(fresh("bert", torch.float32))
-    for _ in range(2):
-        g.check(**PADDED)
-    output = g.graphed(**PADDED)
-    assert output.last_hidden_state.requires_grad
+    g = called(dtype=torch.float32)
+    assert g.graphed(**PADDED).last_hidden_state.requires_grad
     assert g.graphed.last_fallback.startswith("gradients are on")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         g.graphed(**PADDED)
     assert g.graphed.last_fallback == "autocast is on"
+    g.check(**lengths_batch([1] * 65), reason="there are more than 64 sequences")
+    g.check(**lengths_batch([60] * 9), reason="there are more than 512 tokens")
+    for name in ("output_attentions", "output_hidden_states"):
+        setattr(g.model.config, name, True)
+        g.check(**PADDED, reason=f"{name} is asked for")
+        setattr(g.model.config, name, False)
     g.model.encoder.layer[0].register_forward_hook(lambda *_: None)
     g.check(**PADDED, reason="layer 0: it has hooks or another forward")
 
@@ -493,9 +468,7 @@ CHANGES = {
 def test_a_change_right_after_a_quick_call(change, monkeypatch):
     """Nothing runs between them that would make the next call look for changes."""
     monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
-    g = Graphed(fresh("bert", torch.float32))
-    for _ in range(3):
-        g.check(**PADDED)
+    g = called(dtype=torch.float32, times=3)
     with torch.no_grad():
         g.graphed(**PADDED)
     assert g.graphed._weights.untouched()
@@ -504,53 +477,34 @@ def test_a_change_right_after_a_quick_call(change, monkeypatch):
     g.check(**PADDED, reason=reason)
 
 
-def test_a_padded_batch_of_ids_on_a_device_and_the_mask_on_the_host(monkeypatch):
-    """Which ids are padding the host knows; the quick call copies the ids as they are, so it is none."""
-    g = Graphed(shared())
-    for _ in range(2):
-        g.check(**PADDED)
-    on_a_device(monkeypatch, PADDED["attention_mask"])
+def test_ids_on_a_device_that_the_host_has_to_see(monkeypatch):
+    """RoBERTa's positions count them, though its mask would do for others; and which are padding decides."""
+    given = {"input_ids": PADDED["input_ids"].clone(), "attention_mask": ONES}
+    given["input_ids"][0, 2] = given["input_ids"][2, 4] = shared("roberta").config.pad_token_id
+    roberta, g = called("roberta", **given), called()
+    on_a_device(monkeypatch, ONES, PADDED["attention_mask"])
+    roberta.check(**given)
     g.check(**PADDED)
     only_quick(monkeypatch)
     with pytest.raises(Refused), torch.no_grad():
         g.graphed(**PADDED)
 
 
-def test_positions_that_follow_ids_on_a_device(monkeypatch):
-    """RoBERTa's positions count its ids: the host has to see them, though its mask would do for others."""
-    g = Graphed(shared("roberta"))
-    ones = torch.ones(4, 9).long()
-    given = {"input_ids": PADDED["input_ids"].clone(), "attention_mask": ones}
-    given["input_ids"][0, 2] = given["input_ids"][2, 4] = g.model.config.pad_token_id
-    for _ in range(2):
-        g.check(**given)
-    on_a_device(monkeypatch, ones)
-    g.check(**given)
-
-
 def test_holes_where_the_bias_follows_positions():
     """MPNet's attention bias depends on the distance of two tokens, which packing would change."""
-    g = Graphed(shared("mpnet"))
     whole = {**HOLES, "attention_mask": (torch.arange(9) < HOLES["attention_mask"].sum(1)[:, None]).long()}
     assert whole["attention_mask"].sum() == HOLES["attention_mask"].sum()
-    for _ in range(3):
-        g.check(**whole)
+    g = called("mpnet", **whole)
     reason = "the mask has holes, which this family's attention bias depends on"
     g.check(**HOLES, reason=reason)
 
 
-@pytest.mark.parametrize("first_token_only", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_caller_owns_what_a_quick_call_returned(first_token_only, padded, monkeypatch):
+@pytest.mark.parametrize("given", [PADDED, {"input_ids": PADDED["input_ids"], "first_token_only": True}])
+def test_the_caller_owns_what_a_quick_call_returned(given, monkeypatch):
     """The next replay does not write there."""
-    g = Graphed(shared())
-    given = {
-        **(PADDED if padded else {"input_ids": PADDED["input_ids"]}),
-        "first_token_only": first_token_only,
-    }
     other = given | {"input_ids": given["input_ids"].flip(0) + 1}
-    for each in (given, other):
-        g.check(**each)
+    g = called(**given, times=1)
+    g.check(**other)
     only_quick(monkeypatch)
     with torch.no_grad():
         output = g.graphed(**given)
@@ -562,8 +516,7 @@ def test_the_caller_owns_what_a_quick_call_returned(first_token_only, padded, mo
 
 def test_a_write_while_the_state_is_found_right():
     """It belongs to the next call. Nothing is derived from this bias: its version alone shows the write."""
-    g = Graphed(fresh("bert", torch.float32))
-    g.check(**PADDED)
+    g = called(dtype=torch.float32, times=1)
     settle, bias = g.graphed._settle, g.model.embeddings.LayerNorm.bias
 
     def settle_and_write():
@@ -578,19 +531,6 @@ def test_a_write_while_the_state_is_found_right():
         g.graphed(**PADDED)
     g.graphed._settle = settle
     assert not g.graphed._weights.untouched()
-    g.check(**PADDED)
-
-
-def test_what_no_recording_serves_after_quick_calls():
-    g = Graphed(fresh())
-    for _ in range(2):
-        g.check(**PADDED)
-    g.check(**lengths_batch([1] * 65), reason="there are more than 64 sequences")
-    g.check(**lengths_batch([60] * 9), reason="there are more than 512 tokens")
-    for name in ("output_attentions", "output_hidden_states"):
-        setattr(g.model.config, name, True)
-        g.check(**PADDED, reason=f"{name} is asked for")
-        setattr(g.model.config, name, False)
     g.check(**PADDED)
 
 
@@ -637,9 +577,7 @@ def test_what_a_kernel_told_of_ids_is_raised_before_the_next_replay(monkeypatch)
 
 def test_a_change_during_the_replay_is_noticed():
     """The state that the next call compares with was taken before it was found right."""
-    g = Graphed(fresh())
-    g.check(**PADDED)
-    g.check(**PADDED)
+    g = called(dtype=torch.float64)
     replay = g.graphed._recordings[g.graphed.graphs[0]][0].replay
 
     def write_and_replay():
