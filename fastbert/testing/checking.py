@@ -1,26 +1,49 @@
-"""A kernel's self-check in this process: the error rule on a few Cases, then its times on a GPU.
+"""A kernel's self-check: the error rule on a few Cases, then its times on a GPU.
 
-`processes` runs it in a process of its own, where a crash or a hang does no harm.
+`check` runs it in this process. `checked` starts a process of its own for all kernels that it is asked for,
+where one that hangs or destroys the CUDA context harms nobody, and hands over their verdicts as they come.
+After a crash or a hang, which costs one kernel, a new process checks the rest.
+
+That process is `python -P -m fastbert.testing.checking REQUEST`. REQUEST is JSON: {"device", "uuid", "units":
+[[op, backend, dtype, the verdict's file], …]}. What it finds is printed, a JSON object per line: first
+{"ready": true}, or {"cannot": reason}, then a verdict for each unit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
 
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, speed, verdict_keys, verdicts
+from fastbert.testing import error_rule, known, speed, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit, name_of
-from fastbert.testing.verdicts import FAILED, SLOWER, UNDECIDED, Verdict
+from fastbert.testing.verdicts import DIED, FAILED, KILLED, SLOWER, UNDECIDED, Verdict
 
 # A self-check that takes longer is reported by a warning: it may hang.
 SLOW_SECONDS = 60.0
 # Types of devices on which a kernel is timed beside the next backend.
 TIMED = ("cuda",)
+
+
+def _key(unit: Unit, device: torch.device) -> verdict_keys.Key:
+    return verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)
 
 
 def check(unit: Unit, device: torch.device) -> Verdict:
@@ -36,16 +59,15 @@ def check(unit: Unit, device: torch.device) -> Verdict:
         BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
         KeyboardInterrupt: the check was stopped; it may still run.
     """
-    key = verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)
+    key = _key(unit, device)
     what = f"the {unit.backend} kernel of {unit.op!r}"
     where = f"in {name_of(unit.dtype)} on {device}"
     found: list[tuple[Verdict, bool]] = []
 
     def run() -> None:
         before = verdicts.attempt(key)
-        verdict, lost = _checked(unit, device)
-        verdicts.settle(key, before, verdict)
-        found.append((verdict, lost))
+        found.append(_found(unit, device))
+        verdicts.settle(key, before, found[0][0])
 
     thread = threading.Thread(target=run, name=f"fastbert-check-{unit.op}", daemon=True)
     thread.start()
@@ -74,19 +96,19 @@ def check(unit: Unit, device: torch.device) -> Verdict:
     return verdict
 
 
-def _checked(unit: Unit, device: torch.device) -> tuple[Verdict, bool]:
+def _found(unit: Unit, device: torch.device) -> tuple[Verdict, bool]:
     """(the verdict, whether the CUDA context is lost)."""
-    op, name, dtype = unit
     begin = time.perf_counter()
     reason, outcome, times, lost = None, "", (), False
     try:
         here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         # a trial of none yet, so that nothing in this thread starts another check
         with here, dispatch.trial():
-            reason = error_rule.self_check(op, name, device, dtype)
+            facts = unit.op, unit.backend, device, unit.dtype
+            reason = error_rule.self_check(*facts)
             if reason is None and device.type in TIMED:
-                times = speed.compare(op, name, device, dtype)
-                reason = speed.why_never(op, device.type, times)
+                times = speed.compare(*facts)
+                reason = speed.why_never(unit.op, device.type, times)
                 outcome = SLOWER if reason else ""
     except Exception as error:
         reason, times = f"{type(error).__name__}: {error}", ()
@@ -99,9 +121,253 @@ def _checked(unit: Unit, device: torch.device) -> tuple[Verdict, bool]:
 
 def _context_lost(device: torch.device) -> bool:
     """Whether nothing runs on the GPU in this process any more, as after an illegal access."""
-    if device.type == "cuda":
-        try:
+    try:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
-        except Exception:
-            return True
+    except Exception:
+        return True
     return False
+
+
+# --- a process of its own -----------------------------------------------------------------------------------
+
+# -P: without the folder in which the user stands; a file there could shadow a module
+COMMAND = [sys.executable, "-P", "-m", "fastbert.testing.checking"]
+# Limit for one check, compilation and timing included.
+SECONDS = 300.0
+# Limit until a process begins its first check: it imports torch and wakes the GPU.
+START_SECONDS = 180.0
+# Types of devices whose first checks run in a process of their own.
+DEVICES = ("cuda",)
+# Set in the process that checks: it starts no other.
+_MARK = "FASTBERT_CHECKING"
+# Signals that come from outside: from a user, a job scheduler, or a system that is out of memory.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if os.name == "posix" else ()
+
+
+class CannotStart(RuntimeError):
+    """No process of its own can check this device's kernels for this process."""
+
+
+def possible(device: torch.device) -> bool:
+    """Whether another process can be tried at all.
+
+    Not under Windows, in programs that embed or freeze Python, or in a process that checks.
+    """
+    python = re.match(r"(python|pypy)[0-9.]*$", Path(sys.executable or "").name)
+    frozen = getattr(sys, "frozen", False)
+    return bool(
+        device.type in DEVICES and os.name == "posix" and python and not frozen and _MARK not in os.environ
+    )
+
+
+def checked(
+    device: torch.device,
+    units: Iterable[Unit],
+    *,
+    seconds: float = SECONDS,
+    waiting: Callable[[float], None] = lambda seconds: None,
+    telling: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[Unit, Verdict]]:
+    """Check kernels in a process of their own, keep the verdicts on disk, and hand them over as they come.
+
+    Args:
+        device: the device to check on, with its index.
+        units: the kernels, in the order in which they are checked.
+        seconds: limit for one check.
+        waiting: called about once a second with the seconds since the first process was started.
+        telling: called with what is done now, such as "linear of triton in float32 is checked".
+
+    Raises:
+        CannotStart: the process cannot use the device, or would check other kernels than those of this
+            process. Verdicts that were handed over before stay.
+    """
+    left, begin = list(units), time.monotonic()
+    while left:
+        telling("a process that checks is started")
+        with _Worker(device, left, lambda: waiting(time.monotonic() - begin)) as process:
+            process.start()
+            alive = True
+            while left and alive:
+                telling(f"{left[0].op} of {left[0].backend} in {name_of(left[0].dtype)} is checked")
+                verdict, alive = process.verdict(left[0], seconds)
+                yield left.pop(0), verdict
+
+
+class _Worker:
+    """The process that checks, seen from the one that waits for it."""
+
+    def __init__(self, device: torch.device, units: list[Unit], waiting: Callable[[], None]) -> None:
+        self.device, self.waiting, self.pending = device, waiting, b""
+        keys = {unit: _key(unit, device) for unit in units}
+        # what was kept before its checks
+        self.before = {unit: verdicts.load(key) for unit, key in keys.items()}
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
+        rows = [[u.op, u.backend, name_of(u.dtype), verdicts.stem(key)] for u, key in keys.items()]
+        request = json.dumps({"device": str(device), "uuid": uuid_of(device), "units": rows})
+        paths = filter(None, [str(verdict_keys.PACKAGE.parent), os.environ.get("PYTHONPATH")])
+        try:
+            # a session of its own: the compilers that it starts end with it
+            self.process = subprocess.Popen(
+                [*COMMAND, request],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self.output,
+                start_new_session=True,
+                env=os.environ | {_MARK: "1", "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        except OSError as error:
+            self.output.close()
+            raise CannotStart(f"no process can be started: {error}") from error
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.end()
+        self.process.stdout.close()
+        self.output.close()
+
+    def end(self) -> int:
+        """End the process and what it has started; returns its exit status."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def start(self) -> None:
+        """Wait until the process has used the device. Raises CannotStart."""
+        try:
+            message = self.receive(time.monotonic() + START_SECONDS)
+        except TimeoutError:
+            raise CannotStart(f"it has not begun within {START_SECONDS:.0f} s") from None
+        if message is None or "ready" not in message:
+            raise CannotStart(self.ended() if message is None else message["cannot"])
+
+    def verdict(self, unit: Unit, seconds: float) -> tuple[Verdict, bool]:
+        """(the next kernel's verdict, whether the process has not ended)."""
+        key, begin, before = _key(unit, self.device), time.monotonic(), self.before[unit]
+        message, hangs = None, False
+        try:
+            message = self.receive(begin + seconds)
+        except TimeoutError:
+            hangs = True
+        except BaseException:
+            # stopped by the user: no fault of the kernel
+            self.end()
+            verdicts.settle(key, before)
+            raise
+        if message is not None:
+            found, kept = verdicts.verdict_of(message), verdicts.load(key)
+            if found.passed and kept is not None and kept.outcome in (FAILED, SLOWER):
+                # another process has found that in the meantime
+                found = kept
+            return found, not message["broken"]
+        problem = f"no verdict within {seconds:.0f} s: it hangs" if hangs else self.ended()
+        found = Verdict(problem, time.monotonic() - begin, verdicts.now())
+        # this ends what it has started, too
+        if -self.end() in _FROM_OUTSIDE and not hangs:
+            deaths = 1 + (before.deaths if before else 0)
+            found = replace(found, reason=DIED, outcome=KILLED, deaths=deaths)
+        verdicts.store(key, found)
+        return found, False
+
+    def receive(self, deadline: float) -> dict | None:
+        """The next line; None where the process has ended. Raises TimeoutError at the deadline."""
+        reading = self.process.stdout.fileno()
+        while b"\n" not in self.pending:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            ready, _, _ = select.select([reading], [], [], min(remaining, 1.0))
+            if ready:
+                chunk = os.read(reading, 1 << 16)
+                if not chunk:
+                    return None
+                self.pending += chunk
+            elif self.process.poll() is not None:
+                # what it has started may hold the pipe open
+                return None
+            self.waiting()
+        line, _, self.pending = self.pending.partition(b"\n")
+        return json.loads(line)
+
+    def ended(self) -> str:
+        """How the process ended, with the last line it printed."""
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            # it has closed the pipe and goes on
+            code = self.end()
+        names = {-number.value: number.name for number in signal.Signals}
+        how = names.get(code, f"signal {-code}" if code < 0 else f"status {code}")
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - 2000))
+        said = self.output.read().decode(errors="replace").strip().splitlines()
+        return f"its process ended by {how}" + (f": {said[-1][:300]}" if said else "")
+
+
+# --- in that process ----------------------------------------------------------------------------------------
+
+
+def uuid_of(device: torch.device) -> str:
+    """What tells GPUs of the same kind apart; "" where torch does not know."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def main(request: str) -> None:
+    """Check what the request asks for."""
+    wanted = json.loads(request)
+    # what anything else prints is no verdict
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def send(message: dict) -> None:
+        print(json.dumps(message), file=channel, flush=True)
+
+    _end_with(os.getppid())
+    device = torch.device(wanted["device"])
+    try:
+        # fails where the device admits one process only
+        torch.zeros(1, device=device).add_(1).cpu()
+    except Exception as error:
+        send({"cannot": f"{type(error).__name__}: {error}"})
+        return
+    if uuid_of(device) != wanted["uuid"]:
+        send({"cannot": f"{device} is another device there"})
+        return
+    units = [Unit(op, backend, getattr(torch, dtype)) for op, backend, dtype, _ in wanted["units"]]
+    for unit, (*_, file) in zip(units, wanted["units"], strict=True):
+        own = verdicts.stem(_key(unit, device))
+        if own != file:
+            send({"cannot": f"it would check {own}"})
+            return
+    send({"ready": True})
+    for unit in units:
+        try:
+            found, broken = check(unit, device), False
+        except dispatch.BackendError as error:
+            found, broken = Verdict(str(error), date=verdicts.now(), outcome=FAILED), True
+        # the kernels that rank above it are timed beside it
+        known.found[unit, device] = found
+        send(verdicts.facts_of(found) | {"broken": broken})
+        if broken:
+            return
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent has ended, even while a kernel hangs."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="fastbert-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -94,6 +94,16 @@ class Case:
         return f"{self.op}-{self.id}"
 
 
+def draws(seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Generator, Callable]:
+    """(a generator of random numbers, `randn(*shape, scale=1.0)`: normal ones in the dtype on the device)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(device)
+
+    return generator, randn
+
+
 @dataclass(frozen=True)
 class Row:
     """Error of one quantity (an output or a gradient), and eager PyTorch's error of the same."""
@@ -126,15 +136,9 @@ def rounding_step(x: Tensor, dtype: torch.dtype) -> Tensor:
 def compare(
     actual: Tensor, eager: Tensor, oracle: Tensor, dtype: torch.dtype, floor: float = 0.0
 ) -> tuple[float, float, float, float, str]:
-    """The error rule for one tensor.
-
-    Returns:
-        (max error, eager's, mean error, eager's, reason); reason is empty where the rule holds.
-    """
+    """(max error, eager's, mean error, eager's, reason) of a tensor; reason is "" where the rule holds."""
     if actual.shape != oracle.shape:
         return (float("inf"),) * 4 + (f"shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}",)
-    if oracle.numel() == 0:
-        return 0.0, 0.0, 0.0, 0.0, ""
     oracle = oracle.double()  # of an op that moves integers or booleans too
     finite = torch.isfinite(oracle)
     wide = actual.double()
@@ -206,11 +210,11 @@ def evaluate(
         outputs = function(**kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     result = {name: out.detach() for name, out in zip(case.output_names, outputs, strict=True)}
-    wanted = [kwargs[n] for n in names if isinstance(kwargs.get(n), Tensor)]
-    if backward and wanted:
+    present = [n for n in names if isinstance(kwargs.get(n), Tensor)]
+    if present:
+        wanted = [kwargs[n] for n in present]
         heads = [(o, g.to(o.dtype)) for o, g in zip(outputs, douts, strict=False) if o.requires_grad]
         grads = torch.autograd.grad([o for o, _ in heads], wanted, [g for _, g in heads], allow_unused=True)
-        present = [n for n in names if isinstance(kwargs.get(n), Tensor)]
         for name, tensor, grad in zip(present, wanted, grads, strict=True):
             result[f"d{name}"] = torch.zeros_like(tensor) if grad is None else grad.detach()
     return result
@@ -249,53 +253,45 @@ def run_case(
     for actual, (name, truth) in itertools.product(found, oracle.items()):
         floor = case.floor(inputs, name) if dtype not in HALF else 0.0
         *errors, reason = compare(actual[name], eager[name], truth, dtype, floor)
-        rows.append(
-            Row(
-                case.op,
-                case.id,
-                backend,
-                str(dtype).removeprefix("torch."),
-                str(device),
-                name,
-                *errors,
-                not reason,
-                reason,
-            )
-        )
+        facts = case.op, case.id, backend, str(dtype).removeprefix("torch."), str(device), name
+        rows.append(Row(*facts, *errors, not reason, reason))
     return rows
+
+
+def _module(op: str) -> Any:
+    if op not in dispatch.OPS:
+        raise ValueError(f"op: unknown op {op!r}; expected one of {', '.join(dispatch.OPS)}")
+    return importlib.import_module(f"fastbert.testing.op_cases.{op}")
 
 
 def cases(op: str) -> list[Case]:
     """All cases of an op, from `fastbert.testing.op_cases.<op>`."""
-    if op not in dispatch.OPS:
-        raise ValueError(f"op: unknown op {op!r}; expected one of {', '.join(dispatch.OPS)}")
-    return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").CASES)
+    return list(_module(op).CASES)
 
 
 def small_cases(op: str) -> list[Case]:
     """The few tiny cases of an op that a self-check runs."""
-    return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").SMALL)
+    return list(_module(op).SMALL)
 
 
 def gpu_cases(op: str) -> list[Case]:
     """Further cases of a self-check on a GPU: cheap there, and large enough for the configs of real work."""
-    return list(getattr(importlib.import_module(f"fastbert.testing.op_cases.{op}"), "ON_GPU", []))
+    return list(getattr(_module(op), "ON_GPU", []))
 
 
 def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
     """The cases that BERT-base needs of an op for a batch of sequences of these lengths, in tokens."""
-    return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").bench(lengths))
+    return list(_module(op).bench(lengths))
+
+
+def training_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
+    """The cases that a training step of BERT-base needs of an op, with its dropout, for such a batch."""
+    return list(getattr(_module(op), "training", _module(op).bench)(lengths))
 
 
 def parts(op: str) -> tuple[str, ...]:
     """The ops that models call where no kernel of `op` serves; () where they call `op` itself."""
     return bench_cases(op, (128,))[0].parts
-
-
-def training_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
-    """The cases that a training step of BERT-base needs of an op, with its dropout, for such a batch."""
-    module = importlib.import_module(f"fastbert.testing.op_cases.{op}")
-    return list(getattr(module, "training", module.bench)(lengths))
 
 
 def verify(

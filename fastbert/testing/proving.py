@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, error_rule, known, processes, speed, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, known, speed, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
@@ -70,12 +70,8 @@ def is_due(verdict: Verdict | None, device: torch.device) -> bool:
     """Whether first use checks a kernel of which this is known."""
     if verdict is None:
         return True
-    apart = processes.possible(device) and device not in _alone
+    apart = checking.possible(device) and device not in _alone
     return verdict.outcome == KILLED and verdict.deaths < MOST_DEATHS and apart
-
-
-def _is_due_now(unit: Unit, device: torch.device) -> bool:
-    return is_due(known.verdict(unit, device), device)
 
 
 def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
@@ -108,17 +104,17 @@ def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Ve
 def _check(unit: Unit, device: torch.device) -> Verdict:
     """Check a kernel behind those beside which it is timed, and in a process of its own all that are due."""
     wanted = [*_lower(unit, device), unit]
-    if processes.possible(device) and device not in _alone:
+    if checking.possible(device) and device not in _alone:
         others = [each for each in _due(unit.dtype, device) if each not in wanted]
         try:
-            for each, verdict in processes.checked(device, wanted + others, waiting=_tell_of(device)):
+            for each, verdict in checking.checked(device, wanted + others, waiting=_tell_of(device)):
                 if verdict.outcome != UNDECIDED:
                     known.found[each, device] = verdict
-        except processes.CannotStart:
+        except checking.CannotStart:
             _alone.add(device)
     # what could not be decided there may be decided here: that process lacks memory that this one has
     for each in wanted:
-        if (each, device) not in known.found and _is_due_now(each, device):
+        if (each, device) not in known.found and is_due(known.verdict(each, device), device):
             try:
                 known.found[each, device] = checking.check(each, device)
             except Exception:
@@ -143,7 +139,7 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
             each = Unit(op, name, dtype)
             if each == unit:
                 break
-            if dtype == unit.dtype and _is_due_now(each, device):
+            if dtype == unit.dtype and is_due(known.verdict(each, device), device):
                 found.append(each)
     return found
 
@@ -154,7 +150,7 @@ def _due(wanted: torch.dtype, device: torch.device) -> list[Unit]:
     for op in dispatch.OPS:
         for name, dtype in to_check(op, device.type):
             unit = Unit(op, name, dtype)
-            if dtype == wanted and _is_due_now(unit, device):
+            if dtype == wanted and is_due(known.verdict(unit, device), device):
                 found += [each for each in (*_lower(unit, device), unit) if each not in found]
     return found
 

@@ -98,11 +98,7 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
 
 
 def proofs(device: str | torch.device) -> list[Proof]:
-    """What is known of every kernel that needs a proof, in every dtype that it stores.
-
-    Args:
-        device: a GPU; other devices have no kernel that needs a proof.
-    """
+    """What is known of every kernel of a GPU, in every dtype that it stores; other devices' need no proof."""
     device = _with_index(torch.device(device))
     if device.type != "cuda":
         return []

@@ -49,14 +49,12 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     """
     found: list[Time] = []
     for case, training in timed_calls(op, backend, device.type, dtype):
+        other = _next(backend, case, device, dtype, training)
         with contextlib.suppress(torch.OutOfMemoryError):
-            other = _next(backend, case, device, dtype, training)
             if other is not None:
-                (ms, host_ms), (other_ms, other_host_ms) = _times(
-                    case, (backend, other), device, dtype, training
-                )
+                ours, theirs = _times(case, (backend, other), device, dtype, training)
                 passes = _passes(case, training, device.type)
-                found.append(Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms))
+                found.append(Time(case.id, passes, ours[0], other, theirs[0], ours[1], theirs[1]))
     return tuple(found)
 
 
@@ -90,12 +88,7 @@ def _kind(case: error_rule.Case, training: bool) -> str:
 
 
 def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
-    """What is said of a kernel that is slower than the next backend; None where it is not.
-
-    Args:
-        times: of the kernel.
-        passes: which of them count; "" = all.
-    """
+    """What is said of a kernel that is slower in `passes` ("": all) than the next backend; None if not."""
     ratio = ratio_of(times, passes)
     if ratio is None or ratio <= SLOWER:
         return None
@@ -220,9 +213,8 @@ def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
     """Forward and backward, the gradients of the outputs being ones."""
 
     def step() -> object:
-        outputs = call()
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        outputs = [o for o in outputs if o.requires_grad]
+        made = call()
+        outputs = [o for o in (made if isinstance(made, tuple) else (made,)) if o.requires_grad]
         return torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True)
 
     return step

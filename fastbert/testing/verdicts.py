@@ -64,12 +64,7 @@ class Time(NamedTuple):
 
 
 def ratio_of(times: tuple[Time, ...], passes: str = "") -> float | None:
-    """The kernel's time over the other backend's, the geometric mean of `times`; None without any.
-
-    Args:
-        times: of a kernel.
-        passes: which of them count, "forward" or "training"; "" = all.
-    """
+    """The kernel's time over the other backend's: the geometric mean of its times in `passes` ("": all)."""
     logs = [math.log(t.ms / t.other_ms) for t in times if passes in ("", t.passes)]
     return math.exp(sum(logs) / len(logs)) if logs else None
 
@@ -197,8 +192,8 @@ def _make(where: Path) -> None:
         raise PermissionError(f"the folder {problem}")
 
 
-def _write(path: Path, data: dict[str, Any]) -> bool:
-    """Replace the file in one step; returns whether that worked."""
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """Replace the file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         _make(path.parent)
@@ -211,42 +206,30 @@ def _write(path: Path, data: dict[str, Any]) -> bool:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         _cannot_keep(path, error)
-        return False
-    return True
 
 
-def _read_own(path: Path) -> dict[str, Any] | None:
-    """The object in a file of this user: empty where it holds none; None where there is no such file.
+def _read_own(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of this user; an empty one where there is none.
 
     A file of another user, a link or a FIFO is ignored, with one warning.
     """
     # without O_NONBLOCK, opening a FIFO would hang
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    data, problem = None, None
     try:
-        descriptor = os.open(path, flags)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, flags)
+            stack.callback(os.close, descriptor)
+            problem = _distrust(os.fstat(descriptor), stat.S_ISREG)
+            if problem is None:
+                with open(descriptor, "rb", closefd=False) as file:
+                    data = json.loads(file.read())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        pass  # a decoding error is a ValueError too
     except OSError as error:
-        # a link, or no permission
-        _tell(f"{path} is ignored: it is a link, or cannot be read ({error})")
-        return None
-    try:
-        if problem := _distrust(os.fstat(descriptor), stat.S_ISREG):
-            _tell(f"{path} is ignored: it {problem}")
-            return None
-        with open(descriptor, "rb", closefd=False) as file:
-            return _object(file.read)
-    finally:
-        os.close(descriptor)
-
-
-def _object(read: Callable[[], bytes]) -> dict[str, Any]:
-    """The JSON object that `read` returns; an empty one where it fails or there is none."""
-    try:
-        data = json.loads(read())
-    except (OSError, ValueError, RecursionError):
-        # a decoding error is a ValueError too
-        return {}
+        problem = f"is a link, or cannot be read ({error})"
+    if problem is not None:
+        _tell(f"{path} is ignored: it {problem}")
     return data if isinstance(data, dict) else {}
 
 
@@ -258,7 +241,7 @@ def load(key: Key) -> Verdict | None:
     where = _trusted_folder()
     if where is None:
         return None
-    data = _read_own(where / f"{stem(key)}.json") or {}
+    data = _read_own(where / f"{stem(key)}.json")
     found = verdict_of(data) if data.get("key") == key else None
     return replace(found, kept=True) if found else None
 
@@ -305,25 +288,21 @@ def times_of(rows: Any) -> tuple[Time, ...]:
 def store(key: Key, verdict: Verdict) -> None:
     """Keep a verdict. A success does not replace a failure that another process found in the meantime."""
     where = _trusted_folder()
-    if where is None:
-        return
-    if verdict.passed:
-        found = load(key)
-        if found is not None and not found.passed and found.outcome != KILLED:
-            return
-    _write(where / f"{stem(key)}.json", facts_of(verdict) | {"key": key})
+    found = load(key) if verdict.passed else None
+    stands = found is not None and not found.passed and found.outcome != KILLED
+    if where is not None and not stands:
+        _write(where / f"{stem(key)}.json", facts_of(verdict) | {"key": key})
 
 
 def forget(key: Key) -> None:
     """Drop the verdict, so that the kernel is checked anew."""
     where = _trusted_folder()
-    if where is None:
-        return
-    path = where / f"{stem(key)}.json"
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        _cannot_keep(path, error)
+    if where is not None:
+        path = where / f"{stem(key)}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _cannot_keep(path, error)
 
 
 def attempt(key: Key) -> Verdict | None:
@@ -353,14 +332,10 @@ _TURN_POLL_SECONDS = 0.1
 
 @contextlib.contextmanager
 def turn(key: Key, waiting: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
-    """Let no other process check on this kind of device while the block runs.
+    """Let no other process check on the key's kind of device while the block runs.
 
     The system ends the turn of a process that dies. After `TURN_SECONDS`, or where files cannot be locked,
-    the block runs all the same.
-
-    Args:
-        key: of the verdict that is about to be found.
-        waiting: called now and then with the seconds that this process has waited.
+    the block runs all the same. `waiting` is called now and then with the seconds that it has waited.
     """
     where = _trusted_folder()
     with contextlib.ExitStack() as stack:

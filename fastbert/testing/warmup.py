@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import known, processes, proving, verdict_keys, verdicts
-from fastbert.testing.processes import SECONDS
+from fastbert.testing import checking, known, proving, verdict_keys, verdicts
+from fastbert.testing.checking import SECONDS
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import UNDECIDED, Verdict
 
@@ -48,35 +48,25 @@ def run(
         telling: called with what is done now, such as "linear of triton in float32 is checked".
     """
     left = []
-    for unit in wanted(device, ops, dtypes):
+    keys = {unit: verdict_keys.key_of(*unit[:2], device, unit.dtype) for unit in wanted(device, ops, dtypes)}
+    for unit, key in keys.items():
         if again:
             known.found.pop((unit, device), None)
-            verdicts.forget(_key(unit, device))
+            verdicts.forget(key)
         found = None if again else known.verdict(unit, device)
         if proving.is_due(found, device):
             left.append(unit)
         else:
             yield unit, found
-    if left:
-        say = lambda waited: telling(f"another process checks; waited for {waited:.0f} s")  # noqa: E731
-        with verdicts.turn(_key(left[0], device), say):
-            yield from _checked(left, device, seconds, telling)
-
-
-def _key(unit: Unit, device: torch.device) -> verdict_keys.Key:
-    return verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)
-
-
-def _checked(
-    left: list[Unit], device: torch.device, seconds: float, telling: Callable[[str], None]
-) -> Iterator[tuple[Unit, Verdict]]:
-    """Check the kernels, one at a time."""
-    try:
-        for unit, found in processes.checked(device, list(left), seconds=seconds, telling=telling):
-            left.remove(unit)
-            yield unit, found
-    except processes.CannotStart as error:
-        # the machine's fault, so nothing is kept
-        missing = Verdict(f"not checked: {error}", date=verdicts.now(), outcome=UNDECIDED)
-        for unit in left:
-            yield unit, missing
+    if not left:
+        return
+    say = lambda waited: telling(f"another process checks; waited for {waited:.0f} s")  # noqa: E731
+    with verdicts.turn(keys[left[0]], say):
+        try:
+            for unit, found in checking.checked(device, list(left), seconds=seconds, telling=telling):
+                left.remove(unit)
+                yield unit, found
+        except checking.CannotStart as error:
+            # the machine's fault, so nothing is kept
+            missing = Verdict(f"not checked: {error}", date=verdicts.now(), outcome=UNDECIDED)
+            yield from ((unit, missing) for unit in left)

@@ -222,6 +222,7 @@ def test_a_model_made_in_inference_mode():
         )
 
 
+@pytest.mark.sweep
 def test_under_torch_compile():
     g = Graphed(shared("bert", torch.float32))
     g.check(**batch("bert"))

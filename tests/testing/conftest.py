@@ -7,7 +7,7 @@ import pytest
 
 from fastbert.backends import aten
 from fastbert.runtime import dispatch
-from fastbert.testing import known, processes, proving, verdicts
+from fastbert.testing import checking, known, proving, verdicts
 from tests.support.fake_backends import fake_backend
 from tests.support.planted_kernel import FLOATS
 
@@ -41,7 +41,7 @@ def nothing_known(monkeypatch):
 @pytest.fixture
 def apart(nothing_known, monkeypatch):
     """First checks on a CPU run in a process of their own."""
-    monkeypatch.setattr(processes, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(checking, "DEVICES", ("cuda", "cpu"))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def planted(monkeypatch):
     module.DTYPES = {"layer_norm": FLOATS}
 
     def plant(behaviours):
-        monkeypatch.setattr(processes, "COMMAND", [sys.executable, str(PLANTED), behaviours, "check"])
+        monkeypatch.setattr(checking, "COMMAND", [sys.executable, str(PLANTED), behaviours, "check"])
         return served
 
     return plant
@@ -66,7 +66,7 @@ def fake(monkeypatch, tmp_path):
     path = tmp_path / "asked"
 
     def plant(code):
-        monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", FAKE.format(path=str(path)) + code])
+        monkeypatch.setattr(checking, "COMMAND", [sys.executable, "-c", FAKE.format(path=str(path)) + code])
         return path
 
     return plant

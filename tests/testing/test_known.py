@@ -11,7 +11,7 @@ import torch
 
 from bench.lib import proven
 from fastbert.runtime import dispatch, loader
-from fastbert.testing import error_rule, known, processes, proving, serving, speed, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, known, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing import warmup as warm
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
@@ -29,8 +29,8 @@ def table(nothing_known, tmp_path, monkeypatch):
     """A function that ships a verdict on layer_norm; a kernel that runs before it serves fails the test."""
     monkeypatch.setattr(known, "FOLDER", tmp_path)
     known._table.cache_clear()
-    monkeypatch.setattr(processes, "DEVICES", ("cpu",))
-    monkeypatch.setattr(processes, "checked", lambda *args, **options: pytest.fail("checked"))
+    monkeypatch.setattr(checking, "DEVICES", ("cpu",))
+    monkeypatch.setattr(checking, "checked", lambda *args, **options: pytest.fail("checked"))
     monkeypatch.setattr(error_rule, "self_check", lambda *args: pytest.fail("checked"))
     fake_backend(monkeypatch)
 
@@ -48,19 +48,16 @@ def served_by(kind=""):
     return dispatch.serving_backend(f"layer_norm_fwd {kind}".rstrip(), CPU, torch.float32)
 
 
-def test_a_proven_kernel_serves_at_once(table, cache):
-    table()
+@pytest.mark.parametrize("outcome", ["passed", "slower"])
+def test_what_is_known_is_not_checked(table, cache, monkeypatch, outcome):
+    """A proven kernel serves at once, in a graph's capture too, and a slower one does not."""
+    table(outcome, None if outcome == "passed" else "slower than aten: 2.00 x its time")
+    monkeypatch.setattr(proving, "_capturing", lambda device: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
-    assert served_by() == "triton"
+    assert served_by() == ("triton" if outcome == "passed" else "aten")
     assert not cache.exists()  # and nothing is written
-
-
-def test_in_a_graph_capture_it_serves_too(table, monkeypatch):
-    table()
-    monkeypatch.setattr(proving, "_capturing", lambda device: True)
-    assert served_by() == "triton"
 
 
 def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
@@ -76,14 +73,6 @@ def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
     assert (found.kept, found.commit) == (False, COMMIT)
 
 
-def test_a_slower_kernel_is_not_checked_either(table):
-    table("slower", "slower than aten: 2.00 x its time", [["5x96", "forward", 2.0, "aten", 1.0]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()
-    assert served_by() == "aten"
-
-
 def test_another_kernel_is_timed_beside_it(table, monkeypatch):
     table()
     monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
@@ -91,25 +80,26 @@ def test_another_kernel_is_timed_beside_it(table, monkeypatch):
     assert speed._next("cuda", case, CPU, torch.float32, False) == "triton"
 
 
-@pytest.mark.parametrize("part", ["source", "tuned", "device", "capability", "triton", "torch", "dtype"])
-def test_a_proof_of_anything_else_does_not_count(table, part):
-    table(**{part: "another"})
-    assert known.verdict(LAYER_NORM, CPU) is None
+def test_a_proof_of_anything_else_does_not_count(table):
+    for part in ("source", "tuned", "device", "capability", "triton", "torch", "dtype"):
+        table(**{part: "another"})
+        assert known.verdict(LAYER_NORM, CPU) is None, part
 
 
-@pytest.mark.parametrize("reason", ["wrong", None])
-def test_a_verdict_of_this_machine_overrides_the_table(table, reason):
+def test_a_verdict_of_this_machine_overrides_the_table(table):
     table("slower", "slower than aten: 2.00 x its time")
-    verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(reason))
-    found = known.verdict(LAYER_NORM, CPU)
-    assert (found.reason, found.kept, found.commit) == (reason, True, "")
+    key = verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32)
+    for reason in (None, "wrong"):
+        verdicts.store(key, Verdict(reason))
+        found = known.verdict(LAYER_NORM, CPU)
+        assert (found.reason, found.kept, found.commit) == (reason, True, "")
 
 
 def test_again_checks_a_proven_kernel(table, monkeypatch):
     table()
     asked = []
     monkeypatch.setattr(
-        processes,
+        checking,
         "checked",
         lambda device, units, **_: asked.extend(units) or [(LAYER_NORM, Verdict("wrong"))],
     )
@@ -203,38 +193,33 @@ def test_what_is_known_of_each_kernel(table, monkeypatch):
     monkeypatch.setattr(triton, "available", lambda device_type: None)
     monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
     monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))
-
-    def keep(op, dtype, reason, **facts):
-        key = verdict_keys.key_of(op, "triton", GPU, dtype)
-        verdicts.store(key, Verdict(reason, date="2026-01-01", **facts))
-
-    place = {"device": "NVIDIA H200", "capability": "9.0"}
-    table(times=TIMES[:1], **place)
-    table("slower", "slower than aten: 2.00 x its time", dtype="float16", **place)
-    keep("layer_norm", torch.bfloat16, "y: max error")
-    keep("packing", torch.float32, None, times=verdicts.times_of(TIMES[:1]))
-    keep("packing", torch.bfloat16, "slower than aten: 2.00 x its time", outcome="slower")
-    keep("pooling", torch.float32, "died", outcome="killed", deaths=1)
-    keep("pooling", torch.bfloat16, "died", outcome="killed", deaths=proving.MOST_DEATHS)
-    monkeypatch.setattr(processes, "DEVICES", ("cuda",))
-    rows = {(p.op, p.backend, p.dtype): p for p in serving.proofs(GPU)}
-    found = {key: (row.state, row.detail) for key, row in rows.items()}
+    monkeypatch.setattr(checking, "DEVICES", ("cuda",))
     slow = "slower than aten: 2.00 x its time"
-    assert found["layer_norm", "triton", "float32"] == (
-        "proven on NVIDIA H200",
-        "at 012345678, 2026-11-27, forward 0.50 x the time of aten",
-    )
-    assert found["layer_norm", "triton", "float16"] == (
-        "slower on NVIDIA H200",
-        f"at 012345678, 2026-11-27: {slow}",
-    )
-    assert found["layer_norm", "triton", "bfloat16"] == ("failed here", "2026-01-01: y: max error")
-    assert found["packing", "triton", "float32"] == ("checked here", "2026-01-01, 0.50 x the time of aten")
-    assert rows["packing", "triton", "float32"].times == verdicts.times_of(TIMES[:1])
-    assert found["packing", "triton", "bfloat16"] == ("slower here", f"2026-01-01: {slow}")
-    assert found["pooling", "triton", "float32"] == ("unverified", "checked at first use again: died")
-    assert found["pooling", "triton", "bfloat16"] == ("killed here", "2026-01-01: died")
-    assert found["attention", "triton", "float32"] == ("unverified", "checked at first use")
-    assert found["linear", "triton", "float32"] == ("unverified", serving.UNRANKED)
-    assert found["layer_norm", "cuda", "float32"] == ("cannot run here", "was built without CUDA")
+    times = verdicts.times_of(TIMES[:1])
+    table(times=TIMES[:1], device="NVIDIA H200", capability="9.0")
+    table("slower", slow, device="NVIDIA H200", capability="9.0", dtype="float16")
+    for op, dtype, verdict in (
+        ("layer_norm", torch.bfloat16, Verdict("y: max error", date="2026-01-01")),
+        ("packing", torch.float32, Verdict(None, date="2026-01-01", times=times)),
+        ("packing", torch.bfloat16, Verdict(slow, date="2026-01-01", outcome="slower")),
+        ("pooling", torch.float32, Verdict("died", outcome="killed", deaths=1)),
+        ("pooling", torch.bfloat16, Verdict("died", date="2026-01-01", outcome="killed", deaths=3)),
+    ):
+        verdicts.store(verdict_keys.key_of(op, "triton", GPU, dtype), verdict)
+    rows = {f"{p.op} {p.dtype} {p.backend}": p for p in serving.proofs(GPU)}
+    expected = {
+        "layer_norm float32 triton": ("proven", "at 012345678, 2026-11-27, forward 0.50 x the time of aten"),
+        "layer_norm float16 triton": ("slower", f"at 012345678, 2026-11-27: {slow}"),
+        "layer_norm bfloat16 triton": ("failed here", "2026-01-01: y: max error"),
+        "packing float32 triton": ("checked here", "2026-01-01, 0.50 x the time of aten"),
+        "packing bfloat16 triton": ("slower here", f"2026-01-01: {slow}"),
+        "pooling float32 triton": ("unverified", "checked at first use again: died"),
+        "pooling bfloat16 triton": ("killed here", "2026-01-01: died"),
+        "attention float32 triton": ("unverified", "checked at first use"),
+        "linear float32 triton": ("unverified", serving.UNRANKED),
+        "layer_norm float32 cuda": ("cannot run here", "was built without CUDA"),
+    }
+    found = {name: (rows[name].state.removesuffix(" on NVIDIA H200"), rows[name].detail) for name in expected}
+    assert found == expected
+    assert rows["packing float32 triton"].times == times
     assert serving.proofs(CPU) == []

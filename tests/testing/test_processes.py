@@ -16,7 +16,7 @@ import torch
 from fastbert.backends import aten
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, known, processes, proving, serving, verdict_keys, verdicts
+from fastbert.testing import checking, known, proving, serving, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
 from tests.support.fake_backends import fake_backend, run
@@ -59,16 +59,16 @@ def test_a_good_kernel_serves_and_is_not_run_here_before(planted, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "text"),
+    ("fault", "text"),
     [
-        ("segv", "failed its self-check on cpu in float32 and .*: its process ended by SIGSEGV"),
-        ("exit", "failed its self-check.*its process ended by status 3"),
-        ("wrong", "failed its self-check.*5x96 y: max error"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "and .*: its process ended by SIGSEGV"),
+        ("os._exit(3)", "its process ended by status 3"),
     ],
 )
-def test_whatever_it_does_this_process_goes_on(planted, monkeypatch, behaviour, text):
-    served, checks = planted(behaviour), inside(monkeypatch)
-    with pytest.warns(RuntimeWarning, match=text) as caught:
+def test_whatever_it_does_this_process_goes_on(planted, fake, monkeypatch, fault, text):
+    served, checks = planted("good"), inside(monkeypatch)
+    fake(f"import os, signal\nsend(ready=True)\n{fault}\n")
+    with pytest.warns(RuntimeWarning, match=f"failed its self-check on cpu in float32 .*{text}") as caught:
         y = run()
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -77,16 +77,6 @@ def test_whatever_it_does_this_process_goes_on(planted, monkeypatch, behaviour, 
     assert torch.equal(y, torch.zeros(2, 16))
     assert served == checks == []
     assert served_by() == "aten"
-    assert verdicts.load(key()).outcome == "failed"
-
-
-@pytest.mark.sweep
-def test_a_hang_ends_at_the_limit(planted, monkeypatch):
-    planted("hang")
-    defaults = processes.checked.__kwdefaults__
-    monkeypatch.setattr(processes.checked, "__kwdefaults__", defaults | {"seconds": 2.0})
-    with pytest.warns(RuntimeWarning, match="no verdict within 2 s: it hangs"):
-        run()
     assert verdicts.load(key()).outcome == "failed"
 
 
@@ -114,31 +104,17 @@ def test_a_killed_check_is_tried_again_but_not_for_ever(planted, monkeypatch):
     assert served_by() == "triton"
 
 
-def test_a_kernel_killed_once_is_proven_by_the_next_process(planted):
-    planted("killed")
-    with pytest.warns(RuntimeWarning, match="did not end"):
-        run()
-    next_process()
-    planted("good")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()
-    assert served_by() == "triton"
-    assert verdicts.load(key()).passed
-
-
-@pytest.mark.parametrize("when", ["known before", "found out now"])
-def test_a_death_is_not_tried_again_where_checks_run_inside(planted, monkeypatch, when):
+def test_a_death_is_not_tried_again_where_checks_run_inside(planted, monkeypatch):
     """There it would take the user's process along."""
     planted("good")
     verdicts.attempt(key())
+    monkeypatch.setattr(checking, "COMMAND", ["/no/such/program"])
     checks = inside(monkeypatch)
-    if when == "known before":
-        proving._alone.add(CPU)
-    else:
-        monkeypatch.setattr(processes, "COMMAND", ["/no/such/program"])
-    with pytest.warns(RuntimeWarning, match="because 1 of its self-checks did not end"):
-        run()
+    for _ in range(2):  # found out now, and known before
+        with pytest.warns(RuntimeWarning, match="because 1 of its self-checks did not end"):
+            run()
+        next_process()
+        proving._told.clear()
     assert checks == []
 
 
@@ -174,6 +150,12 @@ def test_one_process_checks_all_kernels_of_the_dtype(two_ops, fake, monkeypatch)
     assert asked(path)[1:] == [[["layer_norm", "triton", "bfloat16"], ["linear", "triton", "bfloat16"]]]
     assert checks == []
     assert served_by() == served_by(torch.bfloat16) == "triton"
+    next_process()
+    verdicts.store(verdict_keys.key_of("linear", "triton", CPU, torch.float32), Verdict(None))
+    verdicts.attempt(key())  # killed once, so it is due
+    run()
+    assert asked(path)[2:] == [[["layer_norm", "triton", "float32"]]]
+    assert served_by() == "triton"
 
 
 @pytest.mark.parametrize(
@@ -187,20 +169,13 @@ def test_one_process_checks_all_kernels_of_the_dtype(two_ops, fake, monkeypatch)
 def test_what_ends_the_process_costs_one_kernel(two_ops, fake, fault, text):
     path = fake(f"send(ready=True)\nif len(units) == 2:\n {fault}\nelse: end()\n")
     told = []
-    found = processes.checked(CPU, [LINEAR, LAYER_NORM], seconds=1.0, telling=told.append)
+    found = checking.checked(CPU, [LINEAR, LAYER_NORM], seconds=1.0, telling=told.append)
     assert [(unit, verdict.reason) for unit, verdict in found] == [(LINEAR, text), (LAYER_NORM, None)]
     assert [len(units) for units in asked(path)] == [2, 1]
     assert told == [
         *("a process that checks is started", "linear of triton in float32 is checked"),
         *("a process that checks is started", "layer_norm of triton in float32 is checked"),
     ]
-
-
-def test_a_kernel_with_a_verdict_is_not_checked_again(two_ops, fake):
-    path = fake(ALL_GOOD)
-    verdicts.store(key(), Verdict(None))
-    use_linear()
-    assert asked(path) == [[["linear", "triton", "float32"]]]
 
 
 def test_one_warning_for_each_bad_kernel_when_it_is_used(two_ops, fake):
@@ -231,17 +206,12 @@ def test_where_no_process_can_check_this_one_does(two_ops, fake, monkeypatch, wh
     assert verdicts.load(key()).passed
 
 
-def test_where_nothing_can_be_started_this_process_checks(planted, monkeypatch):
+@pytest.mark.parametrize("why", ["nothing can be started", "it has no memory"])
+def test_what_cannot_be_decided_there_is_decided_here(planted, fake, monkeypatch, why):
     planted("good")
-    monkeypatch.setattr(processes, "COMMAND", ["/no/such/program"])
-    checks = inside(monkeypatch)
-    run()
-    assert checks == [LAYER_NORM]
-    assert served_by() == "triton"
-
-
-def test_what_it_cannot_decide_is_decided_here(planted, monkeypatch):
-    planted("raise")  # for want of memory, for example
+    fake("send(ready=True)\nfor unit in units: end('RuntimeError: no memory', 'undecided')\n")
+    if why == "nothing can be started":
+        monkeypatch.setattr(checking, "COMMAND", ["/no/such/program"])
     checks = inside(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -262,7 +232,7 @@ def test_times_come_through(planted, fake):
 
 def test_a_failure_that_another_process_has_found_counts(planted, fake, monkeypatch):
     fake(ALL_GOOD)
-    receive = processes._Worker.receive
+    receive = checking._Worker.receive
 
     def meanwhile(self, deadline):
         message = receive(self, deadline)
@@ -270,32 +240,26 @@ def test_a_failure_that_another_process_has_found_counts(planted, fake, monkeypa
             verdicts.store(key(), Verdict("wrong"))
         return message
 
-    monkeypatch.setattr(processes._Worker, "receive", meanwhile)
-    assert [verdict.reason for _, verdict in processes.checked(CPU, [LAYER_NORM])] == ["wrong"]
+    monkeypatch.setattr(checking._Worker, "receive", meanwhile)
+    assert [verdict.reason for _, verdict in checking.checked(CPU, [LAYER_NORM])] == ["wrong"]
 
 
 # --- the process --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "value"),
-    [("frozen", True), ("executable", "/usr/sbin/uwsgi"), ("executable", ""), ("executable", None)],
-)
-def test_programs_that_are_not_python_check_inside(monkeypatch, change, value):
-    assert processes.possible(CPU)
-    monkeypatch.setattr(sys, change, value, raising=False)
-    assert not processes.possible(CPU)
-
-
-def test_a_process_that_checks_starts_no_other(monkeypatch):
-    monkeypatch.setenv("FASTBERT_CHECKING", "1")
-    assert not processes.possible(CPU)
-
-
-def test_only_gpus_are_checked_apart(monkeypatch):
+def test_where_a_process_of_its_own_can_check(monkeypatch):
+    """Not from programs that are not Python, from a process that checks, or for a CPU."""
+    assert checking.possible(CPU)
+    for name, value in (("frozen", True), ("executable", "/usr/sbin/uwsgi"), ("executable", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, value, raising=False)
+            assert not checking.possible(CPU)
+    with monkeypatch.context() as patch:
+        patch.setenv("FASTBERT_CHECKING", "1")
+        assert not checking.possible(CPU)
     monkeypatch.undo()
-    assert processes.possible(torch.device("cuda", 0))
-    assert not processes.possible(CPU)
+    assert checking.possible(torch.device("cuda", 0))
+    assert not checking.possible(CPU)
 
 
 def test_the_real_process_finds_this_package_and_not_the_users_files(tmp_path, monkeypatch):
@@ -304,34 +268,42 @@ def test_the_real_process_finds_this_package_and_not_the_users_files(tmp_path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     unit = Unit("layer_norm", "aten", torch.float32)
-    assert [(each, verdict.passed) for each, verdict in processes.checked(CPU, [unit])] == [(unit, True)]
+    assert [(each, verdict.passed) for each, verdict in checking.checked(CPU, [unit])] == [(unit, True)]
 
 
-def test_what_it_has_found_counts_for_the_next_kernel_without_a_folder(monkeypatch, capfd):
+@pytest.fixture
+def answer(monkeypatch, capfd):
+    """What the process that checks prints, here without a process of its own."""
+    monkeypatch.setattr(checking, "_end_with", lambda parent: None)
+
+    def ask(count=1, uuid=""):
+        unit = ["layer_norm", "triton", "float32", verdicts.stem(key())]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup2", lambda *args: None)
+            checking.main(json.dumps({"device": "cpu", "uuid": uuid, "units": [unit] * count}))
+        return capfd.readouterr().out.splitlines()
+
+    return ask
+
+
+def test_what_it_has_found_counts_for_the_next_kernel_without_a_folder(monkeypatch, answer):
     """Which is timed beside it."""
     monkeypatch.setenv("FASTBERT_CACHE", "")
-    monkeypatch.setattr(processes.worker, "_end_with", lambda parent: None)
-    monkeypatch.setattr(os, "dup2", lambda *args: None)
     seen = []
     monkeypatch.setattr(
         checking, "check", lambda *args: seen.append(known.verdict(LAYER_NORM, CPU)) or Verdict(None)
     )
-    unit = ["layer_norm", "triton", "float32", verdicts.stem(key())]
-    processes.worker.main(json.dumps({"device": "cpu", "uuid": "", "units": [unit, unit]}))
+    assert answer(count=2)[0] == '{"ready": true}'
     assert [each and each.passed for each in seen] == [None, True]
-    assert capfd.readouterr().out.startswith('{"ready": true}\n')
 
 
-def test_another_gpu_of_the_same_name_is_not_checked_instead(monkeypatch):
-    monkeypatch.setattr(processes.worker, "uuid_of", lambda device: "GPU-1")
-    with pytest.raises(processes.CannotStart, match="cpu is another device there"):
-        list(processes.checked(CPU, [LAYER_NORM]))
-
-
-def test_other_sources_are_not_checked_instead(monkeypatch):
-    monkeypatch.setattr(verdict_keys, "VERSION", "another")
-    with pytest.raises(processes.CannotStart, match="it would check layer_norm-triton-float32-"):
-        list(processes.checked(CPU, [LAYER_NORM]))
+def test_another_gpu_or_other_sources_are_not_checked_instead(monkeypatch, answer):
+    """What it sees may be another device of the same name, or another tree."""
+    monkeypatch.setattr(checking, "check", lambda *args: pytest.fail("checked"))
+    assert answer(uuid="GPU-1") == ['{"cannot": "cpu is another device there"}']
+    stem = verdicts.stem(key())
+    monkeypatch.setattr(verdicts, "stem", lambda key, real=[stem, "its own"]: real.pop(0))
+    assert answer() == ['{"cannot": "it would check its own"}']
 
 
 @pytest.mark.sweep
@@ -339,15 +311,15 @@ def test_it_ends_with_its_parent(cache):
     """Else a kernel that hangs would hold the GPU for ever."""
     planted_kernel = str(ROOT / "tests" / "support" / "planted_kernel.py")
     code = (
-        "from fastbert.testing import processes\nimport torch\n"
+        "from fastbert.testing import checking\nimport torch\n"
         "from fastbert.testing.verdict_keys import Unit\n"
         "from tests.support import planted_kernel\nplanted_kernel.plant('good')\n"
-        f"processes.COMMAND = [{sys.executable!r}, {planted_kernel!r}, 'hang', 'check']\n"
+        f"checking.COMMAND = [{sys.executable!r}, {planted_kernel!r}, 'hang', 'check']\n"
         "def telling(text):\n"
-        "    import gc; print(*(o.process.pid for o in gc.get_objects() if type(o) is processes._Worker),"
+        "    import gc; print(*(o.process.pid for o in gc.get_objects() if type(o) is checking._Worker),"
         " flush=True)\n"
         "units = [Unit('layer_norm', 'triton', torch.float32)]\n"
-        "list(processes.checked(torch.device('cpu'), units, telling=telling))\n"
+        "list(checking.checked(torch.device('cpu'), units, telling=telling))\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen(
@@ -374,8 +346,9 @@ def alive(pid):
         return False
 
 
-def test_a_long_wait_is_told_once(planted, monkeypatch):
-    planted("slow")
+def test_a_long_wait_is_told_once(planted, fake, monkeypatch):
+    planted("good")
+    fake("time.sleep(2.5)\n" + ALL_GOOD)
     monkeypatch.setattr(checking, "SLOW_SECONDS", 0.01)
     with pytest.warns(RuntimeWarning, match="kernels are checked on cpu before their first use") as caught:
         run()
@@ -386,7 +359,7 @@ def test_a_long_wait_is_told_once(planted, monkeypatch):
 @pytest.mark.sweep
 def test_ctrl_c_ends_the_process_and_blames_no_kernel(planted, monkeypatch, cache):
     planted("hang")
-    receive, pids = processes._Worker.receive, []
+    receive, pids = checking._Worker.receive, []
 
     def interrupted(self, deadline):
         if not pids:
@@ -397,7 +370,7 @@ def test_ctrl_c_ends_the_process_and_blames_no_kernel(planted, monkeypatch, cach
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(processes._Worker, "receive", interrupted)
+        patched.setattr(checking._Worker, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
     assert not alive(pids[0])

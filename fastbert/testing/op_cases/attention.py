@@ -10,7 +10,7 @@ import torch
 
 from fastbert.ops.attention import attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,11 +78,7 @@ class AttentionCase(Case):
         return sum(self.lengths) + self.capacity
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-
-        def randn(*shape):
-            return torch.randn(*shape, generator=g).to(dtype).to(device)
-
+        g, randn = draws(seed, dtype, device)
         rows = (len(self.lengths), self.lengths[0]) if self.padded else (self.total,)
         if self.packed_qkv:
             tensors = {"qkv": randn(*rows, 3, self.nheads, self.headdim)}

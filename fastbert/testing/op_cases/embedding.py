@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding, embedding_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 from fastbert.testing.op_cases.layer_norm import steepness
 
 OFFSET = 5
@@ -41,10 +41,7 @@ class EmbeddingCase(Case):
         return "-".join([f"{self.tokens}x{self.vocab}x{self.hidden}", *options])
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-
-        def randn(*shape):
-            return torch.randn(*shape, generator=g).to(dtype).to(device)
+        g, randn = draws(seed, dtype, device)
 
         def ids(high):
             return torch.randint(high, (self.tokens,), generator=g).to(device)

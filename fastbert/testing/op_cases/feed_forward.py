@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.feed_forward import feed_forward, feed_forward_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,11 +32,7 @@ class FeedForwardCase(Case):
         return "-".join([f"{self.rows}x{self.hidden}x{self.inner}x{self.out}", *options])
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-
-        def randn(*shape, scale=1.0):
-            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
-
+        _, randn = draws(seed, dtype, device)
         return {
             "x": randn(self.rows, self.hidden),
             "up_weight": randn(self.inner, self.hidden, scale=self.hidden**-0.5),

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.ops.first_attention import first_attention, first_attention_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,12 +47,8 @@ class FirstAttentionCase(Case):
         return self.head_dim**-0.5
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
+        g, randn = draws(seed, dtype, device)
         width, batch, longest = self.nheads * self.head_dim, len(self.lengths), max(self.lengths)
-
-        def randn(*shape, scale=1.0):
-            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
-
         x, weights = (
             randn(sum(self.lengths) + self.tail, width),
             [randn(width, width, scale=width**-0.5) for _ in range(2)],

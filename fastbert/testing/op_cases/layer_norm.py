@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import NARROW, layer_norm, layer_norm_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 def steepness(z: torch.Tensor) -> float:
@@ -61,11 +61,7 @@ class LayerNormCase(Case):
         return ("y", "rounded") if self.rounded else ("y",)
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-
-        def randn(*shape):
-            return torch.randn(*shape, generator=g).to(dtype).to(device)
-
+        _, randn = draws(seed, dtype, device)
         shape = (self.rows, self.hidden)
         return {
             "x": randn(*shape).to(torch.bfloat16 if self.half_x and dtype == torch.float32 else dtype),

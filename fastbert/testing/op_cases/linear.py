@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear import linear, linear_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,11 +42,7 @@ class LinearCase(Case):
         return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-
-        def randn(*shape, scale=1.0):
-            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
-
+        _, randn = draws(seed, dtype, device)
         return {
             "x": randn(self.rows, self.in_features),
             "weight": randn(self.out_features, self.in_features, scale=self.in_features**-0.5),

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 from fastbert.testing.op_cases.cross_entropy import IGNORE
 
 
@@ -42,11 +42,7 @@ class LinearCrossEntropyCase(Case):
         return round(self.labelled * self.rows)
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-
-        def randn(*shape, scale=1.0):
-            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
-
+        g, randn = draws(seed, dtype, device)
         labels = torch.randint(self.classes, (self.rows,), generator=g)
         labels[torch.randperm(self.rows, generator=g)[self.count :]] = IGNORE
         return {

@@ -13,6 +13,7 @@ import torch
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, quantize_rows
 from fastbert.testing.error_rule import Case
+from fastbert.testing.op_cases import linear
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,10 +95,5 @@ CASES = [
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
     """The calls of this op of a quantised BERT-base for a batch of sequences of these lengths, in tokens."""
-    tokens = sum(lengths)
-    return [
-        LinearInt8Case(tokens, 768, 2304),
-        LinearInt8Case(tokens, 768, 768, bias=False),
-        LinearInt8Case(tokens, 768, 3072, "gelu"),
-        LinearInt8Case(tokens, 3072, 768, bias=False),
-    ]
+    calls = linear.bench(lengths)
+    return [LinearInt8Case(c.rows, c.in_features, c.out_features, c.activation, c.bias) for c in calls]

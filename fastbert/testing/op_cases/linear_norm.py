@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import linear_norm, linear_norm_ref, new_arrivals
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,12 +41,8 @@ class LinearNormCase(Case):
         return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
+        _, randn = draws(seed, dtype, device)
         out = self.out_features
-
-        def randn(*shape, scale=1.0):
-            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
-
         return {
             "x": randn(self.rows, self.in_features),
             "weight": randn(out, self.in_features, scale=self.in_features**-0.5),
