@@ -15,12 +15,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import json
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,33 +89,29 @@ def _compilers(backend: str, capability: str) -> Key | None:
     return {"nvcc": loader.extension.nvcc, "arch": ";".join(found or archs)}
 
 
+def _triton_module(name: str) -> Any:
+    """A module beside Triton's kernels; None where there is no Triton."""
+    try:
+        return importlib.import_module(f"fastbert.kernels.{name}")
+    except ImportError:
+        return None
+
+
 def _options(op: str, backend: str) -> str:
     """What the user has asked of the kernel."""
     if op not in ("feed_forward", "linear") or backend not in ("triton", "cuda"):
         return ""
+    options = _triton_module("activation")
     if backend == "cuda":
-        from fastbert.backends.cuda import linear
-
-        return "exact gelu" if linear.EXACT_GELU else ""
-    try:
-        from fastbert.kernels import activation
-    except ImportError:  # there is no Triton
-        return ""
-    return "exact gelu" if activation.EXACT_GELU else ""
+        from fastbert.backends.cuda import linear as options
+    return "exact gelu" if options is not None and options.EXACT_GELU else ""
 
 
 def _tuned(op: str, backend: str, device_name: str, dtype: torch.dtype) -> str:
     """Hash of the configs in the device's table that the op's kernels use in that dtype; "" without any."""
-    if backend != "triton":
-        return ""
-    try:
-        from fastbert.kernels import tuning
-    except ImportError:  # there is no Triton
-        return ""
-    entries = tuning.entries(device_name, op, dtype)
-    if not entries:
-        return ""
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    tuning = _triton_module("tuning") if backend == "triton" else None
+    entries = tuning and tuning.entries(device_name, op, dtype)
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest() if entries else ""
 
 
 @cache

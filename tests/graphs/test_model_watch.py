@@ -86,7 +86,7 @@ def test_every_change_is_seen(change):
     assert not watched.watch.same()
 
 
-def test_reading_changes_nothing():
+def test_what_changes_nothing():
     watched = Watched()
     with torch.no_grad():
         watched.model(torch.ones(3, 4))
@@ -95,10 +95,6 @@ def test_reading_changes_nothing():
     list(watched.model.named_parameters())
     watched.model.eval()
     assert watched.watch.same()
-
-
-def test_a_removed_hook_is_forgotten():
-    watched = Watched()
     hook = watched.model[0].register_forward_hook(lambda *_: None)
     assert not watched.watch.same()
     hook.remove()

@@ -64,12 +64,11 @@ def in_inference_mode(model):
     "change",
     [scale, step, load, by_data, by_row, by_numpy, in_inference_mode, lambda m: m.train().eval()],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_weights_changed_in_place_stay_valid(change, dtype, monkeypatch):
+def test_weights_changed_in_place_stay_valid(change, monkeypatch):
     """Graphs are not recorded again, and derived weights are rebuilt."""
     # a CPU's fused layer keeps its weights in an object of its own; GPUs derive tensors
     monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
-    g = Graphed(fresh("bert", dtype))
+    g = Graphed(fresh("bert", torch.float32))
     calls = ({"return_dict": False}, {"return_dict": False, "first_token_only": True}, {"packed": True})
 
     def call():

@@ -119,39 +119,9 @@ def test_the_api_page_has_every_public_name():
 # ---- names on a page ----
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in link:
-            assert (page.parent / link).exists(), link
-
-
 PATH = re.compile(r"(?:fastbert|csrc|kernels|bench|tests|docs|examples)/[\w./-]*")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_paths_exist(page):
-    text = page.read_text()
-    words = [word for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split()]
-    words += [word for block in blocks_of(page) if block.language == "text" for word in block.code.split()]
-    for word in words:
-        word = word.strip(",;()")
-        if PATH.fullmatch(word):
-            assert (ROOT / word).exists(), word
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_dotted_names_exist(page):
-    for dotted in re.findall(r"`((?:fastbert)(?:\.\w+)+)", page.read_text()):
-        found: Any = fastbert
-        for part in dotted.split(".")[1:]:
-            if not hasattr(found, part):
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(f"{found.__name__}.{part}")
-            assert hasattr(found, part), dotted
-            found = getattr(found, part)
-
-
+# what only a program can contain: an underscore or a capital inside
+NAME = re.compile(r"[a-z0-9]_[a-z0-9]|[A-Z]_[A-Z]|[a-z][A-Z]")
 FOLDERS = ("fastbert", "kernels", "csrc", "bench", "tests")
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh", ".toml")
 
@@ -167,12 +137,25 @@ def words_of_the_sources() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_names_of_the_sources_exist(page):
-    """Words in back quotes that only a program can contain: with an underscore or a capital inside."""
-    for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
-        for word in re.findall(r"\b\w+\b", quoted):
-            if re.search(r"[a-z0-9]_[a-z0-9]|[A-Z]_[A-Z]|[a-z][A-Z]", word) and word not in FOREIGN.split():
-                assert word in words_of_the_sources(), f"`{quoted}`"
+def test_what_a_page_names_exists(page):
+    """Its links, paths, modules, and the words in back quotes that only a program can contain."""
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert "://" in link or (page.parent / link).exists(), link
+    quoted = re.findall(r"`([^`\n]+)`", text)
+    texts = [block.code for block in blocks_of(page) if block.language == "text"]
+    for word in (word.strip(",;()") for part in quoted + texts for word in part.split()):
+        assert not PATH.fullmatch(word) or (ROOT / word).exists(), word
+    for dotted in re.findall(r"`((?:fastbert)(?:\.\w+)+)", text):
+        found: Any = fastbert
+        for part in dotted.split(".")[1:]:
+            if not hasattr(found, part):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(f"{found.__name__}.{part}")
+            assert hasattr(found, part), dotted
+            found = getattr(found, part)
+    words = {word for part in quoted for word in re.findall(r"\b\w+\b", part) if NAME.search(word)}
+    assert words - words_of_the_sources() - {*FOREIGN.split()} == set()
 
 
 def test_the_changelog_says_where_modules_are_now():

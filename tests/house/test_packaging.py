@@ -230,20 +230,16 @@ def check_install(site: Path, tmp_path: Path, executable: Path | None = None) ->
     assert torch.__version__ in shown
 
 
-def test_sdist_has_the_sources(checkout, tmp_path):
-    """And all that the tests read. The link fastbert/kernels becomes a folder."""
-    with tarfile.open(build("sdist", checkout, tmp_path / "dist")) as archive:
+@pytest.mark.sweep
+def test_sdist_to_wheel(checkout, tmp_path):
+    """The sdist has all that the tests read. The link fastbert/kernels becomes a folder."""
+    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        archive.extractall(tmp_path / "source")
     shipped = {p.relative_to(checkout).as_posix() for p in checkout.rglob("*") if p.is_file()}
     shipped = {name for name in shipped if not name.startswith(("build/", "fastbert_kernels.egg-info/"))}
     assert shipped | modules_of_the_tree() <= names
     assert [n for n in names if n.endswith((".so", ".o", ".pyc"))] == []
-
-
-@pytest.mark.sweep
-def test_sdist_to_wheel(checkout, tmp_path):
-    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path / "source")
     (source,) = (tmp_path / "source").iterdir()
     # -O0 comes after the build's own flags and overrides them: this test asks what is in the wheel
     check_wheel(build("wheel", source, tmp_path / "dist", CXXFLAGS="-O0"), tmp_path)

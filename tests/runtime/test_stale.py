@@ -79,11 +79,6 @@ def dense(model, name="intermediate"):
     return part(layer, getattr(layer.form.names, name))
 
 
-def sources(model):
-    """All weights, scales and biases that the encoder layers read."""
-    return [t for layer in layers_of(model) for t in (*layer.parameters(), *layer.buffers())]
-
-
 def array(t):
     """A NumPy array of the tensor's memory, as integers where NumPy lacks the dtype."""
     return t.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.itemsize]).numpy()
@@ -138,23 +133,24 @@ def test_a_write_in_place_changes_the_next_output(make, dtype, layers):
     model = make(dtype)
     weight = dense(model).weight
     original = weight.clone()
-    for name, idiom in IDIOMS.items():
+    few = "teacher", "row", "element", "numpy", "numpy element", "address"
+    for name in IDIOMS if (make, dtype) == (native, FLOAT) else few:
         weight.data.copy_(original)
-        check_next(model, idiom, weight, name)
+        check_next(model, IDIOMS[name], weight, name)
 
 
 @pytest.mark.parametrize(("make", "dtype"), MODELS)
 def test_every_weight_of_a_layer_counts(make, dtype, layers):
     model = make(dtype)
-    keys = [part(layer, layer.form.names.key).bias for layer in layers_of(model)]
-    for tensor in sources(model):
+    layer = layers_of(model)[-1]
+    for tensor in (*layer.parameters(), *layer.buffers()):
         run(model)
         before = run(model)
         tensor.data.view(-1)[::2].add_(1)  # not to all elements, which a norm would cancel
         after = run(model)
         assert torch.equal(after, fresh(model))
         # softmax does not see what is added to all scores of a query
-        assert not torch.equal(after, before) or any(tensor is bias for bias in keys)
+        assert not torch.equal(after, before) or tensor is part(layer, layer.form.names.key).bias
 
 
 def test_weights_of_layers_that_share_them():
@@ -432,16 +428,20 @@ def test_a_build_that_fails_leaves_nothing():
     assert prepared.remembered(owner) == []
 
 
-def swapped(model):
-    weight = dense(model).weight
-    weight.data = weight.data.neg()
-
-
-def swapped_for_a_marked_one(model):
+def of_another(model):
+    """A weight of another model, with a mark of its own."""
     other = native()
     dense(other).weight.data.neg_()
     run(other)
-    dense(model).weight.data = dense(other).weight.data
+    return dense(other).weight
+
+
+def swapped(model):
+    dense(model).weight.data = dense(model).weight.data.neg()
+
+
+def swapped_for_a_marked_one(model):
+    dense(model).weight.data = of_another(model).data
 
 
 def shifted(model):
@@ -466,12 +466,9 @@ def replaced(model):
 
 
 def exchanged(model):
-    """A parameter of another model, with a mark of its own, while the first one lives on."""
-    other = native()
-    dense(other).weight.data.neg_()
-    run(other)
+    """While the first parameter lives on."""
     model.kept = [dense(model).weight]
-    dense(model).weight = dense(other).weight
+    dense(model).weight = of_another(model)
 
 
 @pytest.mark.parametrize("one_by_one", (False, True))
@@ -488,17 +485,15 @@ def test_other_memory_is_noticed(change, one_by_one, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "dtype"), [(native, FLOAT), (native, torch.int8), (accelerated, FLOAT), (accelerated, BF16)]
 )
-def test_what_only_reads_costs_no_build(make, dtype, layers, monkeypatch):
-    """If a reader removed the mark, everything would be packed again at each call."""
+def test_what_changes_nothing_costs_no_build(make, dtype, layers, monkeypatch):
+    """If a reader removed the mark, or a server's `model.eval()`, everything would be packed at each call."""
     model = make(dtype)
-    head = fastbert.AutoModelForMaskedLM.from_config(EncoderConfig.from_hf(hf_config("bert"))).eval()
     long = {"input_ids": torch.ones(70, 30, dtype=torch.long)}  # beyond what is packed once for all calls
 
     def calls():
         run(model)
         with torch.inference_mode():
             model(**long)
-            head(**batch("bert"))
             if make is native:
                 model(**batch("bert"), first_token_only=True)
         copy.deepcopy(model)
@@ -507,34 +502,19 @@ def test_what_only_reads_costs_no_build(make, dtype, layers, monkeypatch):
 
     calls()
     calls()
+    assert prepared.remembered(model)
     monkeypatch.setattr(prepared, "_build", lambda *_: pytest.fail("built again"))
     calls()
-
-
-@pytest.mark.parametrize(
-    "change",
-    (
+    for change in (
         nn.Module.eval,
         lambda m: m.train(False),
         lambda m: m.to("cpu"),
         lambda m: m.to(next(m.parameters()).dtype),
         lambda m: m.requires_grad_(True).requires_grad_(False),
-        lambda m: list(m.named_parameters()),
         lambda m: m.register_forward_hook(print).remove(),
-    ),
-    ids=("eval", "train(False)", "to(device)", "to(dtype)", "requires_grad_", "named_parameters", "a hook"),
-)
-@pytest.mark.parametrize(
-    "make", (native, accelerated, lambda: native(torch.int8)), ids=("ours", "fast", "int8")
-)
-def test_what_changes_nothing_costs_no_build(make, change, monkeypatch):
-    """A server's `model.eval()` before each call, for example."""
-    model = make()
-    run(model)
-    assert prepared.remembered(model)
-    monkeypatch.setattr(prepared, "_build", lambda *_: pytest.fail("built again"))
-    change(model)
-    run(model)
+    ):
+        change(model)
+        run(model)
 
 
 @pytest.mark.parametrize("make", (native, accelerated))
@@ -557,27 +537,21 @@ def test_a_mode_that_all_modules_have_is_not_set_again(make, monkeypatch):
     assert prepared.remembered(model) == []
 
 
-def test_clear_takes_what_accelerate_takes():
+def test_clear_takes_what_accelerate_takes_and_makes_single_elements_count():
+    """As documented: no check sees single elements written through an array that was taken before."""
     model = accelerated()
-    run(model)
     weight = dense(model).weight
+    memory = array(weight)
+    run(model)
     assert prepared.remembered(model)
     assert prepared._is_marked(weight)
+    memory[7, 1] ^= 1 << 30
     fastbert.clear(type("Pipeline", (), {"model": model})())
     assert prepared.remembered(model) == []
     assert not prepared._is_marked(weight)
+    assert torch.equal(run(model), fresh(model))
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module or a pipeline, got int"):
         fastbert.clear(3)
-
-
-def test_clear_makes_single_elements_count():
-    """As documented: no check sees single elements written through an array that was taken before."""
-    model = native()
-    memory = array(dense(model).weight)
-    run(model)
-    memory[7, 1] ^= 1 << 30
-    fastbert.clear(model)
-    assert torch.equal(run(model), fresh(model))
 
 
 def test_training_has_plain_storages():

@@ -379,8 +379,9 @@ def test_the_places_are_those_of_the_backend_that_serves(monkeypatch, clock):
         assert attention_places(cu_seqlens, 4, 4, torch.float32) is None
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("op", ["feed_forward", "layer_norm", "linear"])
-def test_both_passes_of_training_ask_for_one_backend(monkeypatch, op):
+def test_both_passes_of_training_ask_for_one_backend(monkeypatch, op, compiled):
     """Forward and backward are told to `dispatch` as training, and a forward alone is not."""
     asked, real = [], dispatch._serving
     monkeypatch.setattr(dispatch, "_serving", lambda call, *rest: asked.append(call) or real(call, *rest))
@@ -390,16 +391,16 @@ def test_both_passes_of_training_ask_for_one_backend(monkeypatch, op):
         "layer_norm": lambda x: layer_norm(x, w[0], w[1]),
         "linear": lambda x: linear(x, w, activation="gelu"),
     }[op]
+    call = torch.compile(call, backend="aot_eager") if compiled else call
     kind, few = (" activation", " few") if op == "linear" else ("", "")
     training = [f"{op}_{name}{kind} training" for name in ("fwd", "bwd")]
-    for call in (call, torch.compile(call, backend="aot_eager")):  # noqa: B020
-        for grad, expected in ((False, [f"{op}_fwd{kind}{few}"]), (True, training)):
-            asked.clear()
-            dispatch._resolved.clear()
-            y = call(x.clone().requires_grad_(grad))
-            if grad:
-                y.sum().backward()
-            assert [each for each in asked if each.startswith(f"{op}_")] == expected
+    for grad, expected in ((False, [f"{op}_fwd{kind}{few}"]), (True, training)):
+        asked.clear()
+        dispatch._resolved.clear()
+        y = call(x.clone().requires_grad_(grad))
+        if grad:
+            y.sum().backward()
+        assert [each for each in asked if each.startswith(f"{op}_")] == expected
 
 
 # --- calls of few rows are judged apart where the table has lines for them ----------------------------------

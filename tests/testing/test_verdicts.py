@@ -360,8 +360,7 @@ def test_a_file_that_others_could_have_written_is_no_verdict(cache, monkeypatch,
     with monkeypatch.context() as patch:
         make_foreign(path, whose, patch)
         with told_once(FOREIGN[whose]) as caught:
-            assert verdicts.load(KEY) is None
-            assert verdicts.load(KEY) is None
+            assert verdicts.load(KEY) is verdicts.load(KEY) is None
         assert len(caught) == 1
     if whose != "a folder":
         verdicts.store(KEY, Verdict("wrong"))  # takes its place
@@ -376,8 +375,7 @@ def test_a_folder_that_others_could_have_written_is_ignored(cache, monkeypatch, 
     before = files(cache)
     make_foreign(cache, whose, monkeypatch)
     with told_once(FOREIGN[whose]) as caught:
-        assert verdicts.load(KEY) is None
-        verdicts.attempt(KEY)
+        assert verdicts.load(KEY) is verdicts.attempt(KEY) is None
         verdicts.store(KEY, Verdict("wrong"))
         verdicts.forget(KEY)
         assert files(cache) == before
