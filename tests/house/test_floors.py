@@ -224,7 +224,7 @@ def test_planted_faults_are_named(copy):
 def test_planted_imports_up_in_bench_are_named(copy):
     for file, text in (
         ("bench/lib/timing.py", "from bench import memory"),
-        ("bench/lib/costs/counts.py", "from bench.gpu import tools"),
+        ("bench/lib/charts/suite.py", "from bench.gpu import tools"),
         ("bench/gpu/tools.py", "def f():\n    import bench.suite.conftest"),
         ("bench/memory.py", "from tests.support import benches"),
     ):
@@ -232,7 +232,7 @@ def test_planted_imports_up_in_bench_are_named(copy):
     found = {text.partition(":")[0]: text.rpartition(", ")[2] for text in bench_faults(copy)}
     assert found == {
         "bench/lib/timing.py": "up to scripts",
-        "bench/lib/costs/counts.py": "up to gpu",
+        "bench/lib/charts/suite.py": "up to gpu",
         "bench/gpu/tools.py": "up to suite",
         "bench/memory.py": "which benchmarks may not",
     }
