@@ -728,12 +728,11 @@ def results(
     jobs: Iterator[tuple],
     max_registers: int | None = None,
     code: bool = True,
-    keep: pathlib.Path | None = None,
 ) -> Iterator[dict]:
     """Compile every launch of the jobs through `module`, equal ones once: a dict of resources for each.
 
     `code`: look for TMA in the machine code as well, which takes as long as compiling. That of warp-group
-    products is always looked at. `keep`: a folder for the cubins, which rows name as `cubin`.
+    products is always looked at.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -758,10 +757,6 @@ def results(
                     "shared_limit": SHARED_LIMIT[arch],
                     **resources(cubin, wgmma > 0 or (code and "cp.async.bulk.tensor" in ptx)),
                 }
-                if keep is not None:
-                    path = keep / f"{kernel.fn.__name__}-{name}-{len(known)}.cubin"
-                    path.write_bytes(cubin)
-                    known[key]["cubin"] = str(path)
             yield {"kernel": kernel.fn.__name__, "job": name, "arch": arch, **known[key]}
 
 

@@ -94,8 +94,9 @@ def packed(lengths, width, dtype=torch.float32, tail=0, integer=torch.int32, see
 
 
 def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
-    """The same values with `pad` NaN elements between rows."""
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
+    """The same values with `pad` elements between rows, NaN or a number."""
+    fill = float("nan") if t.is_floating_point() else 77
+    wide = torch.full((t.shape[0], t.shape[1] + pad), fill, dtype=t.dtype, device=t.device)
     wide[:, : t.shape[1]] = t
     return wide[:, : t.shape[1]]
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
-from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
-from fastbert.ops.attention import attention
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.runtime import dispatch
-from fastbert.testing import serving
-from fastbert.testing.op_cases.attention import CASES, SMALL, AttentionCase
 from tests.support import launchers
 from tests.support.triton_attention_inputs import (
     INF,
     LOWEST,
     at_strides,
-    attention_cases,
     far_bits,
     forward_args,
     lazy,
@@ -33,16 +24,11 @@ from tests.support.triton_attention_inputs import (
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
-    HALF,
     HugeStrides,
     assert_bit_equal,
-    assert_repeats,
-    counted,
-    fuzz_tests,
     in_float64,
     kernels_of,
     needs_lazy_memory,
-    set_backends,
 )
 
 kernels = kernels_of("attention")
@@ -80,24 +66,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "config_for", CUTS["32x16"])
 
 
-def check(case: AttentionCase, dtype: torch.dtype, seed: int = 0, strict: bool = True) -> None:
-    rows = testing.run_case(case, "triton", dtype, DEVICE, backward=False, seed=seed)
-    assert {r.quantity for r in rows} == set(case.output_names)
-    failed = [r for r in rows if not r.passed and (strict or not lucky_yardstick(r, case, dtype))]
-    assert [f"{r.quantity}: {r.reason}" for r in failed] == []
-
-
-def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -> bool:
-    """With few elements eager's error may be small by luck: then allow twice that."""
-    elements = sum(case.lengths) * case.nheads * (1 if row.quantity == "lse" else case.headdim)
-    if elements >= 2000 or dtype == torch.float32 or not math.isfinite(row.max_error):
-        return False
-    step = torch.finfo(dtype).eps
-    return row.max_error <= 2 * row.eager_max_error + 4 * step and row.mean_error <= (
-        row.eager_mean_error * (1 + 8 / elements**0.5) + step / 4
-    )
-
-
 def run(args):
     """out, lse and probs."""
     *outputs, keep_bits = launchers.attention_fwd(kernels, *args.values())
@@ -114,84 +82,6 @@ def assert_close(actual, args, tolerance=2e-6):
     for a, e in zip(actual, truth(args), strict=True):
         assert a.shape == e.shape
         torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance)
-
-
-# --- the error rule -----------------------------------------------------------------------------------------
-
-
-def cases_and_dtypes():
-    """All; those that take seconds in the interpreter are slow tests, except in bfloat16."""
-    for case, dtype in itertools.product(CASES, DTYPES):
-        long = sum(case.lengths) * case.nheads > 1000 and dtype != torch.bfloat16
-        yield pytest.param(case, dtype, marks=pytest.mark.slow if long else (), id=f"{case.id}-{dtype}")
-
-
-@pytest.mark.parametrize(("case", "dtype"), list(cases_and_dtypes()))
-def test_cases(case, dtype):
-    check(case, dtype)
-
-
-# The last block of keys and the last tile of queries have every size; each sequence has others beside it.
-@pytest.mark.sweep
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
-def test_every_length_of_small_tiles(small_tiles, dtype, causal):
-    check(AttentionCase(tuple(range(1, 50)), 1, 16, causal=causal, lse=True), dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_length(dtype, causal):
-    check(AttentionCase(tuple(range(1, 131)), 1, 16, causal=causal, lse=True), dtype)
-
-
-@pytest.mark.parametrize("headdim", [1, 7, 8, 16, 24, 32, 40, 48, 72, 80, 96, 112, 120, 128])
-def test_every_head_dimension(headdim):
-    check(AttentionCase((19, 40), 1, headdim, lse=True), HALF[headdim // 8 % 2])
-    check(AttentionCase((33,), 1, headdim, bias="sequence", dropout_p=0.25, probs=True), torch.float32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("bias", ["", "sequence"])
-def test_all_cuts_by_the_error_rule(tiles, causal, bias):
-    options = {"causal": causal, "bias": bias, "masked": bool(bias), "lse": True, "probs": True}
-    check(AttentionCase((35, 0, 16, 1), 1, 24, capacity=3, slack=5, **options), torch.float32)
-    check(AttentionCase((50,), 2, 32, gate=True, dropout_p=0.3, packed_qkv=True, **options), torch.bfloat16)
-
-
-# --- exact results ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_uniform_attention_is_exact(tiles, dtype):
-    args = forward_args((64, 8, 32), dtype=dtype, return_probs=True)
-    args["q"] = torch.zeros_like(args["q"])
-    args["v"] = (args["v"] * 8).round().to(dtype)
-    args["gate"] = torch.tensor([2.0, -0.5], device=DEVICE)
-    out, lse, probs = run(args)
-    expected = truth(args)
-    assert torch.equal(out, expected[0].to(dtype))
-    assert torch.equal(probs, expected[2].to(dtype))
-    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-7, atol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bias_that_leaves_one_key_copies_its_value(tiles, dtype):
-    lengths = (40, 17)
-    args = forward_args(lengths, dtype=dtype, return_probs=True)
-    keys = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(h)) for h in range(4)])
-    keys = keys.reshape(2, 2, 40, 1).to(DEVICE)
-    keys[1] %= 17
-    args["bias"] = torch.full((2, 2, 40, 40), -INF, device=DEVICE).scatter(-1, keys, 1.5)
-    out, _, probs = run(args)
-    start = 0
-    for b, n in enumerate(lengths):
-        for h in range(2):
-            rows = args["v"][start : start + n, h]
-            assert torch.equal(out[start : start + n, h], rows[keys[b, h, :n, 0]])
-            assert torch.equal(probs[b, h, :n].argmax(-1), keys[b, h, :n, 0])
-            assert torch.equal(probs[b, h].sum(-1), (torch.arange(40, device=DEVICE) < n).to(dtype))
-        start += n
 
 
 # --- masks, scales, extremes --------------------------------------------------------------------------------
@@ -248,11 +138,6 @@ def test_large_scores_do_not_overflow(tiles, order):
     assert_close(run(args | {"softmax_scale": -0.25}), args | {"softmax_scale": -0.25}, 1e-4)
 
 
-def test_max_seqlen_may_exceed_the_lengths(tiles):
-    args = forward_args((5, 33, 0), slack=50, bias=randn(3, 1, 1, 83), return_probs=True)
-    assert_close(run(args), args)
-
-
 @pytest.mark.parametrize("shape", list(itertools.product([1, 3], [1, 2], [1, 35], [1, 35])), ids=str)
 def test_bias_broadcasts(small_tiles, shape):
     args = forward_args((35, 20, 1), bias=randn(*shape), return_probs=True)
@@ -268,30 +153,6 @@ def test_bias_and_gate_in_another_dtype(small_tiles, bias_dtype):
 
 
 # --- dropout ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("seed", "offset", "p"),
-    [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.1)],
-)
-def test_dropout_bits_are_the_definitions(tiles, seed, offset, p):
-    lengths = (9, 32, 3)
-    args = forward_args(lengths, headdim=32, dropout_p=p, offset=offset)
-    args["seed"] = torch.tensor([seed], device=DEVICE)
-    args["q"] = torch.zeros_like(args["q"])  # every probability 1 / length
-    start = 0
-    for n in lengths:
-        args["v"][start : start + n] = torch.eye(32, device=DEVICE)[:n].unsqueeze(1) * n  # out = the bits
-        start += n
-    out = run(args)[0]
-    keep = keep_mask(args["seed"], offset, args["cu_seqlens"][:-1], 2, 32, p)
-    scale = torch.tensor(1 / (1 - p), device=DEVICE)
-    start = 0
-    for b, n in enumerate(lengths):
-        bits = keep[b, :, :n, :n].transpose(0, 1)
-        torch.testing.assert_close(out[start : start + n, :, :n], bits * scale, rtol=1e-6, atol=0)
-        start += n
 
 
 def dropped(lengths, p=0.3, seed=-7, **options):
@@ -356,13 +217,10 @@ def test_no_rows():
 def test_what_forward_returns(dtype, return_probs):
     args = forward_args((4, 3), dtype=dtype, capacity=2, return_probs=return_probs)
     args["q"] = args["q"].transpose(0, 1).contiguous().transpose(0, 1)
-    for a, e in zip(run(args), launchers.attention_fwd(reference, *args.values())[:3], strict=True):
+    outputs = run(args)
+    for a, e in zip(outputs, launchers.attention_fwd(reference, *args.values())[:3], strict=True):
         assert (a.dtype, a.shape, a.is_contiguous()) == (e.dtype, e.shape, True)
-
-
-def test_outputs_do_not_share_memory():
-    storages = [t.untyped_storage().data_ptr() for t in run(forward_args((5, 8), return_probs=True))]
-    assert len(set(storages)) == 3  # a custom op may not return aliases
+    assert len({t.untyped_storage().data_ptr() for t in outputs if t.numel()}) == 2 + return_probs
 
 
 @pytest.mark.sweep
@@ -476,30 +334,6 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     assert_bit_equal(run(args | {"bias": batch_far})[:2], expected[:2])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device with 20 GB of free memory")
-def test_more_than_2_to_31_elements_on_the_gpu():
-    total, nheads, headdim = 2**21 + 3, 16, 64
-    q = torch.randn(total, nheads, headdim, dtype=torch.bfloat16, device=DEVICE)
-    ends = torch.tensor([0, total - 200, total - 70, total], dtype=torch.int32, device=DEVICE)
-    lengths = ends.clone()
-    lengths[1] = lengths[0]  # only the two last sequences
-    lengths[1:] -= total - 200
-    rest = (0.125, False, None, None, 0.0, None, 0, False, False)
-    tail = q[-200:]
-    few = launchers.attention_fwd(kernels, tail, tail, tail, lengths[1:].contiguous(), 130, *rest)
-    ends[0] = ends[1]
-    many = launchers.attention_fwd(kernels, q, q, q, ends[1:].contiguous(), 130, *rest)
-    assert_bit_equal((many[0][-200:], many[1][:, -200:]), few[:2])
-
-
-@pytest.mark.sweep
-def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
-    args = forward_args((50, 3, 33), dtype=torch.bfloat16, bias=randn(3, 2, 50, 50), return_probs=True)
-    args |= {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
-    assert_repeats(checked_memory, lambda: run(args))
-
-
 # --- the grid -----------------------------------------------------------------------------------------------
 
 
@@ -518,13 +352,10 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
 
     assert grid(16384, 32, 512) == (12, 128 + 1, 1)  # full: no superfluous program except the tail's
     assert grid(5700, 32, 384) == (12, (5700 + 32 * 127) // 128 + 1, 1)
-    assert grid(4096, 1, 4096) == (12, 32 + 1, 1)
-    assert grid(4096, 64, 512) == (12, (4096 + 64 * 127) // 128 + 1, 1)  # not 64 x 4 tiles
     assert grid(4096, slots.RANKED + 1, 512) == (12, 32 + slots.RANKED + 2, 1)
     heads, on_axis, planes = grid(2**22, 2**17, 512)
     assert (heads, planes) == (12, 3)
     assert on_axis <= 65535  # what the axis holds
-    assert on_axis * planes - (2**15 + 2**17 + 1) in range(planes)
     assert grid(600, 4, 512, probs=True) == (12, 4 * 5, 1)
 
 
@@ -574,65 +405,6 @@ def test_lengths_in_a_strided_tensor(small_tiles):
     assert_bit_equal(run(args | {"cu_seqlens": wide[::2]}), run(args))
 
 
-# --- configs ------------------------------------------------------------------------------------------------
-
-
-H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
-
-
-def test_configs_fit_the_work():
-    def high(headdim, seqlen, tokens, heads=12, extras="", device=H200, dtype=torch.bfloat16):
-        buckets = tuning.bucket(seqlen), tuning.bucket(tokens * heads)
-        return kernels.config_for(headdim, dtype, extras, *buckets, device).block_m
-
-    assert high(64, 512, 16384) == 128
-    assert high(64, 64, 16384) == 64  # a sequence would leave half of 128 rows empty
-    assert high(64, 20, 16384) == 32
-    assert high(64, 512, 512) == 64  # one sequence: more, lower tiles
-    assert high(64, 128, 128) == 32
-    assert high(64, 512, 16384, extras="extras") == 64
-    assert high(64, 512, 16384, extras="dropout") == 64
-    assert kernels.ladder(64, torch.bfloat16, "dropout", (9, 0))[0].block_n == 64
-    assert kernels.ladder(64, torch.bfloat16, "extras", (9, 0))[0].block_n == 32
-    assert high(128, 512, 16384) == 64
-    assert high(64, 512, 16384, device=tuning.Device("NVIDIA A100", (8, 0), 108)) == 64
-    assert high(64, 512, 16384, dtype=torch.float32) == 32
-
-
-def test_a_tuned_config_serves_where_it_was_measured(monkeypatch, tmp_path):
-    table = {"attention": {"bfloat16 64": {"9": kernels.Config(64, 128, 64, True, 8, 2)._asdict()}}}
-    monkeypatch.setattr(tuning, "TUNED", tmp_path)
-    (tmp_path / "nvidia-h200.json").write_text(json.dumps(table))
-    tuning._table.cache_clear()
-    kernels.config_for.cache_clear()
-    try:
-        assert kernels.config_for(64, torch.bfloat16, "", 9, 18, H200) == (64, 128, 64, True, 8, 2)
-        assert kernels.config_for(64, torch.bfloat16, "", 9, 12, H200).block_m == 32  # too little work
-        assert kernels.config_for(64, torch.bfloat16, "dropout", 9, 18, H200).block_m == 64
-        assert kernels.config_for(32, torch.bfloat16, "", 9, 18, H200).block_m == 128
-    finally:
-        tuning._table.cache_clear()
-        kernels.config_for.cache_clear()
-
-
-# --- fuzz ---------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def fuzzed_cases(draw):
-    return (*draw(attention_cases()), draw(st.sampled_from([None, *CUTS])))
-
-
-def check_drawn(case, dtype, seed, tiles):
-    with pytest.MonkeyPatch.context() as patch:
-        if tiles is not None:
-            patch.setattr(kernels, "config_for", CUTS[tiles])
-        check(case, dtype, seed, strict=False)
-
-
-test_fuzz, test_fuzz_long = fuzz_tests(check_drawn, fuzzed_cases(), 200, 2500)
-
-
 # --- the backend --------------------------------------------------------------------------------------------
 
 
@@ -640,40 +412,3 @@ def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
     args = forward_args((9, 4), headdim=kernels.MAX_HEADDIM + 8, return_probs=True)
     monkeypatch.setattr(kernels, "launch", None)
     assert_close(launchers.attention_fwd(backend, *args.values())[:3], args)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_serves_after_its_check(monkeypatch, dtype):
-    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
-    calls = counted(monkeypatch, backend, "attention_fwd")
-    case = AttentionCase(
-        (17, 0, 40), 2, 32, bias="sequence", masked=True, gate=True, dropout_p=0.1, capacity=3
-    )
-    inputs = case.inputs(dtype, DEVICE)
-    names = ("q", "k", "v", "bias", "gate")
-    for name in names:
-        inputs[name].requires_grad_()
-    out = case.call(**inputs)
-    checks = len(calls)
-    assert checks > len(SMALL) - 1  # the self-check and the call itself
-    dout = randn(*out.shape, dtype=dtype)
-    grads = torch.autograd.grad(out, [inputs[name] for name in names], dout)
-    assert len(calls) == checks
-    with dispatch.use_backend("aten"):
-        expected_out = case.call(**inputs)
-        expected = torch.autograd.grad(expected_out, [inputs[name] for name in names], dout)
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    for name, a, e in zip(("out", *names), (out, *grads), (expected_out, *expected), strict=True):
-        scale = e.abs().max().item()
-        assert (a - e).abs().max().item() <= tolerance * scale, name
-    assert [c.backend for c in serving.choices(DEVICE) if c.op == "attention"][:3].count("triton") == 1
-
-
-def test_a_wrong_kernel_does_not_serve(monkeypatch):
-    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
-    original = backend.attention_fwd
-    monkeypatch.setattr(backend, "attention_fwd", lambda *args: tuple(t * 1.01 for t in original(*args)))
-    args = forward_args((5, 9))
-    with pytest.warns(RuntimeWarning, match="triton kernel of 'attention' failed its self-check"):
-        out = attention(args["q"], args["k"], args["v"], args["cu_seqlens"], args["max_seqlen"])
-    torch.testing.assert_close(out.double(), truth(args)[0], rtol=1e-5, atol=1e-6)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 
 import fastbert
-from fastbert.backends import triton as backend
 from fastbert.ops import attention_places as op
 from fastbert.ops.attention import attention
 from fastbert.runtime import dispatch
@@ -34,15 +33,6 @@ def without_ranking(patch: pytest.MonkeyPatch) -> None:
 @given(layouts())
 def test_the_kernel_is_the_definition(layout):
     assert made(*layout) == ranked(*layout)
-
-
-@pytest.mark.sweep
-@fuzz(30)
-@given(layouts())
-def test_more_sequences_than_are_ranked(layout):
-    with pytest.MonkeyPatch.context() as patch:
-        without_ranking(patch)
-        assert made(*layout) == in_order(*layout)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +98,6 @@ def test_lengths_in_a_strided_or_negative_tensor():
     assert_bit_equal([places.table], [expected])
 
 
-def test_no_atomics(checked_memory):
-    made([9, 5, 9, 70], 100, 70)
-    assert checked_memory.atomics == 0
-
-
 @pytest.fixture
 def launches(monkeypatch):
     """A list that names each launch of the kernel of places."""
@@ -170,13 +155,3 @@ def test_a_call_without_a_table_makes_its_own(launches):
         assert_bit_equal([own, *torch.autograd.grad(own.sum(), q)], [out, grad])
         attention(q.detach(), k, v, ends, 7, return_probs=True, places=places)
     assert places.table.shape[0] == slots.sections(12, 2, 7)[-1]
-
-
-def test_who_serves_makes_the_table():
-    ends = ends_of([5, 7], DEVICE)
-    with dispatch.use_backend(attention="aten"):
-        assert op.attention_places(ends, 7, 12, torch.float32) is None
-        expected = torch.ops.fastbert.attention_places(ends, 12, 7, torch.float32)
-    with dispatch.use_backend(attention="triton"):
-        table = torch.ops.fastbert.attention_places(ends, 12, 7, torch.float32)
-    assert_bit_equal([table, backend.attention_places(ends, 12, 7)], [expected, expected])

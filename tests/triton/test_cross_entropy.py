@@ -9,19 +9,7 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
-from fastbert.ops.cross_entropy import cross_entropy
-from fastbert.testing import known
-from fastbert.testing.op_cases.linear_cross_entropy import LinearCrossEntropyCase
-from tests.support.triton_fixtures import (
-    DEVICE,
-    DTYPES,
-    assert_repeats,
-    far,
-    fuzz,
-    kernels_of,
-    needs_lazy_memory,
-    set_backends,
-)
+from tests.support.triton_fixtures import DEVICE, DTYPES, fuzz, kernels_of, needs_lazy_memory
 from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("cross_entropy")
@@ -182,15 +170,11 @@ def test_small_integers_are_exact():
 
 @pytest.mark.sweep
 @needs_lazy_memory
-def test_offsets_beyond_2_to_31_elements(monkeypatch):
-    """Rows of the logits and of their gradient begin beyond 32-bit offsets."""
+def test_gradients_beyond_2_to_31_elements(monkeypatch):
+    """Rows of the gradient, which have no gaps, of 2**30 classes. The first block of them is computed."""
     torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     few, labels = batch(5, 20, torch.float16)
-    logits = far(few)
-    for a, b in zip(run(kernels, logits, labels), run(kernels, few, labels), strict=True):
-        assert torch.equal(a, b)
-
-    classes = 2**30  # of which the first block is computed
+    classes = 2**30
     _, lse, count, expected = run(kernels, few, labels)
     launch = kernels.launch
     monkeypatch.setattr(
@@ -207,15 +191,6 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch):
     dlogits = kernels.cross_entropy_bwd(dloss, wide, labels, lse, count, IGNORE, 0.0)
     assert dlogits is output
     assert torch.equal(dlogits[:, :20], expected)
-
-
-def test_rows_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
-    grids = []
-    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
-    logits, labels = torch.empty((2**17, 5000), device="meta"), torch.empty(2**17, device="meta")
-    kernels.cross_entropy_fwd(logits, labels, IGNORE, 0.0)
-    kernels.cross_entropy_bwd(labels, logits, labels, labels, labels, IGNORE, 0.0)
-    assert grids == [(2**17,), (1,), (2**17, 2)]
 
 
 def test_the_number_of_classes_compiles_nothing_anew(monkeypatch):
@@ -250,38 +225,6 @@ def test_alignments_are_what_the_sizes_have(monkeypatch, classes, stride, align)
     kernels.cross_entropy_fwd(logits, labels, IGNORE, 0.0)
     kernels.cross_entropy_bwd(labels, logits, labels, labels, labels, IGNORE, 0.0)
     assert given == [align, None, align]
-
-
-@pytest.mark.sweep
-def test_repeats_are_bit_equal_without_atomics(checked_memory):
-    logits, labels = batch(50, 333, torch.bfloat16)
-    before = logits.clone(), labels.clone()
-    assert_repeats(checked_memory, lambda: run(kernels, logits, labels, 0.1))
-    assert torch.equal(logits.nan_to_num(), before[0].nan_to_num())
-    assert torch.equal(labels, before[1])
-
-
-def test_training_is_served_by_the_table(monkeypatch):
-    set_backends(monkeypatch, "cross_entropy", "triton", "reference")
-    served = []
-    launch = kernels.cross_entropy_bwd
-    monkeypatch.setattr(kernels, "cross_entropy_bwd", lambda *args: served.append(1) or launch(*args))
-    logits, labels = batch(6, 30)
-    logits.requires_grad_()
-    (grad,) = torch.autograd.grad(1.5 * cross_entropy(logits, labels), logits)
-    assert len(served) > 1  # the self-check's and this one
-    assert all(v.passed for v in known.found.values())
-    assert torch.equal(grad, run(kernels, logits.detach(), labels)[3])
-
-
-def test_these_kernels_serve_a_linear_layers_loss(monkeypatch):
-    served = []
-    for name in ("cross_entropy_fwd", "cross_entropy_bwd"):
-        launch = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *args, n=name, f=launch: served.append(n) or f(*args))
-    case = LinearCrossEntropyCase(30, 16, 50, labelled=0.5, chunk_rows=4)
-    assert [r.reason for r in testing.run_case(case, "triton", torch.float32, DEVICE) if not r.passed] == []
-    assert served == 4 * ["cross_entropy_fwd"] + 4 * ["cross_entropy_bwd"]
 
 
 @pytest.mark.sweep

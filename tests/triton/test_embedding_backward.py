@@ -9,25 +9,16 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
-from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.embedding import embedding
-from fastbert.runtime import dispatch
-from fastbert.testing import known
 from fastbert.testing.op_cases.embedding import EmbeddingCase
-from tests.ops.test_embedding import check_few_tokens
 from tests.support.launchers import embedding_bwd
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
     assert_bit_equal,
-    assert_repeats,
-    far,
     fuzz,
     kernels_of,
     needs_lazy_memory,
     normal,
-    padded,
-    set_backends,
 )
 from tests.support.triton_sanitizer import lazy_rows
 
@@ -88,9 +79,6 @@ def assert_right(args):
         torch.testing.assert_close(a, e, rtol=1e-4 + coarse, atol=2e-5 + coarse / 16)
 
 
-# --- the error rule -----------------------------------------------------------------------------------------
-
-
 def failures(case: EmbeddingCase, dtype: torch.dtype, seed: int = 0) -> list[str]:
     rows = testing.run_case(case, "triton", dtype, DEVICE, seed=seed)
     present = 2 + (case.position + case.segment + 1)
@@ -108,22 +96,8 @@ def test_runs_of_many_chunks_by_the_error_rule(dtype):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-def test_norms_gradients_of_few_tokens(dtype):
-    check_few_tokens("triton", dtype, 3, DEVICE, draws=12)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_wide_tokens_by_the_error_rule(dtype, hidden, short_chunks):
     assert failures(EmbeddingCase(41, 5, hidden, padding_idx=1, dropout_p=0.1), dtype) == []
-
-
-def test_a_token_wider_than_one_block():
-    args = arguments(3, kernels.BWD_ONE_BLOCK + 4, torch.bfloat16)
-    assert_right(args)
-
-
-# --- the tables ---------------------------------------------------------------------------------------------
 
 
 def sums_by_id(ids, rows, chunk, monkeypatch):
@@ -226,58 +200,15 @@ def test_dz_is_not_rounded_before_it_is_summed():
         assert torch.equal(actual, expected.to(torch.bfloat16))
 
 
-# --- the norm, dropout --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 95, 97, 130])
 def test_token_counts(tokens):
     """Around the tile's height of 16, and around six tiles, for which there are six programs."""
     assert_right(arguments(tokens, 16, DTYPES[tokens % 3]))
 
 
-@pytest.mark.parametrize("width", [1, 3, 16, 17, 31, 64, 65, 129, 257, 768])
+@pytest.mark.parametrize("width", [1, 3, 16, 17, 31, 64, 65, 129, 257, 768, kernels.BWD_ONE_BLOCK + 4])
 def test_widths(width):
     assert_right(arguments(5, width, DTYPES[width % 3]))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("seed", "offset", "p"),
-    [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.5)],
-)
-def test_dropout_bits_are_the_definitions(seed, offset, p, hidden):
-    args = arguments(19, hidden, p=0.0)
-    seed = torch.tensor([seed], device=DEVICE)
-    scale = torch.tensor(1 / (1 - p), device=DEVICE)
-    dn = torch.where(keep_mask_2d(seed, offset, 19, hidden, p), args["dy"] * scale, 0.0)
-    assert_bit_equal(run(args | {"dropout_p": p, "seed": seed, "offset": offset}), run(args | {"dy": dn}))
-
-
-def test_a_seed_is_not_read_without_dropout(monkeypatch, hidden):
-    launched = []
-    monkeypatch.setattr(kernels, "launch", lambda *args, **config: launched.append(args))
-    seed = torch.tensor([5], device=DEVICE)
-    run(arguments(3, hidden, p=0.0) | {"seed": seed})
-    assert not any(a is seed for args in launched for a in args)
-
-
-# --- layouts ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-def test_strided_rows_with_poisoned_padding(hidden):
-    args = arguments(19, hidden)
-    strided = {"dy": padded(args["dy"], 5), "z": padded(args["z"], 3)}
-    assert_bit_equal(run(args | strided), run(args))
-
-
-@pytest.mark.sweep
-@needs_lazy_memory
-def test_offsets_beyond_2_to_31_elements(hidden):
-    args = arguments(3, hidden)
-    expected = run(args)
-    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
-    assert_bit_equal(run(args | {"dy": far(args["dy"]), "z": far(args["z"], 24)}), expected)
 
 
 @needs_lazy_memory
@@ -297,22 +228,6 @@ def test_tokens_beyond_2_to_31_elements(monkeypatch):
     assert not table[0, :8].any()
 
 
-def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(monkeypatch):
-    grids = {}
-    monkeypatch.setattr(
-        kernels, "launch", lambda kernel, grid, *args, **config: grids.update({kernel.fn.__name__: grid})
-    )
-    dz = torch.empty((2**23, 16), device="meta")
-    kernels._table_bwd(dz, torch.empty(2**23, dtype=torch.int64, device="meta"), 2**20, -1, torch.float32)
-    assert grids == {"_chunk_sums_kernel": (2**16, 1), "_table_bwd_kernel": (2**20, 1)}
-    grids.clear()
-    kernels._dz_and_sums(dz, dz, dz[0], dz[:, 0], dz[:, 0], 0.0, None, 0, dz, None, None)
-    assert grids == {"_embedding_bwd_kernel": (2**19, 1)}
-
-
-# --- the contract -------------------------------------------------------------------------------------------
-
-
 def wanted(word=True, position=True, segment=True, embeds=True, dln=True):
     """The arguments for these needs; ids are None where their table's gradient is not needed."""
     heights = (("word", word, WORDS), ("position", position, POSITIONS), ("segment", segment, SEGMENTS))
@@ -330,73 +245,9 @@ def test_only_what_is_needed(name, alone, hidden):
     assert_right(arguments(19, hidden, dtype) | wanted(**needs))
 
 
-def test_nothing_is_needed(monkeypatch):
-    monkeypatch.setattr(kernels, "launch", None)
-    args = arguments(5, 20) | wanted(*[False] * 5)
-    assert [tuple(t.shape) for t in run(args)] == [(0,)] * 6
-
-
 def test_no_tokens(hidden):
     args = arguments(0, hidden)
     assert_bit_equal(run(args), embedding_bwd(reference, *args.values()))
-
-
-def test_outputs_do_not_share_memory(hidden):
-    for grads in (run(arguments(5, hidden)), run(arguments(0, hidden) | wanted(embeds=False))):
-        storages = [t.untyped_storage().data_ptr() for t in grads if t.numel() > 0]
-        assert len(set(storages)) == len(storages)
-        assert len({id(t) for t in grads}) == 6  # a custom op may not return one tensor twice
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_norm_weight_in_float32_beside_half_gradients(dtype):
-    args = arguments(9, 50, dtype)
-    assert_bit_equal(run(args | {"ln_weight": args["ln_weight"].float()}), run(args))
-
-
-@pytest.mark.sweep
-def test_repeats_are_bit_equal_without_atomics(checked_memory, short_chunks):
-    args = arguments(67, 20, torch.bfloat16)
-    assert_repeats(checked_memory, lambda: run(args))
-
-
-def test_training_is_served_by_the_table(monkeypatch):
-    set_backends(monkeypatch, "embedding", "triton", "reference")
-    served = []
-    launch = kernels.embedding_bwd
-    monkeypatch.setattr(kernels, "embedding_bwd", lambda *args: served.append(1) or launch(*args))
-    args = arguments(9, 32)
-    leaves = [torch.randn(n, 32, device=DEVICE).requires_grad_() for n in (WORDS, POSITIONS, SEGMENTS)]
-    vector = torch.ones(32, device=DEVICE, requires_grad=True)
-
-    def grads():
-        y = embedding(
-            args["input_ids"],
-            leaves[0],
-            vector,
-            vector * 0.5,
-            position_ids=args["position_ids"],
-            position=leaves[1],
-            token_type_ids=args["token_type_ids"],
-            segment=leaves[2],
-            dropout_p=0.1,
-            seed=args["seed"],
-            offset=4,
-            padding_idx=3,
-        )
-        return torch.autograd.grad(y.square().sum(), [*leaves, vector])
-
-    actual = grads()
-    checks = len(served)
-    assert checks > 1  # the self-check's and this one
-    assert all(v.passed for v in known.found.values())
-    with dispatch.use_backend("reference"):
-        for a, e in zip(actual, grads(), strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
-    assert len(served) == checks
-
-
-# --- fuzz ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep

@@ -16,7 +16,6 @@ from fastbert.layers import linear as linear_layers
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import attention as attention_op
 from fastbert.ops import attention_places as places_op
-from fastbert.ops import linear_norm as linear_norm_op
 from fastbert.runtime import dispatch
 from fastbert.testing import proving
 from tests.support.triton_fixtures import DEVICE, HALF, interpreted, kernels_of
@@ -174,16 +173,4 @@ def test_what_keeps_a_layer_in_two_ops(why, counted, monkeypatch):
                 forward(layer, counted, rows=9, **modes)
         else:
             forward(layer, counted, rows=9, **modes)
-    assert called == []
-
-
-@torch.no_grad()
-def test_a_cpu_never_joins(monkeypatch):
-    """By its own table."""
-    called = []
-    monkeypatch.setattr(linear_layers, "linear_norm", lambda *args, **options: called.append(args))
-    assert not linear_norm_op.pays(torch.zeros(4, 8, dtype=torch.bfloat16), 8)
-    for dtype in (*HALF, torch.float32):
-        layer = layer_of(dtype)
-        layer(torch.zeros(4, 64, dtype=dtype), layers.Sequences(torch.tensor([0, 4], dtype=torch.int32), 4))
     assert called == []

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
-from fastbert.backends import triton as backend
 from fastbert.ops.activation import ACTIVATIONS, activate_ref
-from fastbert.ops.linear import linear
-from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.linear import CASES, LinearCase
+from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
     HALF,
-    HugeStrides,
     assert_bit_equal,
-    assert_repeats,
-    far,
     fuzz_tests,
     kernels_of,
-    needs_lazy_memory,
     normal,
-    padded,
 )
 
 kernels = kernels_of("linear")
@@ -76,13 +66,6 @@ def forward_args(rows, in_features, out_features, dtype=torch.float32, activatio
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_cases_by_pointers(case, monkeypatch):
-    monkeypatch.setattr(kernels, "fits_tensor_map", lambda *matrices: False)
-    for dtype in DTYPES:
-        check(case, dtype)
 
 
 # Edges of the tiles in every dimension: 16 and 32 rows, 32 and 64 columns, depth 32 and 64; in both ranks of
@@ -135,13 +118,6 @@ def test_parts_of_a_deep_sum(depth):
     x, weight = (torch.randint(-2, 3, (rows, depth), generator=g).float().to(DEVICE) for rows in (5, 8))
     y, _ = kernels.linear_fwd(x, weight, None, None, None, False)
     assert torch.equal(y, (x.double() @ weight.double().T).float())
-
-
-def test_float32_keeps_its_digits():
-    args = forward_args(20, 256, 40, activation=None)
-    y = kernels.linear_fwd(*args.values())[0]
-    exact = args["x"].double() @ args["weight"].double().T + args["bias"] + args["residual"]
-    torch.testing.assert_close(y.double(), exact, rtol=0, atol=4e-6)  # TF32 would be off by 1e-3
 
 
 # --- activations --------------------------------------------------------------------------------------------
@@ -244,12 +220,6 @@ def test_exact_gelu_is_asked_for_by_the_environment(monkeypatch):
 
 def test_float32_adds_the_bias_last():
     """Added first, a large bias would be rounded again at every step of the product."""
-    for capability in ((0, 0), (8, 0), (9, 0), (10, 0), (12, 0)):
-        for dtype in DTYPES:
-            first = {
-                c.bias_first for aligned in (True, False) for c in kernels.ladder(dtype, aligned, capability)
-            }
-            assert first == {dtype != torch.float32 and capability != (10, 0)}
     args = forward_args(20, 512, 40, activation=None) | {"residual": None}
     args["bias"] = args["bias"] * 1e4
     y = kernels.linear_fwd(*args.values())[0].double()
@@ -290,15 +260,6 @@ def test_the_activation_takes_the_unrounded_product(exact_gelu):
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("pads", [(8, 16, 24), (7, 3, 5)])
-def test_strided_rows_with_poisoned_padding(pads):
-    args = forward_args(35, 40, 72, torch.bfloat16)
-    names = ("x", "weight", "residual")
-    strided = args | {name: padded(args[name], pad) for name, pad in zip(names, pads, strict=True)}
-    assert_bit_equal(kernels.linear_fwd(*strided.values()), kernels.linear_fwd(*args.values()))
-
-
 def test_a_start_that_is_not_aligned():
     args = forward_args(20, 40, 72, torch.bfloat16)
     shifted = torch.empty(20 * 48 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(20, 48)[:, :40]
@@ -323,32 +284,6 @@ def test_one_row_expanded_to_many():
     assert not kernels.fits_tensor_map(many["x"])  # the interpreter accepts them, a tensor map does not
     y, one = kernels.linear_fwd(*many.values())[0], kernels.linear_fwd(*args.values())[0]
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
-
-
-@pytest.mark.sweep
-@needs_lazy_memory
-def test_offsets_beyond_2_to_31_elements(monkeypatch, transport):
-    args = forward_args(3, 40, 8, torch.bfloat16)
-    expected = kernels.linear_fwd(*args.values())
-    far_args = args | {name: far(args[name]) for name in ("x", "weight", "residual")}
-    monkeypatch.setattr(kernels, "torch", HugeStrides())
-    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
-    actual = kernels.linear_fwd(*far_args.values())
-    assert actual[0].stride(0) > 2**30
-    assert_bit_equal(actual, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device with 10 GB of free memory")
-def test_more_than_2_to_31_elements_on_the_gpu():
-    rows = 2**21 + 3
-    x = torch.zeros(rows, 1024, dtype=torch.bfloat16, device=DEVICE)
-    x[-5:] = torch.randn(5, 1024, device=DEVICE)
-    weight = torch.randn(1032, 1024, device=DEVICE).bfloat16()
-    y = kernels.linear_fwd(x, weight, None, "gelu", None, False)[0]
-    few = kernels.linear_fwd(x[-5:], weight, None, "gelu", None, False)[0]
-    torch.testing.assert_close(y[-5:], few)
-    assert not y[:-5].any()
 
 
 def test_nan_stays_in_its_row_and_column(transport):
@@ -385,42 +320,7 @@ def test_no_rows():
     assert tuple(y.shape) == tuple(pre.shape) == (0, 72)
 
 
-@pytest.mark.sweep
-def test_repeats_are_bit_equal_without_atomics(checked_memory):
-    args = forward_args(70, 72, 136, torch.bfloat16)
-    assert_repeats(checked_memory, lambda: kernels.linear_fwd(*args.values()), 2)
-
-
-def test_pinned_forward_serves_and_says_that_it_has_no_backward(monkeypatch):
-    monkeypatch.delattr(backend, "linear_bwd")
-    x, weight = torch.randn(4, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE, requires_grad=True)
-    with dispatch.use_backend(linear="triton"):
-        y = linear(x, weight, activation="gelu")
-        torch.testing.assert_close(y, torch.nn.functional.gelu(x @ weight.T))
-        with pytest.raises(dispatch.BackendError, match="has no linear_bwd; alternatives: reference, aten"):
-            y.sum().backward()
-
-
 # --- configs ------------------------------------------------------------------------------------------------
-
-H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
-
-
-def test_the_heuristic_counts_tiles_of_the_busiest_multiprocessor():
-    def tile(rows, out_features, device=H200, dtype=torch.bfloat16, aligned=True):
-        return kernels.heuristic(rows, out_features, dtype, aligned, device)[:3]
-
-    assert tile(16384, 3072) == (128, 256, 64)
-    assert tile(128, 768) == (64, 64, 64)
-    assert tile(4096, 768) == (128, 256, 64)  # 96 tiles, one each; of 128 x 128 some had two
-    assert tile(2048, 3072) == (128, 128, 64)  # 384 tiles, three each; 192 of 128 x 256 take the time of 264
-    assert tile(2816, 3072) == (128, 256, 64)  # 264 tiles, two each
-    assert tile(2817, 3072) == (128, 128, 64)  # one row more: 276 of them would take the time of 396
-    assert tile(1024, 768) == (64, 64, 64)
-    assert tile(1, 1) == (64, 64, 64)
-    assert tile(16384, 3072, tuning.Device("?", (8, 6), 80)) == (128, 128, 32)
-    assert tile(16384, 3072, tuning.Device("?", (12, 0), 170)) == (128, 128, 64)
-    assert tile(16384, 3072, dtype=torch.float32) == tile(16384, 3072, aligned=False) == (64, 64, 32)
 
 
 def test_only_devices_with_tma_and_aligned_half_precision_get_tma():
@@ -429,81 +329,6 @@ def test_only_devices_with_tma_and_aligned_half_precision_get_tma():
             for aligned in (True, False):
                 wanted = capability[0] in (9, 10, 12) and dtype in HALF and aligned
                 assert {c.tma for c in kernels.ladder(dtype, aligned, capability)} == {wanted}
-
-
-# bytes of shared memory that a program may have
-ROOMS = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0): 101376, (12, 1): 101376}
-
-
-@pytest.mark.parametrize("capability", ROOMS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_candidates_are_the_ladder_and_what_fits(capability, dtype):
-    ladder = kernels.ladder(dtype, True, capability)
-    found = kernels.candidates(dtype, capability)
-    assert kernels.most_shared(capability) == ROOMS[capability]
-    assert found[: len(ladder)] == ladder
-    assert len(set(found)) == len(found)
-    for base in ladder:
-        wider = [base._replace(num_stages=base.num_stages + 1), base._replace(num_stages=base.num_stages - 1)]
-        for config in (base, *wider, base._replace(group_m=4), base._replace(group_m=16)):
-            fits = kernels.shared_memory(config, dtype, capability) <= ROOMS[capability]
-            assert (config in found) == (fits and config.num_stages >= 2), config
-            assert fits or config not in ladder
-
-
-def test_shared_memory_counts_stages_and_parts():
-    big = kernels.ladder(torch.bfloat16, True, (9, 0))[0]
-    stage, part = (128 + 256) * 64 * 2, 128 * 64 * 2
-    assert kernels.shared_memory(big, torch.bfloat16, (9, 0)) == 3 * stage + 2 * part + 1024
-    assert kernels.shared_memory(big, torch.bfloat16, (10, 0)) == 3 * stage + 2 * part + 1024
-    assert kernels.shared_memory(big, torch.bfloat16, (12, 0)) == 2 * stage + 2 * part + 1024
-    plain = big._replace(tma=False)
-    assert kernels.shared_memory(plain, torch.bfloat16, (8, 0)) == 2 * stage + 1024
-    assert kernels.shared_memory(plain, torch.float32, (9, 0)) == 2 * 2 * stage + 1024
-    # the reason for these rules: one stage more is too much on one GPU but not on another
-    assert big._replace(num_stages=4) in kernels.candidates(torch.bfloat16, (9, 0))
-    first = kernels.ladder(torch.bfloat16, True, (12, 0))[0]
-    assert first._replace(num_stages=4) not in kernels.candidates(torch.bfloat16, (12, 0))
-
-
-def test_the_table_of_a_gpu_stands_before_the_heuristic(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "TUNED", tmp_path)
-    few, many = (kernels.Config(64, size, 32, 4, 3, 1, True) for size in (64, 128))
-    entry = {"5": few._asdict(), "12": many._asdict()}
-    device = H200._replace(name="NVIDIA Test-GPU (X)")
-    assert tuning.file_of(device.name) == tmp_path / "nvidia-test-gpu-x.json"
-    content = {"device": device.name, "linear": {"bfloat16 768x3072 gelu residual": entry}}
-    tuning.file_of(device.name).write_text(json.dumps(content))
-
-    def found(bucket, *, dtype=torch.bfloat16, aligned=True, name=device.name, activation="gelu", out=3072):
-        return kernels.config_for(
-            2**bucket, 768, out, activation, True, dtype, aligned, device._replace(name=name)
-        )
-
-    assert [found(b) for b in (5, 8, 9, 12, 20)] == [few, few, many, many, many]
-    for other in (
-        found(4),  # fewer rows than were tuned
-        found(5, dtype=torch.float16),
-        found(5, aligned=False),
-        found(5, name="NVIDIA Other"),
-        found(5, activation=None),
-        found(5, out=3080),
-    ):
-        assert other not in (few, many)
-
-
-def test_the_config_that_is_found_is_launched(monkeypatch):
-    launches = []
-    monkeypatch.setattr(kernels, "launch", lambda *args, **config: launches.append((args, config)))
-    wanted = kernels.Config(64, 128, 16, 8, 5, 2, False, 3, 2, bias_first=True)
-    monkeypatch.setattr(kernels, "config_for", lambda *key: wanted)
-    args = forward_args(600, 40, 72, torch.bfloat16)
-    kernels.linear_fwd(*args.values())
-    ((_, grid, *_), config) = launches[0]
-    assert grid == (min(10, 2 * tuning.device_of(DEVICE).multiprocessors),)
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SPLIT", "TMA", "BIAS_FIRST")
-    assert tuple(config[name] for name in names) == (64, 128, 16, 3, 2, False, True)
-    assert (config["num_warps"], config["num_stages"]) == (8, 5)
 
 
 def test_many_lengths_meet_few_configs(monkeypatch):
@@ -515,17 +340,6 @@ def test_many_lengths_meet_few_configs(monkeypatch):
     for rows in (1, 3, 33, 63, 64, 65, 128):
         kernels.linear_fwd(weight.new_zeros(rows, 8), weight, None, None, None, False)
     assert asked == [1, 4, 64, 64, 64, 128, 128]
-    # without a table few rows are taken for 64, though lower tiles would do
-    small = tuning.Device("?", (8, 6), 28)
-    few = {kernels.config_for(2**n, 768, 3072, None, False, torch.bfloat16, True, small) for n in range(7)}
-    (config,) = few
-    assert config == kernels.heuristic(64, 3072, torch.bfloat16, True, small)
-    assert config.block_m > kernels.heuristic(1, 3072, torch.bfloat16, True, small).block_m
-    asked = {
-        kernels.config_for(n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(64, 20000, 64)
-    }
-    assert len(asked) <= 3
-    assert [tuning.bucket(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 0, 1, 2, 2, 3, 10, 11]
 
 
 # --- fuzz ---------------------------------------------------------------------------------------------------

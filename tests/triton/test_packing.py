@@ -8,16 +8,7 @@ from hypothesis import strategies as st
 
 from fastbert.backends import reference
 from fastbert.ops.packing import DTYPES
-from fastbert.runtime import dispatch
-from tests.support.triton_fixtures import (
-    DEVICE,
-    HugeStrides,
-    assert_repeats,
-    far,
-    fuzz_tests,
-    kernels_of,
-    needs_lazy_memory,
-)
+from tests.support.triton_fixtures import DEVICE, fuzz_tests, kernels_of
 
 kernels = kernels_of("packing")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -100,53 +91,6 @@ def test_one_column_of_a_matrix():
     assert_right(wide.t()[:1].t()[:, :1], wide[:20, 5:6], chosen(60, 20))
 
 
-@pytest.mark.sweep
-@needs_lazy_memory
-def test_offsets_beyond_2_to_31_elements(monkeypatch):
-    x, packed = random_bits(5, 20, torch.int16), random_bits(3, 20, torch.int16)
-    indices = torch.tensor([0, 3, 4])
-    monkeypatch.setattr(kernels, "torch", HugeStrides())
-    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
-    assert_right(far(x), far(packed), indices)
-    assert kernels.packing_fwd(x, indices).stride(0) > 2**30
-
-
-def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
-    grids = []
-    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
-    x, indices = (torch.empty(s, device="meta", dtype=torch.int64) for s in ((2**24, 768), (2**24,)))
-    kernels.packing_fwd(x, indices)
-    kernels.packing_bwd(x, indices, 2**25)
-    assert grids == [(2**22, 2), (2**23, 2)]
-
-
-def test_the_inputs_are_not_written():
-    x, packed, indices = random_bits(50, 8, torch.int32), random_bits(9, 8, torch.int32), chosen(50, 9)
-    before = [t.clone() for t in (x, packed, indices)]
-    outputs = kernels.packing_fwd(x, indices), kernels.packing_bwd(packed, indices, 50)
-    for t, old in zip((x, packed, indices), before, strict=True):
-        assert torch.equal(t, old)
-        assert t.data_ptr() not in [y.data_ptr() for y in outputs]
-
-
-@pytest.mark.sweep
-def test_repeats_are_bit_equal_without_atomics(checked_memory):
-    x, indices = random_bits(300, 20, torch.int32), chosen(300, 130)
-
-    def run():
-        packed = kernels.packing_fwd(x, indices)
-        return packed, kernels.packing_bwd(packed, indices, 300)
-
-    assert_repeats(checked_memory, run)
-
-
-def test_dtypes_are_the_ops():
-    assert set(dispatch.backend_module("triton").DTYPES["packing"]) == set(DTYPES)
-
-
-# --- fuzz ---------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def fuzzed_batches(draw):
     kept = draw(st.lists(st.booleans(), min_size=1, max_size=300))
@@ -159,9 +103,6 @@ def check(rows, inner, dtype, indices) -> None:
 
 
 test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_batches(), 150, 2000)
-
-
-# --- indices that the padded batch does not have ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -233,15 +174,6 @@ def test_more_indices_than_rows(bad_ids):
     indices[150] = 3
     finished(kernels.packing_bwd(x[:200], indices, 3))
     with pytest.raises(IndexError, match="indices: position 3 of"):
-        kernels.bad_ids(DEVICE).check()
-
-
-def test_columns_in_blocks_are_spoiled_too(bad_ids):
-    x = random_bits(9, 1300, torch.float32)
-    y = finished(kernels.packing_fwd(x, torch.tensor([3, 9, 5], device=DEVICE)))
-    assert is_spoiled(y[1])
-    assert torch.equal(bits(y[::2]), bits(x[[3, 5]]))
-    with pytest.raises(IndexError, match="indices: position 9 of"):
         kernels.bad_ids(DEVICE).check()
 
 

@@ -226,31 +226,27 @@ def test_hooks_see_every_launch(repeated, monkeypatch):
         after = once()
         assert after == (before[0], before[1] + 1)
     assert once() == (4, 5)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    assert once() == (5, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        assert once() == (5, 5)
 
 
-@pytest.mark.parametrize(
-    ("knob", "value"), [("debug", True), ("add_stages_inspection_hook", lambda *args: None)]
-)
-def test_knobs_that_change_kernels_go_to_triton(repeated, monkeypatch, knob, value):
+def test_what_changes_kernels_goes_to_triton(repeated, monkeypatch):
+    """Knobs, another version of Triton, and another device."""
     once, _ = repeated
-    monkeypatch.setattr(knobs.runtime, knob, value)
-    assert once() == (2, 1)
-
-
-def test_other_versions_of_triton_launch_themselves(repeated, monkeypatch):
-    once, _ = repeated
-    monkeypatch.setattr(launches, "_is_repeated", False)
-    assert once() == (2, 1)
-
-
-def test_each_device_has_its_own_compiled_kernel(repeated, monkeypatch):
-    once, _ = repeated
+    for place, name, value in (
+        (knobs.runtime, "debug", True),
+        (knobs.runtime, "add_stages_inspection_hook", lambda *args: None),
+        (launches, "_is_repeated", False),
+    ):
+        by_triton, repeats = once()
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            assert once() == (by_triton + 1, repeats)
+    by_triton = once()[0]
     monkeypatch.setattr(streams, "current_device", lambda: 1)
     other = types.SimpleNamespace(type="cuda", index=1)
-    assert once(other) == (2, 1)
-    assert once(other) == (2, 2)
+    assert [once(other)[0], once(other)[0]] == [by_triton + 1] * 2
 
 
 def test_what_is_kept_has_an_end(monkeypatch):

@@ -1,0 +1,275 @@
+"""What all kernels keep: the error rule, the same bits at each call, rows with gaps, and far offsets.
+
+The inputs of one launcher are those of its own tests.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert import testing
+from fastbert.backends import triton as backend
+from fastbert.runtime import dispatch
+from fastbert.testing import known
+from fastbert.testing.error_rule import evaluate
+from tests.support.launchers import embedding_fwd, layer_norm_bwd, layer_norm_fwd
+from tests.support.triton_fixtures import (
+    DEVICE,
+    HugeStrides,
+    assert_bit_equal,
+    assert_repeats,
+    far,
+    needs_lazy_memory,
+    packed,
+    padded,
+    set_backends,
+)
+from tests.triton import (
+    test_cross_entropy,
+    test_embedding,
+    test_embedding_backward,
+    test_feed_forward,
+    test_first_attention,
+    test_layer_norm,
+    test_linear,
+    test_linear_backward,
+    test_linear_norm,
+    test_packing,
+    test_pooling,
+)
+
+pytestmark = pytest.mark.usefixtures("checked_memory")
+BF16 = torch.bfloat16
+OPS = [op for op in backend.DTYPES if op in dispatch.OPS]
+# attention's tests cut theirs by length; the loss of a linear layer adds no kernel to that of cross_entropy
+CASES = [
+    pytest.param(op, dtype, case, id=f"{op}-{str(dtype).removeprefix('torch.')}-{case}")
+    for op in OPS
+    if op != "attention"
+    for case in testing.cases(op)[: 3 if op == "linear_cross_entropy" else None]
+    + (testing.gpu_cases(op)[2:] if op == "first_attention" else [])
+    for dtype in backend.DTYPES[op]
+]
+
+
+@pytest.mark.parametrize(("op", "dtype", "case"), CASES)
+def test_cases(op, dtype, case):
+    rows = testing.run_case(case, "triton", dtype, DEVICE)
+    trained = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
+    assert any(row.quantity.startswith("d") for row in rows) == trained
+    assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "linear_norm"])
+def test_the_table_serves_the_same_bits_each_time(op, monkeypatch, checked_memory):
+    """After the self-check. No sum is atomic, as on a GPU the order of such sums changes."""
+    set_backends(monkeypatch, op, "triton", "reference")
+    case = testing.small_cases(op)[-1]
+    inputs = case.inputs(BF16, DEVICE)
+    before = {name: t.clone() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    y = case.call(**inputs)
+    douts = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
+    assert known.found
+    assert all(verdict.passed for verdict in known.found.values())
+    launches = checked_memory.launches
+    trained = op not in dispatch.INFERENCE_ONLY
+    assert_repeats(
+        checked_memory, lambda: evaluate(case.call, case, inputs, None, trained, douts).values(), 1
+    )
+    assert DEVICE.type == "cuda" or checked_memory.launches >= launches + 2 * (1 + trained)
+    for name, t in before.items():
+        torch.testing.assert_close(inputs[name], t, rtol=0, atol=0, equal_nan=True)
+
+
+def linear_norm_of(**args):
+    return [test_linear_norm.kernels.linear_norm_fwd(test_linear_norm.LinearNormInputs(**args))]
+
+
+def layer_norm_backward_args():
+    args = test_layer_norm.forward_args(3, 70, BF16)
+    _, z, mean, rstd = layer_norm_fwd(test_layer_norm.kernels, *args.values())
+    given = {"dy": torch.randn_like(z), "z": z, "weight": args["weight"], "mean": mean, "rstd": rstd}
+    options = {name: args[name] for name in ("dropout_p", "seed", "offset")}
+    return given | options | {f"need_{n}": True for n in ("dx", "dweight", "dxbias", "dresidual")}
+
+
+def pack_and_unpack(x, packed):
+    indices = torch.tensor([0, 3, 4], device=DEVICE)
+    kernels = test_packing.kernels
+    return kernels.packing_fwd(x, indices), kernels.packing_bwd(packed, indices, 5)
+
+
+def pooled(hidden, cu_seqlens, backward=False):
+    kernels, dy = test_pooling.kernels, torch.arange(40.0, device=DEVICE).reshape(2, 20)
+    ys = [kernels.pooling_fwd(hidden, cu_seqlens, mode) for mode in test_pooling.MODES]
+    if not backward:
+        return ys
+    pairs = zip(ys, test_pooling.MODES, strict=True)
+    return [kernels.pooling_bwd(dy, hidden, y, cu_seqlens, mode) for y, mode in pairs]
+
+
+# launcher -> (its kernels, its arguments, the call, which of them are matrices)
+LAUNCHERS = {
+    "cross_entropy": (
+        test_cross_entropy.kernels,
+        lambda: dict(zip(("logits", "labels"), test_cross_entropy.batch(5, 24, BF16), strict=True)),
+        lambda **args: test_cross_entropy.run(test_cross_entropy.kernels, **args),
+        ("logits",),
+    ),
+    "embedding": (
+        test_embedding.kernels,
+        lambda: test_embedding.forward_args(9, 70, BF16),
+        lambda **args: test_embedding.run(args),
+        ("word", "position", "segment"),
+    ),
+    "embedding_backward": (
+        test_embedding_backward.kernels,
+        lambda: test_embedding_backward.arguments(9, 70),
+        lambda **args: test_embedding_backward.run(args),
+        ("dy", "z"),
+    ),
+    "feed_forward": (
+        test_feed_forward.kernels,
+        lambda: test_feed_forward.arguments(5, 72, 48, BF16),
+        lambda **args: test_feed_forward.run(args),
+        ("dy", "down_weight"),
+    ),
+    "first_attention": (
+        test_first_attention.kernels,
+        lambda: test_first_attention.operands((2, 0, 3), bias="full", gate=True),
+        lambda **args: [test_first_attention.run(args)],
+        ("x", "key_weight", "value_weight"),
+    ),
+    "layer_norm": (
+        test_layer_norm.kernels,
+        lambda: test_layer_norm.forward_args(3, 70, BF16),
+        lambda **args: layer_norm_fwd(test_layer_norm.kernels, *args.values()),
+        ("x", "residual"),
+    ),
+    "layer_norm_backward": (
+        test_layer_norm.kernels,
+        layer_norm_backward_args,
+        lambda **args: layer_norm_bwd(test_layer_norm.kernels, *args.values()),
+        ("dy", "z"),
+    ),
+    "linear": (
+        test_linear.kernels,
+        lambda: test_linear.forward_args(35, 40, 72, BF16),
+        lambda **args: test_linear.kernels.linear_fwd(*args.values()),
+        ("x", "weight", "residual"),
+    ),
+    "linear_backward": (
+        test_linear_backward.kernels,
+        lambda: test_linear_backward.arguments(5, 24, 72),
+        lambda dy, pre, **_: test_linear_backward.passed(dy, pre, "gelu"),
+        ("dy", "pre"),
+    ),
+    "linear_norm": (
+        test_linear_norm.kernels,
+        lambda: test_linear_norm.arguments(5, 72, 40)._asdict(),
+        linear_norm_of,
+        ("x", "weight", "residual"),
+    ),
+    "packing": (
+        test_packing.kernels,
+        lambda: {n: test_packing.random_bits(k, 24, torch.int16) for n, k in (("x", 5), ("packed", 3))},
+        pack_and_unpack,
+        ("x", "packed"),
+    ),
+    "pooling": (
+        test_pooling.kernels,
+        lambda: dict(zip(("hidden", "cu_seqlens"), packed([1, 4], 20), strict=True)),
+        pooled,
+        ("hidden",),
+    ),
+    "pooling_backward": (
+        test_pooling.kernels,
+        lambda: dict(zip(("hidden", "cu_seqlens"), packed([1, 4], 20), strict=True)),
+        lambda **args: pooled(**args, backward=True),
+        ("hidden",),
+    ),
+}
+# kernels whose results may have gaps too
+FAR_RESULTS = ("embedding", "layer_norm", "linear", "packing")
+# limits of a program's columns, by kernels
+LIMITS = {
+    "embedding": ("ONE_BLOCK", "WIDE_BLOCK"),
+    "embedding_backward": ("BWD_ONE_BLOCK", "WIDE_BLOCK"),
+    "layer_norm": ("FWD_ONE_BLOCK", "WIDE_BLOCK"),
+    "layer_norm_backward": ("BWD_ONE_BLOCK", "WIDE_BLOCK"),
+}
+LAYOUTS = [(op, gap, ()) for op in LAUNCHERS for gap in (8, 9)] + [(op, 9, LIMITS[op]) for op in LIMITS]
+LAYOUT_IDS = [f"{op}-{gap}{'-column_blocks' if limits else ''}" for op, gap, limits in LAYOUTS]
+
+
+@pytest.mark.parametrize(("op", "gap", "limits"), LAYOUTS, ids=LAYOUT_IDS)
+def test_rows_with_gaps(op, gap, limits, monkeypatch):
+    """Of NaN, each matrix has its own. Results share no memory: a custom op may not return aliases."""
+    kernels, arguments, run, names = LAUNCHERS[op]
+    for limit in limits:
+        monkeypatch.setattr(kernels, limit, 32)
+    args = arguments()
+    strided = {name: padded(args[name], gap * (i + 1)) for i, name in enumerate(names)}
+    actual, expected = run(**args | strided), run(**args)
+    for a, e in zip(actual, expected, strict=True):
+        if gap % 8:  # other tiles, as no tensor map has such rows
+            torch.testing.assert_close(a, e, rtol=0.02, atol=0.02)
+        else:
+            assert torch.equal(a, e)
+    places = [t.untyped_storage().data_ptr() for t in actual if t.numel()]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.sweep
+@needs_lazy_memory
+@pytest.mark.parametrize(("op", "gap", "limits"), LAYOUTS, ids=LAYOUT_IDS)
+def test_offsets_beyond_2_to_31_elements(op, gap, limits, monkeypatch):
+    kernels, arguments, run, names = LAUNCHERS[op]
+    for limit in limits:
+        monkeypatch.setattr(kernels, limit, 32)
+    args = arguments()
+    expected = run(**args | {name: padded(args[name], gap) for name in names})
+    if op in FAR_RESULTS:
+        monkeypatch.setattr(kernels, "torch", HugeStrides())
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
+    actual = run(**args | {name: far(args[name], gap) for name in names})
+    assert any(t.dim() == 2 and t.stride(0) > 2**30 for t in actual) == (op in FAR_RESULTS)
+    assert_bit_equal(actual, expected)
+
+
+def vectors_and_matrix(rows=2**24, width=16):
+    return torch.empty(width, device="meta"), *(torch.empty(s, device="meta") for s in (rows, (rows, width)))
+
+
+def launch_embedding_backward(kernels, vector, rows, x):
+    kernels._table_bwd(x, rows.long(), 2**20, -1, torch.float32)
+    kernels._dz_and_sums(x, x, vector, rows, rows, 0.0, None, 0, x, None, None)
+
+
+GRIDS = {
+    "cross_entropy": lambda k, _, rows, x: (
+        k.cross_entropy_fwd(x, rows, -100, 0.0),
+        k.cross_entropy_bwd(rows, x, rows, rows, rows, -100, 0.0),
+    ),
+    "embedding": lambda k, v, rows, x: embedding_fwd(
+        k, None, x, *[None] * 5, v, v, 1e-12, 0.0, None, 0, False
+    ),
+    "embedding_backward": launch_embedding_backward,
+    "layer_norm": lambda k, v, rows, x: (
+        layer_norm_fwd(k, x, v, None, None, None, 1e-12, 0.0, None, 0, True),
+        layer_norm_bwd(k, x, x, v, rows, rows, 0.0, None, 0, True, False, False, False),
+    ),
+    "linear_backward": lambda k, _, rows, x: k._activation_bwd(x, x, "gelu", True, False),
+    "packing": lambda k, _, rows, x: (k.packing_fwd(x, rows.long()), k.packing_bwd(x, rows.long(), 2**25)),
+    "pooling": lambda k, _, rows, x: (k.pooling_fwd(x, rows, "mean"), k.pooling_bwd(x, x, x, rows, "mean")),
+}
+
+
+@pytest.mark.parametrize("op", GRIDS)
+def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(op, monkeypatch):
+    kernels, grids = LAUNCHERS[op][0], []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
+    GRIDS[op](kernels, *vectors_and_matrix())
+    assert grids
+    assert all(n <= 65535 for grid in grids for n in grid[1:])
