@@ -2,17 +2,11 @@
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/encoder_layer.cpp"
 _BINDING = "csrc/bindings/encoder_layer.cpp"
-
-
-def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_CPP)
 
 FAULTS = (
     # places in the workspace
@@ -22,22 +16,17 @@ FAULTS = (
     _fault("first norm over its own input's place", "void* const attended = base + plane;", "void* const attended = base;"),
     # parts
     _fault("part's rows of a from the first", "static_cast<const char*>(a) + rows.begin * a_stride * size", "static_cast<const char*>(a)"),
-    _fault("part's rows of c from the first", "static_cast<char*>(c) + rows.begin * columns * size", "static_cast<char*>(c)"),
     _fault("part's rows of x side by side", "rows.begin * a_stride * size", "rows.begin * depth * size"),
-    _fault("part's rows of a norm's x from the first", "static_cast<const char*>(x) + rows.begin * hidden * size", "static_cast<const char*>(x)"),
     _fault("part's residual from the first row", "static_cast<const char*>(residual) + rows.begin * residual_stride * size", "static_cast<const char*>(residual)"),
-    _fault("part's residual side by side", "rows.begin * residual_stride * size", "rows.begin * hidden * size"),
     _fault("part's norm to the first row", "static_cast<char*>(y) + rows.begin * hidden * size", "static_cast<char*>(y)"),
     _fault("own sequences as the batch counts them", "ends.push_back(layer.cu_seqlens[b] - begin)", "ends.push_back(layer.cu_seqlens[b])"),
     _fault("ends of the run before", "ends.data() + first + part", "ends.data() + first"),
     _fault("own x from the first row", "own.x = static_cast<const char*>(layer.x) + begin * layer.x_stride * size;", ""),
-    _fault("own x side by side", "begin * layer.x_stride * size", "begin * hidden * size"),
     _fault("own y from the first row", "own.y = static_cast<char*>(layer.y) + begin * hidden * size;", ""),
     _fault("bias of the first sequences for all", "own.bias.data += first * own.bias.batch_stride;", ""),
     _fault("threads in one place", "return run(own, 1, false, work + memory[part]);", "return run(own, 1, false, work);"),
     _fault("last sequence in no run", "firsts.push_back(layer.batch);", "firsts.push_back(layer.batch - 1);"),
     _fault("rows behind the last sequence in no run", "if (layer.cu_seqlens[layer.batch] != layer.total) return {};", ""),
-    _fault("last rows in no part", "i == threads ? total : ", ""),
     _fault("half precision takes no less", "? 4 : 2;\n        plane = ", "? 4 : 1;\n        plane = "),
     # attention
     _fault("one weight for all three", "multiply(layer, rows, *weights[i], layer.x", "multiply(layer, rows, *weights[0], layer.x"),
@@ -48,9 +37,7 @@ FAULTS = (
     _fault("scale forgotten", "attention.softmax_scale = layer.softmax_scale;", "attention.softmax_scale = 1.0f;"),
     _fault("rows behind the last token not zero", "    std::memset(context + end", "    if (end < 0) std::memset(context + end"),
     _fault("rows of x side by side", "multiply(layer, rows, *weights[i], layer.x, layer.x_stride,", "multiply(layer, rows, *weights[i], layer.x, hidden,"),
-    _fault("joined: rows of x side by side", "multiply(layer, rows, layer.query, layer.x, layer.x_stride,", "multiply(layer, rows, layer.query, layer.x, hidden,"),
     # norms
-    _fault("residual's rows side by side", "                           layer.x, layer.x_stride, attended, team);", "                           layer.x, hidden, attended, team);"),
     _fault("second residual is x", "layer.output.bias, attended, hidden,", "layer.output.bias, layer.x, layer.x_stride,"),
     _fault("bias of the output layer forgotten", "    args.x_bias = bias;\n", ""),
     _fault("first norm twice", "add_norm(layer, rows, layer.output_norm,", "add_norm(layer, rows, layer.attention_norm,"),
@@ -62,7 +49,5 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=("tests/layers/test_encoder_layer.py", "-k", "not compiled"),
-    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
-    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
-    timeout_s=300.0,
+    **IN_PLACE,
 )

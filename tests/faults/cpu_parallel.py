@@ -2,17 +2,11 @@
 
 # ruff: noqa: E501 (a table)
 
-import sys
-
-from tests.support.mutation import Fault, Suite
+from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/parallel.cpp"
 _LAYER = "csrc/cpu/encoder_layer.cpp"
-
-
-def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_CPP)
 
 FAULTS = (
     # the first one is caught without sanitizers, by `make test`
@@ -53,7 +47,6 @@ SUITE = Suite(
         "tests/cpu/test_threads.py",
         "tests/cpu/test_sanitizers.py::test_every_task_runs_once_under_sanitizers",
     ),
-    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
-    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+    **IN_PLACE,
     timeout_s=240.0,
 )

@@ -2,16 +2,12 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.support.mutation import EMULATED, Fault, Suite
+from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _KERNEL = "csrc/cuda/attention_forward.cuh"
 _TILES = "csrc/cuda/attention_tiles.cuh"
 _ENTRY = "csrc/cuda/attention.cu"
-
-
-def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_KERNEL)
 
 FAULTS = (
     # barriers, waits and the ring
@@ -19,12 +15,8 @@ FAULTS = (
     _fault("no wait for a tile", "        wait_copies<kSlots - 2>();\n        __syncthreads();\n    };", "        __syncthreads();\n    };"),
     _fault("a wait one group short", "        wait_copies<kSlots - 2>();\n        __syncthreads();\n    };", "        wait_copies<kSlots - 1>();\n        __syncthreads();\n    };"),
     _fault("no barrier before q is read", "    wait_copies<kSlots - 2>();\n    __syncthreads();\n    if", "    wait_copies<kSlots - 2>();\n    if"),
-    _fault("no wait for q", "    wait_copies<kSlots - 2>();\n    __syncthreads();\n    if", "    __syncthreads();\n    if"),
     _fault("groups only of tiles that are there", "        if (copies.left > 0) copies.next(ring + slot);\n        commit_copies();", "        if (copies.left <= 0) return;\n        copies.next(ring + slot);\n        commit_copies();"),
-    _fault("q in the group of the keys", ".next(ring);\n    commit_copies();", ".next(ring);"),
-    _fault("the barrier before the wait", "        wait_copies<kSlots - 2>();\n        __syncthreads();\n    };", "        __syncthreads();\n        wait_copies<kSlots - 2>();\n    };"),
     _fault("values into the tile of the keys", "copy_next(kSlots == 4 ? values : keys, before);", "copy_next(kSlots == 4 ? values : keys, slot);"),
-    _fault("keys into the tile of the values", "copy_next(kSlots == 4 ? keys : values, before);", "copy_next(kSlots == 4 ? keys : values, slot);"),
     _fault("a copy before the barrier", "        advance();\n        copy_next(kSlots == 4 ? keys : values, before);", "        copy_next(kSlots == 4 ? keys : values, slot);\n        advance();"),
     _fault("out staged where others still read v", "(slot + kTile == kSlots * kTile ? 0 : slot + kTile) +\n", "slot +\n"),
     _fault("staged rows read before they are written", "    __syncwarp();\n", ""),
@@ -32,9 +24,6 @@ FAULTS = (
     # places
     _fault("a sequence's tiles in one slot less", "return total / rows + batch + 1;", "return total / rows + batch;", _TILES),
     _fault("a search that stops one early", "const int before = __popc(__ballot_sync(kAllLanes, reached) >> 1) * step;", "const int before = __popc(__ballot_sync(kAllLanes, reached) >> 2) * step;", _TILES),
-    _fault("a slot too many does the tile before", "return {found, start, length, tile >= 0 ? tile * kRows : length};", "return {found, start, length, tile * kRows};", _TILES),
-    _fault("the search leaves out a remainder of one", "(left + kWarp - 1) / kWarp;", "(left + kWarp - 2) / kWarp;", _TILES),
-    _fault("tiles of a sequence one late", "tile = (length + kRows - 1) / kRows - 1 - tile;", "tile = (length + kRows - 1) / kRows - tile;", _TILES),
     _fault("rows after the sequences keep what they had", "        zero_rows<T, kHeadDim>(args, start + first_row, head);\n", ""),
     _fault("lse after the sequences unset", "if (i % kChunks == 0 && args.lse != nullptr) args.lse[head * args.total + row] = 0.0f;", ""),
     # copies and tiles
@@ -53,15 +42,12 @@ FAULTS = (
     _fault("out not rescaled", "                        out[n][2 * r] *= shrink;\n", ""),
     _fault("norm not rescaled", "                    rows.norm[r] *= shrink;\n", ""),
     _fault("a row's maximum by half its lanes", "top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 2));", ""),
-    _fault("rescaling only where row g grows", "top[0] > rows.most[0] || top[1] > rows.most[1]) != 0", "top[0] > rows.most[0]) != 0"),
     _fault("a first maximum that shrinks nothing to NaN", "grown ? (first ? 0.0f : exp2_fast(less)) : 1.0f;", "grown ? exp2_fast(less) : 1.0f;"),
     _fault("any slack", "constexpr float kSlack = 8.0f;", "constexpr float kSlack = 800.0f;"),
-    _fault("norm of one lane", "        norm += __shfl_xor_sync(kAllLanes, norm, 2);\n", ""),
     _fault("lse in units of log 2", "(rows.base[r] + log2f(norm)) * kLn2;", "rows.base[r] + log2f(norm);"),
     _fault("an empty row divides by 0", "const float factor = norm == 0.0f ? 0.0f : common / norm;", "const float factor = common / norm;"),
     _fault("the scale folded though it is negative", "if (args.bias.data != nullptr || !(args.softmax_scale > 0.0f))", "if (args.bias.data != nullptr)"),
     _fault("bias of the rows' first", "(row + 8 * r < length ? row + 8 * r : first_row)", "(row + 8 * r < length ? row : first_row)"),
-    _fault("the first keys' bias for all", "const float* const from = bias[r] + first_key + 2 * pair;", "const float* const from = bias[r] + 2 * pair;"),
     _fault("one sequence's bias for all", "args.bias.data + place.sequence * args.bias.batch_stride +", "args.bias.data +"),
     _fault("gate forgotten", "(args.gate != nullptr ? args.gate[head] : 1.0f);", "1.0f;"),
     # dropout
@@ -69,14 +55,10 @@ FAULTS = (
     _fault("rows of the sequence, not of the pack", "static_cast<std::uint32_t>(start + warp_row),", "static_cast<std::uint32_t>(warp_row),"),
     _fault("halves that borrow", "const std::uint32_t low = (word | 0x80008000u) - t.low15;", "const std::uint32_t low = word - t.low15;", _TILES),
     _fault("thresholds from one half on", "return {low | low << 16, threshold >> 31 ? 0u : 0xffffffffu};", "return {low | low << 16, 0xffffffffu};", _TILES),
-    _fault("columns 0 and 1 exchanged", "(low & 0x08040201u)", "(low & 0x08040102u)", _TILES),
-    _fault("upper rows' bits for lower ones", "const int byte = 2 * half + group / 4;", "const int byte = 2 * (1 - half) + group / 4;", _TILES),
     _fault("a neighbour's columns", "low[i] = bytes << (7 - 2 * pair);", "low[i] = bytes << (5 - 2 * pair & 7);", _TILES),
     _fault("saved words of lanes not exchanged", "lane / 2 == 0 ? 0x5410 : 0x3276);", "0x5410);", _TILES),
-    _fault("saved one word further", "const int at = first_key / 32 + pair % 2;", "const int at = first_key / 32 + 1 - pair % 2;"),
     _fault("saved past a row's words", "if (saved != nullptr && at < words) saved[at]", "if (saved != nullptr) saved[at]"),
     _fault("saved rows past the length", "args.keep_bits != nullptr && saved_row < length\n", "args.keep_bits != nullptr\n"),
-    _fault("bits saved and not applied", "p[n / 2][n % 2 * 2 + r] &= masks.of(n, r);", "(void)masks;"),
     # out, and the choice of a kernel
     _fault("out of rows past the length", "        if (warp_row + at < length)\n", ""),
     _fault("any stride", "heads.row_stride % 8 == 0", "heads.row_stride % 2 == 0", _ENTRY),
@@ -89,7 +71,5 @@ SUITE = Suite(
         "-k",
         "not error_rule and not two_thousand and not many_sequences[10",
     ),
-    build=EMULATED,
-    quick="not slow",
-    timeout_s=1200.0,
+    **IN_EMULATOR,
 )

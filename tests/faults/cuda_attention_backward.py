@@ -1,16 +1,12 @@
 """Faults of the CUDA attention's backward, compiled by nvcc and run in the PTX emulator."""
 
-from tests.support.mutation import EMULATED, Fault, Suite
+from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _TILES = "csrc/cuda/attention_backward.cuh"
 _DQ = "csrc/cuda/attention_backward_dq.cu"
 _DKDV = "csrc/cuda/attention_backward_dkdv.cu"
 _DBIAS = "csrc/cuda/attention_backward_dbias.cu"
-
-
-def _fault(name: str, old: str, new: str, file: str = _DQ) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_DQ)
 
 FAULTS = (
     # barriers and waits
@@ -25,24 +21,9 @@ FAULTS = (
         "            wait_copies<1>();\n            __syncthreads();\n            if (first_key",
     ),
     _fault(
-        "dq: the queries are not waited for",
-        "    fetch(0, 0);\n    wait_copies<0>();\n",
-        "    fetch(0, 0);\n",
-    ),
-    _fault(
-        "dq: no barrier between the copies and the queries",
-        "    wait_copies<0>();\n    __syncthreads();\n    const int lane",
-        "    wait_copies<0>();\n    const int lane",
-    ),
-    _fault(
         "dq: no barrier between delta and its readers",
         "first, length);\n    __syncthreads();\n\n    // This thread's",
         "first, length);\n\n    // This thread's",
-    ),
-    _fault(
-        "dq: no barrier before the second walk",
-        "        if (rough) shared.rough = 1;\n        __syncthreads();\n",
-        "        if (rough) shared.rough = 1;\n",
     ),
     _fault(
         "dq: no barrier before the stage is written",
@@ -54,29 +35,10 @@ FAULTS = (
         "fetch(first_key + kKeys, slot ^ 1)",
         "fetch(first_key + kKeys, slot)",
     ),
-    _fault("dq: copies not committed", "        commit_copies();\n", ""),
     _fault(
         "dkdv: no barrier before a tile is read",
         "        wait_copies<0>();\n        __syncthreads();\n        if (first_row",
         "        wait_copies<0>();\n        if (first_row",
-        _DKDV,
-    ),
-    _fault(
-        "dkdv: a tile is not waited for",
-        "        wait_copies<0>();\n        __syncthreads();\n        if (first_row",
-        "        wait_copies<1>();\n        __syncthreads();\n        if (first_row",
-        _DKDV,
-    ),
-    _fault(
-        "dkdv: no barrier between the copies and the keys",
-        "    wait_copies<0>();\n    __syncthreads();\n    const int lane",
-        "    wait_copies<0>();\n    const int lane",
-        _DKDV,
-    ),
-    _fault(
-        "dkdv: no barrier before the stage is written",
-        "    __syncthreads();\n    T* const stage",
-        "    T* const stage",
         _DKDV,
     ),
     _fault(
@@ -89,12 +51,6 @@ FAULTS = (
         "dbias: no barrier before the tiles are overwritten",
         "                __syncthreads();\n                copy_rows",
         "                copy_rows",
-        _DBIAS,
-    ),
-    _fault(
-        "dbias: no barrier before the tiles are read",
-        "                wait_copies<0>();\n                __syncthreads();\n",
-        "                wait_copies<0>();\n",
         _DBIAS,
     ),
     _fault(
@@ -123,21 +79,9 @@ FAULTS = (
         _TILES,
     ),
     _fault(
-        "halves of the left operand exchanged",
-        "a[n / 2][n % 2 * 2 + 1] = pack_pair<T>(c[n][2], c[n][3]);",
-        "a[n / 2][n % 2 * 2 + 1] = pack_pair<T>(c[n][3], c[n][2]);",
-        _TILES,
-    ),
-    _fault(
         "rows after the sequence copied",
         "const bool inside = row + i < left;",
         "const bool inside = row + i < left + 1;",
-        _TILES,
-    ),
-    _fault(
-        "the last row not copied",
-        "const bool inside = row + i < left;",
-        "const bool inside = row + i < left - 1;",
         _TILES,
     ),
     _fault(
@@ -146,30 +90,12 @@ FAULTS = (
         "if (row < length - first + 1)\n            *reinterpret",
         _TILES,
     ),
-    _fault(
-        "lower half by the upper half's factor",
-        "c[n][2 * half + 1] * factor[half]",
-        "c[n][2 * half + 1] * factor[0]",
-        _TILES,
-    ),
     _fault("the tail not zeroed", "if (first + i / kChunks < end)", "if (first + i / kChunks < 0)", _TILES),
-    _fault(
-        "tail beyond the first tiles not zeroed",
-        "static_cast<int>(args.slots - sequences) * kOwned",
-        "static_cast<int>(args.total + 1)",
-        _TILES,
-    ),
     # dropout
     _fault(
         "bits of the row in its sequence",
         "static_cast<std::uint32_t>(first_row + drawn_row)",
         "static_cast<std::uint32_t>(row + drawn_row)",
-        _TILES,
-    ),
-    _fault(
-        "drawn bits of head 0",
-        "static_cast<std::uint32_t>(head), args.dropout.offset",
-        "0u, args.dropout.offset",
         _TILES,
     ),
     _fault(
@@ -180,19 +106,11 @@ FAULTS = (
     ),
     _fault("dP of all P in dq", "if ((word & (1u << (8 * n + i))) == 0) dp", "if (false) dp"),
     _fault("dv of all P", "dropped[n][i] = kept ? p[n][i] : 0.0f;", "dropped[n][i] = p[n][i];", _DKDV),
-    _fault(
-        "bits of the other keys", "1u << (warp_row % 32 + group + 8)", "1u << (warp_row % 32 + group)", _DKDV
-    ),
     # mathematics
     _fault(
         "keys past the sequence seen",
         "if (key + 8 * n + i % 2 >= last[i / 2]) p",
         "if (key + 8 * n + i % 2 > last[i / 2]) p",
-    ),
-    _fault(
-        "causal without the diagonal in dq",
-        "args.causal && row[half] < length ? row[half] + 1 : length;",
-        "args.causal && row[half] < length ? row[half] : length;",
     ),
     _fault(
         "causal leaves dq too early",
@@ -211,13 +129,7 @@ FAULTS = (
         "delta[half] += rest[half] / divisor;",
         "delta[half] += 0.0f * rest[half] / divisor;",
     ),
-    _fault(
-        "no delta is rough",
-        "fabsf(rest[half]) > kRounding * size[half]",
-        "fabsf(rest[half]) > 1e9f * size[half]",
-    ),
     _fault("sums of the first walk kept", "        norm[0] = norm[1] = 0.0f;\n", ""),
-    _fault("sum of P not handed on", "shift[half] + log2f(norm[half])", "shift[half]"),
     _fault("dq not normalised", "{inverse[0] * scale, inverse[1] * scale}", "{scale, scale}"),
     _fault(
         "gate not in dP of dk",
@@ -232,18 +144,10 @@ FAULTS = (
         _DKDV,
     ),
     _fault("dbias of one part", "shared_by += args.parts)", "shared_by += 1)", _DBIAS),
-    _fault(
-        "dbias not normalised",
-        "exp2_fast((s - shift[i / 2]) * kLog2E) * inverse[i / 2];",
-        "exp2_fast((s - shift[i / 2]) * kLog2E);",
-        _DBIAS,
-    ),
 )
 
 SUITE = Suite(
     faults=FAULTS,
     tests=("tests/ptx/test_cuda_attention_backward.py", "-k", "not error_rule and not long_sequences"),
-    build=EMULATED,
-    quick="not slow",
-    timeout_s=1200.0,
+    **IN_EMULATOR,
 )

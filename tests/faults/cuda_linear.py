@@ -2,17 +2,13 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.support.mutation import EMULATED, Fault, Suite
+from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _TILES = "csrc/cuda/linear_tiles.cuh"
 _PLAN = "csrc/cuda/linear.cu"
 _PASSES = "csrc/cuda/linear_passes.cu"
 _ACTIVATION = "csrc/cuda/activation.cuh"
-
-
-def _fault(name: str, old: str, new: str, file: str = _TILES) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_TILES)
 
 FAULTS = (
     # barriers and waits
@@ -20,7 +16,6 @@ FAULTS = (
     _fault("first wait a group late", "    wait_copies<kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<kSlots - 1>();\n    __syncthreads();\n    load(0, 0, 0);"),
     _fault("no barrier in the loop", "                wait_copies<kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<kSlots - 2>();\n            }"),
     _fault("no wait in the loop", "                wait_copies<kSlots - 2>();\n                __syncthreads();\n            }", "                __syncthreads();\n            }"),
-    _fault("wait in the loop a group late", "                wait_copies<kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<kSlots - 1>();\n                __syncthreads();\n            }"),
     _fault("copies are not committed", "        commit_copies();\n", ""),
     _fault("slot reused while it is read", "if (step == 0) copy(spare);", "if (step == 0) copy(slot);"),
     _fault("slot of the next step overwritten", "if (step == 0) copy(spare);", "if (step == 0) copy(following);"),
@@ -30,25 +25,20 @@ FAULTS = (
     _fault("y written over pre's part", "        // The part may be written again.\n        __syncwarp();\n", ""),
     _fault("residual read before all lanes loaded", "        __syncwarp();\n    }\n\n    // The sums of acc's columns", "    }\n\n    // The sums of acc's columns"),
     _fault("no barrier between the warps' sums of g", "sum[i];\n    __syncthreads();\n    const std::int64_t own", "sum[i];\n    const std::int64_t own", _PASSES),
-    _fault("no barrier between partial column sums", "    slots[warp][lane] = sum;\n    __syncthreads();\n", "    slots[warp][lane] = sum;\n", _PASSES),
     # tiles, fragments, tails
     _fault("a's fragments in b's order", "A::template load<false>", "A::template load<true>"),
-    _fault("b's fragments in a's order", "B::template load<true>", "B::template load<false>"),
     _fault("turned tiles read as they lie", "            load_matrices_transposed(words,", "            load_matrices(words,"),
     _fault("a chunk's place not exchanged", "        at = chunk_of<T, kColumns>(row, chunk);", "        at = row * kColumns + chunk * kChunk;"),
     _fault("second half of the fragments twice", "const int lane = static_cast<int>(threadIdx.x) % kWarp;\n        const int first = lane % 8, second = lane / 8 % 2 * 8", "const int lane = static_cast<int>(threadIdx.x) % kWarp;\n        const int first = lane % 8, second = 8"),
-    _fault("b's second eight columns twice", "{four[across % 2 * 2], four[across % 2 * 2 + 1]}", "{four[2], four[3]}"),
     _fault("the depth's tail read past its end", "inside = depth + (kTurned ? i * kRowsAtOnce : 0) < left;", "inside = depth + (kTurned ? i * kRowsAtOnce : 0) < left + kChunk;"),
     _fault("turned rows behind the end", "(kTurned ? i * kRowsAtOnce : 0) < left;", "0 < left;"),
     _fault("the last line forgotten", "(line < lines ? line : lines - 1) * stride", "(line < lines - 1 ? line : lines - 2) * stride"),
-    _fault("lines past the last one", "(line < lines ? line : lines - 1) * stride", "line * stride"),
     _fault("columns past the last one", "(line < lines ? line : lines - kChunk);", "line;"),
     _fault("the second tile of the depth again", "            from[i] += step;\n", "            from[i] += i == 0 ? step : 0;\n"),
     _fault("steps of depth by a's own tile", "step = kTurned ? kDepth * stride : kDepth;", "step = kTurned ? kLines * stride : kDepth;"),
     _fault("parts start at the first step", "    int depth = begin * Shape::kDepth;", "    int depth = 0 * begin;"),
     _fault("parts read to the end", "const int last = end * Shape::kDepth < all_depth ? end * Shape::kDepth : all_depth;", "const int last = end * Shape::kDepth;"),
     _fault("groups of row tiles overlap", "const int first = static_cast<int>(index / wide) * kGroup,", "const int first = static_cast<int>(index / wide) * (kGroup - 1),"),
-    _fault("tiles of the last group too high", "row_tiles - first < kGroup ? row_tiles - first : kGroup;", "kGroup;"),
     # the epilogue
     _fault("bias in every part", "bias != nullptr && blockIdx.y == 0 && column < columns", "bias != nullptr && column < columns"),
     _fault("bias of the tile's first columns", "first = widen(bias[column]);", "first = widen(bias[column - own.column]);"),
@@ -56,19 +46,14 @@ FAULTS = (
     _fault("residual's high half twice", "                low += first;\n", "                low += second;\n"),
     _fault("residual's stride forgotten", "tile.load(shared, args.residual, args.residual_stride, whole.residual);", "tile.load(shared, args.residual, args.columns, whole.residual);"),
     _fault("rows stored past the last", "if (walk.row + i * kRowsAtOnce < rows)\n                    *reinterpret", "if (walk.row + i * kRowsAtOnce <= rows)\n                    *reinterpret"),
-    _fault("columns stored past the last", "        if (whole && walk.column < columns) {", "        if (whole) {"),
     _fault("copies of the last row summed", "        tile.clear_rows_behind();\n", ""),
     _fault("column sums of half of the rows", "sum += acc[i][j][e] + acc[i][j][e + 2];", "sum += acc[i][j][e];"),
-    _fault("column sums of every second group", "for (int other = 4; other < kWarp; other *= 2) sum +=", "for (int other = 8; other < kWarp; other *= 2) sum +="),
-    _fault("column sums of two warps in one row", "static_cast<std::int64_t>(row / 64) * columns", "static_cast<std::int64_t>(row / 128) * columns"),
     _fault("parts share their scratch", "(static_cast<std::int64_t>(blockIdx.y) * rows + row) * stride;", "static_cast<std::int64_t>(row) * stride;"),
     # the passes
     _fault("first part twice", "++part, from += stride) {", "++part, from += part > 1 ? stride : 0) {", _PASSES),
     _fault("activation of each part's sum forgotten", "for (int i = 0; i < kChunk; ++i) sum[i] = function(sum[i]);", "for (int i = 0; i < kChunk; ++i) function(sum[i]);", _PASSES),
     _fault("g not times the slope", "g[i] *= slope(z[i]);", "slope(z[i]);", _PASSES),
-    _fault("rows of another block's part", "row = begin + warp; row < end;", "row = begin + warp; row <= end && row < args.rows;", _PASSES),
     _fault("a warp's sums left out", "for (int i = 0; i < kPassWarps; ++i) total += slots[i][threadIdx.x];", "for (int i = 1; i < kPassWarps; ++i) total += slots[i][threadIdx.x];", _PASSES),
-    _fault("second column block's sums in the first's place", "args.sums[blockIdx.x * args.columns + own] = total;", "args.sums[blockIdx.x * args.columns + threadIdx.x] = total;", _PASSES),
     # activations
     _fault("cheap gelu's third coefficient", "few ? -0.47983377f : -0.472460395f", "few ? -0.49983377f : -0.492460395f", _ACTIVATION),
     _fault("fp16 with bf16's polynomial", "template <class T>\nconstexpr bool kFewDigits = false;", "template <class T>\nconstexpr bool kFewDigits = true;", _ACTIVATION),
@@ -89,7 +74,5 @@ SUITE = Suite(
         "-k",
         "not test_error_rule",
     ),
-    build=EMULATED,
-    quick="not slow",
-    timeout_s=1200.0,
+    **IN_EMULATOR,
 )

@@ -2,16 +2,12 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.support.mutation import EMULATED, Fault, Suite
+from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _DQ = "csrc/cuda/attention_backward_dq_hopper.cu"
 _DKDV = "csrc/cuda/attention_backward_dkdv_hopper.cu"
 _SHARED = "csrc/cuda/attention_backward_hopper.cuh"
-
-
-def _fault(name: str, old: str, new: str, file: str = _DQ) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_DQ)
 
 FAULTS = (
     # tiles come and go
@@ -25,23 +21,19 @@ FAULTS = (
     _fault("dkdv: a turn of the ring keeps its parity", "        parity ^= slot;\n", "", _DKDV),
     _fault("dkdv: numbers and bits are not waited for", "        wait_copies<0>();\n", "", _DKDV),
     _fault("dkdv: a slot is filled while its products run", "        wait_products<0>();\n        parity ^= slot;", "        parity ^= slot;", _DKDV),
-    _fault("dkdv: the keys are not waited for", "    wait_phase(&shared.own, 0);\n", "", _DKDV),
     _fault("dkdv: numbers are not committed", "        commit_copies();\n    };", "    };", _DKDV),
     _fault("bytes of one tile are expected", "arrive_expecting(barrier, 2 * kTileBytes);", "arrive_expecting(barrier, kTileBytes);", _SHARED),
     # products
     _fault("dq: S is read while its product runs", "            wait_products<1>();\n", "            wait_products<2>();\n"),
-    _fault("dq: dP is read while its product runs", "            wait_products<0>();\n            settle(ds);", "            wait_products<1>();\n            settle(ds);"),
     _fault("dq: the sum is read while it grows", "        wait_products<0>();\n        settle(grad);", "        settle(grad);"),
     _fault("dq: each tile of keys begins anew", "keys + slot * kTileStep, first_key > 0);", "keys + slot * kTileStep, false);"),
     _fault("dk: each tile of queries begins anew", "of_ds, queries + slot * kTileStep, first_row > 0);", "of_ds, queries + slot * kTileStep, false);", _DKDV),
     _fault("the depth of a transposed tile stands still", "b + k * kTransposedStep", "b", _SHARED),
     # tails
     _fault("dq: the next sequence's keys stay", "                zero_rest(shared.key[slot], length - first_key);\n", ""),
-    _fault("dq: the next sequence's values stay", "                zero_rest(shared.value[slot], length - first_key);\n", ""),
     _fault("dq: zeros without a fence", "                fence_shared();\n", ""),
     _fault("dq: keys behind the end have a probability", "if (i / 4 * 8 + i % 2 >= left) p[i] = 0.0f;", "if (i / 4 * 8 + i % 2 > left) p[i] = 0.0f;"),
     _fault("dkdv: the next sequence's queries stay", "            zero_rest(shared.query[slot], length - first_row);\n", "", _DKDV),
-    _fault("dkdv: the next sequence's dout stays", "            zero_rest(shared.dout[slot], length - first_row);\n", "", _DKDV),
     _fault("one row too few is zero", ">= left) store_pack", "> left) store_pack", _SHARED),
     _fault("rows after the sequences are not zero", "            zero_rows<T, kD>(dv, args.grad_stride, first, args.total);\n", "", _DKDV),
     # delta, bits, factors
@@ -53,7 +45,6 @@ FAULTS = (
     _fault("dq: bits of the first keys", "inside ? bits + first_key / 32 : args.keep_bits", "inside ? bits : args.keep_bits"),
     _fault("dkdv: bits of the first keys", "plane * words + first / 32 + thread / kGroupTile;", "plane * words + thread / kGroupTile;", _DKDV),
     _fault("dk without dropout's factor", "of_k[2] = {factor * scale, factor * scale}", "of_k[2] = {scale, scale}", _DKDV),
-    _fault("dv without dropout's factor", "of_v[2] = {factor, factor}", "of_v[2] = {1.0f, 1.0f}", _DKDV),
 )  # fmt: skip
 
 _QUICK = (
@@ -64,7 +55,5 @@ _QUICK = (
 SUITE = Suite(
     faults=FAULTS,
     tests=("tests/ptx/test_cuda_attention_backward_hopper.py", "-k", _QUICK),
-    build=EMULATED,
-    quick="not slow",
-    timeout_s=600.0,
+    **IN_EMULATOR,
 )

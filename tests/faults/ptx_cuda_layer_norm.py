@@ -2,17 +2,13 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.support.mutation import EMULATED, Fault, Suite
+from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _FORWARD = "csrc/cuda/layer_norm.cu"
 _BACKWARD = "csrc/cuda/layer_norm_backward.cu"
 _ROWS = "csrc/cuda/layer_norm_rows.cuh"
 _COMMON = "csrc/cuda/common.cuh"
-
-
-def _fault(name: str, old: str, new: str, file: str) -> Fault:
-    return Fault(name, file, old, new)
-
+_fault = faults_of(_FORWARD)
 
 FAULTS = (
     # a slot written while another warp may still read it
@@ -21,14 +17,12 @@ FAULTS = (
     _fault("looped: slots of the mean reused", "row_sum<kRowThreads>(first, slots[1])", "row_sum<kRowThreads>(first, slots[0])", _FORWARD),
     _fault("looped: slots of the correction reused", "rstd_of(row_sum<kRowThreads>(second, slots[2])", "rstd_of(row_sum<kRowThreads>(second, slots[1])", _FORWARD),
     _fault("the next row takes the same slots", "base += step, turn ^= 1)", "base += step, turn ^= 0)", _BACKWARD),
-    _fault("looped: the next row takes the same slots", "row += gridDim.x, turn ^= 1)", "row += gridDim.x, turn ^= 0)", _BACKWARD),
     _fault("slots that overlap", "__shared__ float slots[3][kRowThreads / kWarp];", "__shared__ float slots[3][kRowThreads / kWarp - 1];", _FORWARD),
     # shared memory that nobody wrote
     _fault("totals of no column not written", "    totals[y][x] = total;", "    if (column < hidden) totals[y][x] = total;", _BACKWARD),
     # reads beyond a tensor, of values that nothing uses
     _fault("a row past the last fetched", "if (!active || row >= args.rows) return;", "if (!active) return;", _BACKWARD),
     _fault("a mean past the last read", "row < args.rows ? args.mean[row] : 0.0f", "args.mean[row]", _BACKWARD),
-    _fault("an rstd past the last read", "row < args.rows ? args.rstd[row] : 0.0f", "args.rstd[row]", _BACKWARD),
     _fault("partial sums of no column read", "    if (column < hidden)\n        for (std::int64_t part", "        for (std::int64_t part", _BACKWARD),
     # addresses that 16-byte accesses cannot have
     _fault("rows of any address in registers", "return cuda::aligned(p) && (p == nullptr", "return (p == nullptr", _ROWS),
@@ -39,7 +33,6 @@ FAULTS = (
     # launches that no device takes
     _fault("bounds below the launch: looped", "__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel", "__global__ void __launch_bounds__(kRowThreads / 2) forward_looped_kernel", _FORWARD),
     _fault("bounds below the launch: looped backward", "__launch_bounds__(kRowThreads)\n    backward_looped_kernel", "__launch_bounds__(kWarp)\n    backward_looped_kernel", _BACKWARD),
-    _fault("bounds below the launch: sums", "__launch_bounds__(1024)", "__launch_bounds__(512)", _BACKWARD),
     _fault("bounds below the launch: a warp per row", "kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads,\n", "kThreads == kWarp ? kWarp : kThreads,\n", _FORWARD),
     _fault("more shared memory than a block gets", "__shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];", "__shared__ float others[kManyRows ? 8 * kColumns * kMaxThreads : 1];", _BACKWARD),
 )  # fmt: skip
@@ -51,7 +44,5 @@ SUITE = Suite(
         "-k",
         "width or order or gaps or addresses or wanted or rows or multiply_adds",
     ),
-    build=EMULATED,
-    quick="not slow",
-    timeout_s=1200.0,
+    **IN_EMULATOR,
 )

@@ -33,7 +33,6 @@ FAULTS = (
     _fault("engine.cpp", "groups that meet stay apart", "        if (group.first == lowest) {", "        if (group.first == lowest && mask == 0) {"),
     _fault("engine.cpp", "a return ends the whole warp", "    live &= ~lanes;\n    mask &= ~lanes;", "    live = 0;\n    mask &= ~lanes;"),
     _fault("engine.cpp", "whatever is read counts as written", "const uint32_t missing = m & ~w.written[slot];", "const uint32_t missing = 0 & m & ~w.written[slot];"),
-    _fault("engine.cpp", "predicates count as written", "const uint32_t missing = m & ~w.written[op.guard];", "const uint32_t missing = 0 & m & ~w.written[op.guard];"),
     _fault("engine.cpp", "one lane's write counts for all", "w.written[slot] |= m;", "w.written[slot] = ALL;"),
     _fault("engine.cpp", "an ended warp is waited for", "        for (int id = 0; id < 16; ++id) block->barrier_check(id);\n", ""),
     _fault("engine.cpp", "the first block is always first", "std::swap(order[i - 1], order[launch.random() % i])", "std::swap(order[i - 1], order[i - 1])"),
@@ -58,14 +57,10 @@ FAULTS = (
     _fault("shared.cpp", "plain reads do not race with atomics", "if (atomic && (writer[i] & ATOMIC))", "if ((atomic || true) && (writer[i] & ATOMIC))"),
     # copies
     _fault("copies.cpp", "a wait is one group early", "int64_t(w.committed[l]) - int64_t(pending)", "int64_t(w.committed[l]) - int64_t(pending) + 1"),
-    _fault("copies.cpp", "a wait is one group late", "int64_t(w.committed[l]) - int64_t(pending)", "int64_t(w.committed[l]) - int64_t(pending) - 1"),
     _fault("copies.cpp", "a wait waits for open groups too", "const bool done = open ||", "const bool done = open || true ||"),
     _fault("copies.cpp", "wait_all leaves open groups", "void wait_all(Warp& w, const Op&, uint32_t m) { wait(w, m, 0, true); }", "void wait_all(Warp& w, const Op&, uint32_t m) { wait(w, m, 0, false); }"),
-    _fault("copies.cpp", "a lane's commit counts for its warp", "for_lanes(m, [&](uint32_t l) { ++w.committed[l]; });", "for_lanes(ALL | m, [&](uint32_t l) { ++w.committed[l]; });"),
     _fault("copies.cpp", "late copies land at once", "    if (launch.late) {", "    if (launch.late && m == 0) {"),
-    _fault("copies.cpp", "early copies land late", "    if (launch.late) {", "    if (true) {"),
     _fault("copies.cpp", "what is not read keeps its value", "        std::memset(to, 0, copy.bytes);\n", ""),
-    _fault("copies.cpp", "everything is read", "copy.read[l] = read;", "copy.read[l] = size;"),
     _fault("copies.cpp", "a copy may write anywhere", '        w.block->shared->check(at, size, l, "an asynchronous copy");\n', ""),
     _fault("copies.cpp", "a misaligned source is let pass", "if (from[l] & (size - 1))", "if (from[l] & 0)"),
     # memory
@@ -84,5 +79,4 @@ SUITE = Suite(
     ),
     build=(sys.executable, "-c", "from tests.ptx.emulator import library; library.engine()"),
     quick="built and not slow",
-    timeout_s=900.0,
 )

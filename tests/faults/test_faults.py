@@ -1,7 +1,7 @@
-"""Planted faults must make the tests fail: one per suite, then samples, then all of them.
+"""Planted faults must make the tests fail: one per suite, then all of them.
 
 A suite is a module of this folder with `SUITE`. `make test` plants one fault of each suite that needs no
-build, `make sweep` one of each other suite and larger samples, `make exhaustive` every fault of every suite.
+build, `make sweep` one of each other suite, `make exhaustive` every fault of every suite.
 """
 
 import pytest
@@ -10,12 +10,6 @@ from fastbert.runtime import loader
 from tests.support import cpu_build, cuda_build, mutation
 
 SUITES = mutation.suites()
-SAMPLES = {
-    "triton_attention": 4,
-    "triton_layer_norm": 8,
-    "triton_linear": 2,
-    "triton_pooling_backward": 1,
-}
 
 
 def needs(name: str) -> None:
@@ -30,17 +24,6 @@ def needs(name: str) -> None:
         pytest.skip(loader.cpu_gap())
 
 
-def built_ones_in_the_sweep(name: str):
-    return pytest.param(name, marks=pytest.mark.sweep) if SUITES[name].build else name
-
-
-@pytest.fixture(scope="module")
-def servers():
-    running = mutation.Servers()
-    yield running
-    running.close()
-
-
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_fault_can_be_planted(suite):
     """Each text to be replaced occurs once in its file."""
@@ -51,24 +34,27 @@ def test_every_fault_can_be_planted(suite):
     assert len({fault.name for fault in faults}) == len(faults)
 
 
-@pytest.mark.parametrize("suite", [built_ones_in_the_sweep(name) for name in SUITES])
-def test_one_fault_is_caught(suite, servers):
-    """By a test that passes without the fault, and that `make test` runs if it runs any of the suite's."""
-    needs(suite)
-    row = mutation.run_in_process(suite, one=True)[0] if SUITES[suite].build else servers.one(suite)
-    assert row["verdict"] == "failed", row["log"]
-    assert row["unchanged"] == "passed", row["log"]
+def assert_one_caught(*names: str) -> None:
+    """Of each suite, by a test that passes without the fault and that `make test` runs, or `quick` allows."""
+    rows = mutation.rows_of("mutation.py", "--one", *names)
+    assert [row["suite"] for row in rows] == [*names]
+    missed = [row for row in rows if (row["verdict"], row["unchanged"]) != ("failed", "passed")]
+    assert missed == []
+
+
+def test_one_fault_of_each_suite_is_caught():
+    assert_one_caught(*(name for name in SUITES if not SUITES[name].build))
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("suite", SAMPLES)
-def test_sample_of_the_faults_is_caught(suite):
+@pytest.mark.parametrize("suite", [name for name in SUITES if SUITES[name].build])
+def test_one_fault_of_a_built_suite_is_caught(suite):
     needs(suite)
-    mutation.assert_caught(mutation.run_in_process(suite, sample=SAMPLES[suite]), share=1.0)
+    assert_one_caught(suite)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES)
 def test_faults_are_caught(suite):
     needs(suite)
-    mutation.assert_caught(mutation.run_in_process(suite), share=0.95)
+    mutation.assert_caught(mutation.rows_of("mutation.py", suite), share=0.95)

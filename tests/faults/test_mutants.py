@@ -66,13 +66,6 @@ def test_the_sample_takes_the_rooms_in_turns():
         assert text[mutant.start : mutant.end].decode() == mutant.old
 
 
-def test_quick_tests_come_first_and_the_modules_own_before_others():
-    seconds = {"test_a.py::x": 1, "test_a.py::y": 9, "test_linear_int8.py::z": 8, "test_linear.py::w": 2}
-    plugin = mutants.QuickFirst("linear", {f"tests/ops/{test}": time for test, time in seconds.items()})
-    found = sorted(plugin.seconds, key=plugin.place)
-    assert [test.rpartition("::")[2] for test in found] == ["w", "x", "z", "y"]
-
-
 @pytest.mark.sweep
 def test_a_mutant_is_killed_and_the_run_resumes(tmp_path):
     command = ("mutants.py", "--sample", "3", "--room", "masking", "--out", str(tmp_path / "rows.jsonl"))

@@ -5,7 +5,7 @@
 
 A sample holds equally many mutants of each room, in turns. Which ones depends on the seed and on the text of
 their functions alone, so that an edit elsewhere keeps them. The tests of a room run in a fork of a process
-that has imported PyTorch already, in the tier of `make test`, the quickest first. Rerun a command with
+that has imported PyTorch already, in the tier of `make test`, those of the module first. Rerun a command with
 `--out` to resume it. The survivors are listed at the end.
 """
 
@@ -174,76 +174,42 @@ def sample(count: int, seed: int) -> list[Mutant]:
     return list(itertools.islice((m for turn in turns for m in turn if m is not None), count))
 
 
-class Times:
-    """Plugin of pytest: keeps the seconds of each test in a file."""
+class OwnFirst:
+    """Plugin of pytest: the tests in files named like the module first."""
 
-    def __init__(self, file: pathlib.Path) -> None:
-        self.file = file
-        self.seconds: collections.Counter[str] = collections.Counter()
-
-    def pytest_runtest_logreport(self, report) -> None:
-        self.seconds[report.nodeid] += round(report.duration, 3)
-
-    def pytest_sessionfinish(self) -> None:
-        self.file.write_text(json.dumps(self.seconds))
-
-
-class QuickFirst:
-    """Plugin of pytest: tests quicker than the mean first, and of equals those named like the module."""
-
-    def __init__(self, module: str, seconds: dict[str, float]) -> None:
+    def __init__(self, module: str) -> None:
         self.begin = f"test_{module}"
-        self.seconds = seconds
-        self.mean = sum(seconds.values()) / len(seconds)
-        self.files: collections.Counter[str] = collections.Counter()
-        for test, time_s in seconds.items():
-            self.files[test.partition("::")[0]] += time_s
-
-    def place(self, test: str) -> tuple[bool, bool, float]:
-        """What tests are sorted by."""
-        file = test.partition("::")[0]
-        own = pathlib.Path(file).name.startswith(self.begin)
-        return self.seconds.get(test, 0.0) > self.mean, not own, self.files[file]
 
     def pytest_collection_modifyitems(self, items) -> None:
-        items.sort(key=lambda item: self.place(item.nodeid))
+        items.sort(key=lambda item: not item.path.name.startswith(self.begin))
 
 
-def judge(room: str, tree: pathlib.Path, timeout_s: float, plugin: object) -> tuple[str, str]:
-    """The verdict of a room's tests on `tree`, and what pytest printed."""
+def judge(room: str, tree: pathlib.Path, module: str = "") -> tuple[str, str]:
+    """The verdict of a room's tests on `tree`, and what pytest printed. The tests of `module` run first."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory  # compiled code is another mutant's
         log = pathlib.Path(directory, "log")
-        suite = mutation.Suite(faults=(), tests=ROOMS[room][1], timeout_s=timeout_s)
-        return mutation.verdict(suite, tree, log, suite.quick, (plugin,)), log.read_text(errors="replace")
+        suite = mutation.Suite(faults=(), tests=ROOMS[room][1], timeout_s=1800.0)
+        result = mutation.verdict(suite, tree, log, suite.quick, (OwnFirst(module),))
+        return result, log.read_text(errors="replace")
 
 
-def seconds_of(room: str, tree: pathlib.Path) -> dict[str, float]:
-    """Seconds of each test of a room on the unchanged tree. RuntimeError if one fails."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = pathlib.Path(directory, "seconds.json")
-        result, log = judge(room, tree, 3600.0, Times(file))
-        if result != "passed":
-            raise RuntimeError(f"{room}'s tests without a mutant: {result}\n{log[-4000:]}")
-        return json.loads(file.read_text())
-
-
-def run(chosen: list[Mutant], known: list[dict]) -> Iterator[dict[str, object]]:
-    """Rows to keep: the seconds of a room's tests, and verdicts of mutants without a row in `known`."""
-    seconds = {row["room"]: row["seconds_of"] for row in known if "seconds_of" in row}
-    done = {row["key"] for row in known if "key" in row}
+def run(chosen: list[Mutant], done: set[str]) -> Iterator[dict[str, object]]:
+    """Verdicts of mutants whose key is not in `done`. RuntimeError if a test fails on the unchanged tree."""
+    passed = set()
     with mutation.own_tree() as tree:
         mutation.enter(tree, {})
         for mutant in chosen:
             if mutant.key in done:
                 continue
-            if mutant.room not in seconds:
-                seconds[mutant.room] = seconds_of(mutant.room, tree)
-                yield {"room": mutant.room, "seconds_of": seconds[mutant.room]}
-            times, start = seconds[mutant.room], time.monotonic()
-            plugin = QuickFirst(pathlib.Path(mutant.file).stem, times)
+            if mutant.room not in passed:
+                result, log = judge(mutant.room, tree)
+                if result != "passed":
+                    raise RuntimeError(f"{mutant.room}'s tests without a mutant: {result}\n{log[-4000:]}")
+                passed.add(mutant.room)
+            start = time.monotonic()
             with mutant.planted(tree):
-                result, log = judge(mutant.room, tree, 60.0 + 3.0 * sum(times.values()), plugin)
+                result, log = judge(mutant.room, tree, pathlib.Path(mutant.file).stem)
             yield {
                 **asdict(mutant),
                 "verdict": {"passed": "survived", "hung": "timeout"}.get(result, "killed"),
@@ -287,16 +253,15 @@ def main() -> None:
     out = options.out and options.out.resolve()  # the run changes the directory
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
     new = []
-    for row in run(chosen, known):
+    for row in run(chosen, {row["key"] for row in known}):
         new.append(row)
-        if "key" in row:
-            print(json.dumps(row), flush=True)
+        print(json.dumps(row), flush=True)
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
             with out.open("a") as file:
                 print(json.dumps(row), file=file)
     keys = {mutant.key for mutant in chosen}
-    print(report([row for row in known + new if row.get("key") in keys]), file=sys.stderr)
+    print(report([row for row in known + new if row["key"] in keys]), file=sys.stderr)
 
 
 if __name__ == "__main__":

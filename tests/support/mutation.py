@@ -1,8 +1,7 @@
 """Mutation runs: a fault is planted in a source file, and the tests must fail.
 
-    python tests/support/mutation.py triton_layer_norm [--sample 8]    one JSON object per fault
-    python tests/support/mutation.py triton_layer_norm --one           for one fault: who caught it
-    python tests/support/mutation.py --serve                           the same for each suite named on stdin
+    python tests/support/mutation.py triton_layer_norm    one JSON object per fault
+    python tests/support/mutation.py --one SUITE ...      for one fault of each suite: who caught it
 
 A suite is a module `tests/faults/<suite>.py` with `SUITE`. Faults are planted in a copy of the tree. The
 tests of each fault run in a fork of a process that has imported PyTorch already, so that a fault costs a
@@ -28,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -99,16 +99,38 @@ class Suite:
     tests: tuple[str, ...]
     build: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    timeout_s: float = 180.0
+    timeout_s: float = 600.0
     quick: str = "not slow and not sweep"
 
 
-# the build of suites whose CUDA kernels run in the PTX emulator
+# suites of C++ that runs on this machine
+IN_PLACE = {
+    "build": (sys.executable, "setup.py", "build_ext", "--inplace"),
+    "environment": {"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+}
+# suites whose CUDA kernels run in the PTX emulator
 EMULATED = (
     *(sys.executable, "-c"),
     "from tests.ptx.emulator import library; from tests.support import cuda_build; "
     "cuda_build.emulated_extension(), library.engine()",
 )
+IN_EMULATOR = {"build": EMULATED, "quick": "not slow", "timeout_s": 1200.0}
+
+
+def faults_of(usual: str) -> Callable[..., Fault]:
+    """`Fault` of (name, old, new, file), where `usual` is the file if none is given."""
+    return lambda name, old, new, file=usual: Fault(name, file, old, new)
+
+
+def interpreted(faults: tuple[Fault, ...], *tests: str) -> Suite:
+    """A suite whose tests need no build; Triton's kernels run in its interpreter."""
+    return Suite(faults, tests, environment={"TRITON_INTERPRET": "1"}, timeout_s=1800.0)
+
+
+def of_op(faults: tuple[Fault, ...], op: str, without: str = "nothing") -> Suite:
+    """`interpreted` by an op's own tests and its part in those of every op, `without` those of this `-k`."""
+    files = f"tests/triton/test_{op}.py", "tests/triton/test_every_op.py"
+    return interpreted(faults, *files, "-k", f"{op} and not ({without})")
 
 
 def suites() -> dict[str, Suite]:
@@ -273,34 +295,29 @@ def one_caught(suite: Suite, tree: pathlib.Path) -> dict[str, object]:
     }
 
 
-def run_one(suite: Suite) -> dict[str, object]:
-    """`one_caught` in a tree of its own, or in the one whose builds are kept. Needs a process to itself."""
-    with (shared_tree if suite.build else own_tree)() as tree:
-        enter(tree, suite.environment)
-        return one_caught(suite, tree)
+def run_one(names: Sequence[str]) -> Iterator[dict[str, object]]:
+    """`one_caught` of each suite, with its name. Needs a process to itself: PyTorch is imported once for all.
 
-
-def serve() -> None:
-    """Answer each suite's name on stdin with its `one_caught` on stdout, all in one tree; none builds."""
+    They share a tree: one whose builds are kept, if any suite builds.
+    """
     known = suites()
-    with own_tree() as tree:
-        enter(tree, {})
-        for line in sys.stdin:
-            print(json.dumps(one_caught(known[line.strip()], tree)), flush=True)
+    builds = any(known[name].build for name in names)
+    with (shared_tree if builds else own_tree)() as tree:
+        enter(tree, {"TRITON_INTERPRET": "1"})
+        for name in names:
+            with unittest.mock.patch.dict(os.environ, known[name].environment):
+                yield {"suite": name, **one_caught(known[name], tree)}
 
 
-def run(suite: Suite, sample: int | None = None) -> Iterator[dict[str, object]]:
+def run(suite: Suite) -> Iterator[dict[str, object]]:
     """A dict for the unchanged tree and for each fault: name, verdict, caught, seconds, tail of the log.
 
-    `sample` takes that many faults, evenly spaced. Needs a process to itself: changes directory and path.
+    Needs a process to itself: changes directory and path.
     """
-    faults = suite.faults
-    if sample is not None and sample < len(faults):
-        faults = tuple(faults[i * len(faults) // sample] for i in range(sample))
     with own_tree() as tree:
         log = tree.with_name("log")
         enter(tree, suite.environment)
-        for fault in (None, *faults):
+        for fault in (None, *suite.faults):
             start = time.monotonic()
             with contextlib.nullcontext() if fault is None else fault.planted(tree):
                 result = verdict(suite, tree, log)
@@ -317,47 +334,10 @@ def rows_of(script: str, *arguments: str) -> list[dict[str, object]]:
     """What a script of this folder prints in a process of its own, one JSON object per line."""
     command = [sys.executable, str(ROOT / "tests" / "support" / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def run_in_process(suite: str, sample: int | None = None, one: bool = False) -> list[dict[str, object]]:
-    """`run`, or `run_one`, in a process of its own, for tests."""
-    sampled = [] if sample is None else ["--sample", str(sample)]
-    return rows_of("mutation.py", suite, *sampled, *(["--one"] if one else []))
-
-
-class Servers:
-    """Processes that `serve`, kept for one test run: PyTorch is imported once for many suites."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, subprocess.Popen] = {}
-
-    def one(self, name: str) -> dict[str, object]:
-        """`run_one` of a suite that builds nothing."""
-        suite = suites()[name]
-        key = json.dumps(suite.environment, sort_keys=True)
-        if key not in self._running:
-            self._running[key] = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/support/mutation.py"), "--serve"],
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | suite.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        server = self._running[key]
-        print(name, file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the server of {name} ended with {server.wait()}; its words are on stderr")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        """End the processes."""
-        for server in self._running.values():
-            server.communicate()
 
 
 def assert_caught(rows: list[dict[str, object]], share: float) -> None:
@@ -373,19 +353,13 @@ def assert_caught(rows: list[dict[str, object]], share: float) -> None:
 def main() -> None:
     """Command line of this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite", nargs="?", help="name of a module in tests/faults")
-    parser.add_argument("--sample", type=int, help="run only so many of the faults")
+    parser.add_argument("suites", nargs="+", metavar="SUITE", help="a module in tests/faults")
     parser.add_argument("--one", action="store_true", help="run the first fault, with what `make test` runs")
-    parser.add_argument("--serve", action="store_true", help="do so for each suite named on stdin")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    if options.serve:
-        serve()
-        return
-    if options.suite is None:
-        parser.error("which suite?")
-    suite = suites()[options.suite]
-    for row in [run_one(suite)] if options.one else run(suite, options.sample):
+    if not options.one and len(options.suites) > 1:
+        parser.error("several suites: only with --one")
+    for row in run_one(options.suites) if options.one else run(suites()[options.suites[0]]):
         print(json.dumps(row), flush=True)
 
 

@@ -3,11 +3,7 @@
 On sm_90 a product runs on while its warps go on. Until `WARPGROUP.DEPBAR` waits for it, it reads its left
 operand (A), where that lies in registers, and writes its accumulators. ptxas decides where waits and copies
 go, and has put A's registers to other use too early (triton#11781, fla#1262). Triton's interpreter and PTX do
-not show that; the machine code does:
-
-    cuobjdump -sass FILE.cubin > FILE.sass
-    python tests/support/sass.py FILE.sass ...      a line per finding; exit status 1 if there is one
-    hazards(text)                                   the same of one listing, as objects
+not show that; the machine code, as `cuobjdump -sass` prints it, does.
 
 Rules, on every path from a product to the wait for it:
 
@@ -22,14 +18,10 @@ instruction reads and writes.
 
 from __future__ import annotations
 
-import pathlib
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from tests.support.sass_registers import Instruction, names, product, read, split, written
 
@@ -192,14 +184,3 @@ def _passed(state: State, k: int, i: Instruction) -> State:
         may_run = int(i.operands[-1], 16)
         state = {j: n for j, n in state.items() if n <= may_run}
     return state
-
-
-def main() -> int:
-    """Command line of this file."""
-    found = [f"{path}: {h}" for path in sys.argv[1:] for h in hazards(pathlib.Path(path).read_text())]
-    print("\n".join(found) or "no finding")
-    return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""What one SASS instruction of sm_90 reads and writes, as masks of registers: bit i is R<i>.
-
-tests/triton/test_sass.py compares it with the life ranges of `nvdisasm -plr` on whole kernels.
-"""
+"""What one SASS instruction of sm_90 reads and writes, as masks of registers: bit i is R<i>."""
 
 from __future__ import annotations
 

@@ -1,29 +1,12 @@
-"""The lint of machine code: what the compiler makes passes, and a fault in it is seen."""
+"""The lint of machine code, on listings by hand; test_compile.py runs it on what the compiler makes."""
 
 from __future__ import annotations
 
-import pathlib
-import re
-import subprocess
-import sys
-
 import pytest
 
-from tests.support import sass, sass_registers, triton_compile
-from tests.triton.test_compile import PRODUCTS, compiled_products
-
-pytest.importorskip("triton", reason="Triton is not installed", exc_type=ImportError)
+from tests.support import sass
 
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-
-
-@pytest.fixture(scope="module")
-def products(tmp_path_factory) -> list[dict]:
-    """A row per kernel that BERT-base runs on sm_90, with its `cubin` and its `listing`."""
-    rows = compiled_products(tmp_path_factory.mktemp("cubins"), "base")
-    for row in rows:
-        row["listing"] = triton_compile.dumped(pathlib.Path(row["cubin"]).read_bytes(), "-sass")
-    return rows
 
 
 def listing(*instructions: str) -> str:
@@ -36,82 +19,6 @@ def found(*instructions: str) -> list[tuple[int, str, tuple[str, ...]]]:
     """(instruction's place, what, registers) of each finding."""
     return [(h.line - 2, h.what, h.registers) for h in sass.hazards(listing(*instructions))]
 
-
-# --- what the compiler makes --------------------------------------------------------------------------------
-
-
-def test_no_register_is_touched_too_early(products):
-    assert {r["kernel"] for r in products} == PRODUCTS
-    for row in products:
-        assert row["left_in_registers"] == sass.left_in_registers(row["listing"]) >= 2, row["cubin"]
-        assert row["hazards"] == [], row["cubin"]
-
-
-def test_without_its_waits_every_kernel_is_flagged(products):
-    for row in products:
-        assert WAIT in row["listing"]
-        hazards = sass.hazards(row["listing"].replace(WAIT, "NOP"))
-        assert {h.kernel for h in hazards} == {row["kernel"]}
-        assert {h.what for h in hazards} == {"writes A", "writes accumulators", "reads accumulators"}
-        assert sum(h.what == "writes A" for h in hazards) >= 8, row["cubin"]
-
-
-def test_a_wait_that_is_taken_out_is_missed_wherever_it_was(products):
-    """Each wait by itself: the results that it waits for are read before the next one."""
-    for row in products:
-        waits = [m.span() for m in re.finditer(re.escape(WAIT), row["listing"])]
-        for start, end in waits:
-            assert sass.hazards(row["listing"][:start] + "NOP" + row["listing"][end:]), (row["cubin"], start)
-
-
-def test_a_write_before_a_wait_is_seen(products):
-    """What follows the last product before a wait becomes a write, under a predicate, of its A."""
-    for row in products:
-        ((_, code),) = sass.parsed(row["listing"])
-        found = ((k, i, sass_registers.product(i)) for k, i in enumerate(code))
-        k, i, product = next((k, i, p) for k, i, p in found if p and p.left and p.closes)
-        later, (*_, register) = code[k + 1], sass_registers.names(product.left)
-        lines = row["listing"].splitlines()
-        lines[later.line - 1] = f"        /*{later.address:04x}*/  @P0 MOV {register}, R0 ;"
-        hazards = sass.hazards("\n".join(lines))
-        assert [(h.line, h.what, h.registers) for h in hazards] == [(later.line, "writes A", (register,))]
-        assert hazards[0].product_line == i.line
-
-
-@pytest.mark.sweep
-def test_registers_are_those_of_nvdisasm(products):
-    """What each instruction reads and writes, beside the life ranges that nvdisasm prints."""
-    checked = set()
-    for row in {row["kernel"]: row for row in products}.values():
-        ((_, code),) = sass.parsed(row["listing"])
-        marks = life_ranges(row["cubin"])
-        for i in code:
-            if i.address in marks:  # not so behind the last jump
-                assert (sass_registers.written(i), sass_registers.read(i)) == marks[i.address], str(i)
-                checked.add(i.base)
-    assert checked >= {"HGMMA", "LDSM", "LDG", "STG", "STS", "IMAD", "CS2R", "SHFL", "LOP3", "F2FP", "LDGSTS"}
-
-
-def life_ranges(cubin: str) -> dict[int, tuple[int, int]]:
-    """Address -> (registers written, registers read), as nvdisasm marks them: ^ and v, x for both."""
-    import triton
-
-    nvdisasm = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    command = [nvdisasm, "-c", "-plr", "-lrm", "narrow", cubin]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    # a number of live registers comes first, then a column per register: `// |   # 0123`
-    count = len(re.search(r"// \|( *# )0123", text)[1])
-    ranges = {}
-    for line in text.splitlines():
-        instruction = re.match(r"\s*/\*([0-9a-f]{4,})\*/.*// \|([^|]*)", line)
-        if instruction:
-            columns = instruction[2][count:]
-            masks = [sum(1 << k for k, c in enumerate(columns) if c in kind) for kind in ("^x", "vx")]
-            ranges[int(instruction[1], 16)] = (masks[0], masks[1])
-    return ranges
-
-
-# --- listings by hand ---------------------------------------------------------------------------------------
 
 A = "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24, gsb0"
 OPEN = A.removesuffix(", gsb0")
@@ -256,21 +163,3 @@ def test_kernels_of_one_listing_are_told_apart():
 def test_what_is_no_listing_is_an_error(text):
     with pytest.raises(ValueError, match=r"text: expected a listing by `cuobjdump -sass`"):
         sass.hazards(text)
-
-
-def test_a_product_of_a_warp_that_is_unknown_is_an_error():
-    with pytest.raises(ValueError, match=r"HMMA.999.F32: no product of a warp that is known here"):
-        found(A, "HMMA.999.F32 R2, R4, R6, R8", WAIT)
-
-
-def test_the_command(products, tmp_path):
-    path = tmp_path / "listing.sass"
-    path.write_text(products[0]["listing"])
-    command = [sys.executable, "tests/support/sass.py", str(path)]
-    root = pathlib.Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert (done.returncode, done.stdout) == (0, "no finding\n"), done.stderr
-    path.write_text(products[0]["listing"].replace(WAIT, "NOP"))
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert done.returncode == 1
-    assert f"{products[0]['kernel']}, line " in done.stdout
