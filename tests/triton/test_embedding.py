@@ -85,7 +85,7 @@ def run(args):
 # --- the error rule -----------------------------------------------------------------------------------------
 
 
-WIDTHS = [*range(1, 35), 63, 64, 65, 127, 128, 129, 384, 768, 1025, kernels.ONE_BLOCK, kernels.ONE_BLOCK + 4]
+WIDTHS = [*range(1, 35), 63, 64, 65, 127, 128, 129, 384, kernels.ONE_BLOCK, kernels.ONE_BLOCK + 4, 1025, 768]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

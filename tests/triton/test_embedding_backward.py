@@ -206,7 +206,7 @@ def test_token_counts(tokens):
     assert_right(arguments(tokens, 16, DTYPES[tokens % 3]))
 
 
-@pytest.mark.parametrize("width", [1, 3, 16, 17, 31, 64, 65, 129, 257, 768, kernels.BWD_ONE_BLOCK + 4])
+@pytest.mark.parametrize("width", [1, 3, 16, 17, 31, 64, 65, 129, kernels.BWD_ONE_BLOCK + 4, 257, 768])
 def test_widths(width):
     assert_right(arguments(5, width, DTYPES[width % 3]))
 

@@ -53,35 +53,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "dtype", "case"), CASES)
-def test_cases(op, dtype, case):
-    rows = testing.run_case(case, "triton", dtype, DEVICE)
-    trained = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
-    assert any(row.quantity.startswith("d") for row in rows) == trained
-    assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
-
-
-@pytest.mark.parametrize("op", [op for op in OPS if op != "linear_norm"])
-def test_the_table_serves_the_same_bits_each_time(op, monkeypatch, checked_memory):
-    """After the self-check. No sum is atomic, as on a GPU the order of such sums changes."""
-    set_backends(monkeypatch, op, "triton", "reference")
-    case = testing.small_cases(op)[-1]
-    inputs = case.inputs(BF16, DEVICE)
-    before = {name: t.clone() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
-    y = case.call(**inputs)
-    douts = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
-    assert known.found
-    assert all(verdict.passed for verdict in known.found.values())
-    launches = checked_memory.launches
-    trained = op not in dispatch.INFERENCE_ONLY
-    assert_repeats(
-        checked_memory, lambda: evaluate(case.call, case, inputs, None, trained, douts).values(), 1
-    )
-    assert DEVICE.type == "cuda" or checked_memory.launches >= launches + 2 * (1 + trained)
-    for name, t in before.items():
-        torch.testing.assert_close(inputs[name], t, rtol=0, atol=0, equal_nan=True)
-
-
 def linear_norm_of(**args):
     return [test_linear_norm.kernels.linear_norm_fwd(test_linear_norm.LinearNormInputs(**args))]
 
@@ -273,3 +244,32 @@ def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(op, monkeypatch)
     GRIDS[op](kernels, *vectors_and_matrix())
     assert grids
     assert all(n <= 65535 for grid in grids for n in grid[1:])
+
+
+@pytest.mark.parametrize(("op", "dtype", "case"), CASES)
+def test_cases(op, dtype, case):
+    rows = testing.run_case(case, "triton", dtype, DEVICE)
+    trained = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
+    assert any(row.quantity.startswith("d") for row in rows) == trained
+    assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "linear_norm"])
+def test_the_table_serves_the_same_bits_each_time(op, monkeypatch, checked_memory):
+    """After the self-check. No sum is atomic, as on a GPU the order of such sums changes."""
+    set_backends(monkeypatch, op, "triton", "reference")
+    case = testing.small_cases(op)[-1]
+    inputs = case.inputs(BF16, DEVICE)
+    before = {name: t.clone() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    y = case.call(**inputs)
+    douts = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
+    assert known.found
+    assert all(verdict.passed for verdict in known.found.values())
+    launches = checked_memory.launches
+    trained = op not in dispatch.INFERENCE_ONLY
+    assert_repeats(
+        checked_memory, lambda: evaluate(case.call, case, inputs, None, trained, douts).values(), 1
+    )
+    assert DEVICE.type == "cuda" or checked_memory.launches >= launches + 2 * (1 + trained)
+    for name, t in before.items():
+        torch.testing.assert_close(inputs[name], t, rtol=0, atol=0, equal_nan=True)

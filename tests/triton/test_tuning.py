@@ -424,7 +424,7 @@ def drawn(op, dtype):
 def test_fuzz_every_config_that_a_table_may_hold_computes_the_same(op, every):
     found = list(drawn(op, BF16))
     results = {}
-    for task, config in found if every else random.Random(3).sample(found, 4):
+    for task, config in found if every else random.Random(3).sample(found, 2):
         inputs = task.case.inputs(BF16, CPU)
         if task not in results:
             results[task] = tune.expected(task, inputs)
@@ -496,15 +496,15 @@ def test_a_wrong_gradient_cannot_win(monkeypatch, op):
 
 
 @interpreted
-def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys, every):
     out, record = tmp_path / "cpu.json", tmp_path / "tuning.jsonl"
     arguments = ["--device", "cpu", "--dtype", "bfloat16", "--out", str(out), "--json", str(record)]
-    assert tune.main(arguments) == 0
+    assert tune.main(arguments + ["--op", "linear"] * (not every)) == 0
     table = json.loads(out.read_text())
     assert list(problems(table, "cpu.json")) == []
-    assert list(table) == ["device", *sorted(tune.KINDS)]
-    text = capsys.readouterr().out
-    assert "# 16 of 16 entries in" in text
+    assert not every or set(table) == {"device", *tune.KINDS}
+    assert " entries in" in capsys.readouterr().out
     from bench.lib import lines
 
     data = lines.read(record)
