@@ -276,10 +276,9 @@ def call_pooling(kernels, dtype, width: int, mode: str) -> None:
 
 
 def layer_norm_jobs(kernels, full: bool) -> Jobs:
-    """Every distinct config, with and without the optional inputs.
+    """Every distinct config, with and without the optional inputs, and half precision beside float32.
 
-    By default bfloat16 at several widths and the other dtypes at one for sm_90, and one width in bfloat16 for
-    the others; `full` is the product. So for half precision beside float32, as in training under autocast.
+    By default 768 columns in bfloat16; on sm_90 also the widest rows, and the other dtypes. `full`: all.
     """
     widths = {}
     for hidden in (16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12000):
@@ -288,7 +287,7 @@ def layer_norm_jobs(kernels, full: bool) -> Jobs:
         blocks = tuple((n, -(-hidden // n)) for n in (kernels.columns(hidden, limit) for limit in limits))
         widths.setdefault((configs, blocks), hidden)
     widths = sorted({*widths.values(), 768, 1024})
-    few = (64, 768, 1024, 4096, 8192, 12000)
+    few = (768, 12000)
     for arch, dtype, hidden in product(SHARED_LIMIT, (BF16, FP16), widths):
         if full or (dtype == BF16 and (hidden == 768 or (arch == 90 and hidden in few))):
             call = partial(call_layer_norm_mixed, kernels, dtype, hidden)
@@ -316,9 +315,7 @@ HEADDIMS = 64, 128, 16, 32, 80
 def attention_jobs(kernels, full: bool) -> Jobs:
     """Configs that the tuner may choose, with various options.
 
-    By default head dimension 64 in bfloat16 on every architecture, the highest tiles of the heuristic, plain
-    and with everything, and float32 with everything on sm_90. `full` adds the other configs, float16, other
-    head dimensions, and each option by itself.
+    By default head dimension 64, the highest tiles of the heuristic, plain and with everything; `full`: all.
     """
     saved = DRAWN | {"save_bits": True}
     dropout = {
@@ -358,9 +355,8 @@ def attention_jobs(kernels, full: bool) -> Jobs:
 def attention_backward_jobs(kernels, full: bool) -> Jobs:
     """The configs of the ladder, with various options.
 
-    By default head dimension 64 in bfloat16, the highest tiles: with dropout on every architecture, with
-    everything on sm_90. `full` adds low tiles, the other dtypes and head dimensions, plain and with
-    everything, and each option by itself where BERT has it: bfloat16, head dimensions 32 and 64, high tiles.
+    By default head dimension 64 in bfloat16, the highest tiles. `full` adds low tiles, other dtypes and head
+    dimensions, and each option by itself where BERT has it.
     """
     from_bits = DRAWN | {"saved": True}
     extras = {
@@ -417,8 +413,7 @@ def linear_backward_jobs(kernels, full: bool) -> Jobs:
 def linear_jobs(kernels, full: bool) -> Jobs:
     """The configs of the heuristic.
 
-    By default the largest tiles with GELU in bfloat16 on every architecture; on sm_90 also with everything
-    that an epilogue can do, by pointers, and in float32. `full` is the product.
+    By default the largest tiles; on sm_90 with all that an epilogue can do, by TMA and by pointers.
     """
     gelu = {"bias": True, "activation": "gelu"}
     uses = {
@@ -441,13 +436,11 @@ def linear_jobs(kernels, full: bool) -> Jobs:
 
 
 def embedding_jobs(kernels, full: bool) -> Jobs:
-    """By default 768 columns in bfloat16, with everything.
-
-    `full` adds other widths and dtypes, and what has neither positions nor segments nor dropout.
-    """
+    """By default 768 columns in bfloat16, with everything, and on sm_90 the widest tokens."""
     widths = (16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 12000)
     for arch, dtype, hidden, everything in product(SHARED_LIMIT, (BF16, FP16, FP32), widths, (True, False)):
-        if full or (everything and dtype == BF16 and hidden in (768, 8192, 12000)):
+        usual = everything and dtype == BF16
+        if full or (usual and (hidden == 768 or (arch == 90 and hidden == 12000))):
             call = partial(call_embedding, kernels, dtype, hidden, everything)
             yield title(dtype, hidden, "all" if everything else "plain"), arch, call
 
@@ -455,16 +448,15 @@ def embedding_jobs(kernels, full: bool) -> Jobs:
 def feed_forward_jobs(kernels, full: bool) -> Jobs:
     """The gradient between the two products.
 
-    By default the largest tiles with GELU and the sums of columns in bfloat16 on every architecture; on sm_90
-    also the other tiles, float16 and float32. `full` is the product with every activation, without the sums,
-    and by pointers.
+    By default the largest tiles with GELU and the sums of columns in bfloat16; on sm_90 all tiles.
     """
     for arch, dtype, aligned in product(SHARED_LIMIT, (BF16, FP16, FP32), (True, False)):
         ladder = kernels.linear.ladder(dtype, aligned, divmod(arch, 10))
         ladder = ladder[-1:] if dtype == FP32 else ladder
         for config, activation, sums in product(ladder, ACTIVATIONS, (True, False)):
             usual = aligned and sums and activation == "gelu"
-            if full or (usual and (arch == 90 or (config == ladder[0] and dtype == BF16))):
+            usual &= dtype == BF16 if arch != 90 else dtype != FP16
+            if full or (usual and (arch == 90 or config == ladder[0])):
                 out = 768 if aligned else 771
                 kind = f"{activation}-sums" if sums else activation
                 call = partial(call_feed_forward, arch, config, dtype, TOKENS, out, 3072, activation, sums)
@@ -472,14 +464,10 @@ def feed_forward_jobs(kernels, full: bool) -> Jobs:
 
 
 def first_attention_jobs(kernels, full: bool) -> Jobs:
-    """By default BERT-base and BERT-large in bfloat16.
-
-    A batch of 32 x 512 tokens without anything, and one sequence of 128 with bias and gate. `full`: float16,
-    other widths, and heads of every size.
-    """
+    """By default BERT-base and BERT-large in bfloat16; on sm_90 also one sequence, with bias and gate."""
     shapes = ((768, 64), (1024, 64), (384, 32), (312, 26), (128, 64), (16, 16), (1024, 256), (1000, 8))
     for arch, dtype, shape, work in product(SHARED_LIMIT, (BF16, FP16), shapes, ((32, 512), (1, 128))):
-        wanted = full or (dtype == BF16 and shape in ((768, 64), (1024, 64)))
+        wanted = full or (dtype == BF16 and shape in ((768, 64), (1024, 64)) and (arch == 90 or work[0] > 1))
         if wanted and shape[0] <= kernels.most_width(divmod(arch, 10)):
             call = partial(call_first_attention, kernels, arch, dtype, *shape, *work)
             yield title(dtype, by(*shape), by(*work)), arch, call
@@ -488,15 +476,15 @@ def first_attention_jobs(kernels, full: bool) -> Jobs:
 def linear_norm_jobs(kernels, full: bool) -> Jobs:
     """A product of few rows with its norm, in one launch or two.
 
-    By default each tile in bfloat16, in one launch, with some number of parts, at 768 columns; on sm_90 also
-    two launches, the widest rows and a depth that is no multiple of a tile's. `full` adds every number of
-    parts there, and two and the most parts at all sizes.
+    By default tiles of 64 rows in bfloat16, in one launch, with some number of parts, at 768 columns; on
+    sm_90 all tiles, two launches, the widest rows and a depth that is no multiple of a tile's.
     """
     sizes = (3072, 768), (771, 768), (1024, 1024), (768, 130), (4096, 2048)
     for arch, dtype, size, one_launch in product(SHARED_LIMIT, (BF16, FP16), sizes, (True, False)):
         for config in kernels.space(divmod(arch, 10)):
             usual = dtype == BF16 and size == sizes[0] and one_launch
             default = usual and config.split_k == {80: 1, 90: 8, 100: 2, 120: 3}[arch]
+            default &= arch == 90 or config.block_m == 64
             if arch == 90 and config[:2] == (64, 64) and config.split_k == 8:
                 default = dtype == BF16 and (usual or size in (sizes[1], sizes[-1]))
             ends = config.split_k in (2, kernels.SPLITS[-1])
