@@ -70,7 +70,6 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/ptx/test_cuda_linear.py",
-        "tests/ptx/test_cuda_linear_calls.py",
         "-k",
         "not test_error_rule",
     ),

@@ -4,14 +4,16 @@ Everything here is bit patterns of 32 lanes or more: arrays of uint64, zero abov
 computed as Python's (exact, then cut to the type), floats as NumPy's (IEEE, rounded to nearest even).
 
 `FORMS` has a row for each scalar form: operand types, result types, function and allowed error. The functions
-at the end are those that lanes do together: shfl, redux, ldmatrix, stmatrix, movmatrix, mma and wgmma.
+at the end are those that lanes do together: shfl, redux, ldmatrix, stmatrix, mma and wgmma.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -87,23 +89,11 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def nearest_bf16(x: np.ndarray) -> np.ndarray:
-    """float32 or float64 -> float32 that is a bf16: to nearest even; every NaN becomes 0x7FFF."""
-    if x.dtype == np.float64:
-        short = x.astype(np.float32)
-        rest = np.where(np.isfinite(x) & np.isfinite(short), x - short.astype(np.float64), 0.0)
-        even = (short.view(np.uint32) & np.uint32(1)) == 0
-        toward = np.where(rest > 0, np.float32(np.inf), np.float32(-np.inf))
-        x = np.where((rest != 0) & even, np.nextafter(short, toward), short).astype(np.float32)
+    """float32 -> float32 that is a bf16: to nearest even; every NaN becomes 0x7FFF."""
     pattern = x.view(np.uint32).astype(np.uint64)
     upper, lower = pattern >> np.uint64(16), pattern & np.uint64(0xFFFF)
     up = (lower > 0x8000) | ((lower == 0x8000) & ((upper & np.uint64(1)) == 1))
     return to_floats(np.where(np.isnan(x), np.uint64(0x7FFF), upper + up), "bf16")
-
-
-def to_zero_bf16(x: np.ndarray) -> np.ndarray:
-    """float32 -> bf16 by cutting."""
-    pattern = x.view(np.uint32).astype(np.uint64) >> np.uint64(16)
-    return to_floats(np.where(np.isnan(x), np.uint64(0x7FFF), pattern), "bf16")
 
 
 # error of .approx forms: (relative, absolute), from the ISA's tables; None is exact
@@ -187,8 +177,6 @@ for _t in ("s16", "u16", "s32", "u32", "s64", "u64"):
     _form(f"mul.lo.{_t}", _t, f"{_t} {_t}", lambda a, b: a * b)
     _form(f"mul.hi.{_t}", _t, f"{_t} {_t}", lambda a, b, n=_n: (a * b) >> n)
     _form(f"mad.lo.{_t}", _t, f"{_t} {_t} {_t}", lambda a, b, c: a * b + c)
-    if _n >= 32:
-        _form(f"mad.hi.{_t}", _t, f"{_t} {_t} {_t}", lambda a, b, c, n=_n: ((a * b) >> n) + c)
     if _n <= 32:
         _form(f"mul.wide.{_t}", _wide, f"{_t} {_t}", lambda a, b: a * b)
         _form(f"mad.wide.{_t}", _wide, f"{_t} {_t} {_wide}", lambda a, b, c: a * b + c)
@@ -230,23 +218,10 @@ def _inserted(a: int, b: int, start: int, length: int, bits: int) -> int:
     return b
 
 
-for _n in (32, 64):
-    for _s in "us":
-        _form(
-            f"bfe.{_s}{_n}",
-            f"b{_n}",
-            f"b{_n} b32 b32",
-            _each(lambda a, b, c, n=_n, s=_s: _field(a, b, c, n, s == "s")),
-        )
-    _form(
-        f"bfi.b{_n}",
-        f"b{_n}",
-        f"b{_n} b{_n} b32 b32",
-        _each(lambda a, b, c, d, n=_n: _inserted(a, b, c, d, n)),
-    )
-    _form(f"popc.b{_n}", "u32", f"b{_n}", _each(lambda a: a.bit_count()))
-    _form(f"clz.b{_n}", "u32", f"b{_n}", _each(lambda a, n=_n: n - a.bit_length()))
-    _form(f"brev.b{_n}", f"b{_n}", f"b{_n}", _each(lambda a, n=_n: int(f"{a:0{n}b}"[::-1], 2)))
+for _s in "us":
+    _form(f"bfe.{_s}32", "b32", "b32 b32 b32", _each(lambda a, b, c, s=_s: _field(a, b, c, 32, s == "s")))
+_form("bfi.b32", "b32", "b32 b32 b32 b32", _each(lambda a, b, c, d: _inserted(a, b, c, d, 32)))
+_form("popc.b32", "u32", "b32", _each(lambda a: a.bit_count()))
 
 # ---- 9.7.8 logic and shifts
 
@@ -261,45 +236,6 @@ for _n in (16, 32, 64):
     for _s in "sub":
         _form(f"shr.{_s}{_n}", f"{_s}{_n}", f"{_s}{_n} u32", _each(lambda a, b, n=_n: a >> min(b, n)))
 
-
-def _lop3(a: int, b: int, c: int, table: int) -> int:
-    terms = (
-        (~a & ~b & ~c, 1),
-        (~a & ~b & c, 2),
-        (~a & b & ~c, 4),
-        (~a & b & c, 8),
-        (a & ~b & ~c, 16),
-        (a & ~b & c, 32),
-        (a & b & ~c, 64),
-        (a & b & c, 128),
-    )
-    found = 0
-    for term, bit in terms:
-        found |= term if table & bit else 0
-    return found
-
-
-def lop3(table: int) -> Form:
-    """lop3.b32 with a table of truth as immediate."""
-    call = _each(lambda a, b, c: _lop3(a, b, c, table))
-    return Form("lop3.b32", ("b32",), ("b32",) * 3, call, shape=f"{{d0}}, {{a0}}, {{a1}}, {{a2}}, {table}")
-
-
-def _funnel(a: int, b: int, c: int, left: bool, wrap: bool) -> int:
-    """shf: 32 bits of the 64 bits b:a, shifted."""
-    n = c & 31 if wrap else min(c, 32)
-    both = b << 32 | a
-    return (both << n) >> 32 if left else both >> n
-
-
-for _d in "lr":
-    for _m in ("wrap", "clamp"):
-        _form(
-            f"shf.{_d}.{_m}.b32",
-            "b32",
-            "b32 b32 u32",
-            _each(lambda a, b, c, d=_d, m=_m: _funnel(a, b, c, d == "l", m == "wrap")),
-        )
 
 # ---- 9.7.3 floating point
 
@@ -339,12 +275,6 @@ for _r, _f in (("", ""), (".rn", ""), (".ftz", "ftz"), (".rn.ftz", "ftz")):
                     f(a), f(b), low, nan, _NAN32
                 ),
             )
-_form("copysign.f32", "f32", "f32 f32", lambda a, b: np.copysign(b, a))
-for _op, _call in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div.rn", np.divide)):
-    _form(f"{_op}.f64", "f64", "f64 f64", _call)
-_form("neg.f64", "f64", "f64", np.negative)
-_form("abs.f64", "f64", "f64", np.abs)
-_form("sqrt.rn.f64", "f64", "f64", np.sqrt)
 
 
 def _double(call: Callable[..., np.ndarray], ftz: bool = True) -> Callable[..., np.ndarray]:
@@ -363,13 +293,8 @@ def _double(call: Callable[..., np.ndarray], ftz: bool = True) -> Callable[..., 
 _ULP = 2.0**-23
 for _f in ("", ".ftz"):
     _form(f"ex2.approx{_f}.f32", "f32", "f32", _double(np.exp2, bool(_f)), error=(2 * _ULP, 2.0**-149))
-    _form(
-        f"rsqrt.approx{_f}.f32",
-        "f32",
-        "f32",
-        _double(lambda a: 1 / np.sqrt(a), bool(_f)),
-        error=(2 * _ULP, 0),
-    )
+    rsqrt = _double(lambda a: 1 / np.sqrt(a), bool(_f))
+    _form(f"rsqrt.approx{_f}.f32", "f32", "f32", rsqrt, error=(2 * _ULP, 0))
     _form(f"rcp.approx{_f}.f32", "f32", "f32", _double(lambda a: 1 / a, bool(_f)), error=(_ULP, 2.0**-149))
     _form(f"sqrt.approx{_f}.f32", "f32", "f32", _double(np.sqrt, bool(_f)), error=(2 * _ULP, 2.0**-149))
     _form(f"lg2.approx{_f}.f32", "f32", "f32", _double(np.log2, bool(_f)), error=(2 * _ULP, 2.0**-22))
@@ -386,66 +311,21 @@ def _usual_divisor(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     )
 
 
-for _f in ("", ".ftz"):
-    for _m in ("approx", "full"):
-        _form(
-            f"div.{_m}{_f}.f32",
-            "f32",
-            "f32 f32",
-            _double(np.divide, bool(_f)),
-            error=(2 * _ULP, 0),
-            defined=_usual_divisor,
-        )
+for _f, _m in itertools.product(("", ".ftz"), ("approx", "full")):
+    _quotients = {"call": _double(np.divide, bool(_f)), "error": (2 * _ULP, 0), "defined": _usual_divisor}
+    _form(f"div.{_m}{_f}.f32", "f32", "f32 f32", **_quotients)
 
 # ---- 9.7.4 half precision; a NaN result is 0x7FFF
 
 _NAN16, _NANB16 = np.uint16(0x7FFF).view(np.float16), to_floats(np.array([0x7FFF], np.uint64), "bf16")[0]
 
 
-def _short(kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    return nearest_bf16 if kind == "bf16" else lambda x: _nan16(x, x.astype(np.float16))
-
-
-def _odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c in float64, exact or with a sticky bit."""
-    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = product + c
-    part = total - product
-    rest = (product - (total - part)) + (c - part)
-    return round_to_odd(total, np.where(np.isfinite(rest), rest, 0.0))
-
-
-def _sum64(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return _odd_fma(a, np.ones_like(a), b)
-
-
-_HALF = {
-    "f16": {
-        "add": (2, lambda a, b: _sum64(a, b)),
-        "sub": (2, lambda a, b: _sum64(a, -b)),
-        "mul": (2, lambda a, b: a.astype(np.float64) * b.astype(np.float64)),
-        "fma.rn": (3, _odd_fma),
-    },
-    "bf16": {"fma.rn": (3, _odd_fma)},
-}
-for _k, _ops in _HALF.items():
-    _pairs = []
-    for _op, (_count, _call) in _ops.items():
-        _pairs.append((_op, _count, lambda *x, c=_call, k=_k: _short(k)(c(*x))))
-    _canonical = _NANB16 if _k == "bf16" else _NAN16
-    for _op in ("min", "max"):
-        for _nan in ("", ".NaN"):
-            _pairs.append(
-                (
-                    f"{_op}{_nan}",
-                    2,
-                    lambda a, b, low=_op == "min", nan=bool(_nan), c=_canonical: _float_min(
-                        a, b, low, nan, c
-                    ),
-                )
-            )
-    _pairs.append(("abs", 1, np.abs))
-    _pairs.append(("neg", 1, np.negative))
+# Arithmetic is of f32: what kernels do to halves themselves are signs and extremes.
+for _k, _canonical in (("f16", _NAN16), ("bf16", _NANB16)):
+    _pairs = [("abs", 1, np.abs), ("neg", 1, np.negative)]
+    for _op, _nan in itertools.product(("min", "max"), ("", ".NaN")):
+        _call = partial(_float_min, lowest=_op == "min", nan=bool(_nan), canonical=_canonical)
+        _pairs.append((f"{_op}{_nan}", 2, _call))
     for _op, _count, _call in _pairs:
         _form(f"{_op}.{_k}", _k, " ".join([_k] * _count), _call)
 
@@ -471,22 +351,17 @@ for _t in ("b16", "b32", "b64", "u16", "s16", "u32", "s32", "u64", "s64"):
     for _c, _call in _ORDERED.items():
         if _t[0] != "b" or _c in ("eq", "ne"):
             _form(f"setp.{_c}.{_t}", "pred", f"{_t} {_t}", lambda a, b, c=_call: c(a, b).astype(bool))
-for _c, _same in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge")):
-    _form(f"setp.{_c}.u32", "pred", "u32 u32", FORMS[f"setp.{_same}.u32"].call)
 
 
-def _compared(a, b, call, unordered, ftz=False):
-    if ftz:
-        a, b = flushed(a), flushed(b)
+def _compared(a, b, call, unordered):
     nan = np.isnan(a) | np.isnan(b)
     return np.where(nan, unordered, call(a, b))
 
 
-for _t in ("f16", "bf16", "f32", "f64"):
+for _t in ("f16", "bf16", "f32"):
     for _c, _call in _ORDERED.items():
         _form(f"setp.{_c}.{_t}", "pred", f"{_t} {_t}", lambda a, b, c=_call: _compared(a, b, c, False))
         _form(f"setp.{_c}u.{_t}", "pred", f"{_t} {_t}", lambda a, b, c=_call: _compared(a, b, c, True))
-    _form(f"setp.num.{_t}", "pred", f"{_t} {_t}", lambda a, b: ~(np.isnan(a) | np.isnan(b)))
     _form(f"setp.nan.{_t}", "pred", f"{_t} {_t}", lambda a, b: np.isnan(a) | np.isnan(b))
 
 
@@ -540,42 +415,12 @@ def pieces(total: int, part: int) -> list[Form]:
 
 
 _INTEGERS = [f"{s}{n}" for n in (8, 16, 32, 64) for s in "us"]
-for _from in _INTEGERS:
-    for _to in _INTEGERS:
-        if _from != _to:
-            _form(f"cvt.{_to}.{_from}", _to, _from, lambda a: a)
-        _lowest = -(1 << (width(_to) - 1)) if _to[0] == "s" else 0
-        _highest = (1 << (width(_to) - (_to[0] == "s"))) - 1
-        if _from != _to:
-            _form(
-                f"cvt.sat.{_to}.{_from}",
-                _to,
-                _from,
-                _each(lambda a, low=_lowest, high=_highest: min(max(a, low), high)),
-            )
+for _from, _to in itertools.permutations(_INTEGERS, 2):
+    _form(f"cvt.{_to}.{_from}", _to, _from, lambda a: a)
 
 
-def _rounded_integer(mode: str) -> Callable[[np.ndarray], np.ndarray]:
-    return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode]
-
-
-def _to_integer(x: np.ndarray, kind: str, mode: str) -> np.ndarray:
-    """Out of range: the nearest of the type. NaN: 0 up to 32 bits, else the top bit."""
-    size, signed = width(kind), kind[0] == "s"
-    low, high = (-(1 << (size - 1)), (1 << (size - 1)) - 1) if signed else (0, (1 << size) - 1)
-    found = []
-    for value in _rounded_integer(mode)(x.astype(np.float64)):
-        if np.isnan(value):
-            found.append(1 << 63 if size == 64 else 0)
-        elif np.isinf(value):
-            found.append(high if value > 0 else low)
-        else:
-            found.append(min(max(int(value), low), high))
-    return np.array(found, dtype=object)
-
-
-def _nearest_float(a: np.ndarray, kind: str) -> np.ndarray:
-    """Integers to f32, to nearest even: by their top 62 bits and a sticky one."""
+def _nearest_float(a: np.ndarray) -> np.ndarray:
+    """Integers to f32, to nearest even: by their top 53 bits and a sticky one."""
     found = []
     for value in a:
         size = abs(value)
@@ -583,30 +428,16 @@ def _nearest_float(a: np.ndarray, kind: str) -> np.ndarray:
         # 53 bits and a sticky last bit: float64 has them, and float32 rounds them once
         kept = size >> shift | int(bool(size & ((1 << shift) - 1)))
         found.append(np.copysign(np.float64(kept) * 2.0**shift, -1.0 if value < 0 else 1.0))
-    return np.array(found, np.float64).astype({"f32": np.float32, "f64": np.float64, "f16": np.float16}[kind])
+    return np.array(found, np.float64).astype(np.float32)
 
 
-for _i in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
-    _form(f"cvt.rn.f32.{_i}", "f32", _i, lambda a: _nearest_float(a, "f32"))
-    if width(_i) >= 16:
-        for _m in ("rni", "rzi", "rmi", "rpi"):
-            _form(f"cvt.{_m}.{_i}.f32", _i, "f32", lambda a, k=_i, m=_m: _to_integer(a, k, m))
-for _m in ("rni", "rzi", "rmi", "rpi"):
-    _form(f"cvt.{_m}.f32.f32", "f32", "f32", lambda a, m=_m: _rounded_integer(m)(a))
-
-
-def _nan16(x: np.ndarray, short: np.ndarray) -> np.ndarray:
-    return np.where(np.isnan(x), _NAN16, short).astype(np.float16)
-
-
+for _i in _INTEGERS:
+    _form(f"cvt.rn.f32.{_i}", "f32", _i, _nearest_float)
 _form("cvt.f32.bf16", "f32", "bf16", lambda a: a)
 _form("cvt.f32.f16", "f32", "f16", lambda a: a.astype(np.float32))
-_form("cvt.f64.f32", "f64", "f32", lambda a: a.astype(np.float64))
 _form("cvt.rn.f32.f64", "f32", "f64", lambda a: a.astype(np.float32))
 _form("cvt.rn.bf16.f32", "bf16", "f32", nearest_bf16)
-_form("cvt.rz.bf16.f32", "bf16", "f32", to_zero_bf16)
-_form("cvt.rn.f16.f32", "f16", "f32", lambda a: _nan16(a, a.astype(np.float16)))
-_form("cvt.sat.f32.f32", "f32", "f32", lambda a: np.where(a > 0, np.minimum(a, np.float32(1)), np.float32(0)))
+_form("cvt.rn.f16.f32", "f16", "f32", lambda a: np.where(np.isnan(a), _NAN16, a.astype(np.float16)))
 
 
 def _two(kind: str) -> Callable[..., np.ndarray]:
@@ -619,36 +450,17 @@ for _k in ("f16", "bf16"):
     _form(f"cvt.rn.{_k}x2.f32", f"{_k}x2", "f32 f32", _two(_k))
 
 
-def _permuted(a: int, b: int, selector: int, mode: str) -> int:
-    """prmt: four of the eight bytes b:a."""
-    data = [(b << 32 | a) >> 8 * i & 255 for i in range(8)]
-    if mode == "":
-        found = []
-        for i in range(4):
-            nibble = selector >> 4 * i & 15
-            byte = data[nibble & 7]
-            found.append((255 if byte & 128 else 0) if nibble & 8 else byte)
-    else:
-        n = selector & 3
-        places = {
-            "f4e": [n, n + 1, n + 2, n + 3],
-            "b4e": [n, (n + 7) & 7, (n + 6) & 7, (n + 5) & 7],
-            "rc8": [n] * 4,
-            "ecl": [max(i, n) for i in range(4)],
-            "ecr": [min(i, n) for i in range(4)],
-            "rc16": [2 * (n & 1), 2 * (n & 1) + 1] * 2,
-        }[mode]
-        found = [data[p] for p in places]
-    return sum(byte << 8 * i for i, byte in enumerate(found))
+def _permuted(a: int, b: int, selector: int) -> int:
+    """prmt: four of the eight bytes b:a, or their signs."""
+    found = 0
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = (b << 32 | a) >> 8 * (nibble & 7) & 255
+        found |= ((255 if byte & 128 else 0) if nibble & 8 else byte) << 8 * i
+    return found
 
 
-for _m in ("", "f4e", "b4e", "rc8", "ecl", "ecr", "rc16"):
-    _form(
-        f"prmt.b32{'.' if _m else ''}{_m}",
-        "b32",
-        "b32 b32 b32",
-        _each(lambda a, b, c, m=_m: _permuted(a, b, c, m)),
-    )
+_form("prmt.b32", "b32", "b32 b32 b32", _each(_permuted))
 
 # ---- 9.7.9 and 9.7.13 what a warp's lanes do together
 
@@ -659,19 +471,8 @@ def shfl(mode: str, values: Bits, by: Bits, c: Bits) -> tuple[Bits, np.ndarray]:
     for lane in range(WARP):
         offset, clamp, mask = int(by[lane]) & 31, int(c[lane]) & 31, int(c[lane]) >> 8 & 31
         highest = lane & mask | clamp & ~mask & 31
-        lowest = lane & mask
-        if mode == "up":
-            source = lane - offset
-            inside = source >= highest
-        elif mode == "down":
-            source = lane + offset
-            inside = source <= highest
-        elif mode == "bfly":
-            source = lane ^ offset
-            inside = source <= highest
-        else:
-            source = lowest | offset & ~mask & 31
-            inside = source <= highest
+        source = lane ^ offset if mode == "bfly" else lane & mask | offset & ~mask & 31
+        inside = source <= highest
         found.append(values[source if inside else lane])
         valid.append(inside)
     return np.array(found, np.uint64), np.array(valid)
@@ -680,17 +481,7 @@ def shfl(mode: str, values: Bits, by: Bits, c: Bits) -> tuple[Bits, np.ndarray]:
 def redux(op: str, values: Bits, members: int, kind: str) -> int:
     """redux.sync.<op>.<kind> over the lanes of a mask."""
     chosen = [v for lane, v in enumerate(to_integers(values, kind)) if members >> lane & 1]
-    found = chosen[0]
-    for value in chosen[1:]:
-        found = {
-            "add": lambda a, b: a + b,
-            "min": min,
-            "max": max,
-            "and": lambda a, b: a & b,
-            "or": lambda a, b: a | b,
-            "xor": lambda a, b: a ^ b,
-        }[op](found, value)
-    return int(from_integers([found], kind)[0])
+    return int(from_integers([{"add": sum, "min": min, "max": max}[op](chosen)], kind)[0])
 
 
 # ---- 9.7.14 matrices. A lane of a warp is group * 4 + member; the tables give row and column of element i
@@ -718,30 +509,6 @@ def place_c(lane: int, i: int) -> tuple[int, int]:
     """m16n8: c0 … c3, float32."""
     group, member = group_member(lane)
     return (group if i < 2 else group + 8), member * 2 + (i & 1)
-
-
-def place_a_k8(lane: int, i: int) -> tuple[int, int]:
-    """m16n8k8, 16-bit A: a0 … a3."""
-    group, member = group_member(lane)
-    return (group if i < 2 else group + 8), member * 2 + (i & 1)
-
-
-def place_b_k8(lane: int, i: int) -> tuple[int, int]:
-    """m16n8k8, 16-bit B: b0, b1."""
-    group, member = group_member(lane)
-    return member * 2 + i, group
-
-
-def place_a_tf32(lane: int, i: int) -> tuple[int, int]:
-    """m16n8k8, tf32 A: a0 … a3, one per register."""
-    group, member = group_member(lane)
-    return (group if i in (0, 2) else group + 8), (member if i < 2 else member + 4)
-
-
-def place_b_tf32(lane: int, i: int) -> tuple[int, int]:
-    """m16n8k8, tf32 B: b0, b1."""
-    group, member = group_member(lane)
-    return (member if i == 0 else member + 4), group
 
 
 def place_d_wgmma(thread: int, i: int) -> tuple[int, int]:
@@ -775,31 +542,6 @@ def scattered(matrix: np.ndarray, count: int, place: Place, per: int, lanes: int
     return registers
 
 
-def mma(a: Sequence[Bits], b: Sequence[Bits], c: Sequence[Bits], kind: str, k: int = 16) -> np.ndarray:
-    """The float64 16 x 8 matrix a @ b + c of mma.sync.aligned.m16n8k<k>.row.col.f32.<kind>.<kind>.f32."""
-    if kind == "tf32":
-        left, right = gathered(a, (16, 8), place_a_tf32, 1), gathered(b, (8, 8), place_b_tf32, 1)
-        cut = np.uint64(0xFFFFE000)
-        left, right = to_floats(left & cut, "f32"), to_floats(right & cut, "f32")
-    else:
-        places = (place_a, place_b) if k == 16 else (place_a_k8, place_b_k8)
-        left = to_floats(gathered(a, (16, k), places[0], 2), kind)
-        right = to_floats(gathered(b, (k, 8), places[1], 2), kind)
-    added = to_floats(gathered(c, (16, 8), place_c, 1), "f32").astype(np.float64)
-    with np.errstate(all="ignore"):
-        terms = left.astype(np.float64)[:, :, None] * right.astype(np.float64)[None]
-        return terms.sum(1) + added
-
-
-def mma_bound(a: Sequence[Bits], b: Sequence[Bits], c: Sequence[Bits], kind: str, k: int = 16) -> np.ndarray:
-    """The sum of the terms' sizes, of which an error of a few 2^-23 is allowed."""
-    positive = [[np.array([int(v) & 0x7FFF7FFF for v in r], np.uint64) for r in m] for m in (a, b)]
-    if kind == "tf32":
-        positive = [[np.array([int(v) & 0x7FFFFFFF for v in r], np.uint64) for r in m] for m in (a, b)]
-    added = [np.array([int(v) & 0x7FFFFFFF for v in r], np.uint64) for r in c]
-    return mma(*positive, added, kind, k)
-
-
 def row_of(shared: bytes, address: int) -> list[int]:
     """Eight 16-bit elements."""
     return [int.from_bytes(shared[address + 2 * i : address + 2 * i + 2], "little") for i in range(8)]
@@ -830,20 +572,6 @@ def stmatrix(shared: bytes, addresses: Sequence[int], registers: Sequence[Bits],
                 at = int(addresses[8 * m + row]) + 2 * column
                 memory[at : at + 2] = (int(register[lane]) >> 16 * e & 0xFFFF).to_bytes(2, "little")
     return bytes(memory)
-
-
-def movmatrix(register: Bits) -> Bits:
-    """movmatrix.sync.aligned.m8n8.trans.b16."""
-    matrix = np.zeros((8, 8), np.uint64)
-    for lane in range(WARP):
-        group, member = group_member(lane)
-        matrix[group, 2 * member] = int(register[lane]) & 0xFFFF
-        matrix[group, 2 * member + 1] = int(register[lane]) >> 16
-    found = []
-    for lane in range(WARP):
-        group, member = group_member(lane)
-        found.append(int(matrix[2 * member, group]) | int(matrix[2 * member + 1, group]) << 16)
-    return np.array(found, np.uint64)
 
 
 # ---- 9.7.15 wgmma: operands in shared memory. Layouts are in units of 16 bytes, eight 16-bit elements: for

@@ -8,32 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ptx.emulator import OutOfBounds, Program
+from tests.ptx.emulator import OutOfBounds, Program, UnknownForm
+from tests.ptx.texts import kernel
 
-HEADER = ".version 8.8\n.target sm_80\n.address_size 64\n"
-KERNEL = """
-.visible .entry k(.param .u64 y)
-{
-    .reg .pred %p<8>;
-    .reg .b16 %rs<8>;
-    .reg .b32 %r<32>;
-    .reg .b64 %rd<16>;
-    ld.param.u64 %rd1, [y];
-    mov.u32 %r1, %tid.x;
-    mad.wide.u32 %rd2, %r1, 4, %rd1;
-    BODY
-$L__store:
-    st.global.u32 [%rd2], %r9;
-    ret;
-}
-"""
+# %r1 is the thread, and %r9 goes to y.
+START = "ld.param.u64 %rd1, [y]; mov.u32 %r1, %tid.x; mad.wide.u32 %rd2, %r1, 4, %rd1;"
+END = "$L__store: st.global.u32 [%rd2], %r9;"
 
 
-def run(body: str, threads=(32,), blocks=(1,), seed: int = 0, before: str = "") -> list[int]:
+def written(body: str) -> Program:
+    return Program(kernel(f"{START}\n{body}\n{END}", ".param .u64 y"))
+
+
+def run(body: str, threads=(32,), blocks=(1,), seed: int = 0) -> list[int]:
     """%r9 of each thread of the last block that ran."""
     y = torch.full((128,), -1, dtype=torch.int32)
-    program = Program(HEADER + before + KERNEL.replace("BODY", body))
-    program.launch("k", blocks, threads, [y], seed=seed, check_overlap=False)
+    written(body).launch("k", blocks, threads, [y], seed=seed, check_overlap=False)
     return y.tolist()[: int(np.prod(threads))]
 
 
@@ -89,23 +79,8 @@ def test_both_sides_of_a_branch():
 
 
 def test_some_lanes_return_early():
-    found = run("mov.u32 %r9, 5; setp.lt.u32 %p1, %r1, 7; @%p1 ret; activemask.b32 %r9;", threads=(32,))
-    assert found == [-1] * 7 + [-(2**7)] * 25
-
-
-def test_a_table_of_branches():
-    found = run(
-        """and.b32 %r2, %r1, 3;
-        $L__table: .branchtargets $L__a, $L__b, $L__a, $L__c;
-        brx.idx %r2, $L__table;
-    $L__a:
-        mov.u32 %r9, 1; bra $L__store;
-    $L__b:
-        mov.u32 %r9, 2; bra $L__store;
-    $L__c:
-        mov.u32 %r9, 3;"""
-    )
-    assert found == [(1, 2, 1, 3)[i % 4] for i in range(32)]
+    body = "mov.u32 %r9, 5; setp.lt.u32 %p1, %r1, 7; @%p1 ret; vote.sync.ballot.b32 %r9, -1, 0xffffff80;"
+    assert run(body, threads=(32,)) == [-1] * 7 + [-(2**7)] * 25
 
 
 def test_registers_of_a_scope_hide_others():
@@ -145,7 +120,7 @@ def test_blocks_of_three_axes():
         mov.u32 %r5, %nctaid.x; mov.u32 %r6, %nctaid.y; mad.lo.u32 %r7, %r4, %r6, %r3;
         mad.lo.u32 %r7, %r7, %r5, %r2; mad.wide.u32 %rd2, %r7, 4, %rd1; mad.lo.u32 %r9, %r7, 10, %r1;"""
     y = torch.full((24,), -1, dtype=torch.int32)
-    Program(HEADER + KERNEL.replace("BODY", body)).launch("k", (4, 3, 2), (1,), [y], seed=5)
+    written(body).launch("k", (4, 3, 2), (1,), [y], seed=5)
     assert y.tolist() == [10 * i for i in range(24)]
 
 
@@ -153,7 +128,7 @@ def test_the_order_of_blocks_is_the_seeds():
     """Each block draws a number as it begins."""
     body = """atom.global.add.u32 %r9, [%rd1], 1; mov.u32 %r2, %ctaid.x; add.u32 %r2, %r2, 1;
         mad.wide.u32 %rd2, %r2, 4, %rd1;"""
-    program = Program(HEADER + KERNEL.replace("BODY", body))
+    program = written(body)
     orders = set()
     for seed in range(8):
         y = torch.zeros(7, dtype=torch.int32)
@@ -164,29 +139,11 @@ def test_the_order_of_blocks_is_the_seeds():
 
 
 def test_warps_and_lanes():
-    found = run(
-        """mov.u32 %r2, %warpid; mov.u32 %r3, %laneid; mov.u32 %r4, %lanemask_lt; popc.b32 %r4, %r4;
-        mov.u32 %r5, %nwarpid; mad.lo.u32 %r9, %r2, 1000, %r3; mad.lo.u32 %r9, %r4, 32, %r9;
-        mad.lo.u32 %r9, %r5, 10000, %r9;""",
-        threads=(64,),
-    )
-    assert found == [20000 + (i // 32) * 1000 + (i % 32) * 33 for i in range(64)]
+    found = run("mov.u32 %r2, %warpid; mov.u32 %r3, %laneid; mad.lo.u32 %r9, %r2, 1000, %r3;", threads=(64,))
+    assert found == [i // 32 * 1000 + i % 32 for i in range(64)]
 
 
 # --- memory -------------------------------------------------------------------------------------------------
-
-
-def test_a_table_in_global_memory():
-    before = ".const .align 4 .b8 small[4] = {9, 8, 7, 0xff};\n"
-    before += ".global .align 4 .u32 table[4] = {10, 20, 30, -1};\n"
-    found = run(
-        """and.b32 %r2, %r1, 3; mov.u64 %rd3, table; mad.wide.u32 %rd3, %r2, 4, %rd3;
-        ld.global.u32 %r9, [%rd3];
-        mov.u64 %rd4, small; cvt.u64.u32 %rd5, %r2; add.u64 %rd4, %rd4, %rd5; ld.const.s8 %r3, [%rd4];
-        add.u32 %r9, %r9, %r3;""",
-        before=before,
-    )
-    assert found == [(19, 28, 37, -2)[i % 4] for i in range(32)]
 
 
 def test_memory_of_a_thread():
@@ -205,22 +162,19 @@ def test_generic_addresses_of_every_space():
         """.shared .align 4 .b8 first[12]; .shared .align 16 .b8 smem[256];
         mov.u32 %r2, smem; mad.lo.u32 %r2, %r1, 4, %r2; cvt.u64.u32 %rd3, %r2; cvta.shared.u64 %rd4, %rd3;
         st.u32 [%rd4], %r1; ld.shared.u32 %r3, [%r2]; st.u32 [%rd2], %r3; ld.global.u32 %r4, [%rd2];
-        cvta.to.shared.u64 %rd5, %rd4; cvt.u32.u64 %r5, %rd5; sub.u32 %r5, %r5, %r2;
-        isspacep.shared %p1, %rd4; selp.u32 %r6, 100, 0, %p1;
-        isspacep.global %p2, %rd2; selp.u32 %r7, 200, 0, %p2;
-        add.u32 %r9, %r4, %r5; add.u32 %r9, %r9, %r6; add.u32 %r9, %r9, %r7;
+        cvta.to.shared.u64 %rd5, %rd4; cvt.u32.u64 %r5, %rd5; sub.u32 %r5, %r5, %r2; add.u32 %r9, %r4, %r5;
         mov.u32 %r8, smem; and.b32 %r8, %r8, 15; add.u32 %r9, %r9, %r8;"""
     )
-    assert found == [300 + i for i in range(32)]
+    assert found == list(range(32))
 
 
 def test_a_struct_among_the_parameters():
-    text = HEADER + (
-        """.visible .entry k(.param .u8 a, .param .align 8 .b8 s[24], .param .u64 y)
-    { .reg .b32 %r<8>; .reg .b64 %rd<8>; .reg .b16 %rs<2>;
-      ld.param.u64 %rd1, [y]; ld.param.u8 %rs1, [a]; cvt.u32.u16 %r1, %rs1; ld.param.u32 %r2, [s+4];
-      mov.b64 %rd2, s; ld.param.v2.u32 {%r3, %r4}, [%rd2+16]; cvta.param.u64 %rd3, %rd2; ld.u32 %r5, [%rd3+8];
-      st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4}; st.global.u32 [%rd1+16], %r5; ret; }"""
+    text = kernel(
+        """ld.param.u64 %rd1, [y]; ld.param.u8 %h1, [a]; cvt.u32.u16 %r1, %h1; ld.param.u32 %r2, [s+4];
+        mov.b64 %rd2, s; ld.param.v2.u32 {%r3, %r4}, [%rd2+16]; cvta.param.u64 %rd3, %rd2;
+        ld.u32 %r5, [%rd3+8];
+        st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4}; st.global.u32 [%rd1+16], %r5;""",
+        ".param .u8 a, .param .align 8 .b8 s[24], .param .u64 y",
     )
     struct_bytes = struct.pack("<6I", 1, 2, 3, 4, 5, 6)
     for by_block in (False, True):
@@ -241,7 +195,7 @@ def test_a_struct_among_the_parameters():
 
 def test_a_view_may_touch_its_storage_and_no_more():
     y = torch.full((128,), -1, dtype=torch.int32)
-    program = Program(HEADER + KERNEL.replace("BODY", "mov.u32 %r9, 1;"))
+    program = written("mov.u32 %r9, 1;")
     program.launch("k", (1,), (32,), [y[64:]])
     assert y.tolist() == [-1] * 64 + [1] * 32 + [-1] * 32
     with pytest.raises(OutOfBounds):
@@ -249,14 +203,46 @@ def test_a_view_may_touch_its_storage_and_no_more():
 
 
 def test_dynamic_shared_memory_follows_the_static():
-    before = ".extern .shared .align 16 .b8 dynamic[];\n"
     body = """.shared .align 4 .b8 fixed[20]; mov.u32 %r2, fixed; mov.u32 %r3, dynamic; sub.u32 %r4, %r3, %r2;
         mad.lo.u32 %r5, %r1, 4, %r3; st.shared.u32 [%r5], %r1; st.shared.u32 [%r2+16], %r4; bar.sync 0;
         ld.shared.u32 %r6, [%r2+16]; ld.shared.u32 %r7, [%r5]; mad.lo.u32 %r9, %r6, 100, %r7;"""
     y = torch.zeros(32, dtype=torch.int32)
-    program = Program(HEADER + before + KERNEL.replace("BODY", body))
+    text = kernel(f"{START}\n{body}\n{END}", ".param .u64 y")
+    program = Program(text.replace(".visible", ".extern .shared .align 16 .b8 dynamic[];\n.visible"))
     assert program.kernels["k"].shared_bytes == 32
     program.launch("k", (1,), (32,), [y], shared_bytes=128)
     assert y.tolist() == [3200 + i for i in range(32)]
     with pytest.raises(OutOfBounds):
         program.launch("k", (1,), (32,), [y], shared_bytes=124)
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_form_is_named():
+    unknown, line = "add.f33 %r9, %r1, %r1;", r"add\.f33 \(k, line {}\)"
+    with pytest.raises(UnknownForm, match=line.format(13)):
+        written(unknown)
+    # A statement of several lines counts them, and so does a comment.
+    with pytest.raises(UnknownForm, match=line.format(18)):
+        written(f"mov.u32\n%r2,\n%ctaid.x; /* a\n\ncomment */\n{unknown}")
+
+
+def test_bounds_of_an_array_and_a_number_of_each_kind():
+    """Parameters lie where their sizes ask for it; what lies behind `count` stays as it is."""
+    body = """ld.param.b64 %rd1, [x]; ld.param.b32 %r1, [count]; ld.param.b32 %r5, [by];
+        mov.u32 %r2, %ctaid.x; mov.u32 %r3, %tid.x; mad.lo.s32 %r2, %r2, 64, %r3;
+        setp.ge.s32 %p1, %r2, %r1; @%p1 bra $L__end; mad.wide.s32 %rd2, %r2, 4, %rd1;
+        ld.global.f32 %r4, [%rd2]; add.f32 %r4, %r4, %r5; st.global.f32 [%rd2], %r4;
+    $L__end:"""
+    text = kernel(body, ".param .u64 .ptr .global .align 1 x, .param .u32 count, .param .f32 by")
+    program = Program(text.replace("by)\n", "by)\n.reqntid 64\n"))
+    info = program.kernels["k"]
+    places = [("x", "u64", 0), ("count", "u32", 8), ("by", "f32", 12)]
+    assert [(p.name, p.type, p.offset) for p in info.parameters] == places
+    assert info.reqntid == (64,)
+    for count in (0, 100, 128):
+        x, expected = (torch.arange(128, dtype=torch.float32) for _ in range(2))
+        program.launch("k", (2,), (64,), [x, count, 0.5], seed=count)
+        expected[:count] += 0.5
+        assert torch.equal(x, expected)

@@ -6,28 +6,16 @@ import pytest
 import torch
 
 from tests.ptx.emulator import Misaligned, OutOfBounds, Program, SharedRace, UninitialisedRead
+from tests.ptx.texts import kernel
 
-KERNEL = """
-.version 8.8
-.target sm_80
-.address_size 64
-.visible .entry k(.param .u64 x, .param .u64 y)
-{
-    .shared .align 16 .b8 smem[4096];
-    .reg .pred %p<8>;
-    .reg .b32 %r<32>;
-    .reg .b64 %rd<16>;
-    ld.param.u64 %rd1, [x];
-    ld.param.u64 %rd2, [y];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, smem;
-    mad.lo.s32 %r3, %r1, 16, %r2;           // 16 bytes of this thread
-    mad.wide.u32 %rd3, %r1, 16, %rd1;
-    mad.wide.u32 %rd4, %r1, 16, %rd2;
-    mov.u32 %r20, 16;
-    BODY
-    ret;
-}
+START = """
+ld.param.u64 %rd1, [x];
+ld.param.u64 %rd2, [y];
+mov.u32 %r1, %tid.x;
+mov.u32 %r2, memory;
+mad.lo.s32 %r3, %r1, 16, %r2;           // 16 bytes of this thread
+mad.wide.u32 %rd3, %r1, 16, %rd1;
+mad.wide.u32 %rd4, %r1, 16, %rd2;
 """
 COPY = "cp.async.cg.shared.global [%r3], [%rd3], 16;"
 SECOND = "cp.async.cg.shared.global [%r3+1024], [%rd3+1024], 16;"
@@ -39,20 +27,24 @@ SCHEDULES = pytest.mark.parametrize("schedule", ("late", "early"))
 def run(body: str, schedule: str = "late", seed: int = 0, threads: int = 64):
     """y, of as many numbers as x = 0, 1, …, 511, of which threads copy four each."""
     x, y = torch.arange(512, dtype=torch.int32), torch.full((512,), -1, dtype=torch.int32)
-    program = Program(KERNEL.replace("BODY", body))
+    program = Program(kernel(START + body, shared=4096))
     program.launch("k", (1,), (threads,), [x, y], schedule=schedule, seed=seed)
     return y
 
 
 @SCHEDULES
-def test_a_copy_that_is_waited_for(schedule):
-    y = run(f"{COPY} cp.async.commit_group; cp.async.wait_group 0; {READ}", schedule)
-    assert y[:256].tolist() == list(range(256))
-
-
-@SCHEDULES
-def test_wait_all_needs_no_group(schedule):
-    assert run(f"{COPY} cp.async.wait_all; {READ}", schedule)[:256].tolist() == list(range(256))
+@pytest.mark.parametrize(
+    "wait",
+    (
+        "cp.async.wait_all;",
+        "cp.async.commit_group; cp.async.wait_group 0;",
+        f"cp.async.commit_group; {SECOND} cp.async.commit_group; cp.async.wait_group 1;",
+        "cp.async.commit_group; cp.async.commit_group; cp.async.wait_group 1;",
+    ),
+    ids=("all", "its group", "not the last group", "an empty group counts"),
+)
+def test_a_copy_that_is_waited_for(wait, schedule):
+    assert run(f"{COPY} {wait} {READ}", schedule)[:256].tolist() == list(range(256))
 
 
 @pytest.mark.parametrize(
@@ -64,27 +56,13 @@ def test_wait_all_needs_no_group(schedule):
         "cp.async.commit_group; cp.async.wait_group 1;",
         f"cp.async.commit_group; {SECOND} cp.async.commit_group; cp.async.wait_group 2;",
     ),
+    ids=("none", "no wait", "no group", "not the last group", "not the last two"),
 )
 def test_a_wait_that_does_not_cover_the_copy(wait):
     """A read in flight: reported by the late schedule. The early one has the bytes there at once."""
     with pytest.raises(UninitialisedRead, match="in flight"):
         run(f"{COPY} {wait} {READ}")
     assert run(f"{COPY} {wait} {READ}", "early")[:256].tolist() == list(range(256))
-
-
-@SCHEDULES
-def test_the_last_groups_may_be_in_flight(schedule):
-    y = run(
-        f"{COPY} cp.async.commit_group; {SECOND} cp.async.commit_group; cp.async.wait_group 1; {READ}",
-        schedule,
-    )
-    assert y[:256].tolist() == list(range(256))
-
-
-def test_empty_groups_count():
-    run(f"{COPY} cp.async.commit_group; cp.async.commit_group; cp.async.wait_group 1; {READ}")
-    with pytest.raises(UninitialisedRead):
-        run(f"cp.async.commit_group; {COPY} cp.async.commit_group; cp.async.wait_group 1; {READ}")
 
 
 def test_groups_are_counted_per_thread():
@@ -99,13 +77,15 @@ def test_groups_are_counted_per_thread():
 @SCHEDULES
 @pytest.mark.parametrize(("size", "kind"), ((4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")))
 def test_bytes_that_are_not_read_become_zero(size, kind, schedule):
+    """How many are read may be a number, a register, or missing; what lies beyond is not touched."""
     clear = "mov.u32 %r9, -1; st.shared.v4.u32 [%r3], {%r9, %r9, %r9, %r9};"
-    for count in (0, 4, size):
-        copy = f"mov.u32 %r10, {count}; cp.async.{kind}.shared.global [%r3], [%rd3], {size}, %r10;"
-        y = run(f"{clear} {copy} cp.async.wait_all; {READ}", schedule)[:256].view(64, 4)
-        expected = torch.full((64, 4), -1, dtype=torch.int32)
-        expected[:, : size // 4] = 0
-        expected[:, : count // 4] = torch.arange(256, dtype=torch.int32).view(64, 4)[:, : count // 4]
+    for count, given in ((0, ", 0"), (1, ", 1"), (size - 1, ", %r10"), (4, ", %r10"), (size, "")):
+        copy = f"mov.u32 %r10, {count}; cp.async.{kind}.shared.global [%r3], [%rd3], {size}{given};"
+        y = run(f"{clear} {copy} cp.async.wait_all; {READ}", schedule)[:256].view(64, 4).view(torch.uint8)
+        expected = torch.full((64, 16), 255, dtype=torch.uint8)
+        expected[:, :size] = 0
+        source = torch.arange(256, dtype=torch.int32).view(64, 4).view(torch.uint8)
+        expected[:, :count] = source[:, :count]
         assert torch.equal(y, expected), count
 
 

@@ -16,71 +16,13 @@ from tests.ptx.emulator.cudart import (
     LAUNCH_FAILURE,
     MAX_DYNAMIC_SHARED,
     Emulation,
-    Library,
+    Launch,
     Memory,
     Raising,
-    entries,
-    regions,
-    tensors_in,
 )
-from tests.support import cuda_build
 from tests.support.cpu_truth import randn
 
-KB = 1024
-
-pytest_plugins = ("tests.support.ptx_fixtures",)
-
-
 # --- its parts ---
-
-PTX = """
-.version 9.0
-.extern .shared .align 16 .b8 common[];
-.visible .entry first(.param .u64 first_param_0)
-{
-{
-.reg .b32 inner;
-}
-mov.b64 {%r1, %r2}, %rd1;
-}
-.global .u32 between;
-.entry second()
-.maxntid 32, 1, 1
-{
-ret;
-}
-"""
-
-
-def test_a_module_is_split_by_kernel():
-    found = entries(PTX)
-    assert list(found) == ["first", "second"]
-    for name, text in found.items():
-        assert text.count(".entry") == 1
-        assert f".entry {name}(" in text
-        assert ".extern .shared" in text
-        assert ".global .u32 between" in text
-        assert text.index(".version") < text.index(".entry")
-    assert found["first"].count("}") == 3
-    assert ".maxntid" not in found["first"]
-    assert found["second"].rstrip().endswith("ret;\n}")
-
-
-def test_regions_are_the_tensors_own_bytes():
-    memory = torch.zeros(100)
-    start = memory.data_ptr()
-    views = [memory[10:20], memory[15:30], memory[40:60].view(4, 5)[:, :2], memory[90:90]]
-    found = regions(views)
-    assert [(r.ctypes.data - start, r.nbytes) for r in found] == [(40, 80), (160, 4 * 17)]
-    found[0][:] = 0x3F
-    assert (memory[10:30] != 0).all()
-    assert memory.count_nonzero() == 20
-
-
-def test_tensors_are_found_in_any_argument():
-    a, b, c, d = (torch.zeros(n) for n in range(1, 5))
-    given = (a, [b, None, 3], {"c": SimpleNamespace(inside=(c,), name="x")}, LayerNormInputs(d, a))
-    assert [t.numel() for t in tensors_in(given)] == [1, 2, 3, 4, 1]
 
 
 @pytest.mark.parametrize("make", (lambda x: x.new_empty(3, 5), torch.empty_like, lambda x: x.new_zeros(7)))
@@ -159,99 +101,42 @@ def test_outside_there_is_no_device(emulated):
     assert library.module.cuda_archs == "ptx_80"
 
 
-# --- other host code ---
+# --- launches that no device takes ---
+
+KB = 1024
+MANY = 2**31
+LAUNCHES = (
+    ((3, 2, 2), 96, 384, 0),
+    ((0, 1, 1), 32, 0, INVALID_CONFIGURATION),
+    ((1, 65536, 1), 32, 0, INVALID_CONFIGURATION),
+    ((1, 1, 65536), 32, 0, INVALID_CONFIGURATION),
+    ((MANY, 1, 1), 32, 0, INVALID_CONFIGURATION),
+    ((1, 1, 1), 0, 0, INVALID_CONFIGURATION),
+    ((1, 1, 1), 1025, 0, INVALID_CONFIGURATION),
+    ((1, 1, 1), 129, 0, INVALID_VALUE),  # more than the launch bounds
+    ((1, 1, 1), 128, 47 * KB, 0),  # 48 KB with the static memory
+    ((1, 1, 1), 128, 47 * KB + 1, INVALID_VALUE),
+)
 
 
 @pytest.fixture
-def emulated_launches():
-    """tests/ptx/cuda/launches.cu; a launch may touch what `memory` has."""
-    library = Library(cuda_build.launches())
-    library.calls.text.restype = ctypes.c_char_p
-    emulation = Emulation(library)
-    with emulation.connected():
-        yield emulation
+def fake():
+    """An emulation of one kernel, with launch bounds and 1 KB of static shared memory, that is never run."""
+    program = SimpleNamespace(target="sm_80", kernels={"one": SimpleNamespace(shared_bytes=KB)})
+    texts = {"one": "\n.maxntid 128, 1, 1\n"}
+    return Emulation(SimpleNamespace(names=["one"], texts=texts, program=lambda name: program))
 
 
-def integers(emulation, *shape):
-    tensor = torch.full(shape, -1, dtype=torch.int32)
-    emulation.register(tensor)
-    return tensor, ctypes.c_void_p(tensor.data_ptr())
+@pytest.mark.parametrize(("grid", "threads", "shared", "code"), LAUNCHES, ids=str)
+def test_configurations(fake, grid, threads, shared, code):
+    assert fake._configuration_error(Launch("one", grid, (threads, 1, 1), shared)) == code
 
 
-def turn(emulation, grid=(1, 1, 1), threads=128, shared=512):
-    """(code, the threads' numbers that each block wrote)."""
-    out, place = integers(emulation, max(1, torch.Size(grid).numel()), max(1, threads))
-    code = emulation.library.calls.turn(place, *grid, threads, ctypes.c_size_t(shared))
-    emulation.raise_report()
-    return code, out
+def test_more_than_48_kb_must_be_asked_for(fake):
+    def launch(shared):
+        return fake._configuration_error(Launch("one", (1, 1, 1), (128, 1, 1), shared))
 
-
-def test_parameters_of_many_sizes(emulated_launches):
-    given, out = torch.tensor([1.0, 2.5]), torch.zeros(7, dtype=torch.float64)
-    emulated_launches.register(given, out)
-    places = (ctypes.c_void_p(t.data_ptr()) for t in (given, out))
-    assert emulated_launches.library.calls.mixed(*places) == 0
-    emulated_launches.raise_report()
-    assert out.tolist() == [-3, 7, 0.1, 515, -515, 2.5, 1]
-
-
-def test_grid_block_and_dynamic_shared_memory(emulated_launches):
-    code, out = turn(emulated_launches, (3, 2, 2), 96, 384)
-    assert code == 0
-    assert torch.equal(out, torch.arange(95, -1, -1, dtype=torch.int32).expand(12, 96))
-    launch = emulated_launches.launches[-1]
-    assert (launch.grid, launch.block, launch.shared_bytes) == ((3, 2, 2), (96, 1, 1), 384)
-
-
-def test_dynamic_shared_memory_has_bounds(emulated_launches):
-    with pytest.raises(emulator.OutOfBounds):
-        turn(emulated_launches, threads=128, shared=508)
-
-
-@pytest.mark.parametrize("grid", ((0, 1, 1), (1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)))
-def test_grids_that_no_device_takes(emulated_launches, grid):
-    place = ctypes.c_void_p(0)
-    code = emulated_launches.library.calls.turn(place, *map(ctypes.c_uint, grid), 32, ctypes.c_size_t(128))
-    assert code == INVALID_CONFIGURATION
-    assert emulated_launches.launches == []
-
-
-@pytest.mark.parametrize(("threads", "code"), ((0, INVALID_CONFIGURATION), (129, INVALID_VALUE)))
-def test_blocks_that_no_device_takes(emulated_launches, threads, code):
-    """129 are more than the kernel's launch bounds."""
-    assert turn(emulated_launches, threads=threads, shared=1024)[0] == code
-    assert turn(emulated_launches, threads=1025, shared=8192)[0] == INVALID_CONFIGURATION
-
-
-def test_more_than_48_kb_must_be_asked_for(emulated_launches):
-    calls = emulated_launches.library.calls
-    assert turn(emulated_launches, shared=48 * KB)[0] == 0
-    assert turn(emulated_launches, shared=48 * KB + 4)[0] == INVALID_VALUE
-    assert calls.allow(163 * KB + 1) == INVALID_VALUE
-    assert calls.allow(100 * KB) == 0
-    assert turn(emulated_launches, shared=100 * KB)[0] == 0
-    assert turn(emulated_launches, shared=100 * KB + 1)[0] == INVALID_VALUE
-    assert calls.allow(163 * KB) == 0
-    assert turn(emulated_launches, shared=163 * KB)[0] == 0
-
-
-def test_static_shared_memory_counts(emulated_launches):
-    calls, (out, place) = emulated_launches.library.calls, integers(emulated_launches, 256)
-    assert calls.both(place, ctypes.c_size_t(47 * KB)) == 0
-    emulated_launches.raise_report()
-    assert torch.equal(out, torch.arange(255, -1, -1, dtype=torch.int32) * torch.arange(256, 0, -1))
-    assert calls.both(place, ctypes.c_size_t(47 * KB + 1)) == INVALID_VALUE
-    assert calls.allow_both(163 * KB) == INVALID_VALUE
-    assert calls.allow_both(162 * KB) == 0
-
-
-def test_errors_are_kept_until_they_are_read(emulated_launches):
-    calls = emulated_launches.library.calls
-    assert calls.set_device(0) == 0
-    assert calls.text(calls.set_device(1)) == b"invalid device ordinal"
-    assert calls.text(INVALID_VALUE) == b"invalid argument"
-
-
-def test_what_the_stand_in_lacks_does_not_link(emulated_launches):
-    with pytest.raises(AssertionError, match="cudaDeviceSynchronize"):
-        cuda_build.launches("-DUNKNOWN")
+    assert fake._set_attribute(0, MAX_DYNAMIC_SHARED, 162 * KB + 1) == INVALID_VALUE
+    assert fake._set_attribute(0, MAX_DYNAMIC_SHARED, 100 * KB) == 0
+    assert launch(100 * KB) == 0
+    assert launch(100 * KB + 1) == INVALID_VALUE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import pytest
 
@@ -21,38 +19,15 @@ from tests.ptx.emulator import (
     tensor_map,
 )
 from tests.ptx.emulator.reports import BadLaunch
+from tests.ptx.texts import kernel
 
 SCHEDULES = ("late", "early")
 
 
-@pytest.fixture
-def random(request):
-    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
-
-
-def program(
-    body: str, parameters: str, threads: int = 128, shared: int = 65536, registers: int = 320
-) -> Program:
-    return Program(
-        f""".version 8.7
-.target sm_90a
-.address_size 64
-.visible .entry k({parameters})
-.reqntid {threads}, 1, 1
-{{
-.reg .pred %p<8>;
-.reg .b32 %r<64>;
-.reg .b32 %d<{registers}>;
-.reg .b64 %rd<32>;
-.shared .align 1024 .b8 memory[{shared}];
-mov.u32 %r0, %tid.x;
-setp.eq.u32 %p0, %r0, 0;
-mov.pred %p1, -1;
-{body}
-ret;
-}}
-"""
-    )
+def program(body: str, parameters: str, shared: int = 65536) -> Program:
+    """%r0 is the thread, %p0 whether it is the first, %p1 true."""
+    start = "mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 0; mov.pred %p1, -1;"
+    return Program(kernel(f"{start}\n{body}", parameters, shared=shared, target="sm_90a"))
 
 
 # ---- wgmma
@@ -178,32 +153,6 @@ wgmma.wait_group.sync.aligned 0;
     np.testing.assert_array_equal(matrix_of(target, n), left @ right.T)
 
 
-def test_products_of_two_groups(random):
-    """Warps 4 to 7 are a group of their own."""
-    left, a = integers(random, 128, "bf16")
-    right, b = integers(random, 8, "bf16")
-    image = bytearray(random.bytes(16384))
-    first = put(image, a[:64], 0, "k", 32)
-    put(image, a[64:], 2048, "k", 32)
-    descriptor_b = put(image, b, 8192, "k", 32)
-    body = f"""
-shr.u32 %r1, %r0, 7; mul.wide.u32 %rd4, %r1, 128;
-mov.b64 %rd2, {first}; add.s64 %rd2, %rd2, %rd4;
-mov.b64 %rd3, {descriptor_b};
-wgmma.fence.sync.aligned;
-wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {names(0, 4)}, %rd2, %rd3, 0, 1, 1, 0, 0;
-wgmma.commit_group.sync.aligned;
-wgmma.wait_group.sync.aligned 0;
-{results(8)}
-"""
-    target = np.zeros((256, 4), np.float32)
-    program(body, ".param .u64 target", 256, len(image)).launch(
-        "k", (1,), (256,), [target], shared=bytes(image)
-    )
-    found = np.concatenate([matrix_of(target[:128], 8), matrix_of(target[128:], 8)])
-    np.testing.assert_array_equal(found, left @ right.T)
-
-
 N8 = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
 START = f"""
 mov.b64 %rd2, {isa.descriptor(0, 128, 256, 0)}; mov.b64 %rd3, {isa.descriptor(4096, 128, 256, 0)};
@@ -218,9 +167,9 @@ OTHER = f"{N8} {names(8, 4)}, %rd2, %rd3, 0, 1, 1, 0, 0;\n"
 COMMIT, WAIT = "wgmma.commit_group.sync.aligned;\n", "wgmma.wait_group.sync.aligned {};\n"
 
 
-def run_group(body: str, schedule: str = "late", shared: bytes = bytes(8192), **more: object) -> np.ndarray:
+def run_group(body: str, schedule: str = "late", shared: bytes = bytes(8192)) -> np.ndarray:
     target = np.zeros((128, 4), np.float32)
-    made = program(START + body, ".param .u64 target", shared=8192, **more)
+    made = program(START + body, ".param .u64 target", shared=8192)
     made.launch("k", (1,), (128,), [target], schedule=schedule, shared=shared)
     return target
 
@@ -315,20 +264,8 @@ def test_a_proxy_fence_before_or_behind_the_barrier(between):
 def test_elect(members):
     """One lane of the members; the others know which."""
     lanes = np.arange(32)
-    lines = [
-        ".reg .b32 %d;",
-        ".reg .b32 %q;",
-        ".reg .b32 %l;",
-        ".reg .pred %p;",
-        ".reg .pred %m;",
-        "mov.b32 %d, 99;",
-    ]
-    lines += [
-        "mov.b32 %q, 7;",
-        f"shr.b32 %q, {members:#x}, %l;",
-        "and.b32 %q, %q, 1;",
-        "setp.ne.b32 %m, %q, 0;",
-    ]
+    lines = [".reg .b32 %d, %q, %l;", ".reg .pred %p, %m;", "mov.b32 %d, 99;", "mov.b32 %q, 7;"]
+    lines += [f"shr.b32 %q, {members:#x}, %l;", "and.b32 %q, %q, 1;", "setp.ne.b32 %m, %q, 0;"]
     lines += ["mov.pred %p, 0;", f"@%m elect.sync %d|%p, {members:#x};", "selp.b32 %q, 1, 0, %p;"]
     got = run_instruction(lines, {"%l": lanes}, ["%d", "%q"], target="sm_90")
     chosen = np.flatnonzero(got["%q"])
@@ -375,7 +312,7 @@ mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], {parity};
 
 def counted(body: str, count: int = 1, threads: int = 64, **more: object) -> None:
     out = np.zeros(threads, np.int32)
-    made = program(BARRIER.format(count=count) + body, ".param .u64 target", threads, 1024)
+    made = program(BARRIER.format(count=count) + body, ".param .u64 target", 1024)
     made.launch("k", (1,), (threads,), [out], limit=100_000, **more)
 
 

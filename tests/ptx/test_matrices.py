@@ -1,8 +1,6 @@
-"""ldmatrix, stmatrix, movmatrix and mma.sync against the tables in `isa.py`, and what they report."""
+"""ldmatrix, stmatrix and mma.sync against the tables in `isa.py`, and what they report."""
 
 from __future__ import annotations
-
-import zlib
 
 import numpy as np
 import pytest
@@ -17,14 +15,9 @@ from tests.ptx.emulator import (
     UninitialisedRead,
     run_instruction,
 )
+from tests.ptx.texts import kernel
 
-LANES = np.arange(isa.WARP)
 BYTES = 4096
-
-
-@pytest.fixture
-def random(request):
-    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
 def registers(prefix: str, count: int) -> str:
@@ -67,23 +60,12 @@ def test_stmatrix(count, trans, random):
     assert got["shared"] == isa.stmatrix(shared, at, values, bool(trans))
 
 
-def test_movmatrix(random):
-    values = random.integers(0, 1 << 32, isa.WARP, dtype=np.uint64)
-    lines = [*declared(("s", 1), ("d", 1)), "movmatrix.sync.aligned.m8n8.trans.b16 %d0, %s0;"]
-    got = run_instruction(lines, {"%s0": values}, ["%d0"])
-    np.testing.assert_array_equal(np.asarray(got["%d0"]).astype(np.uint64), isa.movmatrix(values))
-
-
-SHAPES = [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8)]
-
-
-def product(kind: str, k: int, a: list, b: list, c: list) -> np.ndarray:
+def product(kind: str, a: list, b: list, c: list) -> np.ndarray:
     """The float32 16 x 8 matrix that the emulator gives."""
-    lines = declared(("a", len(a)), ("b", len(b)), ("c", 4), ("d", 4))
-    left, right = registers("a", len(a)), registers("b", len(b))
+    left, right, added, result = registers("a", 4), registers("b", 2), registers("c", 4), registers("d", 4)
+    lines = declared(("a", 4), ("b", 2), ("c", 4), ("d", 4))
     lines.append(
-        f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 "
-        f"{registers('d', 4)}, {left}, {right}, {registers('c', 4)};"
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {result}, {left}, {right}, {added};"
     )
     inputs = {f"%{n}{i}": v for n, vs in (("a", a), ("b", b), ("c", c)) for i, v in enumerate(vs)}
     got = run_instruction(lines, inputs, [f"%d{i}" for i in range(4)])
@@ -91,77 +73,23 @@ def product(kind: str, k: int, a: list, b: list, c: list) -> np.ndarray:
     return isa.to_floats(isa.gathered(words, (16, 8), isa.place_c, 1), "f32")
 
 
-def fragments(kind: str, k: int, left: np.ndarray, right: np.ndarray, added: np.ndarray) -> tuple[list, ...]:
-    """Registers that hold three matrices of patterns."""
-    if kind == "tf32":
-        a, b = isa.scattered(left, 4, isa.place_a_tf32, 1), isa.scattered(right, 2, isa.place_b_tf32, 1)
-    elif k == 16:
-        a, b = isa.scattered(left, 4, isa.place_a, 2), isa.scattered(right, 2, isa.place_b, 2)
-    else:
-        a, b = isa.scattered(left, 2, isa.place_a_k8, 2), isa.scattered(right, 1, isa.place_b_k8, 2)
-    return a, b, isa.scattered(added, 4, isa.place_c, 1)
+@pytest.mark.parametrize(("kind", "unit"), (("bf16", 1.0), ("f16", 1.0), ("f16", 2.0**-24)))
+def test_mma_is_exact(kind, unit, random):
+    """With each position of A and B telling itself apart: a wrong lane or half gives a wrong number.
 
+    Multiples of 2^-24 are subnormal in f16.
+    """
+    left, right = random.integers(-9, 10, (16, 16)) * unit, random.integers(-9, 10, (16, 8))
+    added = (random.integers(-1000, 1000, (16, 8)) * unit).astype(np.float32)
 
-def patterns(kind: str, values: np.ndarray) -> np.ndarray:
-    if kind == "tf32":
-        return isa.from_floats(values.astype(np.float32), "f32") & np.uint64(0xFFFFE000)
-    if kind == "bf16":
-        return isa.from_floats(isa.nearest_bf16(values.astype(np.float32)), "bf16")
-    return isa.from_floats(values.astype(np.float16), "f16")
+    def patterns(values: np.ndarray) -> np.ndarray:
+        if kind == "bf16":
+            return isa.from_floats(isa.nearest_bf16(values.astype(np.float32)), "bf16")
+        return isa.from_floats(values.astype(np.float16), "f16")
 
-
-@pytest.mark.parametrize(("kind", "k"), SHAPES)
-def test_mma_of_integers_is_exact(kind, k, random):
-    """With each position of A and B telling itself apart: a wrong lane or half gives a wrong integer."""
-    left, right = random.integers(-9, 10, (16, k)), random.integers(-9, 10, (k, 8))
-    added = random.integers(-1000, 1000, (16, 8))
-    words = patterns(kind, left), patterns(kind, right), isa.from_floats(added.astype(np.float32), "f32")
-    got = product(kind, k, *fragments(kind, k, *words))
-    np.testing.assert_array_equal(got, left @ right + added)
-
-
-@pytest.mark.parametrize(("kind", "k"), SHAPES)
-def test_mma_of_any_bits(kind, k, random):
-    """Infinities, NaN and subnormal numbers as in float64; the error in proportion to the terms."""
-    for usual in (False, True):
-        words = []
-        for count in (4 if k == 16 or kind == "tf32" else 2, 2 if k == 16 or kind == "tf32" else 1, 4):
-            some = random.integers(0, 1 << 32, (count, isa.WARP), dtype=np.uint64)
-            # an exponent of half the range or less: no infinities and NaN
-            words.append(list(some & np.uint64(0xBFFFBFFF) if usual else some))
-        got, want = product(kind, k, *words), isa.mma(*words, kind, k)
-        bound = isa.mma_bound(*words, kind, k)
-        finite = np.isfinite(bound) & (bound < 2.0**127)
-        assert finite.any() or not usual
-        error = np.abs(got.astype(np.float64) - want)[finite]
-        assert (error <= 20 * 2.0**-23 * bound[finite] + 2.0**-149).all()
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        np.testing.assert_array_equal(
-            np.isposinf(got[~finite]), np.isposinf(want.astype(np.float32)[~finite])
-        )
-
-
-def one_warp(body: str, threads: str = "32", shared: int = 1024) -> Program:
-    return Program(
-        f""".version 8.0
-.target sm_90
-.address_size 64
-.visible .entry k(.param .u64 out)
-.reqntid {threads}, 1, 1
-{{
-.reg .pred %p<4>;
-.reg .b32 %r<16>;
-.reg .b64 %rd<4>;
-.shared .align 16 .b8 memory[{shared}];
-mov.u32 %r0, %tid.x;
-shl.b32 %r1, %r0, 4;
-mov.u32 %r2, memory;
-add.u32 %r1, %r1, %r2;
-{body}
-ret;
-}}
-"""
-    )
+    a, b = isa.scattered(patterns(left), 4, isa.place_a, 2), isa.scattered(patterns(right), 2, isa.place_b, 2)
+    c = isa.scattered(isa.from_floats(added, "f32"), 4, isa.place_c, 1)
+    np.testing.assert_array_equal(product(kind, a, b, c), left @ right + added)
 
 
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r4, %r5, %r6, %r7}, [%r1];"
@@ -170,7 +98,10 @@ FILL = "st.shared.v4.b32 [%r1], {%r0, %r0, %r0, %r0};"
 
 
 def launch(body: str, threads: int = 32, shared: int = 1024) -> None:
-    one_warp(body, str(threads), shared).launch("k", (1, 1, 1), (threads, 1, 1), [np.zeros(64, np.int32)])
+    """%r0 is the thread, %r1 the place of its 16 bytes, %r2 that of all."""
+    start = "mov.u32 %r0, %tid.x; mov.u32 %r2, memory; mad.lo.u32 %r1, %r0, 16, %r2;"
+    program = Program(kernel(f"{start}\n{body}", ".param .u64 out", shared=shared, target="sm_90"))
+    program.launch("k", (1, 1, 1), (threads, 1, 1), [np.zeros(64, np.int32)])
 
 
 def test_matrices_go_through_what_was_stored():
@@ -223,19 +154,3 @@ DONE:
         # a load that comes first finds nothing written
         with pytest.raises((SharedRace, UninitialisedRead)):
             launch(body, 64)
-
-
-def test_stores_race_with_loads_of_another_warp():
-    body = f"""
-{FILL}
-bar.sync 0;
-and.b32 %r3, %r0, 31; shl.b32 %r1, %r3, 4; add.u32 %r1, %r1, %r2;
-{LOAD}
-setp.lt.u32 %p0, %r0, 32;
-@%p0 bra DONE;
-{STORE}
-DONE:
-"""
-    for seed in range(2):
-        with pytest.raises(SharedRace):
-            one_warp(body, "64").launch("k", (1, 1, 1), (64, 1, 1), [np.zeros(64, np.int32)], seed=seed)

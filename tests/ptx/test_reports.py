@@ -17,27 +17,16 @@ from tests.ptx.emulator import (
     SharedRace,
     UninitialisedRead,
 )
+from tests.ptx.texts import kernel
 
-KERNEL = """
-.version 8.8
-.target sm_80
-.address_size 64
-.visible .entry k(.param .u64 x, .param .u64 y)
-{
-    .shared .align 16 .b8 smem[1024];
-    .reg .pred %p<8>;
-    .reg .b32 %r<32>;
-    .reg .b64 %rd<16>;
-    ld.param.u64 %rd1, [x];
-    ld.param.u64 %rd2, [y];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, smem;
-    mad.lo.s32 %r3, %r1, 4, %r2;           // this thread's word of shared memory
-    mad.wide.u32 %rd3, %r1, 4, %rd1;       // of x
-    mad.wide.u32 %rd4, %r1, 4, %rd2;       // of y
-    BODY
-    ret;
-}
+START = """
+ld.param.u64 %rd1, [x];
+ld.param.u64 %rd2, [y];
+mov.u32 %r1, %tid.x;
+mov.u32 %r2, memory;
+mad.lo.s32 %r3, %r1, 4, %r2;           // this thread's word of shared memory
+mad.wide.u32 %rd3, %r1, 4, %rd1;       // of x
+mad.wide.u32 %rd4, %r1, 4, %rd2;       // of y
 """
 # The word of a thread of the other warp.
 OTHER = "xor.b32 %r4, %r1, 32;  mad.lo.s32 %r4, %r4, 4, %r2;"
@@ -46,7 +35,7 @@ OTHER = "xor.b32 %r4, %r1, 32;  mad.lo.s32 %r4, %r4, 4, %r2;"
 def run(body: str, threads: int = 64, blocks: int = 1, schedule: str = "late", seed: int = 0, **options):
     """x = 0, 1, …, 63 and y, of 64 numbers, after the kernel."""
     x, y = torch.arange(64, dtype=torch.int32), torch.full((64,), -1, dtype=torch.int32)
-    program = Program(KERNEL.replace("BODY", body))
+    program = Program(kernel(START + body, shared=1024))
     program.launch("k", (blocks,), (threads,), [x, y], schedule=schedule, seed=seed, **options)
     return y
 
@@ -66,7 +55,7 @@ def test_a_report_says_where():
     text = str(raised.value)
     assert "kernel k" in text
     assert "ld.global.u32 %r5, [%rd3+8]" in text
-    assert re.search(r"line 18: .*block \(0, 0, 0\), warp 1, lanes \[30\], address 0x[0-9a-f]+; seed 7", text)
+    assert re.search(r"line 20: .*block \(0, 0, 0\), warp 1, lanes \[30\], address 0x[0-9a-f]+; seed 7", text)
 
 
 def test_a_register_that_was_never_written():
@@ -130,12 +119,11 @@ def test_shared_memory_that_was_never_written():
 
 
 def test_shared_memory_of_which_a_byte_was_never_written():
-    defect = "cvt.u16.u32 %rs1, %r1; st.shared.u16 [%r3], %rs1; FURTHER ld.shared.u32 %r5, [%r3];"
-    defect = ".reg .b16 %rs<3>; " + defect
+    defect = "cvt.u16.u32 %h1, %r1; st.shared.u16 [%r3], %h1; FURTHER ld.shared.u32 %r5, [%r3];"
     both(
         UninitialisedRead,
         defect.replace("FURTHER", ""),
-        defect.replace("FURTHER", "st.shared.u16 [%r3+2], %rs1;"),
+        defect.replace("FURTHER", "st.shared.u16 [%r3+2], %h1;"),
     )
 
 
@@ -209,8 +197,8 @@ def test_two_writes():
 
 def test_neighbouring_bytes_are_no_race():
     y = run(
-        """.reg .b16 %rs<3>; cvt.u16.u32 %rs1, %r1; add.s32 %r4, %r2, %r1; st.shared.u8 [%r4], %rs1;
-        ld.shared.u8 %rs2, [%r4]; cvt.u32.u16 %r5, %rs2; st.global.u32 [%rd4], %r5;"""
+        """cvt.u16.u32 %h1, %r1; add.s32 %r4, %r2, %r1; st.shared.u8 [%r4], %h1;
+        ld.shared.u8 %h2, [%r4]; cvt.u32.u16 %r5, %h2; st.global.u32 [%rd4], %r5;"""
     )
     assert y.tolist() == list(range(64))
 

@@ -62,12 +62,6 @@ def assert_right(rows: list[dict], kernels: set[str]) -> None:
     assert {k for r in rows for k in r["kernels"]} == kernels
 
 
-def test_some_ops():
-    """A quick look: one case each of ops that move tiles in every way but tensor copies."""
-    ops = ("packing", "layer_norm", "linear")
-    assert_right(rows_of("emulated_ops", *ops, "--first", "1"), set().union(*(OPS[op] for op in ops)))
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 def test_every_op(op):
@@ -106,10 +100,3 @@ def test_every_case(op):
     rows = rows_of("emulated_ops", op, "--all")
     assert [r for r in rows if r["reason"] or r["differs"]] == []
     assert rows
-
-
-@pytest.mark.sweep
-def test_tutorials():
-    rows = rows_of("tutorials")
-    assert [r for r in rows if not r["right"]] == []
-    assert {r["tutorial"] for r in rows} == {"softmax", "layer_norm", "matmul"}

@@ -62,17 +62,3 @@ def emulated_extension() -> Path:
     objects = " ".join(f"{stem}.o" for stem in (*host, *kernels, "cudart"))
     lines += [f"build {name}: link {objects} | kernels.so", f"default {name}"]
     return cpu_build.run_ninja(f"cuda_ptx-{sys.implementation.cache_tag}", lines) / name
-
-
-def launches(*flags: str) -> Path:
-    """Shared library of tests/ptx/cuda/launches.cu, with the stand-in."""
-    source = ROOT / "tests" / "ptx" / "cuda" / "launches.cu"
-    name = "-".join(["cuda_launches", *(flag.removeprefix("-D") for flag in flags)])
-    return cpu_build.run_ninja(name, cuda_lines({"launches": (source, list(flags))})) / "kernels.so"
-
-
-def group_products() -> Path:
-    """Shared library of tests/ptx/cuda/products_hopper.cu, with the stand-in."""
-    source = ROOT / "tests" / "ptx" / "cuda" / "products_hopper.cu"
-    lines = cuda_lines({"products_hopper": (source, [])})
-    return cpu_build.run_ninja("cuda_products", lines) / "kernels.so"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from fastbert import testing
 from fastbert.ops.activation import activate_ref
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import HALF, assert_same_values
@@ -40,15 +39,6 @@ def drawn_case(rng: random.Random) -> AttentionCase:
         packed_qkv=rng.random() < 0.5,
         sharpness=rng.choice((1.0, 1.0, 8.0)),
     )
-
-
-def check_gradients(case: AttentionCase, dtype: torch.dtype, seed: int = 0, strict: bool = True) -> None:
-    """The error rule for the gradients; unless strict, with the allowance of `lucky_yardstick`."""
-    rows = testing.run_case(case, "cuda", dtype, "cpu", seed=seed)
-    rows = [r for r in rows if r.quantity not in case.output_names]
-    assert len(rows) == (1 if case.packed_qkv else 3) + bool(case.bias) + case.gate
-    failed = [r for r in rows if not r.passed and (strict or not lucky_yardstick(r, case, dtype))]
-    assert [f"{r.quantity}: {r.reason}" for r in failed] == []
 
 
 def lucky_yardstick(row, case: AttentionCase, dtype: torch.dtype) -> bool:

@@ -84,14 +84,9 @@ void warp_sync(Warp& w, const Op& op, uint32_t m) {
 }  // namespace
 
 void barrier_forms() {
-    for (const char* name : {"bar.sync", "barrier.sync", "barrier.sync.aligned", "bar.cta.sync", "barrier.cta.sync",
-                             "barrier.cta.sync.aligned"}) {
-        form(name, "b32", sync);
-        form(name, "b32 b32", sync);
-    }
-    for (const char* name : {"bar.arrive", "barrier.arrive", "barrier.arrive.aligned", "bar.cta.arrive",
-                             "barrier.cta.arrive", "barrier.cta.arrive.aligned"})
-        form(name, "b32 b32", arrive_only);
+    form("bar.sync", "b32", sync);
+    form("bar.sync", "b32 b32", sync);
+    form("bar.arrive", "b32 b32", arrive_only);
     form("bar.warp.sync", "b32", warp_sync);
 }
 

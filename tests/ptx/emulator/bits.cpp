@@ -8,7 +8,6 @@ template <class T> struct And { T operator()(T a, T b) const { return a & b; } }
 template <class T> struct Or { T operator()(T a, T b) const { return a | b; } };
 template <class T> struct Xor { T operator()(T a, T b) const { return a ^ b; } };
 template <class T> struct Not { T operator()(T a) const { return T(~a); } };
-template <class T> struct Cnot { T operator()(T a) const { return a == 0; } };
 // A shift by more than the width gives zeros, or the sign.
 template <class T> struct Shl {
     T operator()(T a, uint32_t n) const { return n < 8 * sizeof(T) ? T(a << n) : T(0); }
@@ -53,31 +52,6 @@ template <class T> struct Bfi {
     }
 };
 template <class T> struct Popc { uint32_t operator()(T a) const { return uint32_t(__builtin_popcountll(a)); } };
-template <class T> struct Clz {
-    uint32_t operator()(T a) const {
-        return a ? uint32_t(__builtin_clzll(a)) - (64 - 8 * sizeof(T)) : 8 * sizeof(T);
-    }
-};
-template <class T> struct Bfind {  // the highest bit that differs from the sign
-    uint32_t operator()(T a) const {
-        using U = std::make_unsigned_t<T>;
-        const U u = a < 0 ? U(~a) : U(a);
-        return u ? 8 * sizeof(T) - 1 - Clz<U>()(u) : ~0u;
-    }
-};
-template <class T> struct BfindShift {
-    uint32_t operator()(T a) const {
-        const uint32_t at = Bfind<T>()(a);
-        return at == ~0u ? at : 8 * sizeof(T) - 1 - at;
-    }
-};
-template <class T> struct Brev {
-    T operator()(T a) const {
-        T r = 0;
-        for (size_t i = 0; i < 8 * sizeof(T); ++i) r |= T((a >> i) & 1) << (8 * sizeof(T) - 1 - i);
-        return r;
-    }
-};
 // Each byte of the selector names a byte of b:a, or its sign.
 struct Prmt {
     uint32_t operator()(uint32_t a, uint32_t b, uint32_t selector) const {
@@ -92,29 +66,12 @@ struct Prmt {
         return r;
     }
 };
-struct Lop3 {
-    uint32_t operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t table) const {
-        uint32_t r = 0;
-        for (int i = 0; i < 8; ++i)
-            if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-        return r;
-    }
-};
-template <bool left, bool wrap> struct Funnel {
-    uint32_t operator()(uint32_t a, uint32_t b, uint32_t n) const {
-        const uint64_t both = uint64_t(b) << 32 | a;
-        n = wrap ? n & 31 : (n < 32 ? n : 32);
-        return left ? uint32_t(both << n >> 32) : uint32_t(both >> n);
-    }
-};
-
 template <class T>
 REGISTERS void logic(const std::string& type) {
     value_form<And<T>, T, T, T>("and." + type);
     value_form<Or<T>, T, T, T>("or." + type);
     value_form<Xor<T>, T, T, T>("xor." + type);
     value_form<Not<T>, T, T>("not." + type);
-    value_form<Cnot<T>, T, T>("cnot." + type);
     value_form<Shl<T>, T, T, uint32_t>("shl." + type);
     value_form<Same<T>, T, T>("mov." + type);
 }
@@ -122,21 +79,6 @@ template <class T>
 REGISTERS void shifts(const std::string& type) {
     value_form<Shr<T>, T, T, uint32_t>("shr." + type);
 }
-template <class T>
-REGISTERS void fields(const std::string& bits) {
-    using S = std::make_signed_t<T>;
-    value_form<Bfe<T>, T, T, uint32_t, uint32_t>("bfe.u" + bits);
-    value_form<Bfe<S>, S, S, uint32_t, uint32_t>("bfe.s" + bits);
-    value_form<Bfi<T>, T, T, T, uint32_t, uint32_t>("bfi.b" + bits);
-    value_form<Popc<T>, uint32_t, T>("popc.b" + bits);
-    value_form<Clz<T>, uint32_t, T>("clz.b" + bits);
-    value_form<Brev<T>, T, T>("brev.b" + bits);
-    value_form<Bfind<T>, uint32_t, T>("bfind.u" + bits);
-    value_form<Bfind<S>, uint32_t, S>("bfind.s" + bits);
-    value_form<BfindShift<T>, uint32_t, T>("bfind.shiftamt.u" + bits);
-    value_form<BfindShift<S>, uint32_t, S>("bfind.shiftamt.s" + bits);
-}
-
 // Parts of a register in braces, the lowest first.
 template <class Whole, class Part>
 void pack(Warp& w, const Op& op, uint32_t m) {
@@ -218,15 +160,12 @@ REGISTERS void bit_forms() {
     shifts<uint16_t>("u16"), shifts<int16_t>("s16"), shifts<uint16_t>("b16");
     shifts<uint32_t>("u32"), shifts<int32_t>("s32"), shifts<uint32_t>("b32");
     shifts<uint64_t>("u64"), shifts<int64_t>("s64"), shifts<uint64_t>("b64");
-    fields<uint32_t>("32"), fields<uint64_t>("64");
+    value_form<Bfe<uint32_t>, uint32_t, uint32_t, uint32_t, uint32_t>("bfe.u32");
+    value_form<Bfe<int32_t>, int32_t, int32_t, uint32_t, uint32_t>("bfe.s32");
+    value_form<Bfi<uint32_t>, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>("bfi.b32");
+    value_form<Popc<uint32_t>, uint32_t, uint32_t>("popc.b32");
     value_form<Prmt, uint32_t, uint32_t, uint32_t, uint32_t>("prmt.b32");
-    value_form<Lop3, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>("lop3.b32");
-    value_form<Funnel<true, true>, uint32_t, uint32_t, uint32_t, uint32_t>("shf.l.wrap.b32");
-    value_form<Funnel<true, false>, uint32_t, uint32_t, uint32_t, uint32_t>("shf.l.clamp.b32");
-    value_form<Funnel<false, true>, uint32_t, uint32_t, uint32_t, uint32_t>("shf.r.wrap.b32");
-    value_form<Funnel<false, false>, uint32_t, uint32_t, uint32_t, uint32_t>("shf.r.clamp.b32");
     packing<uint32_t, uint16_t>(), packing<uint64_t, uint32_t>(), packing<uint64_t, uint16_t>();
-    packing<uint32_t, uint8_t>(), packing<uint16_t, uint8_t>();
     raw_form("selp.b16", "=b16 b16 b16 p", selp<uint16_t>);
     raw_form("selp.b32", "=b32 b32 b32 p", selp<uint32_t>);
     raw_form("selp.b64", "=b64 b64 b64 p", selp<uint64_t>);

@@ -15,7 +15,6 @@ from tests.ptx.emulator.parse import (
     Register,
     Statement,
     Symbol,
-    Variable,
     Vector,
 )
 from tests.ptx.emulator.reports import UnknownForm
@@ -23,18 +22,11 @@ from tests.ptx.emulator.reports import UnknownForm
 SLOTS = {0: 1, 1: 1, 2: 1, 4: 2, 8: 4}  # of 64 bytes, by the bytes of a register
 # In the order of `set_special` in engine.cpp.
 SPECIALS = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
-SPECIALS += ["%laneid", "%warpid", "%nwarpid"]
-SPECIALS += [f"%lanemask_{which}" for which in ("eq", "le", "lt", "ge", "gt")]
-SPECIALS += ["%total_smem_size", "%dynamic_smem_size"]
+SPECIALS += ["%laneid", "%warpid"]
 ONES = ["%cluster_nctarank", *(f"%{n}.{a}" for n in ("cluster_nctaid", "nclusterid") for a in "xyz")]
-ZEROS = [
-    "%cluster_ctarank",
-    "%smid",
-    "%gridid",
-    *(f"%{n}.{a}" for n in ("cluster_ctaid", "clusterid") for a in "xyz"),
-]
+ZEROS = ["%cluster_ctarank", *(f"%{n}.{a}" for n in ("cluster_ctaid", "clusterid") for a in "xyz")]
 SPECIAL_NUMBERS = {name: i for i, name in enumerate(SPECIALS)}
-SPECIAL_NUMBERS |= dict.fromkeys(ONES, 22) | dict.fromkeys(ZEROS, 23)
+SPECIAL_NUMBERS |= dict.fromkeys(ONES, 14) | dict.fromkeys(ZEROS, 15)
 TRASH = -2  # the slot of results that nobody wants, before slots have their final numbers
 
 
@@ -72,7 +64,7 @@ class Operation:
 class Decoder:
     """Decodes one kernel of a module."""
 
-    def __init__(self, module: Module, kernel: Kernel, globals_at: dict[str, int]) -> None:
+    def __init__(self, module: Module, kernel: Kernel) -> None:
         self.kernel = kernel
         self.forms = library.forms()
         self.operations: list[Operation] = []
@@ -80,9 +72,7 @@ class Decoder:
         self.temporaries = 0
         results = (s.operands[0] for s in kernel.statements if s.operands)
         self.assigned = {o for r in results for o in flat((r,)) if isinstance(o, Register)}
-        self.addresses: dict[str, int] = dict(globals_at)
-        self.addresses |= {p.name: p.offset for p in kernel.parameters}
-        self.addresses["WARP_SZ"] = 32
+        self.addresses = {p.name: p.offset for p in kernel.parameters}
         self.local_bytes = 0
         self.shared_bytes = self.place_variables(module)
 
@@ -170,8 +160,6 @@ class Decoder:
                 operation.imm.append(operand.value)
             elif token == "L":
                 operation.imm.append(self.label(operand))
-            elif token == "L*":
-                operation.imm += self.kernel.tables[operand.name]
             else:
                 for one, value in self.each(token, operand):
                     if one.startswith("="):
@@ -314,9 +302,7 @@ class Decoder:
             made.stream += [o.form, guard, o.negated, o.line, len(o.dst), *(slots[d] for d in o.dst)]
             made.stream += [len(o.src), *(slots[s] for s in o.src), len(imm), *imm]
         words = [s.name for s in self.kernel.statements]
-        made.waits = any(
-            w.startswith(("atom", "nanosleep")) or ".acquire" in w or ".volatile" in w for w in words
-        )
+        made.waits = any(w.startswith("atom") or ".acquire" in w or ".volatile" in w for w in words)
         return made
 
 
@@ -341,11 +327,6 @@ def flat(operands: tuple) -> list:
     return found
 
 
-def decode(module: Module, kernel: Kernel, globals_at: dict[str, int]) -> Decoded:
-    """A kernel for the engine; `globals_at`: addresses of the module's variables in global memory."""
-    return Decoder(module, kernel, globals_at).decode()
-
-
-def in_global_memory(module: Module) -> dict[str, Variable]:
-    """The variables of a module that live in global memory."""
-    return {n: v for n, v in module.variables.items() if v.space in ("global", "const")}
+def decode(module: Module, kernel: Kernel) -> Decoded:
+    """A kernel for the engine."""
+    return Decoder(module, kernel).decode()

@@ -1,4 +1,4 @@
-// Elements of matrices: how many a register of 32 bits holds, and their values.
+// Elements of matrices, two in a register of 32 bits: their values.
 #pragma once
 
 #include "lanes.h"
@@ -6,14 +6,12 @@
 namespace ptx {
 
 struct BFloat16 {
-    static constexpr int PER = 2;
     static float value(uint32_t word, int which) {
         return bit_cast<float>(which ? word & 0xFFFF0000u : word << 16);
     }
 };
 
 struct Float16 {
-    static constexpr int PER = 2;
     static float value(uint32_t word, int which) {
         const uint32_t half = which ? word >> 16 : word & 0xFFFF;
         const uint32_t sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3FF;
@@ -22,12 +20,6 @@ struct Float16 {
         const float size = float(fraction) * 0x1p-24f;
         return sign ? -size : size;
     }
-};
-
-// The lower 13 bits of a float are not looked at.
-struct TFloat32 {
-    static constexpr int PER = 1;
-    static float value(uint32_t word, int) { return bit_cast<float>(word & 0xFFFFE000u); }
 };
 
 }  // namespace ptx

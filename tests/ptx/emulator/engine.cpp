@@ -159,16 +159,8 @@ void set_special(Warp& w, const Special& special) {
             case 9: case 10: case 11: lanes[l] = launch.grid[special.id - 9]; break;
             case 12: lanes[l] = l; break;
             case 13: lanes[l] = w.index; break;
-            case 14: lanes[l] = b.warps.size(); break;
-            case 15: lanes[l] = 1u << l; break;            // lanemask_eq
-            case 16: lanes[l] = (2u << l) - 1; break;      // lanemask_le
-            case 17: lanes[l] = (1u << l) - 1; break;      // lanemask_lt
-            case 18: lanes[l] = ~((1u << l) - 1); break;   // lanemask_ge
-            case 19: lanes[l] = ~((2u << l) - 1); break;   // lanemask_gt
-            case 20: lanes[l] = launch.shared_bytes; break;
-            case 21: lanes[l] = launch.shared_bytes - launch.kernel->shared_bytes; break;
-            case 22: lanes[l] = 1; break;  // the number of blocks of a cluster, or of clusters
-            default: lanes[l] = 0; break;  // the rank in a cluster of one block, the multiprocessor
+            case 14: lanes[l] = 1; break;  // the number of blocks of a cluster, or of clusters
+            default: lanes[l] = 0; break;  // the rank in a cluster of one block
         }
     }
     fill(w.file + size_t(special.slot) * 64, lanes);

@@ -82,11 +82,6 @@ void arrive(Warp& w, const Op& op, uint32_t m) {
     for_lanes(m, [&](uint32_t l) { arrived(w, barrier_at(w, barrier_offset(w, op, l, ATOMIC), l), l); });
 }
 
-void expect(Warp& w, const Op& op, uint32_t m) {
-    const uint32_t* bytes = w.lane<uint32_t>(op.src[1]);
-    for_lanes(m, [&](uint32_t l) { barrier_at(w, barrier_offset(w, op, l, ATOMIC), l).bytes += bytes[l]; });
-}
-
 void arrive_expect(Warp& w, const Op& op, uint32_t m) {
     const uint32_t* bytes = w.lane<uint32_t>(op.src[1]);
     for_lanes(m, [&](uint32_t l) {
@@ -390,31 +385,22 @@ void async_read(Warp& w, uint32_t at, uint32_t size, const char* what) {
 }
 
 REGISTERS void hopper_forms() {
-    for (const std::string space : {".shared", ".shared::cta"}) {
-        form("mbarrier.init" + space + ".b64", "@ b32", init);
-        form("mbarrier.inval" + space + ".b64", "@", inval);
-        form("mbarrier.arrive" + space + ".b64", "=b64 @", arrive);
-        form("mbarrier.expect_tx.relaxed.cta" + space + ".b64", "@ b32", expect);
-        form("mbarrier.arrive.expect_tx" + space + ".b64", "=b64 @ b32", arrive_expect);
-        form("mbarrier.try_wait.parity" + space + ".b64", "=p @ b32", wait_parity);
-        form("mbarrier.test_wait.parity" + space + ".b64", "=p @ b32", wait_parity);
-        form("fence.proxy.async" + space, "", proxy_fence);
-    }
-    for (int rank = 1; rank <= 5; ++rank) {
-        const std::string number = std::to_string(rank), map = "@+b32*" + number;
-        for (const std::string mode : {"", ".tile"}) {
-            for (const std::string to : {".shared::cta", ".shared::cluster"})
-                form("cp.async.bulk.tensor." + number + "d" + to + ".global" + mode + ".mbarrier::complete_tx::bytes",
-                     "@ " + map + " @", load_tile);
-            form("cp.async.bulk.tensor." + number + "d.global.shared::cta" + mode + ".bulk_group", map + " @",
-                 store_tile);
-        }
+    form("mbarrier.init.shared::cta.b64", "@ b32", init);
+    form("mbarrier.inval.shared::cta.b64", "@", inval);
+    form("mbarrier.arrive.shared::cta.b64", "=b64 @", arrive);
+    form("mbarrier.arrive.expect_tx.shared::cta.b64", "=b64 @ b32", arrive_expect);
+    form("mbarrier.try_wait.parity.shared::cta.b64", "=p @ b32", wait_parity);
+    form("fence.proxy.async.shared::cta", "", proxy_fence);
+    for (const std::string mode : {"", ".tile"}) {
+        for (const std::string to : {".shared::cta", ".shared::cluster"})
+            form("cp.async.bulk.tensor.2d" + to + ".global" + mode + ".mbarrier::complete_tx::bytes", "@ @+b32*2 @",
+                 load_tile);
+        form("cp.async.bulk.tensor.2d.global.shared::cta" + mode + ".bulk_group", "@+b32*2 @", store_tile);
     }
     form("cp.async.bulk.commit_group", "", commit);
     form("cp.async.bulk.wait_group", "#", wait_group);
     form("cp.async.bulk.wait_group.read", "#", wait_group);
     form("prefetch.tensormap", "@", prefetch_map);
-    form("fence.proxy.async", "", proxy_fence);
     form("fence.mbarrier_init.release.cluster", "", nothing);
     form("setmaxnreg.inc.sync.aligned.u32", "#", set_registers);
     form("setmaxnreg.dec.sync.aligned.u32", "#", set_registers);

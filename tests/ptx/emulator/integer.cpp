@@ -37,9 +37,6 @@ template <class T> struct MulWide {
 template <class T> struct MadLo {
     T operator()(T a, T b, T c) const { return T(Wrapping<T>(a) * Wrapping<T>(b) + Wrapping<T>(c)); }
 };
-template <class T> struct MadHi {
-    T operator()(T a, T b, T c) const { return T(Wrapping<T>(MulHi<T>()(a, b)) + Wrapping<T>(c)); }
-};
 template <class T> struct MadWide {
     Wide<T> operator()(T a, T b, Wide<T> c) const {
         using U = Unsigned<Wide<T>>;
@@ -65,25 +62,6 @@ template <class T> struct Min { T operator()(T a, T b) const { return a < b ? a 
 template <class T> struct Max { T operator()(T a, T b) const { return a < b ? b : a; } };
 template <class T> struct Neg { T operator()(T a) const { return T(0 - Wrapping<T>(a)); } };
 template <class T> struct Abs { T operator()(T a) const { return a < 0 ? Neg<T>()(a) : a; } };
-template <class T> struct Sad {
-    T operator()(T a, T b, T c) const {
-        const Wrapping<T> d = a < b ? Wrapping<T>(b) - Wrapping<T>(a) : Wrapping<T>(a) - Wrapping<T>(b);
-        return T(d + Wrapping<T>(c));
-    }
-};
-struct AddSaturated {
-    int32_t operator()(int32_t a, int32_t b) const {
-        const int64_t sum = int64_t(a) + b;
-        return int32_t(sum > INT32_MAX ? INT32_MAX : sum < INT32_MIN ? INT32_MIN : sum);
-    }
-};
-struct SubSaturated {
-    int32_t operator()(int32_t a, int32_t b) const {
-        const int64_t sum = int64_t(a) - b;
-        return int32_t(sum > INT32_MAX ? INT32_MAX : sum < INT32_MIN ? INT32_MIN : sum);
-    }
-};
-
 template <class T>
 REGISTERS void arithmetic(const std::string& type) {
     value_form<Add<T>, T, T, T>("add." + type);
@@ -91,12 +69,10 @@ REGISTERS void arithmetic(const std::string& type) {
     value_form<MulLo<T>, T, T, T>("mul.lo." + type);
     value_form<MulHi<T>, T, T, T>("mul.hi." + type);
     value_form<MadLo<T>, T, T, T, T>("mad.lo." + type);
-    value_form<MadHi<T>, T, T, T, T>("mad.hi." + type);
     value_form<Div<T>, T, T, T>("div." + type);
     value_form<Rem<T>, T, T, T>("rem." + type);
     value_form<Min<T>, T, T, T>("min." + type);
     value_form<Max<T>, T, T, T>("max." + type);
-    value_form<Sad<T>, T, T, T, T>("sad." + type);
     if constexpr (sizeof(T) < 8) {
         value_form<MulWide<T>, Wide<T>, T, T>("mul.wide." + type);
         value_form<MadWide<T>, Wide<T>, T, T, Wide<T>>("mad.wide." + type);
@@ -113,8 +89,6 @@ REGISTERS void integer_forms() {
     arithmetic<uint16_t>("u16"), arithmetic<int16_t>("s16");
     arithmetic<uint32_t>("u32"), arithmetic<int32_t>("s32");
     arithmetic<uint64_t>("u64"), arithmetic<int64_t>("s64");
-    value_form<AddSaturated, int32_t, int32_t, int32_t>("add.sat.s32");
-    value_form<SubSaturated, int32_t, int32_t, int32_t>("sub.sat.s32");
 }
 
 }  // namespace ptx

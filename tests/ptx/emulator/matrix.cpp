@@ -1,4 +1,4 @@
-// Matrix statements of one warp: ldmatrix, stmatrix, movmatrix, mma.sync.
+// Matrix statements of one warp: ldmatrix, stmatrix, mma.sync.
 //
 // A lane is member `lane % 4` of group `lane / 4`. In an 8 x 8 tile of 16-bit elements its register holds row
 // `group`, columns 2 member and 2 member + 1. Larger operands are several such tiles.
@@ -69,25 +69,12 @@ void stmatrix(Warp& w, const Op& op, uint32_t m) {
     }
 }
 
-void movmatrix(Warp& w, const Op& op, uint32_t m) {
-    whole_warp(m, "movmatrix");
-    uint16_t tile[8][8];
-    const uint32_t* from = w.lane<uint32_t>(op.src[0]);
-    for (int l = 0; l < LANES; ++l) {
-        tile[l / 4][l % 4 * 2] = uint16_t(from[l]);
-        tile[l / 4][l % 4 * 2 + 1] = uint16_t(from[l] >> 16);
-    }
-    uint32_t* to = w.lane<uint32_t>(op.dst[0]);
-    for (int l = 0; l < LANES; ++l)
-        to[l] = tile[l % 4 * 2][l / 4] | uint32_t(tile[l % 4 * 2 + 1][l / 4]) << 16;
-}
-
 // A product of a 16 x K and a K x 8 matrix. Products are exact in double; they are summed there and the sum is
 // rounded once, which is closer to the truth than the tensor cores are.
-template <class Element, int K>
+template <class Element>
 struct Product {
-    static constexpr int PER = Element::PER;  // elements in a register
-    static constexpr int A = 16 * K / LANES / PER, B = 8 * K / LANES / PER;
+    static constexpr int K = 16, PER = 2;    // elements in a register
+    static constexpr int A = 4, B = 2;  // registers
 
     static void run(Warp& w, const Op& op, uint32_t m) {
         whole_warp(m, "mma");
@@ -126,13 +113,10 @@ struct Product {
     }
 };
 
-template <class Element, int K>
+template <class Element>
 REGISTERS void product(const std::string& type) {
-    using P = Product<Element, K>;
-    const std::string registers[] = {std::to_string(P::A), std::to_string(P::B)};
-    const std::string b = P::B == 1 ? "b32*1" : "b32*" + registers[1];
-    form("mma.sync.aligned.m16n8k" + std::to_string(K) + ".row.col.f32." + type + "." + type + ".f32",
-         "=b32*4 b32*" + registers[0] + " " + b + " b32*4", P::run);
+    form("mma.sync.aligned.m16n8k16.row.col.f32." + type + "." + type + ".f32", "=b32*4 b32*4 b32*2 b32*4",
+         Product<Element>::run);
 }
 
 template <int count>
@@ -148,10 +132,7 @@ REGISTERS void tiles() {
 
 REGISTERS void matrix_forms() {
     tiles<1>(), tiles<2>(), tiles<4>();
-    form("movmatrix.sync.aligned.m8n8.trans.b16", "=b32 b32", movmatrix);
-    product<BFloat16, 16>("bf16"), product<BFloat16, 8>("bf16");
-    product<Float16, 16>("f16"), product<Float16, 8>("f16");
-    product<TFloat32, 8>("tf32"), product<TFloat32, 4>("tf32");
+    product<BFloat16>("bf16"), product<Float16>("f16");
 }
 
 }  // namespace ptx

@@ -125,17 +125,6 @@ REGISTERS void conversions(const std::string& where) {
     value_form<FromGeneric<base>, uint64_t, uint64_t>("cvta.to." + where + ".u64");
 }
 
-template <Space space>
-void is_space(Warp& w, const Op& op, uint32_t m) {
-    const uint64_t* a = w.lane<uint64_t>(op.src[0]);
-    uint32_t bits = 0;
-    for (int l = 0; l < LANES; ++l) {
-        uint64_t address = a[l];
-        bits |= uint32_t(resolve(address) == space) << l;
-    }
-    set_predicate(w.predicate(op.dst[0]), m, bits);
-}
-
 }  // namespace
 
 REGISTERS void memory_forms() {
@@ -149,9 +138,6 @@ REGISTERS void memory_forms() {
     conversions<SHARED_BASE>("shared");
     conversions<LOCAL_BASE>("local");
     conversions<PARAM_BASE>("param");
-    form("isspacep.global", "=p b64", is_space<Space::global>);
-    form("isspacep.shared", "=p b64", is_space<Space::shared>);
-    form("isspacep.local", "=p b64", is_space<Space::local>);
 }
 
 }  // namespace ptx

@@ -24,7 +24,6 @@ ORDERS = {
 }
 CACHES = {"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt"}
 HINT = re.compile(r"L[12]::(evict_\w+|no_allocate|cache_hint|64B|128B|256B)$")
-LOGIC = {"and", "or", "xor", "exch", "cas"}
 
 
 def bits(kind: str) -> str:
@@ -38,7 +37,7 @@ def canonical(statement: Statement) -> tuple[str, tuple, str]:
     operands = statement.operands
     if any(m == "L2::cache_hint" for m in modifiers) and opcode != "cp":
         operands = operands[:-1]
-    if opcode in ("ld", "st", "ldu"):
+    if opcode in ("ld", "st"):
         return accesses(opcode, modifiers, operands)
     if opcode in ("atom", "red") and "async" not in modifiers:
         return updates(opcode, modifiers, operands)
@@ -49,7 +48,7 @@ def canonical(statement: Statement) -> tuple[str, tuple, str]:
         return ".".join([opcode, *kept]), operands, ""
     if opcode in ("mov", "selp") and len(modifiers) == 1:
         return f"{opcode}.{bits(modifiers[0])}", operands, modifiers[0]
-    if opcode in ("cvta", "isspacep"):
+    if opcode == "cvta":
         modifiers = [m.removesuffix("::cta") for m in modifiers]
     kind = modifiers[-2 if opcode == "cvt" else -1] if modifiers else ""
     return ".".join([opcode, *modifiers]), operands, kind
@@ -64,7 +63,7 @@ def accesses(opcode: str, modifiers: list[str], operands: tuple) -> tuple[str, t
             vector = f".{modifier}"
         elif modifier not in ORDERS | CACHES and not HINT.match(modifier):
             raise KeyError(modifier)
-    return f"{'ld' if opcode == 'ldu' else opcode}.{space}{vector}.{bits(kind)}", operands, kind
+    return f"{opcode}.{space}{vector}.{bits(kind)}", operands, kind
 
 
 def updates(opcode: str, modifiers: list[str], operands: tuple) -> tuple[str, tuple, str]:
@@ -75,10 +74,6 @@ def updates(opcode: str, modifiers: list[str], operands: tuple) -> tuple[str, tu
             space = SPACES[modifier]
         elif modifier not in ORDERS and not HINT.match(modifier):
             kept.append(modifier)
-    if LOGIC & set(kept):
-        kind = bits(kind)
-    if kind in ("s64", "u64") and "add" in kept:
-        kind = "u64"
     return ".".join([opcode, space, *kept, kind]), operands, kind
 
 

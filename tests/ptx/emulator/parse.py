@@ -88,7 +88,6 @@ class Variable:
     space: str
     bytes: int
     align: int
-    content: bytes = b""
     external: bool = False
 
 
@@ -112,7 +111,6 @@ class Kernel:
     reqntid: tuple[int, ...] | None = None
     statements: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label -> index of the statement that follows
-    tables: dict[str, list[str]] = field(default_factory=dict)  # of brx.idx
     variables: dict[str, Variable] = field(default_factory=dict)
 
     @property
@@ -141,13 +139,12 @@ PARAMETER = re.compile(
 VARIABLE = re.compile(
     r"(?P<before>(?:\.(?:extern|visible|weak|common|managed)\s+)*)\.(?P<space>shared|global|const|local)\s+"
     r"(?:\.align\s+(?P<align>\d+)\s+)?(?:\.attribute\([^)]*\)\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$]+)"
-    r"(?P<dims>(?:\[\d*\])*)\s*(?:=\s*(?P<value>[^;]*))?\s*;"
+    r"(?P<dims>(?:\[\d*\])*)\s*(?:=[^;]*)?\s*;"
 )
 LABEL = re.compile(r"([$%]?[A-Za-z_$][\w$]*)\s*:(?!:)")
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]*);")
 GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
 PRAGMA = re.compile(r"\.pragma\b[^;]*;")
-TABLE = re.compile(r"\.branchtargets\s+([^;]*);")
 
 
 def blanked(match: re.Match) -> str:
@@ -196,15 +193,8 @@ def variable(match: re.Match) -> Variable:
     count = 1
     for n in re.findall(r"\[(\d*)\]", match["dims"]):
         count *= int(n or 0)
-    value = match["value"]
-    content = b""
-    if value is not None:
-        numbers = [number(v.strip()) for v in value.strip("{} \n\t").split(",") if v.strip()]
-        if any(n is None for n in numbers):
-            raise EmulatorError(f"initial value of {match['name']}: {value.strip()}")
-        content = b"".join((n & (2 ** (8 * size) - 1)).to_bytes(size, "little") for n in numbers)
     external = "extern" in match["before"]
-    return Variable(match["space"], size * count, int(match["align"] or size), content, external)
+    return Variable(match["space"], size * count, int(match["align"] or size), external)
 
 
 def number(text: str) -> int | None:
@@ -264,12 +254,8 @@ class Body:
         text, at = self.text, self.at
         if match := LABEL.match(text, at):
             name = self.take(match).group(1)
-            self.skip()
-            if table := TABLE.match(text, self.at):
-                kernel.tables[name] = [label.strip() for label in self.take(table).group(1).split(",")]
-            else:
-                kernel.labels[name] = len(kernel.statements)
-                self.labels[-1][1].append(name)
+            kernel.labels[name] = len(kernel.statements)
+            self.labels[-1][1].append(name)
         elif match := REGISTERS.match(text, at):
             self.declare(*self.take(match).groups())
         elif match := VARIABLE.match(text, at):

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.ptx.emulator import library
 from tests.ptx.emulator.contraction import contracted
-from tests.ptx.emulator.decode import Decoded, decode, in_global_memory
+from tests.ptx.emulator.decode import Decoded, decode
 from tests.ptx.emulator.parse import BYTES, Parameter, parse
 from tests.ptx.emulator.reports import KINDS, EmulatorError, ProxyWarning
 
@@ -59,20 +59,13 @@ class Program:
         self.lines = text.splitlines()
         module = parse(text)
         self.target = module.target
-        self.globals = {}
-        for name, v in in_global_memory(module).items():
-            buffer = np.zeros(v.bytes + v.align, np.uint8)
-            shift = -buffer.ctypes.data % v.align
-            self.globals[name] = buffer[shift : shift + v.bytes]
-            self.globals[name][: len(v.content)] = np.frombuffer(v.content, np.uint8)
-        addresses = {name: buffer.ctypes.data for name, buffer in self.globals.items()}
         self.decoded: dict[str, Decoded] = {}
         self.kernels: dict[str, KernelInfo] = {}
         self.handles: dict[str, int] = {}
         for name, kernel in module.kernels.items():
             if contract:
                 kernel = contracted(kernel)
-            made = self.decoded[name] = decode(module, kernel, addresses)
+            made = self.decoded[name] = decode(module, kernel)
             self.kernels[name] = KernelInfo(name, tuple(kernel.parameters), kernel.reqntid, made.shared_bytes)
             self.handles[name] = self.handle(made)
 
@@ -165,7 +158,7 @@ class Program:
         tensors: list = []
         if parameters is None:
             parameters, tensors = self.packed(name, arguments)
-        extents = merged(extent(m) for m in (*tensors, *memory, *self.globals.values()))
+        extents = merged(extent(m) for m in (*tensors, *memory))
         bounds = np.array(extents, np.uint64)
         grid, block = (tuple(v) + (1,) * (3 - len(v)) for v in (grid, block))
         request = library.Request(grid=grid, threads=block, dynamic_shared_bytes=shared_bytes)

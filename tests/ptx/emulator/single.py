@@ -1,4 +1,4 @@
-"""One instruction, or a few, in one warp: for tests of what each form computes."""
+"""One instruction, or a few, in a warp or in several: for tests of what each form computes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def run_instruction(
     memory: Sequence[object] = (),
     schedule: str = "late",
 ) -> dict[str, np.ndarray]:
-    """Run statements in one warp.
+    """Run statements in one warp, or in as many as there are 32 values of inputs.
 
     Args:
         lines: PTX, with the `.reg` declarations of every register that it names. `smem` is the shared memory.
-        inputs: register -> 32 values of the register's width; floats of that width keep their bits.
-        outputs: registers whose 32 values are returned as unsigned numbers; predicates as bool.
+        inputs: register -> values of its width, 32 for each warp; floats of that width keep their bits.
+        outputs: registers whose values are returned as unsigned numbers; predicates as bool.
         shared: what shared memory holds at first; the key "shared" of the result is what it holds afterwards.
         target: for the header.
         memory: further tensors that the statements may touch.
         schedule: of asynchronous copies.
     """
     sizes = widths(lines)
+    warps = -(-max((np.size(values) for values in inputs.values()), default=1) // LANES)
+    lanes = (LANES * warps,)
 
     def size_of(name: str) -> int:
         return sizes[name] if name in sizes else sizes[name.rstrip("0123456789")]
@@ -58,11 +60,11 @@ def run_instruction(
         size = size_of(name)
         values = np.asarray(values)
         if size == 0:
-            column = np.broadcast_to(values, (LANES,)).astype(np.uint32)
+            column = np.broadcast_to(values, lanes).astype(np.uint32)
         elif values.dtype.kind == "f" and values.dtype.itemsize == size:
-            column = np.broadcast_to(values, (LANES,)).copy().view(UNSIGNED[size])
+            column = np.broadcast_to(values, lanes).copy().view(UNSIGNED[size])
         else:
-            bits = [int(v) & (2 ** (8 * size) - 1) for v in np.broadcast_to(values, (LANES,))]
+            bits = [int(v) & (2 ** (8 * size) - 1) for v in np.broadcast_to(values, lanes)]
             column = np.array(bits, UNSIGNED[size])
         k = at(column)
         loads += [f"ld.param.u64 %runaddress, [run_param_{k}];"]
@@ -74,7 +76,7 @@ def run_instruction(
     results = {}
     for name in outputs:
         size = size_of(name) or 4
-        results[name] = np.zeros(LANES, UNSIGNED[size])
+        results[name] = np.zeros(lanes, UNSIGNED[size])
         k = at(results[name])
         stores += [f"ld.param.u64 %runaddress, [run_param_{k}];"]
         stores += [f"mad.wide.u32 %runaddress, %runlane, {size}, %runaddress;"]
@@ -88,10 +90,10 @@ def run_instruction(
     text = (
         f".version 8.8\n.target {target}\n.address_size 64\n.visible .entry run(\n{parameters}\n)\n{{\n"
         f"{smem}\n.reg .b64 %runaddress;\n.reg .b32 %runlane, %runword;\n{declarations(lines)}\n"
-        f"mov.u32 %runlane, %laneid;\n{body}\nret;\n}}\n"
+        f"mov.u32 %runlane, %ctaid.x;\nmad.lo.u32 %runlane, %runlane, 32, %laneid;\n{body}\nret;\n}}\n"
     )
     after = Program(text).launch(
-        "run", (1,), (LANES,), arrays, memory=memory, schedule=schedule, shared=shared
+        "run", (warps,), (LANES,), arrays, memory=memory, schedule=schedule, shared=shared
     )
     found = {name: values != 0 if size_of(name) == 0 else values for name, values in results.items()}
     return found | ({"shared": after} if shared else {})
