@@ -208,14 +208,6 @@ def test_what_a_call_has_that_the_ops_must_see(what):
 
 
 @torch.no_grad()
-def test_eight_bits_are_not_direct():
-    model, inputs = of("bert").quantize("int8"), batch("bert")
-    with direct_calls() as seen:
-        model(**inputs)
-    assert seen == []
-
-
-@torch.no_grad()
 def test_new_values_are_read():
     """Also of query, key and value, whose joined copy is derived again."""
     layer, x = of("bert").layers()[0], torch.randn(9, 48)

@@ -25,23 +25,6 @@ def rows(count: int = 7) -> torch.Tensor:
     return torch.randn(count, 24, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_layer_has_the_kind_of_its_class_and_others_have_none(kind):
-    module = three(kind)[0]
-    assert layers.kind_of(module) is KINDS[kind]
-    handle = module.register_forward_hook(lambda *_: None)
-    assert layers.kind_of(module) is None
-    handle.remove()
-    assert layers.kind_of(module) is KINDS[kind]
-
-    class Own(type(module)):
-        pass
-
-    module.__class__ = Own
-    assert layers.kind_of(module) is None
-    assert layers.kind_of(nn.Identity()) is None
-
-
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,17 +53,3 @@ def test_the_joined_weights_of_floating_point_layers_get_their_gradients():
         torch.testing.assert_close(module.weight.grad, weight.grad)
         torch.testing.assert_close(module.bias.grad, bias.grad)
     assert not prepared.remembered(owner)
-
-
-@torch.no_grad()
-def test_joined_only_where_that_is_possible_and_pays():
-    x, owner = rows(), nn.Identity()
-    for kind, pays in (("float", False), ("int8", True)):
-        modules = three(kind)
-        assert (layers.apply_joined(owner, modules, x) is not None) == pays, "on a CPU"
-        modules[1].bias = None
-        assert layers.apply_joined(owner, modules, x) is None, "one without a bias"
-    modules = three("int8")
-    assert layers.apply_joined(owner, [*modules[:2], three("float")[2]], x) is None, "of two kinds"
-    modules[2].register_forward_hook(lambda *_: None)
-    assert layers.apply_joined(owner, modules, x) is None, "one is hooked"

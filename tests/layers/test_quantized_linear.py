@@ -98,7 +98,6 @@ CASTS = {
     "half": (lambda m: m.half(), torch.float16),
     "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
     "double": (lambda m: m.double(), torch.float64),
-    "to": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
     "to device and dtype": (lambda m: m.to("cpu", torch.float16), torch.float16),
     "type": (lambda m: m.type(torch.bfloat16), torch.bfloat16),
     "twice": (lambda m: m.half().float(), torch.float32),
@@ -124,17 +123,11 @@ def test_moving_to_meta_and_back():
     made = QuantizedLinear.from_linear(random_linear())
     made.to("meta", torch.float16)
     assert [t.device.type for t in made.buffers()] == ["meta"] * 3
-    assert (made.weight.dtype, made.scale.dtype, made.bias.dtype) == (
-        torch.int8,
-        torch.float32,
-        torch.float16,
-    )
+    dtypes = [torch.int8, torch.float32, torch.float16]
+    assert [t.dtype for t in (made.weight, made.scale, made.bias)] == dtypes
     made.to_empty(device="cpu")
-    assert (made.weight.dtype, made.scale.dtype, made.weight.device.type) == (
-        torch.int8,
-        torch.float32,
-        "cpu",
-    )
+    assert [t.dtype for t in (made.weight, made.scale, made.bias)] == dtypes
+    assert made.weight.device.type == "cpu"
     shape_only = QuantizedLinear.from_linear(nn.Linear(5, 3, device="meta"))
     assert shape_only.weight.shape == (3, 5)
     assert shape_only.weight.is_meta
@@ -187,9 +180,7 @@ def test_load_state_dict_refuses(case):
     before = copy.deepcopy(made)
     with pytest.raises(RuntimeError, match=message):
         made.load_state_dict(state)
-    if (
-        "Missing" not in message and "Unexpected" not in message and "size" not in message
-    ):  # PyTorch's own copy
+    if not any(word in message for word in ("Missing", "Unexpected", "size")):  # PyTorch's own copy
         assert torch.equal(made.weight, before.weight)
         assert torch.equal(made.scale, before.scale)
 

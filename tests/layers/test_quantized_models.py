@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fastbert.backends import aten
 from fastbert.layers.linear import apply_linear, dense_norm
 from fastbert.layers.modules import part
 from fastbert.layers.quantized import QuantizedLinear, is_quantized
@@ -24,38 +23,6 @@ SENTENCES = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").sp
 
 
 # --- the fused paths ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch, fresh_dispatch):
-    """(out, activation, has a bias, packed) of each call of aten's `linear_int8_fwd`."""
-    seen, launch = [], aten.linear_int8_fwd
-
-    def spy(x, weight, scale, bias, activation, packed):
-        seen.append((weight.shape[0], activation, bias is not None, packed))
-        # torch._int_mm counts its operands as written: derived weights would be rebuilt
-        return launch(x, weight.clone(), scale, bias, activation, packed)
-
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear_int8", ("aten", "reference"))
-    monkeypatch.setattr(aten, "linear_int8_fwd", spy)
-    return seen
-
-
-def test_four_products_a_layer_with_what_follows_fused(bert, launches):
-    bert.quantize()
-    hidden(bert)
-    layer = [
-        (144, None, True, None),
-        (48, None, False, None),
-        (80, "gelu", True, None),
-        (48, None, False, None),
-    ]
-    assert launches == layer * 3
-    launches.clear()
-    hook(bert.layers()[0].attention.self.key)  # a module with a hook is called
-    hidden(bert)
-    called = [(48, None, True, None)] * 4 + [(80, None, True, None), (48, None, True, None)]
-    assert launches == called + layer * 2
 
 
 def test_watched_parts_are_called(bert):
@@ -140,54 +107,6 @@ def test_derived_weights_follow_the_integers(bert, change):
     assert torch.equal(hidden(bert), after)
     if change == "load_state_dict":
         assert torch.equal(after, hidden(other))
-
-
-def test_packed_weights_are_made_once_and_only_for_the_backend_that_reads_them(bert, launches, monkeypatch):
-    made = []
-
-    def pack(weight):
-        made.append(tuple(weight.shape))
-        return torch.full((3,), len(made), dtype=torch.uint8)
-
-    monkeypatch.setattr(aten, "linear_int8_panels", pack, raising=False)
-    bert.quantize()
-    first = hidden(bert)
-    assert made == [(144, 48), (48, 48), (80, 48), (48, 80)] * 3
-    marks = [packed[0].item() for *_, packed in launches]
-    assert marks == list(range(1, 13))
-    launches.clear()
-    assert torch.equal(hidden(bert), first)
-    assert len(made) == 12, "packed again"
-    assert [packed[0].item() for *_, packed in launches] == marks
-
-    seen, launch = [], dispatch.backend_module("reference").linear_int8_fwd
-    monkeypatch.setattr(
-        dispatch.backend_module("reference"),
-        "linear_int8_fwd",
-        lambda *args: seen.append(args[-1]) or launch(*args),
-    )
-    with dispatch.use_backend(linear_int8="reference"):
-        torch.testing.assert_close(hidden(bert), first, rtol=2e-2, atol=2e-2)
-        assert seen == [None] * 12
-        own = torch.zeros(1, dtype=torch.uint8)
-        monkeypatch.setattr(
-            dispatch.backend_module("reference"), "linear_int8_panels", lambda weight: own, raising=False
-        )
-    with dispatch.use_backend(linear_int8="reference"):
-        hidden(bert)
-    assert all(packed is own for packed in seen[12:]), "packed by another backend"
-    launches.clear()
-    hidden(bert)
-    assert len(made) == 12, "a pin elsewhere threw the packed weights away"
-    assert [packed[0].item() for *_, packed in launches] == marks
-
-    dense = bert.layers()[0].output.dense
-    dense.weight.neg_()
-    hidden(bert)
-    assert made[12:] == [(48, 80)]
-    bert.layers()[1].attention.self.key.weight.neg_()
-    hidden(bert)
-    assert made[13:] == [(144, 48)]
 
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
