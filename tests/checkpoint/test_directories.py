@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
-import random
-import shutil
-import signal
 import stat
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 
 from fastbert.analysis import results
 from fastbert.checkpoint.files import CheckpointError, check_free, new_directory
-from fastbert.cli.main import main
 from fastbert.pretraining import vocabulary
 from fastbert.pretraining.corpus import Corpus
+from tests.support.killed import killed
 
 NAMES = ("a", "b-*")
-EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
 
 
 def filled(place: Path, content: str, overwrite: bool = True) -> None:
@@ -32,53 +26,62 @@ def filled(place: Path, content: str, overwrite: bool = True) -> None:
 
 
 def held(place: Path) -> dict[str, str] | None:
-    return {path.name: path.read_text() for path in place.iterdir()} if place.exists() else None
+    read = functools.partial(Path.read_text, encoding="latin-1")
+    return {path.name: read(path) for path in place.iterdir()} if place.exists() else None
 
 
-def killed(place: Path, at: int, overwrite: bool) -> bool:
-    """Fill in a process that is killed at its file operation number `at`; whether it lived so long."""
-    pid = os.fork()
-    if not pid:
-        count = [0]
+TEXTS = {"old": "one two one two\n\none two", "new": "two three\n\nthree one two\n\nfour", "next": "five six"}
 
-        def hook(event: str, args: tuple) -> None:
-            if event not in EVENTS:
-                return
-            path, inside = str(args[0]), args[-1] if event in ("os.remove", "os.rmdir") else -1
-            if inside != -1:  # relative to an open folder
-                path = os.path.join(os.readlink(f"/proc/self/fd/{inside}"), path)
-            count[0] += path.startswith(str(place.parent))
-            if count[0] == at:
-                os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.addaudithook(hook)
-        filled(place, "new", overwrite)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+def commands(folder: Path) -> dict[str, Callable[[Path, str, bool], object]]:
+    """What fills a directory: (place, which content, overwrite)."""
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    vocabulary.train([folder / "old.txt"], folder / "tok", vocab_size=64)
+    return {
+        "plain": filled,
+        "train-tokenizer": lambda place, which, overwrite=True: vocabulary.train(
+            [folder / f"{which}.txt"], place, vocab_size=64, overwrite=overwrite
+        ),
+        "prepare": lambda place, which, overwrite=True: Corpus.write(
+            [folder / f"{which}.txt"], folder / "tok", place, overwrite=overwrite
+        ),
+    }
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_kill_at_every_step(overwrite, tmp_path):
-    old, new = ({"a": text, "b-1": text} for text in ("old", "new"))
-    seen, at = [], 0
+@pytest.mark.parametrize(
+    "command",
+    ["plain", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("train-tokenizer", "prepare"))],
+)
+def test_a_kill_at_every_step(command, overwrite, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    fill = commands(tmp_path)[command]
+    whole = {}
+    for which in TEXTS:
+        fill(tmp_path / which / "c", which, True)
+        whole[which] = held(tmp_path / which / "c")
+    old, new, seen, at = whole["old"], whole["new"], [], 0
+    assert old != new
     while True:
         at += 1
         place = tmp_path / str(at) / "c"
         if overwrite:
-            filled(place, "old")
+            fill(place, "old", True)
         else:
             place.parent.mkdir()
-        if not killed(place, at, overwrite):
+        if not killed(functools.partial(fill, place, "new", overwrite), place, at):
             break
         found = held(place)
         assert found in ((old, new, None) if overwrite else (new, None))
         seen.append(found)
-        if found is None and overwrite and any(".old." in path.name for path in place.parent.iterdir()):
+        moved = command == "plain" and any(".old." in path.name for path in place.parent.iterdir())
+        if found is None and moved:
             check_free(place, NAMES, True)
             assert held(place) == old  # nothing is lost
-        filled(place, "next")
-        assert held(place) == {"a": "next", "b-1": "next"}
+        fill(place, "next", True)
+        assert held(place) == whole["next"]
         assert [path.name for path in place.parent.iterdir()] == ["c"]
     assert len(seen) > (10 if overwrite else 5)
     assert new in seen or not overwrite
@@ -193,54 +196,3 @@ def test_every_command_that_writes_a_directory_refuses_what_is_not_its_own(tmp_p
     with pytest.raises(ValueError, match="site: is no corpus"):
         Corpus.write([text], tmp_path / "tok", site, overwrite=True)
     assert (site / "index.json").read_text() == "{}"
-
-
-def lived(arguments: list[str], kill_after: float | None = None) -> int:
-    """The exit status of a command in a process of its own, which is killed after some seconds."""
-    pid = os.fork()
-    if not pid:
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        os._exit(main(arguments))
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def content(place: Path) -> dict[str, bytes] | None:
-    return {path.name: path.read_bytes() for path in sorted(place.iterdir())} if place.exists() else None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("command", ["train-tokenizer", "prepare"])
-def test_commands_that_are_killed_at_random_moments(command, overwrite, tmp_path, monkeypatch):
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
-    texts = [" ".join(topics[name].split()) for name in sorted(topics)[:60]]
-    for name, half in (("old", texts[::2]), ("new", texts[1::2])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in half))
-    vocabulary.train([tmp_path / "old.jsonl"], tmp_path / "tok", vocab_size=500)
-    more = ["--vocab-size", "500"] if command == "train-tokenizer" else ["--tokenizer", str(tmp_path / "tok")]
-
-    def call(name: str, folder: Path, kill_after: float | None = None, overwrite: bool = True) -> int:
-        given = [command, str(tmp_path / f"{name}.jsonl"), *more, "--output", str(folder / "out")]
-        return lived([*given, *(["--overwrite"] if overwrite else [])], kill_after)
-
-    begin = time.perf_counter()
-    old, new = (call(name, tmp_path / name) or content(tmp_path / name / "out") for name in ("old", "new"))
-    seconds, draw = (time.perf_counter() - begin) / 2, random.Random(command)
-    died = 0
-    while died < 100:
-        folder = tmp_path / str(died)
-        if overwrite:
-            assert call("old", folder) == 0
-        if call("new", folder, draw.uniform(0, 1.1 * seconds), overwrite) == 0:
-            shutil.rmtree(folder)
-            continue
-        died += 1
-        assert content(folder / "out") in ((old, new, None) if overwrite else (new, None))
-        assert call("new", folder) == 0
-        assert content(folder / "out") == new
-        assert [path.name for path in folder.iterdir()] == ["out"]
-        shutil.rmtree(folder)

@@ -198,24 +198,17 @@ def test_a_value_too_large_for_the_models_dtype_is_refused(value, place, bert_ml
     load("BertForMaskedLM", tmp_path, dtype=torch.bfloat16)
 
 
-def test_into_a_live_model_in_place(bert_mlm, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_into_a_live_model_in_place(bert_mlm, tmp_path, device):
     bert_mlm.save_pretrained(tmp_path)
-    model = empty("BertForMaskedLM", tmp_path, device="cpu")
+    model = empty("BertForMaskedLM", tmp_path, device=device)
     model.bert.embeddings.requires_grad_(False)
     before = {key: (id(p), p.data_ptr(), p.requires_grad) for key, p in model.named_parameters()}
     checkpoint.load_weights(model, tmp_path)
-    assert {key: (id(p), p.data_ptr(), p.requires_grad) for key, p in model.named_parameters()} == before
+    after = {key: (id(p), p.data_ptr(), p.requires_grad) for key, p in model.named_parameters()}
+    assert {key: a[2] for key, a in after.items()} == {key: b[2] for key, b in before.items()}
+    assert device == "meta" or after == before
     assert_same_state(model, bert_mlm)
-
-
-def test_meta_keeps_requires_grad(bert_mlm, tmp_path):
-    bert_mlm.save_pretrained(tmp_path)
-    model = empty("BertForMaskedLM", tmp_path)
-    model.bert.embeddings.requires_grad_(False)
-    checkpoint.load_weights(model, tmp_path)
-    assert {k for k, p in model.named_parameters() if not p.requires_grad} == {
-        k for k, _ in model.named_parameters() if k.startswith("bert.embeddings.")
-    }
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -299,17 +292,3 @@ def test_hub_name_without_huggingface_hub(monkeypatch):
             CheckpointError, match=r"someone/bert: no such directory; .*install huggingface_hub"
         ):
             call("someone/bert")
-
-
-def test_hub_error_is_named(monkeypatch):
-    import huggingface_hub
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("no route to host\nand a long story")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(
-        CheckpointError,
-        match=r"someone/bert: .* could not be downloaded from the hub: ConnectionError: no route to host$",
-    ):
-        hub.resolve("someone/bert")

@@ -46,22 +46,6 @@ def test_old_and_wrapped_names(bert_mlm, tmp_path, spell, said):
     assert said is None or re.search(said, str(told[0].message))
 
 
-class Lightning(torch.nn.Module):
-    """Keeps the model as its attribute `model`, as Lightning's modules do."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-
-@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.compile, Lightning])
-def test_what_a_wrapper_saves(bert_mlm, tmp_path, wrap):
-    bert_mlm.config.save_pretrained(tmp_path)
-    torch.save(wrap(bert_mlm).state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.warns(UserWarning, match="which a wrapper put there"):
-        assert_same_state(fastbert.BertForMaskedLM.from_pretrained(tmp_path), bert_mlm)
-
-
 def test_a_head_inside_the_encoders_prefix_as_stock_reads_it(bert_mlm, tmp_path):
     """The masked-LM model was itself an attribute "bert" of what was saved."""
     state = {"bert." + key: value for key, value in bert_mlm.state_dict().items()}
@@ -151,14 +135,6 @@ def test_fresh_head_is_initialised_and_named_once(tmp_path):
     assert model.lm_head.decoder.weight is model.get_input_embeddings().weight
     with pytest.raises(CheckpointError, match=r"missing keys: .*lm_head\.dense\.weight"):
         checkpoint.load_weights(empty("RobertaForMaskedLM", tmp_path), tmp_path, allow_missing_head=False)
-
-
-def test_fresh_sentence_pair_head_beside_a_stored_lm_head(bert_mlm, tmp_path):
-    bert_mlm.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="freshly initialised"):
-        report = load("BertForPreTraining", tmp_path).load_report
-    pooler = ["bert.pooler.dense.bias", "bert.pooler.dense.weight"]
-    assert sorted(report.missing) == [*pooler, "cls.seq_relationship.bias", "cls.seq_relationship.weight"]
 
 
 @pytest.mark.parametrize("prefix", ["Bert", "Roberta", "Albert"])
