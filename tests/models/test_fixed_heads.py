@@ -132,25 +132,18 @@ def test_the_head_mask_reaches_every_head(whole):
     assert (gates.grad != 0).all()
 
 
-def test_the_first_token_alone(whole):
-    fixed = fix_heads(whole, PATTERNS)
-    ids, mask = padded()
-    with torch.no_grad():
-        all_tokens = of_base(fixed, ids, mask)[0][:, :1]
-        first = of_base(fixed, ids, mask, first_token_only=True)[0]
-    torch.testing.assert_close(first, all_tokens, rtol=1e-12, atol=1e-12)
-
-
-def test_packed_as_padded(whole):
+def test_packed_and_first_tokens_as_padded(whole):
     fixed = fix_heads(whole, PATTERNS)
     ids, mask = padded()
     keep = mask.bool()
     ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
     with torch.no_grad():
-        expected = of_base(fixed, ids, mask)[0][keep]
+        whole_rows = of_base(fixed, ids, mask)[0]
+        first = of_base(fixed, ids, mask, first_token_only=True)[0]
         positions = torch.arange(ids.shape[1]).expand(3, -1)[keep]
         found = of_base(fixed, ids[keep], position_ids=positions, cu_seqlens=ends)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, whole_rows[keep], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first, whole_rows[:, :1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 5)], ids=str)
@@ -194,8 +187,7 @@ def test_quantised_and_compiled(whole):
     assert not torch.equal(found, exact)
 
 
-def test_training_learns_and_recomputes(whole):
-    """A step lowers the loss; with recomputed layers the gradients are the same to the bit."""
+def test_recomputed_layers_give_the_same_gradients(whole):
     fixed = fix_heads(whole, PATTERNS).float().train()
     for module in fixed.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -209,15 +201,6 @@ def test_training_learns_and_recomputes(whole):
         model(ids, mask, labels=labels).loss.backward()
     for p, q in zip(fixed.parameters(), again.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-    optimizer = torch.optim.AdamW(fixed.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = fixed(ids, mask, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_importance_knows_fixed_heads_and_statistics_refuse_them(whole):

@@ -8,25 +8,36 @@ import inspect
 import pytest
 import torch
 import transformers
-from torch.nn import functional as F
 
-import fastbert
-from fastbert.models.bert import BertModel
-from fastbert.models.config import EncoderConfig
-from tests.support.model_pairs import CASES, TASKS, build, close, inputs_for, labels_for, pair, token_level
+from tests.support.accelerated_models import calls, same_gradients, same_outputs
+from tests.support.model_pairs import (
+    CASES,
+    TASKS,
+    build,
+    close,
+    inputs_for,
+    labels_for,
+    pair,
+    token_level,
+    trio,
+)
 
 # --- against transformers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "task"), CASES)
 def test_names_outputs_and_loss_equal_transformers(name, task):
-    hf, model = pair(name, task)
+    hf, model, fast = trio(name, task)
     assert type(model).__name__ == type(hf).__name__
     assert {k: v.shape for k, v in model.state_dict().items()} == {
         k: v.shape for k, v in hf.state_dict().items()
     }
 
     inputs = inputs_for(name, task)
+    inputs["attention_mask"][..., 0], inputs["input_ids"][..., 0] = (
+        1,
+        7,
+    )  # else accelerated models do not pack
     if task == "ForQuestionAnswering":  # the loss of a padded batch has its own test
         del inputs["attention_mask"]
         inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)
@@ -35,26 +46,13 @@ def test_names_outputs_and_loss_equal_transformers(name, task):
     with torch.no_grad():
         expected = hf(**inputs, **labels, output_hidden_states=True, output_attentions=True)
         actual = model(**inputs, **labels, output_hidden_states=True, output_attentions=True)
-    assert list(actual.keys()) == list(expected.keys())
-    close(actual.loss, expected.loss, 1e-5)
-    for key in actual:
-        if "logits" not in key:
-            continue
-        if token_level(expected[key], kept):
-            close(actual[key][kept], expected[key][kept])
-            assert actual[key][~kept].eq(0).all()
-        else:
-            close(actual[key], expected[key])
-    flat = kept.reshape(-1, kept.shape[-1])
-    assert len(actual.hidden_states) == len(expected.hidden_states)
-    for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
-        close(a[flat], e[flat])
-    pairs = (flat[:, None, :, None] & flat[:, None, None, :]).expand(
-        -1, model.config.num_attention_heads, -1, -1
-    )
-    assert len(actual.attentions) == len(expected.attentions)
-    for a, e in zip(actual.attentions, expected.attentions, strict=True):
-        close(a[pairs], e[pairs])
+        same_outputs(actual, expected, kept, 2e-5, types=False)
+        with calls(fast, packed=1, padded=0, stock=0):  # which has no probabilities to return
+            actual_fast = fast(**inputs, **labels, output_hidden_states=True)
+        same_outputs(actual_fast, hf(**inputs, **labels, output_hidden_states=True), kept)
+    for key, logits in actual.items():
+        if "logits" in key and token_level(logits, kept):
+            assert logits[~kept].eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -64,42 +62,18 @@ def test_names_outputs_and_loss_equal_transformers(name, task):
     + [(*case, torch.float32, 1e-4) for case in CASES if case[0] in ("bert", "distilbert", "mpnet")],
 )
 def test_gradients_equal_transformers(name, task, dtype, tolerance):
-    hf, model = (copy.deepcopy(m).to(dtype) for m in pair(name, task))
+    hf, *models = (copy.deepcopy(m).to(dtype) for m in trio(name, task))
     inputs = inputs_for(name, task, seed=1)
+    inputs["attention_mask"][..., 0], inputs["input_ids"][..., 0] = 1, 7
     if task == "ForQuestionAnswering":
         inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
         inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)
     labels = labels_for(hf, inputs, seed=1)
-    for m in (hf, model):
-        m.zero_grad(set_to_none=True)
-        m(**inputs, **labels).loss.backward()
-    reference = {k: p.grad for k, p in hf.named_parameters(remove_duplicate=False)}
-    largest = max(g.abs().max().item() for g in reference.values() if g is not None)
-    for key, parameter in model.named_parameters():
-        expected = reference[key]
-        if expected is None:
-            assert parameter.grad is None, key
-            continue
-        # the true gradient of a key's bias is 0: computed is the rounding of terms as large as the rest
-        close(parameter.grad, expected, tolerance * (expected.abs().max().item() + 1e-2 * largest))
-
-
-def test_head_over_an_encoders_checkpoint_is_initialised_with_one_warning(tmp_path):
-    encoder = BertModel(EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config))
-    encoder.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"classifier\.weight") as caught:
-        model = fastbert.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=40)
-    assert len(caught) == 1
-    assert model.classifier.weight.shape == (40, 48)
-    assert 0.015 < model.classifier.weight.std() < 0.025
-    assert model.classifier.bias.eq(0).all()
-    assert torch.equal(
-        model.bert.encoder.layer[1].output.dense.weight, encoder.encoder.layer[1].output.dense.weight
-    )
-    with pytest.warns(UserWarning, match="cls.predictions"):
-        lm = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
-    assert lm.cls.predictions.decoder.weight is lm.bert.embeddings.word_embeddings.weight
-    assert lm.cls.predictions.transform.LayerNorm.weight.eq(1).all()
+    hf(**inputs, **labels).loss.backward()
+    for model in models:
+        with calls(model, **({"packed": 1, "stock": 0} if model is models[1] else {})):
+            model(**inputs, **labels).loss.backward()
+        same_gradients(model, hf, tolerance)
 
 
 # --- arguments and outputs ----------------------------------------------------------------------------------
@@ -165,19 +139,6 @@ def test_arguments_that_stand_elsewhere_in_transformers_must_be_named(name, task
         model(*given, given[0])
 
 
-def test_head_mask_reaches_the_encoder():
-    _, model = pair("bert", "ForTokenClassification")
-    inputs = inputs_for("bert", "ForTokenClassification")
-    with torch.no_grad():
-        whole = model(**inputs).logits
-        assert torch.equal(model(**inputs, head_mask=torch.ones(3)).logits, whole)
-        gated = model(**inputs, head_mask=torch.tensor([1.0, 0.0, 1.0]))
-        hidden = model.bert(**inputs, head_mask=torch.tensor([1.0, 0.0, 1.0])).last_hidden_state
-    kept = inputs["attention_mask"].bool()
-    assert not torch.allclose(gated.logits, whole)
-    close(gated.logits[kept], (hidden @ model.classifier.weight.T + model.classifier.bias)[kept])
-
-
 @pytest.mark.parametrize(
     ("name", "task"), [(n, t) for n, t in CASES if n in ("bert", "mpnet") and t != "ForMultipleChoice"]
 )
@@ -229,7 +190,8 @@ def test_problem_types(name, problem, num_labels, labels):
     assert model.config.problem_type == hf.config.problem_type
 
 
-def test_a_pipeline_serves_the_labels_that_were_trained(tmp_path):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_a_pipeline_serves_the_labels_that_were_trained(tmp_path, compiled):
     """Several labels per sequence get a sigmoid each; a refused call decides nothing."""
     _, model = build("bert", "ForSequenceClassification", num_labels=2)
     inputs = inputs_for("bert", "ForSequenceClassification")
@@ -237,8 +199,8 @@ def test_a_pipeline_serves_the_labels_that_were_trained(tmp_path):
     with pytest.raises(ValueError, match=words):
         model(**inputs, labels=torch.zeros(4))
     assert model.config.problem_type is None
-    compiled = torch.compile(model, backend="eager")
-    compiled(**inputs, labels=torch.ones(4, 2))
+    call = torch.compile(model, backend="eager") if compiled else model
+    call(**inputs, labels=torch.ones(4, 2))
     model.save_pretrained(tmp_path)
     stock = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert stock.config.problem_type == "multi_label_classification"
@@ -264,23 +226,6 @@ def test_pretraining_has_a_loss_only_with_both_labels():
         for key, value in labels.items():
             assert model(**inputs, **{key: value}).loss is None
         assert model(**inputs, **labels).loss.isfinite()
-
-
-def test_question_answering_loss_of_a_padded_batch_is_over_the_kept_tokens():
-    hf, model = pair("bert", "ForQuestionAnswering")
-    inputs = inputs_for("bert", "ForQuestionAnswering")
-    kept = inputs["attention_mask"].bool()
-    first = kept.long().argmax(1)
-    with torch.no_grad():
-        expected = hf(**inputs)
-        actual = model(**inputs, start_positions=first, end_positions=first)
-    losses = []
-    for key in ("start_logits", "end_logits"):
-        close(actual[key][kept], expected[key][kept])
-        assert actual[key].isfinite().all()
-        assert actual[key].softmax(-1)[~kept].eq(0).all()
-        losses.append(F.cross_entropy(expected[key].masked_fill(~kept, float("-inf")), first))
-    close(actual.loss, (losses[0] + losses[1]) / 2, 1e-5)
 
 
 def test_question_answering_positions_are_clamped():

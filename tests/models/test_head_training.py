@@ -88,10 +88,15 @@ def test_which_layers_are_recomputed(monkeypatch):
     ("name", "task", "training"),
     [
         ("bert", "ForMaskedLM", False),
-        ("bert", "ForPreTraining", True),
-        ("bert", "ForQuestionAnswering", False),
-        ("roberta", "ForMultipleChoice", False),
-        ("electra", "ForPreTraining", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                ("bert", "ForPreTraining", True),
+                ("bert", "ForQuestionAnswering", False),
+                ("roberta", "ForMultipleChoice", False),
+                ("electra", "ForPreTraining", False),
+            )
+        ),
     ],
 )
 def test_compiled_in_one_graph(name, task, training):

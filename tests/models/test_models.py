@@ -87,48 +87,6 @@ def test_position_row_of_the_pad_id_is_not_trained(name):
     close(gradient, hf.embeddings.position_embeddings.weight.grad, 2e-4 * gradient.abs().max().item())
 
 
-def test_inputs_embeds_positions_and_types_given_by_hand(bert):
-    hf, model = bert
-    inputs = batch("bert")
-    inputs["position_ids"] = torch.randint(0, 72, (1, 40))
-    embeds = hf.embeddings.word_embeddings(inputs["input_ids"]).detach()
-    kept = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept])
-        del inputs["input_ids"]
-        a, e = model(**inputs, inputs_embeds=embeds), hf(**inputs, inputs_embeds=embeds)
-    close(a.last_hidden_state[kept], e.last_hidden_state[kept])
-
-
-@pytest.mark.parametrize("name", ["roberta", "mpnet"])
-def test_inputs_embeds_count_positions_from_the_pad_id(name):
-    hf = hf_model(name)
-    model = ours(hf)
-    embeds = torch.randn(2, 11, 48)
-    with torch.no_grad():
-        close(model(inputs_embeds=embeds).last_hidden_state, hf(inputs_embeds=embeds).last_hidden_state)
-
-
-@pytest.mark.parametrize("kind", ["bool", "additive", "per-head"])
-def test_four_dimensional_masks(bert, kind):
-    hf, model = bert
-    ids = batch("bert")["input_ids"]
-    torch.manual_seed(1)
-    allowed = torch.rand(4, 1, 40, 40) > 0.3
-    allowed |= torch.eye(40, dtype=torch.bool)
-    if kind == "bool":
-        mask, theirs = (
-            allowed,
-            torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min),
-        )
-    elif kind == "additive":
-        mask = theirs = torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    else:
-        mask = theirs = torch.randn(1, 3, 40, 40)
-    with torch.no_grad():
-        close(model(ids, mask).last_hidden_state, hf(ids, theirs.expand(4, -1, -1, -1)).last_hidden_state)
-
-
 @pytest.mark.parametrize("shape", [(4, 1), (1, 1), (4, 3)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks_of_keys_alone(bert, kind, shape):
@@ -152,22 +110,6 @@ def test_masks_of_keys_alone(bert, kind, shape):
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 7, 40), (4, 1, 40, 1), (4, 2, 1, 40), (2, 1, 1, 40), (4, 1, 0, 40)])
-def test_four_dimensional_masks_of_another_shape_are_named(bert, shape):
-    with pytest.raises(ValueError, match=r"^attention_mask: expected shape \(4 or 1, 3 or 1, 40 or 1, 40\)"):
-        bert[1](batch("bert")["input_ids"], torch.zeros(shape))
-
-
-def test_two_dimensional_masks_of_every_dtype(bert):
-    _, model = bert
-    inputs = batch("bert")
-    with torch.no_grad():
-        expected = model(**inputs).last_hidden_state
-        for dtype in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16):
-            inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
-            assert torch.equal(model(**inputs).last_hidden_state, expected)
-
-
 def test_fully_masked_row_is_finite_in_half_precision_and_backward(bert):
     _, model = bert
     model = copy.deepcopy(model).to(torch.bfloat16).train()
@@ -180,7 +122,8 @@ def test_fully_masked_row_is_finite_in_half_precision_and_backward(bert):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_no_token_kept_at_all(bert):
+def test_no_tokens(bert):
+    """Of sequences that a mask empties, and of no sequences."""
     _, model = bert
     with torch.no_grad():
         out = model(
@@ -189,34 +132,10 @@ def test_no_token_kept_at_all(bert):
     assert out.last_hidden_state.shape == (2, 5, 48)
     assert out.last_hidden_state.eq(0).all()
     assert out.attentions[0].shape == (2, 3, 5, 5)
-
-
-def test_empty_batch_gives_empty_outputs(bert):
-    _, model = bert
     with torch.no_grad():
         out = model(torch.zeros(0, 6, dtype=torch.long), torch.zeros(0, 6, dtype=torch.long))
     assert out.last_hidden_state.shape == (0, 6, 48)
     assert out.pooler_output.shape == (0, 48)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_mask_equals_each_sequence_alone(data):
-    model = _small()
-    batch_size, seqlen = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
-    rows = st.lists(st.booleans(), min_size=seqlen, max_size=seqlen)
-    mask = torch.tensor(data.draw(st.lists(rows, min_size=batch_size, max_size=batch_size)))
-    ids = torch.randint(5, 120, (batch_size, seqlen), generator=torch.Generator().manual_seed(seqlen))
-    with torch.no_grad():
-        out = model(ids, mask).last_hidden_state
-        for row in range(batch_size):
-            positions = mask[row].nonzero().squeeze(1)
-            assert out[row][~mask[row]].eq(0).all()
-            if len(positions):
-                alone = model(ids[row : row + 1, positions], position_ids=positions[None]).last_hidden_state[
-                    0
-                ]
-                close(out[row, positions], alone, 1e-5)
 
 
 @functools.cache
@@ -225,22 +144,6 @@ def _small() -> BertModel:
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
     rest = dict(vocab_size=120, max_position_embeddings=32, initializer_range=0.2)
     return BertModel(EncoderConfig(**sizes, **rest)).eval()
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "albert"])
-def test_forward_packed_equals_padded(name):
-    model = ours(hf_model(name))
-    lengths = [7, 1, 40, 23]
-    inputs = batch(name)
-    inputs["attention_mask"] = torch.arange(40)[None] < torch.tensor(lengths)[:, None]
-    if name in ("roberta", "mpnet"):
-        inputs["input_ids"] = torch.where(inputs["attention_mask"], inputs["input_ids"].clamp_min(5), 1)
-    kept = inputs["attention_mask"]
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    types = inputs["token_type_ids"][kept] if "token_type_ids" in inputs else None
-    with torch.no_grad():
-        packed = model.forward_packed(inputs["input_ids"][kept], cu_seqlens, 40, types)
-        close(packed, model(**inputs).last_hidden_state[kept], 1e-6)
 
 
 def test_head_mask_silences_and_scales_heads(bert):
@@ -257,21 +160,6 @@ def test_head_mask_silences_and_scales_heads(bert):
         close(model(**inputs, head_mask=gates).last_hidden_state[kept], expected[kept])
         ones = model(**inputs, head_mask=torch.ones(3)).last_hidden_state
         close(ones[kept], model(**inputs).last_hidden_state[kept], 1e-6)
-
-
-def test_head_mask_has_a_gradient(bert):
-    _, model = bert
-    inputs = batch("bert")
-    gates = torch.ones(3, 3, requires_grad=True)
-    model(**inputs, head_mask=gates).last_hidden_state.square().sum().backward()
-    gradient = gates.grad.clone()
-    step, direction = 1e-2, torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        up = model(**inputs, head_mask=1 + step * direction).last_hidden_state.double().square().sum()
-        down = model(**inputs, head_mask=1 - step * direction).last_hidden_state.double().square().sum()
-    torch.testing.assert_close(
-        (up - down) / (2 * step), (gradient * direction).sum().double(), rtol=0.05, atol=0.5
-    )
 
 
 @pytest.mark.skipif(loader.cpu_gap() is not None, reason=str(loader.cpu_gap()))
@@ -321,29 +209,6 @@ def test_a_layer_drops_where_transformers_does(name, monkeypatch):
     assert layers[0].eval().dropout_rates() == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("training", [False, True])
-def test_autocast_matches_transformers_autocast(dtype, training):
-    hf = hf_model("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    model = ours(hf).train(training)
-    inputs = batch("bert")
-    kept = inputs["attention_mask"].bool()
-    truth = hf(**inputs).last_hidden_state[kept].double()
-    with torch.autocast("cpu", dtype=dtype), torch.set_grad_enabled(training):
-        expected = hf(**inputs).last_hidden_state
-        actual = model(**inputs).last_hidden_state
-    assert actual.dtype == expected.dtype
-    mine, theirs = ((x[kept].double() - truth).abs().mean().item() for x in (actual, expected))
-    assert mine <= 1.1 * theirs, f"mean error {mine:.3g}, transformers' {theirs:.3g}"
-    if training:
-        actual.float().square().sum().backward()
-        assert all(
-            p.grad is not None and p.grad.isfinite().all()
-            for k, p in model.named_parameters()
-            if "pooler" not in k
-        )
-
-
 def test_inference_mode_and_autograd_share_the_derived_weights():
     model = ours(hf_model("bert"))
     inputs = batch("bert")
@@ -357,13 +222,8 @@ def test_inference_mode_and_autograd_share_the_derived_weights():
     c.sum().backward()
 
 
-_COMPILED = ("bert", "mpnet")
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "name", [n if n in _COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in FAMILY_NAMES]
-)
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
 def test_compile_full_graph_dynamic(name):
     torch._dynamo.reset()
     model = ours(hf_model(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
@@ -383,20 +243,6 @@ def test_compile_full_graph_dynamic(name):
         )
     for a, b in zip(*gradients, strict=True):
         close(a, b, 1e-4 * max(1.0, b.abs().max().item()))
-
-
-@pytest.mark.sweep
-def test_compile_with_attentions_and_a_mask():
-    torch._dynamo.reset()
-    model = _small()
-    inputs = batch("bert", seqlen=20)
-    wanted = dict(output_attentions=True, output_hidden_states=True)
-    with torch.no_grad():
-        actual = torch.compile(model, fullgraph=True, backend="eager")(**inputs, **wanted)
-        expected = model(**inputs, **wanted)
-    for a, e in zip(actual.attentions, expected.attentions, strict=True):
-        close(a, e, 1e-6)
-    close(actual.hidden_states[1], expected.hidden_states[1], 5e-6)
 
 
 @pytest.mark.sweep

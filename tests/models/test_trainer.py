@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -76,10 +75,9 @@ def test_checkpoints_reload_and_resume(tmp_path, fresh_accelerator, tokenizer):
     trainer.create_model_card(model_name="x")
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_masked_lm_with_the_data_collator(tmp_path, fresh_accelerator, tokenizer, bf16, caplog):
+def test_masked_lm_with_the_data_collator(tmp_path, fresh_accelerator, tokenizer, caplog):
     model = native("ForMaskedLM")
-    trainer = trainer_of(model, tmp_path, tokenizer, bf16=bf16, save_strategy="steps", save_steps=4)
+    trainer = trainer_of(model, tmp_path, tokenizer, bf16=True, save_strategy="steps", save_steps=4)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < logged(trainer)[0] + 1
     assert trainer.predict(trainer.eval_dataset).predictions.shape[2] == 120
@@ -88,7 +86,7 @@ def test_masked_lm_with_the_data_collator(tmp_path, fresh_accelerator, tokenizer
         reloaded = cls.from_pretrained(folder)
         assert_same_state(model, reloaded)
         assert reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
-    resumed = trainer_of(native("ForMaskedLM"), tmp_path, tokenizer, bf16=bf16)
+    resumed = trainer_of(native("ForMaskedLM"), tmp_path, tokenizer, bf16=True)
     caplog.clear()
     with caplog.at_level("WARNING"):
         resumed.train(resume_from_checkpoint=str(folder))
@@ -139,6 +137,7 @@ def test_a_loop_that_measures_accuracy_while_it_trains(fresh_accelerator):
     assert right[-1] > right[0]
 
 
+@pytest.mark.sweep  # another process
 def test_ddp_neither_computes_nor_breaks_deferred_logits(tmp_path):
     """DDP searches the outputs for tensors; the Trainer makes it search for unused parameters."""
     (found,) = processes.ranks("ddp_logits_worker.py", tmp_path, world=1)
@@ -203,9 +202,9 @@ def test_models_and_outputs_pass_for_those_of_transformers():
         assert thing.__class__ is thing.__class__
         assert issubclass(thing.__class__, type(thing))
     assert not isinstance(model, (transformers.BertForMaskedLM, transformers.PreTrainedConfig))
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.__class__(model.config)):
+    for made in (copy.deepcopy(model), model.__class__(model.config)):
         assert type(made) is type(model)
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+    for protocol in (0, 2, pickle.HIGHEST_PROTOCOL):
         made = pickle.loads(pickle.dumps(model, protocol))
         assert type(made) is type(model)
         assert_same_state(made, model)
@@ -252,24 +251,17 @@ def test_a_class_with_a_metaclass_of_its_own_is_passed_for(monkeypatch):
     assert (type(Sub), Sub.__mro__[1]) == (type, outputs.LogitsOutput)
 
 
-def test_nothing_of_transformers_is_imported():
-    code = """
-import sys, torch, fastbert
-model = fastbert.BertModel(fastbert.BertConfig(hidden_size=32, num_attention_heads=2, intermediate_size=32,
-                                               num_hidden_layers=1, vocab_size=20))
-output = model(torch.ones(1, 3, dtype=torch.long))
-assert model.__class__ is type(model) and output.__class__ is type(output)
-assert isinstance(model, torch.nn.Module) and isinstance(output, dict)
-assert not {"transformers", "accelerate", "peft"} & sys.modules.keys()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_accelerate_is_told_apart_from_transformers_models():
-    from fastbert.acceleration import interface
-
-    with pytest.raises(TypeError, match=r"model: expected a transformers.PreTrainedModel, got BertModel"):
-        interface._parts(native_encoder())
+def test_nothing_of_transformers_is_imported(monkeypatch):
+    model = native_encoder()
+    others = {"transformers", "accelerate", "peft"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in others]:
+        monkeypatch.delitem(sys.modules, name)
+    output = model(torch.ones(1, 3, dtype=torch.long))
+    assert model.__class__ is type(model)
+    assert output.__class__ is type(output)
+    assert isinstance(model, torch.nn.Module)
+    assert isinstance(output, dict)
+    assert not others & sys.modules.keys()
 
 
 # -- outputs -------------------------------------------------------------------------------------------------

@@ -258,39 +258,3 @@ def test_deferred_logits_where_they_cannot_be():
     usual._is_fsdp_managed_module = True
     with pytest.raises(RuntimeError, match=r"^logits: their weights are gathered by FSDP"):
         model(**inputs).logits.sum()
-
-
-@pytest.mark.parametrize("name", ["bert", "albert"])
-def test_training_with_all_labels(name):
-    hf, model = build(name, "ForMaskedLM", **NO_DROPOUT)
-    model.train()
-    inputs = inputs_for(name, "ForMaskedLM")
-    labels = inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)
-    with torch.no_grad():
-        close(model(**inputs, labels=labels).loss, hf(**inputs, labels=labels).loss, 1e-5)
-
-
-def test_training_with_a_decoder_of_another_kind():
-    """A subclass, or a decoder with a hook, is called on the padded batch, as in transformers."""
-
-    class Other(torch.nn.Linear):
-        def forward(self, x):
-            seen.append(x.shape[:2])
-            return super().forward(x) * 1.5
-
-    _, model = build("bert", "ForMaskedLM", tie_word_embeddings=False, **NO_DROPOUT)
-    inputs = inputs_for("bert", "ForMaskedLM")
-    inputs |= labels_for(model, inputs)
-    usual, seen = model.get_output_embeddings(), []
-    other = Other(48, 120)
-    other.load_state_dict(usual.state_dict())
-    model.set_output_embeddings(other)
-    expected = model(**inputs).loss
-    actual = model.train()(**inputs).loss
-    close(actual, expected, 1e-5)
-    assert seen == [inputs["attention_mask"].shape] * 2
-    model.set_output_embeddings(usual)
-    handle = usual.register_forward_hook(lambda module, args, out: seen.append("hook") or out * 1.5)
-    close(model(**inputs).loss, expected, 1e-5)
-    handle.remove()
-    assert seen[2:] == ["hook"]

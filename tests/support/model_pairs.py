@@ -70,6 +70,13 @@ def build(name: str, task: str, **config) -> tuple[torch.nn.Module, TaskModel]:
 pair = functools.lru_cache(maxsize=None)(build)  # shared between tests that change neither
 
 
+@functools.cache
+def trio(name: str, task: str) -> tuple[torch.nn.Module, ...]:
+    """(transformers' model, ours, transformers' model accelerated), shared between tests that change none."""
+    hf, model = pair(name, task)
+    return hf, model, fastbert.accelerate(copy.deepcopy(hf))
+
+
 def real_task(model: torch.nn.Module) -> str:
     """The task of the model's class, which AutoModelForPreTraining may choose differently."""
     return "For" + type(model).__name__.split("For")[1]
