@@ -2,102 +2,18 @@
 // -fsanitize=address,undefined (or thread): an access past an end, an overflow or a misaligned access ends
 // it. The instruction sets are compared with each other, numbers of threads bit for bit. Prints the number of
 // calls.
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <thread>
-#include <vector>
-
 #include "cpu/attention.h"
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
+#include "sanitize.h"
 
 using namespace fastbert;
 
 namespace {
 
-// GOMP_parallel with threads of our own: the sanitizers know those.
-void team(void (*work)(void*), void* argument, unsigned threads, unsigned) {
-    std::vector<std::thread> others;
-    for (unsigned i = 1; i < threads; ++i) others.emplace_back(work, argument);
-    work(argument);
-    for (std::thread& other : others) other.join();
-}
-
-void require(bool good, const char* what) {
-    if (good) return;
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
-}
-
-struct Release {
-    char* pages;  // null: from new
-    std::size_t length;
-    void operator()(char* bytes) const {
-        if (pages == nullptr)
-            delete[] bytes;
-        else
-            munmap(pages, length);
-    }
-};
-
-// n bytes and nothing behind them. Outputs are from new. Inputs end where a page ends that the next one may
-// not be read from: the sanitizers do not see what a masked vector load reads.
-struct Buffer {
-    std::unique_ptr<char[], Release> bytes;
-    std::size_t size;
-    Buffer(char* start, std::size_t n, Release release) : bytes(start, release), size(n) {}
-    explicit Buffer(std::size_t n, int fill = 0xff) : Buffer(new char[n], n, Release{nullptr, 0}) {
-        std::memset(bytes.get(), fill, n);
-    }
-    static Buffer input(std::size_t n) {
-        const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-        const std::size_t used = (n + page - 1) / page * page, length = used + page;
-        void* pages = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        require(pages != MAP_FAILED, "memory for the inputs");
-        char* start = static_cast<char*>(pages);
-        require(mprotect(start + used, page, PROT_NONE) == 0, "a page that may not be read");
-        return Buffer(start + used - n, n, Release{start, length});
-    }
-    template <class T = void>
-    T* data() const {
-        return reinterpret_cast<T*>(bytes.get());
-    }
-};
-
-std::mt19937 generator(1);
-
-Buffer random_buffer(std::int64_t elements, DType dtype) {
-    const bool wide = dtype == DType::kFloat32;
-    Buffer out = Buffer::input(static_cast<std::size_t>(elements) * (wide ? 4 : 2));
-    std::normal_distribution<float> normal;
-    for (std::int64_t i = 0; i < elements; ++i) {
-        const float x = normal(generator);
-        std::uint32_t bits;
-        std::memcpy(&bits, &x, 4);
-        // as fp16 the upper half of a float is some finite number below 2 in size as well, once bit 14 is off
-        const std::uint16_t half =
-            static_cast<std::uint16_t>(dtype == DType::kFloat16 ? (bits >> 16) & 0xbfff : bits >> 16);
-        if (wide)
-            std::memcpy(out.bytes.get() + 4 * i, &bits, 4);
-        else
-            std::memcpy(out.bytes.get() + 2 * i, &half, 2);
-    }
-    return out;
-}
-
-void require_none(const char* reason) { require(reason == nullptr, reason); }
-
 struct Outputs {
     Buffer out, lse, probs, dq, dk, dv, ds, dgate, bits;
     Outputs(std::int64_t elements, std::int64_t rows, std::int64_t cells, std::int64_t planes,
-            std::int64_t words, std::size_t item)
+            std::int64_t words, std::int64_t item)
         : out(elements * item),
           lse(rows * 4),
           probs(cells * item, 0),
@@ -115,7 +31,7 @@ struct Outputs {
 int check_each_alone(const AttentionBwd& all, const Outputs& expected, int threads) {
     const std::vector<const Buffer*> wanted = {&expected.dq, &expected.dk, &expected.dv};
     for (std::size_t i = 0; i < wanted.size(); ++i) {
-        const Buffer alone(wanted[i]->size);
+        const Buffer alone(static_cast<std::int64_t>(wanted[i]->size));
         AttentionBwd bwd = all;
         bwd.dq = i == 0 ? alone.data() : nullptr;
         bwd.dk = i == 1 ? alone.data() : nullptr;
@@ -123,15 +39,14 @@ int check_each_alone(const AttentionBwd& all, const Outputs& expected, int threa
         bwd.ds = nullptr;
         bwd.dgate = nullptr;
         require_none(cpu_attention_bwd(bwd, threads));
-        require(std::memcmp(alone.bytes.get(), wanted[i]->bytes.get(), alone.size) == 0,
-                "a gradient alone has the same bits");
+        require_same(alone, *wanted[i], "a gradient alone has the same bits");
     }
     return static_cast<int>(wanted.size());
 }
 
 int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::int64_t headdim, DType dtype,
           bool options) {
-    const std::size_t item = dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t item = item_size(dtype);
     const std::int64_t batch = static_cast<std::int64_t>(lengths.size());
     std::unique_ptr<std::int32_t[]> ends(new std::int32_t[lengths.size() + 1]);
     ends[0] = 0;
@@ -151,7 +66,7 @@ int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::in
     const Buffer gate = random_buffer(nheads, DType::kFloat32);
     const std::unique_ptr<std::uint64_t> seed(new std::uint64_t(0x123456789abcdefull));
     const auto heads = [&](std::int64_t which) {
-        const std::size_t first = static_cast<std::size_t>(which * nheads * head_stride) * item;
+        const std::int64_t first = which * nheads * head_stride * item;
         return Heads{total > 0 ? qkv.data<char>() + first : nullptr, row_stride, head_stride};
     };
     Attention common{};
@@ -205,17 +120,13 @@ int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::in
                 continue;
             }
             for (std::size_t i = 0; i < now->all().size(); ++i)
-                require(std::memcmp(one_thread->all()[i]->bytes.get(), now->all()[i]->bytes.get(),
-                                    now->all()[i]->size) == 0,
-                        "numbers of threads give the same bits");
+                require_same(*one_thread->all()[i], *now->all()[i], "numbers of threads give the same bits");
         }
         if (first == nullptr) {
             first = std::move(one_thread);
             continue;
         }
-        const float *x = first->lse.data<float>(), *y = one_thread->lse.data<float>();
-        for (std::int64_t i = 0; i < nheads * total; ++i)
-            require(std::fabs(x[i] - y[i]) <= 1e-4f * (1.0f + std::fabs(x[i])), "instruction sets agree");
+        require_close(first->lse, one_thread->lse, 1e-4f, 1.0f, "instruction sets agree");
     }
     return calls;
 }
@@ -223,7 +134,7 @@ int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::in
 }  // namespace
 
 int main() {
-    set_team_start(reinterpret_cast<std::uintptr_t>(&team));
+    use_team();
     int calls = 0;
     calls += check({}, 2, 8, DType::kFloat32, true);
     calls += check({0, 0}, 2, 8, DType::kFloat32, true);
