@@ -7,12 +7,10 @@ import itertools
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.backends import aten, cpu
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import loader
-from fastbert.testing import serving
-from fastbert.testing.op_cases.embedding import CASES
+from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
 from tests.support.launchers import embedding_bwd, embedding_fwd
 
@@ -190,39 +188,18 @@ OPTIONS = (
 # --- results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("start", range(1, 131, 26))
-def test_every_hidden_size_up_to_130(isa, dtype, start, guarded):
-    for hidden in range(start, start + 26):
-        for options in (OPTIONS[hidden % 6], OPTIONS[(hidden + 2) % 6]):
-            both_ways(5, hidden, dtype, options)
+SIZES = {  # (tokens, hidden)
+    "every hidden size": [(5, n) for n in range(1, 131) for _ in range(2)],
+    "large hidden sizes": [(6, n) for n in (384, 768, 1000, 4097) for _ in OPTIONS],
+    "tokens": [(n, 33) for n in (0, 1, 2, 3, 4, 31, 32, 33, 65, 130, 1031) for _ in OPTIONS],
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("hidden", (384, 768, 1000, 4097))
-def test_large_hidden_sizes(isa, dtype, hidden, guarded):
-    for options in OPTIONS:
-        both_ways(6, hidden, dtype, options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", (0, 1, 2, 3, 4, 31, 32, 33, 65, 130, 1031))
-def test_every_token_count(isa, dtype, tokens, guarded):
-    for options in OPTIONS:
-        both_ways(tokens, 33, dtype, options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_error_rule(isa, case, dtype):
-    rows = testing.run_case(case, "cpu", dtype)
-    assert len(rows) >= 4
-    assert [r.reason for r in rows if not r.passed] == []
-
-
-def test_it_serves_by_default():
-    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "embedding"}
-    assert lines == {"float32": "cpu", "bfloat16": "cpu", "float16": "cpu", "float64": "aten"}
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_size(isa, dtype, sizes, guarded):
+    for i, size in enumerate(SIZES[sizes]):
+        both_ways(*size, dtype, OPTIONS[i % 6])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -461,17 +438,14 @@ def test_dropped_elements_are_zero_whatever_they_were(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_number_of_threads_gives_the_same_bits(isa, dtype, threads):
-    assert _C.has_team(), "PyTorch's OpenMP pool was not found: the kernels would never run in parallel"
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype):
     batch = Batch(1111, 200, dtype, p=0.1)
-    first = None
-    for count in (1, 2, 3, 8):
-        torch.set_num_threads(count)
+
+    def call():
         saved = batch.forward()
-        result = (*saved, *batch.backward(*saved[1:]).values())
-        first = first or result
-        for a, b in zip(first, result, strict=True):
-            assert_same_bits(a, b, f"{count} threads")
+        return (*saved, *batch.backward(*saved[1:]).values())
+
+    assert_same_on_any_threads(call, repeats=30)
 
 
 @pytest.mark.parametrize("count", (1, 2, 3))
@@ -487,29 +461,3 @@ def test_tables_of_many_rows_are_shared_out(isa, count, threads):
     for grad, ids in ((dword, wide), (dsegment, narrow)):
         truth = dz.new_zeros(grad.shape, dtype=torch.float64).index_add_(0, ids, dz.double())
         assert_rounds_to(grad, truth, 16.0)
-
-
-def test_30_repeats_give_the_same_bits(isa, threads):
-    torch.set_num_threads(2)
-    batch = Batch(700, 64, torch.float32, p=0.1)
-    first = None
-    for _ in range(30):
-        saved = batch.forward()
-        result = (*saved, *batch.backward(*saved[1:]).values())
-        first = first or result
-        for a, b in zip(first, result, strict=True):
-            assert_same_bits(a, b)
-
-
-def test_isa_none_is_refused():
-    batch = Batch(3, 4, torch.float32)
-    saved = batch.forward()[1:]
-    before = _C.cpu_isa()
-    _C.set_cpu_isa("none")
-    try:
-        with pytest.raises(RuntimeError, match="no SIMD kernels"):
-            batch.forward()
-        with pytest.raises(RuntimeError, match="no SIMD kernels"):
-            batch.backward(*saved)
-    finally:
-        _C.set_cpu_isa(before)

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
-from fastbert.runtime import loader
+from fastbert.runtime import dispatch, loader
+from fastbert.testing import serving
 from tests.support import cpu_build
+from tests.support.cpu_truth import randn
+from tests.support.hostile.custom_ops import OPS
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,3 +196,43 @@ def test_an_op_without_kernels_for_bf16_pairs_runs_those_for_avx512():
         results.append((y, mean, rstd, *grads[:1], *grads[2:4]))
     _C.set_cpu_isa(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+needs_kernels = pytest.mark.skipif(
+    getattr(_C, "best_cpu_isa", str)() in ("", "none"), reason="this processor has no AVX2"
+)
+
+
+@needs_kernels
+def test_the_kernels_serve_by_default():
+    found = {(line.op, line.dtype): line.backend for line in serving.choices("cpu")}
+    for op in ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "packing"):
+        for dtype in ("float32", "bfloat16", "float16", "float64"):
+            assert found[op, dtype] == ("aten" if dtype == "float64" and op != "packing" else "cpu"), op
+
+
+@needs_kernels
+def test_isa_none_is_refused():
+    """By every function of the kernels, where another backend does not serve instead."""
+    calls = {name: op.args() for name, op in OPS.items() if "cpu" in op.backends and "pooling" not in name}
+    weight, before = randn(5, 6), _C.cpu_isa()
+    with dispatch.use_backend("cpu"):
+        for name, args in calls.items():  # the backend is chosen at the first call
+            getattr(torch.ops.fastbert, name)(*args.values())
+        _C.set_cpu_isa("none")
+        try:
+            assert cpu.available("cpu") == "switched off by FASTBERT_ISA=none"
+            assert "cuda" in cpu.available("cuda")
+            assert _C.cpu_linear_int8_panels_size(6, 5) == 0
+            for name, args in calls.items():
+                if name.startswith("packing") or name == "attention_places":  # these need no instruction set
+                    getattr(torch.ops.fastbert, name)(*args.values())
+                    continue
+                with pytest.raises(RuntimeError, match="no SIMD kernels"):
+                    getattr(torch.ops.fastbert, name)(*args.values())
+            for pack, w in ((cpu.linear_panels, weight), (cpu.linear_int8_panels, weight.to(torch.int8))):
+                with pytest.raises(RuntimeError, match="no SIMD kernels"):
+                    pack(w)
+        finally:
+            _C.set_cpu_isa(before)
+    assert cpu.available("cpu") is None

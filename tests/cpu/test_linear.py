@@ -6,7 +6,6 @@ import ctypes
 import functools
 import itertools
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,9 +18,8 @@ from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref
 from fastbert.ops.linear import linear, panel_maker
 from fastbert.runtime import loader
-from fastbert.testing import serving
-from fastbert.testing.op_cases.linear import CASES, LinearCase
 from tests.support import cpu_build
+from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -158,55 +156,39 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
 # --- results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", (range(1, 15), (31, 32, 33, 65), (159, 160, 161, 319, 320, 321)), ids=str)
-def test_every_row_count(isa, dtype, rows, guarded):
-    """Tiles of every height; blocks of 160 rows and their edges."""
-    for count in rows:
-        for options in (OPTIONS[count % 6], OPTIONS[(count + 3) % 6]):
-            both_ways(count, 37, 70, dtype, options)
+# what the kernels cut a product by -> (rows, depth, columns) up to its edges and past them
+SIZES = {
+    # tiles of every height; blocks of 160 rows, or 320 of pairs
+    "rows": [(n, 36 + n % 2, 70) for n in (*range(1, 15), 31, 32, 33, 65, 159, 160, 161, 319, 320, 321, 641)],
+    "columns": [(5, 9 + n % 2, n) for n in (*range(1, 131), 193)],
+    # sums of 256 products, passes over the depth; the last element of an odd one has no partner
+    "short depths": [(7, n, 67) for n in range(1, 71)],
+    "depths": [
+        (7, n, 67)
+        for n in (255, 256, 257, 258, 511, 512, 513, 767, 768, 769, 1023, 1024, 1025, 1537, 1600, 2049, 3071)
+    ],
+    # dweight sums over the rows, dx over the columns
+    "sums of the gradients": [
+        shape
+        for n in (31, 255, 256, 257, 258, 513, 767, 768, 769, 1023, 1024, 1025, 1600, 2049)
+        for shape in ((n, 21, 11), (11, 21, n))
+    ],
+    # more columns than partial sums are kept for, where one task has all rows
+    "one thread": [(9, 1030, 1030), (13, 1600, 1025), (7, 1025, 2100), (170, 1030, 1090)],
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("start", range(1, 131, 26))
-def test_every_column_count(isa, dtype, start, guarded):
-    for columns in range(start, start + 26):
-        both_ways(5, 9, columns, dtype, OPTIONS[columns % 6])
+@pytest.mark.parametrize("cut", SIZES)
+def test_every_size(isa, dtype, cut, guarded, threads):
+    check_sizes(dtype, cut)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "depths",
-    (
-        range(1, 36),
-        range(36, 71),
-        (255, 256, 257, 258, 511, 512, 513),
-        (767, 768, 769, 1023, 1024, 1025, 1537, 1600, 2049),
-    ),
-    ids=str,
-)
-def test_every_depth(isa, dtype, depths, guarded):
-    """Sums of 256 products, passes over the depth, and their edges."""
-    for depth in depths:
-        both_ways(7, depth, 67, dtype, OPTIONS[depth % 6])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", (255, 256, 257, 258, 767, 769, 1023, 1024, 1025, 1600, 2049))
-def test_every_depth_of_the_gradients(isa, dtype, size, guarded):
-    """dweight sums over the rows, dx over the columns."""
-    both_ways(size, 21, 11, dtype, OPTIONS[size % 6])
-    both_ways(11, 21, size, dtype, OPTIONS[size % 6])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", ((9, 1030, 1030), (13, 1600, 1025), (7, 1025, 2100), (170, 1030, 1090)), ids=str
-)
-def test_more_columns_than_partial_sums_are_kept_for(isa, dtype, shape, guarded, threads):
-    torch.set_num_threads(1)  # so that one task has all rows
-    for options in OPTIONS[:2]:
-        both_ways(*shape, dtype, options)
+def check_sizes(dtype, cut):
+    if cut == "one thread":
+        torch.set_num_threads(1)
+    for i, shape in enumerate(SIZES[cut]):
+        both_ways(*shape, dtype, OPTIONS[i % 7])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -215,37 +197,6 @@ def test_every_option(isa, dtype, activation, guarded):
     for bias, residual in itertools.product((False, True), repeat=2):
         both_ways(8, 40, 75, dtype, (activation, bias, residual))
         both_ways(3, 790, 65, dtype, (activation, bias, residual))
-
-
-@dataclass(frozen=True, repr=False)
-class PackedCase(LinearCase):
-    """The weight is given as panels, as in inference, also where a gradient is wanted."""
-
-    def call(self, x, weight, bias, residual):
-        packed = panel_maker(x.device, x.dtype)(weight.detach())
-        return linear(x, weight, bias, self.activation, residual, panels=packed)
-
-
-MORE_CASES = [
-    *CASES,
-    LinearCase(200, 800, 200, "gelu", residual=True),
-    LinearCase(350, 64, 40, "silu", bias=False),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", MORE_CASES, ids=repr)
-@pytest.mark.parametrize("packed", (False, True), ids=("", "packed"))
-def test_error_rule(isa, case, dtype, packed):
-    case = PackedCase(**vars(case)) if packed else case
-    rows = testing.run_case(case, "cpu", dtype)
-    assert len(rows) >= 3
-    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
-
-
-def test_it_serves_by_default():
-    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "linear"}
-    assert lines == {"float32": "cpu", "bfloat16": "cpu", "float16": "cpu", "float64": "aten"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -577,28 +528,29 @@ def test_matrices_of_one_column(isa, strides):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", (None, "gelu", "relu"))
 def test_a_bad_element_stays_in_its_row_and_column(isa, dtype, bad, activation):
+    check_a_bad_element(dtype, bad, activation, 800, 300)
+
+
+def check_a_bad_element(dtype, bad, activation, depth, column):
     def run(x, weight, dy):
         y, pre = cpu.linear_fwd(x, weight, None, activation, None, True)
         # gradients of a fixed `pre`, so that bad values in x and weight do not enter through it
         given = None if activation is None else randn(13, 70, dtype=dtype, seed=3).abs() + 0.5
         return y, pre, *gradients(dy, x, weight, given, activation)
 
-    clean = (
-        randn(13, 800, dtype=dtype),
-        randn(70, 800, dtype=dtype, seed=1),
-        randn(13, 70, dtype=dtype, seed=2),
-    )
+    shapes = ((13, depth), (70, depth), (13, 70))
+    clean = [randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
     names = ("y", "pre", "dx", "dweight", "dbias")
     expected = run(*clean)
     # (row, column) of each result that the element reaches
     reached = (
-        ((4, None), (4, None), None, (None, 300), None),  # of x[4, 300]
-        ((None, 66), (None, 66), (None, 300), None, None),  # of weight[66, 300]
+        ((4, None), (4, None), None, (None, column), None),  # of x[4, column]
+        ((None, 66), (None, 66), (None, column), None, None),  # of weight[66, column]
         (None, None, (4, None), (66, None), (66,)),  # of dy[4, 66]
     )
     for which, places in enumerate(reached):
         inputs = [t.clone() for t in clean]
-        inputs[which][((4, 300), (66, 300), (4, 66))[which]] = bad
+        inputs[which][((4, column), (66, column), (4, 66))[which]] = bad
         for name, a, b, place in zip(names, run(*inputs), expected, places, strict=True):
             hit = torch.zeros(b.shape, dtype=torch.bool)
             if place is not None and b.numel():
@@ -660,45 +612,30 @@ def test_pytorchs_default_dtype_changes_nothing(default):
 # --- determinism, threads ---------------------------------------------------------------------------------
 
 
+THREADED_SHAPES = ((333, 300, 700), (40, 901, 1500), (1000, 64, 130), (5, 400, 2000))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", ((333, 300, 700), (40, 900, 1500), (1000, 64, 130), (5, 400, 2000)), ids=str
-)
-def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape, threads):
-    assert _C.has_team(), "PyTorch's OpenMP pool was not found: the kernels would never run in parallel"
+@pytest.mark.parametrize("shape", THREADED_SHAPES, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape):
+    check_threads(dtype, shape)
+
+
+def check_threads(dtype, shape):
+    """Nor do results depend on the other rows."""
     rows, depth, columns = shape
-    x, weight, dy = (
-        randn(*s, dtype=dtype, seed=i)
-        for i, s in enumerate(((rows, depth), (columns, depth), (rows, columns)))
-    )
-    bias, first = randn(columns, dtype=dtype, seed=3), None
-    for count in (1, 2, 3, 8):
-        torch.set_num_threads(count)
+    shapes = ((rows, depth), (columns, depth), (rows, columns), (columns,))
+    x, weight, dy, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes))
+
+    def call():
         y, pre = cpu.linear_fwd(x, weight, bias, "gelu", dy, True)
-        result = (y, pre, *gradients(dy, x, weight, pre, "gelu"))
-        first = first or result
-        for a, b in zip(first, result, strict=True):
-            assert_same_bits(a, b, f"{count} threads")
+        return y, pre, *gradients(dy, x, weight, pre, "gelu")
 
-
-def test_results_do_not_depend_on_the_other_rows(isa):
-    x, weight, bias = randn(170, 800), randn(90, 800, seed=1), randn(90, seed=2)
-    y = cpu.linear_fwd(x, weight, bias, "gelu", None, False)[0]
-    for begin, end in ((0, 1), (17, 30), (169, 170), (100, 165)):
-        part = cpu.linear_fwd(x[begin:end], weight, bias, "gelu", None, False)[0]
+    assert_same_on_any_threads(call, repeats=25 if rows == 1000 else 0)
+    y = call()[0]
+    for begin, end in ((0, 1), (1, rows), (rows // 2, rows // 2 + 2)):
+        part = cpu.linear_fwd(x[begin:end], weight, bias, "gelu", dy[begin:end], False)[0]
         assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")
-
-
-def test_25_repeats_give_the_same_bits(isa, threads):
-    torch.set_num_threads(2)
-    x, weight, dy = randn(200, 96), randn(130, 96, seed=1), randn(200, 130, seed=2)
-    first = None
-    for _ in range(25):
-        y, pre = cpu.linear_fwd(x, weight, None, "gelu", dy, True)
-        result = (y, pre, *gradients(dy, x, weight, pre, "gelu"))
-        first = first or result
-        for a, b in zip(first, result, strict=True):
-            assert_same_bits(a, b)
 
 
 # --- wide weights: float32 beside half precision ---------------------------------------------------------
@@ -807,23 +744,6 @@ def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
         torch.testing.assert_close(y, ours, rtol=1e-5, atol=1e-5)
         truth = dy.double() * slope64(dy, "gelu")
         torch.testing.assert_close(grads[0].double(), truth @ weight.double(), rtol=1e-5, atol=1e-4)
-
-
-def test_isa_none_is_refused():
-    x, weight, dy = randn(40, 6), randn(5, 6), randn(40, 5)
-    packed = cpu.linear_panels(weight)
-    before = _C.cpu_isa()
-    _C.set_cpu_isa("none")
-    try:
-        for call in (
-            lambda: cpu.linear_panels(weight),
-            lambda: cpu.linear_fwd(x, weight, None, None, None, False, packed),
-            lambda: cpu.linear_bwd(dy, x, weight, None, None, False, False, True),
-        ):
-            with pytest.raises(RuntimeError, match="no SIMD kernels"):
-                call()
-    finally:
-        _C.set_cpu_isa(before)
 
 
 # dtype, rows, columns, depth, a, row stride, depth stride, packed, b, its strides, bias, its dtype,

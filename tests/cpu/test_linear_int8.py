@@ -15,9 +15,8 @@ from fastbert.backends.cpu import linear_int8 as launcher
 from fastbert.ops.activation import ACTIVATIONS, activate_ref
 from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.runtime import loader
-from fastbert.testing import serving
-from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
 from tests.support import cpu_build
+from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -37,20 +36,8 @@ def without_vnni():
     library.pairs_panels_size.restype = i64
     library.pairs_panels_size.argtypes = (i64, i64)
     library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)
-    integers, code = (i64,) * 3, ctypes.c_int
-    library.pairs_product.argtypes = (
-        code,
-        *integers,
-        pointer,
-        i64,
-        pointer,
-        pointer,
-        pointer,
-        code,
-        code,
-        pointer,
-        code,
-    )
+    code, p = ctypes.c_int, pointer
+    library.pairs_product.argtypes = (code, i64, i64, i64, p, i64, p, p, p, code, code, p, code)
     library.pairs_start.argtypes = (ctypes.c_size_t,)
     assert library.pairs_start(loader._runtime()["gomp_parallel"])
 
@@ -148,26 +135,20 @@ def check(rows, depth, columns, dtype, options):
 # --- the integers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("depths", (range(1, 71), (127, 128, 129, 255, 256, 257, 767, 768, 1030)), ids=str)
-def test_every_depth(isa, dtype, depths, guarded):
-    for depth in depths:
-        check(7, depth, 67, dtype, OPTIONS[depth % 6])
+# what the kernels cut a product by -> (rows, depth, columns) up to its edges and past them
+SIZES = {
+    "depths": [(7, n, 67) for n in (*range(1, 71), 127, 128, 129, 255, 256, 257, 767, 768, 1030)],
+    "columns": [(5, 9, n) for n in (*range(1, 131), 191, 192, 193, 1030)],
+    # tiles of every height, blocks of 240 rows
+    "rows": [(n, 37, 70) for n in (*range(1, 15), 65, 239, 240, 241, 479, 480, 481)],
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", (range(1, 131), (191, 192, 193, 1030)), ids=str)
-def test_every_column_count(isa, dtype, columns, guarded):
-    for count in columns:
-        check(5, 9, count, dtype, OPTIONS[count % 6])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", (range(1, 15), (65, 239, 240, 241, 479, 480, 481)), ids=str)
-def test_every_row_count(isa, dtype, rows, guarded):
-    """Tiles of every height, blocks of 240 rows and their edges."""
-    for count in rows:
-        check(count, 37, 70, dtype, OPTIONS[count % 6])
+@pytest.mark.parametrize("cut", SIZES)
+def test_every_size(isa, dtype, cut, guarded):
+    for i, shape in enumerate(SIZES[cut]):
+        check(*shape, dtype, OPTIONS[i % 7])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,18 +156,6 @@ def test_every_row_count(isa, dtype, rows, guarded):
 @pytest.mark.parametrize("bias", (None, "own", "float32"))
 def test_every_option(isa, dtype, activation, bias, guarded):
     check(8, 40, 75, dtype, (activation, bias))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*CASES, LinearInt8Case(250, 200, 130, "gelu")], ids=repr)
-def test_error_rule(isa, case, dtype):
-    rows = testing.run_case(case, "cpu", dtype)
-    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
-
-
-def test_it_serves_by_default():
-    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "linear_int8"}
-    assert lines == {"float32": "cpu", "bfloat16": "cpu", "float16": "cpu", "float64": "aten"}
 
 
 @pytest.mark.parametrize("sign", (1, -1))
@@ -381,51 +350,20 @@ def test_no_rows(isa, dtype, guarded):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((500, 300, 200), (3, 900, 1500), (2000, 40, 70)), ids=str)
-def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape, threads):
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape):
+    """Nor do results depend on the other rows."""
     rows, depth, columns = shape
     x, weight, scale = randn(rows, depth, dtype=dtype), integers(columns, depth), scales(columns)
-    bias, first = randn(columns, dtype=dtype, seed=1), None
-    for count in (1, 2, 3, 8):
-        torch.set_num_threads(count)
-        y = assert_exact(x, weight, scale, bias, "relu")
-        first = y if first is None else first
-        assert_same_bits(y, first, f"{count} threads")
-
-
-def test_results_do_not_depend_on_the_other_rows(isa):
-    x, weight, scale = randn(300, 90), integers(130, 90), scales(130)
-    y = cpu.linear_int8_fwd(x, weight, scale, None, "gelu")
-    for begin, end in ((0, 1), (17, 30), (299, 300), (100, 245)):
-        part = cpu.linear_int8_fwd(x[begin:end], weight, scale, None, "gelu")
+    bias = randn(columns, dtype=dtype, seed=1)
+    assert_same_on_any_threads(lambda: [assert_exact(x, weight, scale, bias, "relu")])
+    assert_same_on_any_threads(lambda: [cpu.linear_int8_fwd(x, weight, scale, bias, "gelu")], repeats=25)
+    y = cpu.linear_int8_fwd(x, weight, scale, bias, "gelu")
+    for begin, end in ((0, 1), (rows // 2, rows // 2 + 2), (1, rows)):
+        part = cpu.linear_int8_fwd(x[begin:end], weight, scale, bias, "gelu")
         assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")
 
 
-def test_25_repeats_give_the_same_bits(isa, threads):
-    torch.set_num_threads(2)
-    x, weight, scale, first = randn(300, 100), integers(130, 100), scales(130), None
-    for _ in range(25):
-        y = cpu.linear_int8_fwd(x, weight, scale, None, "gelu")
-        first = y if first is None else first
-        assert_same_bits(y, first)
-
-
 # --- refusals ---------------------------------------------------------------------------------------------
-
-
-def test_isa_none_is_refused():
-    x, weight, scale = randn(4, 6), integers(5, 6), scales(5)
-    packed, before = cpu.linear_int8_panels(weight), _C.cpu_isa()
-    _C.set_cpu_isa("none")
-    try:
-        assert _C.cpu_linear_int8_panels_size(6, 5) == 0
-        for call in (
-            lambda: cpu.linear_int8_panels(weight),
-            lambda: cpu.linear_int8_fwd(x, weight, scale, None, None, packed),
-        ):
-            with pytest.raises(RuntimeError, match="no SIMD kernels"):
-                call()
-    finally:
-        _C.set_cpu_isa(before)
 
 
 def test_the_extension_refuses_what_would_crash():

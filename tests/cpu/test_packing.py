@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.ops.packing import DTYPES
 from fastbert.runtime import loader
-from fastbert.testing import serving
-from fastbert.testing.op_cases.packing import CASES
 from tests.support.cpu_truth import assert_same_bits
 
 _C = loader.extension
@@ -62,19 +59,6 @@ def test_masks_of_every_density(rows, share, inner, guarded):
 def test_right_padded_batches(lengths, guarded):
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     there_and_back(bits(36, 24, torch.float32), mask.flatten().nonzero().flatten())
-
-
-@pytest.mark.parametrize("case", CASES, ids=repr)
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point], ids=str)
-def test_error_rule(case, dtype):
-    rows = testing.run_case(case, "cpu", dtype)
-    assert len(rows) == 4
-    assert [(r.quantity, r.max_error) for r in rows if not r.passed or r.max_error] == []
-
-
-def test_it_serves_by_default():
-    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "packing"}
-    assert set(lines.values()) == {"cpu"}
 
 
 def test_what_is_not_kept_is_not_read():

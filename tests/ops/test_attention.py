@@ -16,7 +16,6 @@ from fastbert.ops.attention import attention, attention_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.attention_inputs import (
-    BACKENDS,
     DOUBLE,
     DTYPES,
     PLAIN,
@@ -29,21 +28,7 @@ from tests.support.attention_inputs import (
     serving,
 )
 
-# --- the error rule -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.cases("attention"), ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", [*BACKENDS, "grid"])
-def test_error_rule(backend, case, dtype):
-    name = "aten" if backend == "grid" else backend
-    reason = dispatch.unsupported_reason(name, "attention", "cpu", DTYPES[dtype])
-    if reason is not None:
-        pytest.skip(f"{name} {reason}")
-    with serving(backend, is_long(case)):
-        rows = testing.run_case(case, name, DTYPES[dtype])
-    assert {row.quantity for row in rows} >= {"out", "dqkv" if case.packed_qkv else "dq"}
-    assert not [f"{row.quantity}: {row.reason}" for row in rows if not row.passed]
+# --- the error rule: its cases are in test_error_rule.py ----------------------------------------------------
 
 
 @pytest.mark.sweep_of("triton")
