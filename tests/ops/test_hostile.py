@@ -2,8 +2,8 @@
 
 A call that gets a hostile length, size, stride, id, bias shape, code or number of threads raises an error, or
 returns what the call without it returns. It touches no memory that is not the caller's. The tables are in
-tests/support/hostile (`exports.py`, `custom_ops.py`, `public_ops.py`). Each door is tried in a process of its
-own, `python -m tests.support.hostile.doors DOOR`.
+tests/support/hostile (`exports.py`, `custom_ops.py`, `public_ops.py`). All are tried in a process of their
+own, `python -m tests.support.hostile.doors`; that of `fastbert._C` fails where a function was not tried.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import torch
 from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.runtime import dispatch, loader
 from tests.support.hostile.custom_ops import OPS, differ
-from tests.support.hostile.doors import DOORS
-from tests.support.hostile.exports import EXPORTS
 from tests.support.hostile.public_ops import PUBLIC, layer_call, layer_operands
 from tests.support.hostile.values import DIM, HEADS, floats
 
@@ -149,26 +147,17 @@ def test_packed_weights_and_layers_of_negative_views(int8):
 
 @pytest.mark.sweep
 @needs_kernels
-@pytest.mark.parametrize("door", DOORS)
-def test_hostile_numbers_reach_nothing(door):
+def test_hostile_numbers_reach_nothing():
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.hostile.doors", door],
+        [sys.executable, "-m", "tests.support.hostile.doors"],
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=900,
     )
     tried = run.stdout.splitlines()
     assert run.returncode == 0, f"{run.returncode} after {tried[-1:]}: {run.stderr[-3000:]}"
-    assert len(tried) > 60, tried
-
-
-@needs_kernels
-def test_every_exported_function_has_rows():
-    exported = {
-        name for name in dir(_C) if callable(getattr(_C, name)) and not name.startswith(("__", "cuda_"))
-    }
-    assert {name.split()[0] for name in EXPORTS} == exported
+    assert len(tried) > 4000, len(tried)
 
 
 def test_every_custom_op_has_rows():
@@ -210,17 +199,21 @@ def test_every_public_op_has_rows():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("after", [True, False], ids=["behind", "before"])
-def test_the_fence_is_one(after):
-    """An access outside a fenced tensor ends the process or is reported."""
+def test_the_fence_is_one():
+    """An access before a fenced tensor is reported, and one behind it ends the process."""
     code = (
         "import ctypes, torch\n"
         "from tests.support.hostile.fences import Fence\n"
         "fence = Fence()\n"
         "t = fence.copy(torch.ones(5))\n"
-        f"ctypes.memset(t.data_ptr() {'+ 20' if after else '- 1'}, 0, 1)\n"
-        "fence.check()\n"
+        "ctypes.memset(t.data_ptr() - 1, 0, 1)\n"
+        "try:\n"
+        "    fence.check()\n"
+        "except AssertionError as error:\n"
+        "    print(error, flush=True)\n"
+        "ctypes.memset(t.data_ptr() + 20, 0, 1)\n"
+        "print('still here')\n"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
-    assert run.returncode != 0
-    assert after or "written before the start" in run.stderr
+    assert run.returncode < 0
+    assert run.stdout == "written before the start of a tensor\n"

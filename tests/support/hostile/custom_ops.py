@@ -424,8 +424,19 @@ def differ(result, expected, values):
     return ""
 
 
-def try_ops(tried):
+def fenced_call(fence, function, args):
+    """What the function gives, with its operands and what it allocates behind fences."""
+    values = [fence.copy(v) if isinstance(v, torch.Tensor) else v for v in args.values()]
     allocators = torch.Tensor.new_empty, torch.Tensor.new_zeros
+    fenced_outputs(fence)
+    try:
+        result = function(*values)
+    finally:
+        torch.Tensor.new_empty, torch.Tensor.new_zeros = allocators
+    return tuple(t.clone() for t in result) if isinstance(result, tuple) else result.clone()
+
+
+def try_ops(tried):
     for name, op in OPS.items():
         function, base = getattr(torch.ops.fastbert, name), op.args()
         rows = [(f"{row}", row) for row in op.rows]
@@ -438,16 +449,7 @@ def try_ops(tried):
         free += [(f"{n} = {v}", {n: v}) for n, known in base.items() if type(known) is int for v in SIZES]
 
         def call(change, base=base, function=function):
-            fence = tried.fence
-            values = [
-                fence.copy(v) if isinstance(v, torch.Tensor) else v for v in {**base, **change}.values()
-            ]
-            fenced_outputs(fence)
-            try:
-                result = function(*values)
-            finally:
-                torch.Tensor.new_empty, torch.Tensor.new_zeros = allocators
-            return tuple(t.clone() for t in result) if isinstance(result, tuple) else result.clone()
+            return fenced_call(tried.fence, function, {**base, **change})
 
         for backend in op.backends:
             if dispatch.unsupported_reason(backend, dispatch._op_of(name), "cpu", torch.float32) is not None:

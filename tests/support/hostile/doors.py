@@ -1,4 +1,4 @@
-"""Try every row of one door: `python -m tests.support.hostile.doors DOOR`.
+"""Try every row of every door: `python -m tests.support.hostile.doors [DOOR ...]`.
 
 It prints each row before it tries it. The faults that it found are its exit status.
 """
@@ -26,6 +26,7 @@ if __name__ == "__main__":
     # a length that got through must not take the machine's memory
     resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
     torch.manual_seed(0)
-    door = Tried()
-    DOORS[sys.argv[1]](door)
-    sys.exit("\n".join(door.faults[:50]) or 0)
+    tried = Tried()
+    for door in sys.argv[1:] or DOORS:
+        DOORS[door](tried)
+    sys.exit("\n".join(tried.faults[:50]) or 0)

@@ -20,7 +20,7 @@ class Fence:
 
     def __init__(self):
         self.libc = ctypes.CDLL(None, use_errno=True)
-        self.memory = []
+        self.memory, self.tensors = [], []
 
     def empty(self, shape, dtype, fill=0xA5):
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -46,15 +46,19 @@ class Fence:
         whole = self.empty((span,), t.dtype)
         fenced = whole.as_strided(t.shape, t.stride()) if t.numel() else self.empty(t.shape, t.dtype)
         if all(s > 0 or n == 1 for n, s in zip(t.shape, t.stride(), strict=True)):
-            return fenced.copy_(t)
+            self.tensors.append(fenced.copy_(t))
+            return fenced
         whole.copy_(t.as_strided((span,), (1,)))
         return fenced
 
     def check(self):
-        """Fail if something was written before a tensor; forget them all."""
+        """Fail if something was written before a tensor."""
         for pages, before in self.memory:
             assert pages[PAGE : PAGE + before] == b"\xa5" * before, "written before the start of a tensor"
+
+    def forget(self):
         self.memory.clear()
+        self.tensors.clear()
 
 
 def fenced_outputs(fence):
@@ -81,8 +85,11 @@ class Tried:
         if what:
             self.faults.append(f"{self.told}: {what}")
 
-    def one(self, told, call, words="", refused=True):
-        """Make a call. `refused`: whether it must raise an error that matches `words`; None if it may."""
+    def one(self, told, call, words="", refused=True, within=False):
+        """Make a call. `refused`: whether it must raise an error that matches `words`; None if it may.
+
+        `within` another call: the memory of that one stays watched.
+        """
         self.told, result = told[:200].replace("\n", " "), None
         print(self.told, flush=True)
         try:
@@ -99,4 +106,6 @@ class Tried:
             self.fence.check()
         except AssertionError as error:
             self.fault(str(error))
+        if not within:
+            self.fence.forget()
         return result

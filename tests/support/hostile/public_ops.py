@@ -16,6 +16,7 @@ from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.ops.linear_int8 import linear_int8
+from fastbert.ops.linear_int8 import panel_maker as int8_panels
 from fastbert.ops.linear_norm import linear_norm
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
@@ -51,12 +52,16 @@ def layer_call(**kwargs):
     return encoder_layer_op.encoder_layer(launch, kwargs.pop("x"), weights, **kwargs)
 
 
-def layer_operands():
-    make, launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, "linear")
+def layer_operands(kind="linear"):
+    make, launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, kind)
     hidden, inner = HEADS * DIM, 7
     shapes = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]
-    linears = [(w := floats(*s), None, None, floats(s[0])) for s in shapes]
-    assert w.shape == (hidden, inner)
+    linears = [(floats(*s), None, None, floats(s[0])) for s in shapes]
+    if kind == "linear_int8":  # query, key and value are one product
+        shapes[:3] = [(3 * hidden, hidden)]
+        pack = int8_panels(torch.device("cpu"), torch.float32)
+        weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
+        linears = [(w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0])) for w in weights]
     weights = make(linears, [(floats(hidden), floats(hidden))] * 2)
     return {
         "launch": launch,
