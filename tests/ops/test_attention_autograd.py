@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -14,8 +12,6 @@ from fastbert.ops.attention import (
     AttentionInputs,
     AttentionNeeds,
     attention,
-    attention_bwd,
-    attention_fwd,
     attention_ref,
 )
 from fastbert.ops.attention_grid import keep_mask
@@ -29,32 +25,6 @@ from tests.support.attention_inputs import (
     qkv,
     serving,
 )
-
-
-@pytest.mark.parametrize("backend", DOUBLE)
-@pytest.mark.parametrize("options", ["plain", "causal", "bias_gate", "masked", "dropout_bias_gate"])
-def test_gradcheck(backend, options):
-    lengths = (3, 0, 4)
-    inputs = qkv(8, 2, 3, torch.float64)
-    g = torch.Generator().manual_seed(1)
-    bias = gate = None
-    if "bias" in options or options == "masked":
-        bias = torch.randn(3, 1, 5, 5, generator=g, dtype=torch.float64)
-        if options == "masked":
-            bias[0, 0, 1] = -math.inf
-            bias[2, 0, :, 0] = -math.inf
-        bias.requires_grad_(options != "masked")
-    if "gate" in options:
-        gate = torch.tensor([0.0, 1.3], dtype=torch.float64, requires_grad=True)
-    dropout = {"dropout_p": 0.3, "seed": torch.tensor([9])} if "dropout" in options else {}
-
-    def function(q, k, v, bias, gate):
-        return attention(
-            q, k, v, ends(lengths), 5, causal=options == "causal", bias=bias, gate=gate, **dropout
-        )
-
-    with serving(backend):
-        assert torch.autograd.gradcheck(function, (*inputs, bias, gate))
 
 
 def test_probs_are_differentiable_and_lse_is_not():
@@ -93,41 +63,6 @@ def test_second_derivative_is_refused():
     (dq,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
         dq.sum().backward()
-
-
-@pytest.mark.sweep_of("triton")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": True, "gate": True},
-        {"dropout_p": 0.2},
-        {"dropout_p": 0.2, "save_bits": True},
-        {"return_probs": True},
-    ],
-)
-@pytest.mark.parametrize("backend", PLAIN)
-def test_opcheck(backend, options):
-    q, k, v = qkv(9, 2, 4)
-    bias = torch.randn(1, 2, 5, 5, requires_grad=True) if "bias" in options else None
-    gate = torch.rand(2, requires_grad=True) if "gate" in options else None
-    p = options.get("dropout_p", 0.0)
-    seed = torch.tensor([3]) if p else None
-    probs = options.get("return_probs", False)
-    with serving(backend):
-        args = (q, k, v, ends([5, 0, 3]), 5, 0.5, True, bias, gate, p, seed, 1, probs)
-        save_bits = options.get("save_bits", False)
-        # cells without a defined bit may differ between runs
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        checks = checks if save_bits else (*checks, "test_aot_dispatch_dynamic")
-        torch.library.opcheck(attention_fwd, (*args, save_bits), test_utils=checks)
-        plain = [t.detach() if torch.is_tensor(t) else t for t in args[:-1]]
-        out, lse, _, bits = attention_fwd(*plain, False, save_bits)
-        bits = bits if save_bits else None
-        dout = torch.randn(out.shape)
-        for needs in ((True, True, True), (False, True, False)):
-            needs = *needs, bias is not None, gate is not None
-            torch.library.opcheck(attention_bwd, (dout, *plain[:3], out, lse, *plain[3:], bits, *needs))
 
 
 def _compiled_body(q, k, v, cu_seqlens, max_seqlen, bias, gate, seed):

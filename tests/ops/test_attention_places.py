@@ -123,11 +123,6 @@ def test_the_lengths_of_a_table_are_checked():
         table(ends_of(LENGTHS), 2**31, LONGEST, torch.float32)
 
 
-@pytest.mark.sweep_of("triton")
-def test_opcheck():
-    torch.library.opcheck(op.places_table, (ends_of(LENGTHS), TOTAL, LONGEST, torch.float32))
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_in_a_compiled_graph_the_table_is_an_operand(grad):
     """As it is on CUDA, where the op that makes the table is in the graph too."""

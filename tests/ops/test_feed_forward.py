@@ -35,12 +35,6 @@ def test_reference_is_what_pytorch_defines():
     torch.testing.assert_close(feed_forward_ref(*tensors, "gelu"), by_two(*tensors))
 
 
-@pytest.mark.parametrize("which", [b for b, d in SERVED if d == torch.float64])
-def test_gradcheck(which):
-    with dispatch.use_backend(feed_forward=which):
-        assert torch.autograd.gradcheck(lambda *t: feed_forward(*t, "silu"), inputs(dtype=torch.float64))
-
-
 @pytest.mark.parametrize("trained", [tuple(n for j, n in enumerate(NAMES) if i >> j & 1) for i in range(16)])
 def test_frozen_inputs(backend, trained):
     """Any part may be frozen; gradients are those of two products, and there is none for what is frozen."""
@@ -123,15 +117,6 @@ def test_autocast_casts_as_linear_does(dtype):
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
     grads = torch.autograd.grad(y.float().sum(), tensors)
     assert [g.dtype for g in grads] == [torch.float32] * 4
-
-
-@pytest.mark.sweep_of("triton")
-def test_opcheck(backend):
-    torch.library.opcheck(op.feed_forward_fwd, (*inputs(), "gelu", True))
-    x, up, bias, down = inputs(grad=False)
-    y, pre, inner = op.feed_forward_fwd(x, up, bias, down, "gelu", True)
-    for needs in ((True, True, True, True), (False, True, False, False), (False, False, False, True)):
-        torch.library.opcheck(op.feed_forward_bwd, (y, x, up, down, pre, inner, "gelu", *needs))
 
 
 def test_compiled_is_eager():

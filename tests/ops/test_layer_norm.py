@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastbert.ops import layer_norm as op
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
 from fastbert.runtime import dispatch
 from tests.support.inputs import name, randn
-from tests.support.ops import HALF, LAYOUTS, assert_compiled_is_eager, pinned, serves
+from tests.support.ops import HALF, LAYOUTS, assert_compiled_is_eager, pinned
 
 backend = pinned("layer_norm")
 
@@ -139,39 +138,6 @@ def test_a_row_of_one_column_is_its_bias(backend, dropout_p, dtype):
     dx, dw, _db, dr, dxb = torch.autograd.grad(y, leaves, randn(70, 1, dtype=dtype))
     for grad in (dx, dw, dr, dxb):
         assert not grad.any()
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_gradcheck(backend, dropout_p):
-    if not serves("layer_norm", backend, torch.float64):
-        with pytest.raises(dispatch.BackendError, match="does not store float64"):
-            layer_norm(randn(2, 4, dtype=torch.float64), randn(4, dtype=torch.float64))
-        return
-    shapes = (2, 3, 6), (6,), (6,), (2, 3, 6), (6,)
-    x, w, b, r, xb = (randn(*s, dtype=torch.float64, grad=True) for s in shapes)
-    seed = torch.tensor([11]) if dropout_p else None
-
-    def run(x, w, b=None, r=None, xb=None):
-        return layer_norm(x, w, b, residual=r, x_bias=xb, eps=1e-5, dropout_p=dropout_p, seed=seed)
-
-    assert torch.autograd.gradcheck(run, (x, w, b, r, xb))
-    assert torch.autograd.gradcheck(run, (x, w))
-
-
-@pytest.mark.sweep_of("triton")
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("summed", [False, True])
-def test_opcheck(backend, dropout_p, summed):
-    x, w, b, r, xb = (randn(*s, grad=True) for s in ((4, 8), (8,), (8,), (4, 8), (8,)))
-    seed = torch.tensor([5]) if dropout_p else None
-    extra = (r, xb) if summed else (None, None)
-    torch.library.opcheck(op.layer_norm_fwd, (x, w, b, *extra, 1e-5, dropout_p, seed, 2, True))
-    with torch.no_grad():
-        mean, rstd = randn(4), randn(4).abs()
-        for need in (True, False):  # if nothing is needed, the empty results must still be distinct tensors
-            needs = (need, need, need, summed)
-            args = (randn(4, 8), x.detach(), w.detach(), mean, rstd, dropout_p, seed, 2, *needs)
-            torch.library.opcheck(op.layer_norm_bwd, args)
 
 
 def test_compiled_is_eager():
@@ -359,14 +325,10 @@ X, W = torch.ones(2, 3), torch.ones(3)
 SEED = torch.tensor([1])
 DROPPED = {"dropout_p": 0.1, "seed": SEED}
 BAD = [
-    ({"x": None}, TypeError, "x: expected a torch.Tensor, got NoneType"),
-    ({"x": X.int()}, TypeError, "x: expected float32.*got torch.int32"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x: expected shape \(\.\.\., hidden\).*got \(\)"),
     ({"x": torch.ones(2, 0)}, ValueError, r"x: .*hidden >= 1, got \(2, 0\)"),
-    ({"weight": None}, TypeError, "weight: expected a torch.Tensor, got NoneType"),
     ({"weight": torch.ones(4)}, ValueError, r"weight: expected shape \(3,\), got \(4,\)"),
     ({"bias": torch.ones(1)}, ValueError, r"bias: expected shape \(3,\), got \(1,\)"),
-    ({"weight": W.to("meta")}, ValueError, "weight: expected a tensor on cpu, got one on meta"),
     ({"x_bias": torch.ones(2)}, ValueError, r"x_bias: expected shape \(3,\), got \(2,\)"),
     ({"residual": torch.ones(3)}, ValueError, r"residual: expected shape \(2, 3\), got \(3,\)"),
     ({"eps": -1.0}, ValueError, "eps: expected a finite number >= 0, got -1.0"),

