@@ -30,6 +30,11 @@ from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+}
 LETTERS = "abcdefghijklmnopqrstuvwxyzéß"
 LINES = [
     "hello world",
@@ -311,12 +316,7 @@ def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
     """A run that was killed, and one that still runs."""
     output = tmp_path / "o.npy"
     arguments = [sys.executable, "-m", "fastbert", *map(str, encode_args(model, "-", output, "--overwrite"))]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    runs = [subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment) for _ in range(2)]
+    runs = [subprocess.Popen(arguments, stdin=subprocess.PIPE, env=ENVIRONMENT) for _ in range(2)]
     try:
         deadline = time.monotonic() + 240
         while len(there := list(tmp_path.glob(".o.npy.*.tmp"))) < 2:
@@ -441,22 +441,18 @@ def test_an_error_midway_leaves_the_old_file(model, text, tmp_path, monkeypatch,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("kind", ["npy", "jsonl"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("SIGTERM", "npy"), pytest.param("SIGINT", "jsonl", marks=pytest.mark.sweep)]
+)
 def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
     output = tmp_path / f"o.{kind}"
     output.write_bytes(b"precious")
     arguments = encode_args(model, "-", output, "--overwrite", "--chunk-lines", 2)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
     process = subprocess.Popen(
         [sys.executable, "-m", "fastbert", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment,
+        env=ENVIRONMENT,
         # a shell's background job ignores SIGINT, and so would its children
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -482,36 +478,28 @@ def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
     assert left(tmp_path) == [output.name]
 
 
+INTERRUPT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+SWALLOW = f"try:\n    {INTERRUPT}\nexcept BaseException as error:\n    raise ImportError from error"
+SCRIPT = re.search(r'^fastbert = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).groups()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
-@pytest.mark.parametrize("start", ["module", "script"])
-@pytest.mark.parametrize("swallow", [False, True])
-def test_interrupted_while_it_imports(tmp_path, start, swallow):
+@pytest.mark.parametrize(
+    ("start", "module", "code", "arguments"),
+    [
+        (["-m", "fastbert"], "torch", INTERRUPT, ["env"]),
+        (["-c", "import sys; from {0} import {1}; sys.exit({1}())"], "torch", SWALLOW, ["env"]),
+        # one that the command imports, after the parser's
+        (["-m", "fastbert"], "tokenizers", SWALLOW, encode_args("none", "-", "o.npy")),
+    ],
+    ids=["module", "script", "command"],
+)
+def test_interrupted_while_it_imports(tmp_path, start, module, code, arguments):
     """It stops quietly, even if an imported module catches the exception of Ctrl-C."""
-    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
-    if swallow:
-        interrupt = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error"
-    (tmp_path / "torch.py").write_text(interrupt + "\n")
-    declared = re.search(r'^fastbert = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    module, function = declared.groups()
-    script = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+    (tmp_path / f"{module}.py").write_text(code + "\n")
     done = subprocess.run(
-        [sys.executable, *(["-m", "fastbert"] if start == "module" else script), "env"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
-def test_interrupted_while_a_command_is_imported(tmp_path):
-    """It stops quietly, even if a module that the command imports catches all exceptions."""
-    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
-    swallow = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error\n"
-    (tmp_path / "tokenizers.py").write_text(swallow)
-    done = subprocess.run(
-        [sys.executable, "-m", "fastbert", *map(str, encode_args("none", "-", tmp_path / "o.npy"))],
+        [sys.executable, *(each.format(*SCRIPT) for each in start), *arguments],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,
@@ -593,78 +581,45 @@ def test_a_line_whose_embedding_is_not_finite_is_named(run, model, text, tmp_pat
     assert left(tmp_path) == ["in.txt"]
 
 
-BAD_CALLS = {
-    "no command": ([], "arguments are required: COMMAND"),
-    "unknown command": (["embed"], "invalid choice: 'embed'"),
-    "a near command": (["encod"], "(see fastbert --help); did you mean 'encode'?"),
-    "a near choice": (["{encode}", "--dtype", "float-32"], "did you mean 'float32'?"),
-    "no model": (["encode", "--input", "{text}", "--output", "{out}"], "arguments are required: --model"),
-    "kind": (
-        ["{encode}", "--output", "{dir}/o.csv"],
-        "o.csv: unknown kind '.csv'; expected .npy, .safetensors, .jsonl",
-    ),
-    "no kind": (["{encode}", "--output", "{dir}/o"], "unknown kind ''"),
-    "no folder": (["{encode}", "--output", "{dir}/none/o.npy"], "none does not exist"),
-    "a folder": (["{encode}", "--output", "{dir}/folder.npy", "--overwrite"], "exists and is no plain file"),
-    "input is output": (
-        ["{encode}", "--input", "{dir}/in.jsonl", "--output", "{dir}/in.jsonl", "--overwrite"],
-        "is the input",
-    ),
-    "no input": (["{encode}", "--input", "{dir}/none.txt"], "No such file or directory: '{dir}/none.txt'"),
-    "input is a folder": (["{encode}", "--input", "{dir}"], "Is a directory"),
-    "model not there": (["{encode}", "--model", "{dir}/none"], "none"),
-    "model empty": (["{encode}", "--model", "{dir}"], "no tokenizer.json and no vocab.txt"),
-    "pooling": (["{encode}", "--pooling", "sum"], "argument --pooling: invalid choice: 'sum'"),
-    "dtype": (["{encode}", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
-    "batch tokens": (
-        ["{encode}", "--batch-tokens", "47"],
-        "batch_tokens: 47; expected an integer >= max_length = 48",
-    ),
-    "no number": (
-        ["{encode}", "--batch-tokens", "many"],
-        "argument --batch-tokens: invalid int value: 'many'",
-    ),
-    "max length": (["{encode}", "--max-length", "49"], "max_length: 49; expected an integer from 3"),
-    "max length 2": (["{encode}", "--max-length", "2"], "max_length: 2; expected an integer from 3"),
-    "batch tokens, no lines": (
-        ["{encode}", "--input", "{empty}", "--batch-tokens", "47"],
-        "batch_tokens: 47;",
-    ),
-    "chunk lines": (["{encode}", "--chunk-lines", "0"], "--chunk-lines 0: expected at least 1"),
-    "threads": (
-        ["{encode}", "--threads", "0"],
-        f"--threads 0: expected 1 to {4 * os.cpu_count()}, four per CPU",
-    ),
-    "many threads": (
-        ["{encode}", "--threads", "100000"],
-        f"--threads 100000: expected 1 to {4 * os.cpu_count()}, four per CPU",
-    ),
-    "device": (["{encode}", "--device", "toaster"], "--device toaster: "),
-    "device kind": (["{encode}", "--device", "meta"], "--device meta: expected cpu, cuda or cuda:N"),
-    "no such GPU": (["{encode}", "--device", "cuda:99"], "--device cuda:99: this machine shows torch"),
-    "unknown flag": (["{encode}", "--fast"], "unrecognized arguments: --fast"),
-    "verify op": (["verify", "--op", "softmax"], "argument --op: invalid choice: 'softmax'"),
-    "verify backend": (["verify", "--backend", "mlx"], "argument --backend: invalid choice: 'mlx'"),
-    "bench": (["bench", "nothing_of_the_kind"], "bench nothing_of_the_kind: not among"),
-}
+BAD_CALLS = [
+    ("", "arguments are required: COMMAND"),
+    ("encod", "(see fastbert --help); did you mean 'encode'?"),
+    ("{encode} --dtype float-32", "did you mean 'float32'?"),
+    ("encode --input {text} --output {out}", "arguments are required: --model"),
+    ("{encode} --output {dir}/o.csv", "o.csv: unknown kind '.csv'; expected .npy, .safetensors, .jsonl"),
+    ("{encode} --output {dir}/o", "unknown kind ''"),
+    ("{encode} --output {dir}/none/o.npy", "none does not exist"),
+    ("{encode} --output {dir}/folder.npy --overwrite", "exists and is no plain file"),
+    ("{encode} --input {dir}/in.jsonl --output {dir}/in.jsonl --overwrite", "is the input"),
+    ("{encode} --input {dir}/none.txt", "No such file or directory: '{dir}/none.txt'"),
+    ("{encode} --input {dir}", "Is a directory"),
+    ("{encode} --model {dir}/none", "none"),
+    ("{encode} --model {dir}", "no tokenizer.json and no vocab.txt"),
+    ("{encode} --batch-tokens 47", "batch_tokens: 47; expected an integer >= max_length = 48"),
+    ("{encode} --batch-tokens 47 --input {empty}", "batch_tokens: 47;"),
+    ("{encode} --batch-tokens many", "argument --batch-tokens: invalid int value: 'many'"),
+    ("{encode} --max-length 49", "max_length: 49; expected an integer from 3"),
+    ("{encode} --chunk-lines 0", "--chunk-lines 0: expected at least 1"),
+    ("{encode} --threads 0", f"--threads 0: expected 1 to {4 * os.cpu_count()}, four per CPU"),
+    ("{encode} --threads 100000", f"--threads 100000: expected 1 to {4 * os.cpu_count()}, four per CPU"),
+    ("{encode} --device toaster", "--device toaster: "),
+    ("{encode} --device meta", "--device meta: expected cpu, cuda or cuda:N"),
+    ("{encode} --device cuda:99", "--device cuda:99: this machine shows torch"),
+    ("verify --op softmax", "argument --op: invalid choice: 'softmax'"),
+    ("verify --op layer_norm --backend cuda --device cpu", "nothing to verify on cpu: layer_norm by cuda in"),
+    ("bench nothing_of_the_kind", "bench nothing_of_the_kind: not among"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_is_one_line_and_writes_nothing(run, model, text, tmp_path, name):
+@pytest.mark.parametrize(("line", "words"), BAD_CALLS)
+def test_a_bad_call_is_one_line_and_writes_nothing(run, model, text, tmp_path, line, words):
     (tmp_path / "folder.npy").mkdir()
     (tmp_path / "in.jsonl").write_text("a\n")
     (tmp_path / "empty.txt").touch()
     before = left(tmp_path)
     places = {"empty": tmp_path / "empty.txt", "text": text, "out": tmp_path / "o.npy", "dir": tmp_path}
-    arguments, words = BAD_CALLS[name]
-    call = []
-    for argument in arguments:
-        call += (
-            encode_args(model, text, tmp_path / "o.npy")
-            if argument == "{encode}"
-            else [argument.format(**places)]
-        )
-    _, err = run(*call, status=2)
+    places["encode"] = " ".join(map(str, encode_args(model, text, tmp_path / "o.npy")))
+    _, err = run(*line.format(**places).split(), status=2)
     assert err.startswith("fastbert: error: ")
     assert err.count("\n") == 1
     assert words.format(**places) in err
@@ -722,62 +677,37 @@ def test_env_without_the_extension(run, monkeypatch):
 
 
 def test_verify_passes_and_prints_each_group(run):
-    out, _ = run(
-        "verify", "--op", "layer_norm", "--backend", "reference", "--backend", "aten", "--device", "cpu"
-    )
-    assert (
-        len([line for line in out.splitlines() if line.endswith("pass")]) == 6
-    )  # two backends, three dtypes
+    backends = ("--backend", "reference", "--backend", "aten")
+    out, _ = run("verify", "--op", "layer_norm", "--dtype", "float32", *backends, "--device", "cpu")
+    assert len([line for line in out.splitlines() if line.endswith("pass")]) == 2
     assert out.splitlines()[-1].endswith("checks on cpu, 0 failed")
 
 
-def row(passed, reason="", error=0.5):
-    return testing.Row("linear", "8x8", "aten", "float32", "cpu", "y", error, 0.25, 0.1, 0.1, passed, reason)
-
-
 def test_verify_fails_with_status_1(run, monkeypatch):
-    monkeypatch.setattr(testing, "verify", lambda *a: iter([row(True), row(False, "max error over eager's")]))
-    out, _ = run(
-        "verify", "--op", "linear", "--backend", "aten", "--dtype", "float32", "--device", "cpu", status=1
-    )
-    assert "FAIL" in out.splitlines()[1]
-    assert "8x8 y: 0.5, eager's 0.25  FAIL: max error over eager's" in out
-    assert "2 checks on cpu, 1 failed" in out
-    out, _ = run(
-        "verify",
-        "--op",
-        "linear",
-        "--backend",
-        "aten",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--json",
-        status=1,
-    )
-    report = json.loads(out)
-    assert report["passed"] is False
-    assert [r["passed"] for r in report["rows"]] == [True, False]
+    """A wrong result, and a kernel that raises."""
 
+    def row(passed, reason="", error=0.5):
+        return testing.Row(
+            "linear", "8x8", "aten", "float32", "cpu", "y", error, 0.25, 0.1, 0.1, passed, reason
+        )
 
-def test_verify_counts_a_kernel_that_raises_as_a_failure(run, monkeypatch):
     def broken(ops, backends, dtypes, device):
         yield row(True, error=float("inf"))
+        yield row(False, "max error over eager's")
         raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr(testing, "verify", broken)
     flags = ("verify", "--op", "linear", "--backend", "aten", "--dtype", "float32", "--device", "cpu")
     out, _ = run(*flags, status=1)
+    assert "FAIL" in out.splitlines()[1]
+    assert "8x8 y: 0.5, eager's 0.25  FAIL: max error over eager's" in out
     assert "FAIL: RuntimeError: illegal memory access" in out
+    assert "3 checks on cpu, 2 failed" in out
     report = json.loads(run(*flags, "--json", status=1)[0])
+    assert report["passed"] is False
+    assert [r["passed"] for r in report["rows"]] == [True, False, False]
     assert report["rows"][0]["max_error"] is None  # JSON has no infinity
-    assert report["rows"][1]["reason"] == "RuntimeError: illegal memory access"
-
-
-def test_verify_of_nothing_is_an_error(run):
-    _, err = run("verify", "--op", "layer_norm", "--backend", "cuda", "--device", "cpu", status=2)
-    assert "nothing to verify on cpu: layer_norm by cuda in float32: " in err
+    assert report["rows"][2]["reason"] == "RuntimeError: illegal memory access"
 
 
 @pytest.fixture
@@ -810,18 +740,17 @@ def test_bench_lists_and_runs_the_scripts(checkout, capfd):
     assert "bench nothing: not among ops, kernels, all" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["ops", "all"])
-def test_bench_runs_the_suite(checkout, tmp_path, name):
+def test_bench_runs_the_suite(checkout, tmp_path):
     file = tmp_path / "found.json"
     options = ["--benchmark-min-rounds=1", "--benchmark-max-time=0.001"]
-    assert cli.main(["bench", name, f"--json={file}", "--save", *options]) == 0
+    assert cli.main(["bench", "all", f"--json={file}", "--save", *options]) == 0
     (found,) = json.loads(file.read_text())["benchmarks"]
     assert found["fullname"] == "bench/suite/test_ops.py::test_ops"
     (saved,) = (checkout / "results").rglob("*.json")
     assert [each["fullname"] for each in json.loads(saved.read_text())["benchmarks"]] == [found["fullname"]]
     with_a_fault = '"""Ops."""\n\ndef test_ops(benchmark):\n    assert not benchmark(int, 1)\n'
     (checkout / "suite" / "test_ops.py").write_text(with_a_fault)
-    assert cli.main(["bench", name]) == 1
+    assert cli.main(["bench", "ops"]) == 1
 
 
 def test_bench_needs_a_checkout_and_pytest_benchmark(checkout, monkeypatch, tmp_path, capfd):

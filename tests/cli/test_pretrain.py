@@ -312,70 +312,45 @@ def test_a_full_disk_keeps_the_checkpoint_before(whole, call, tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "berd"], r"recipe: 'berd' is neither a file nor one of albert, bert, bert-lamb"),
-        (["--data", "gone"], r"gone/index\.json: no such file|.*no corpus there"),
-        (["--model", "gone"], r"model: gone: expected a config\.json, or a directory with one"),
-        (["--set", "masking.share"], r"--set masking\.share: expected FIELD=VALUE"),
-        (["--set", "mask.share=1"], r"mask\.share: is no field of a recipe; expected"),
-        (["--set", "masking.share=2"], r"masking .*share: expected a number in \(0, 1\]"),
-        (["--set", "phases.1.lr=fast"], r"phases\.1\.lr: expected a finite number"),
-        (["--set", "options.speed=1"], r"options\.speed: is no field; expected none"),
-        (["--set", "masking.unitt=word"], r"masking\.unitt: is no field; expected choose, mask_share"),
-        (["--set", "options.stages=[3]", "--recipe", "ernie"], "stages: expected pairs of a unit"),
-        (
-            ["--set", "options.x=" + "[" * 500 + "]" * 500],
-            r"--set options\.x: is nested deeper than 100 levels",
-        ),
-        (["--set", "masking.unit=" + "[" * 10**5], r"--set masking\.unit: is nested deeper than 100 levels"),
-        (["--steps", "1"], "steps: expected an integer >= 2, got 1"),
-        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--batch-size", "0"], r"phases\.0\.batch_size: expected an integer >= 1"),
-        (["--micro-batch", "3"], "micro_batch: expected a divisor of batch_size, 4, got 3"),
-        (["--warmup", "-1"], r"phases\.0\.warmup: expected a finite number >= 0"),
-        (["--warmup", "70"], r"schedule .*warmup: expected steps in \[0, 6\]"),
-        (
-            ["--max-length", "513"],
-            r"--max-length 513: bert has sequences of 512 tokens at most; --set phases",
-        ),
-        (["--max-length", "4"], r"max_length: expected an integer >= 5, got 4"),
-        (["--dropout", "1.5"], r"dropout: expected a number in \[0, 1\)"),
-        (["--grow", "2"], r"grow: stage 1: expected LAYERS:STEPS, such as 3:50000, got '2'"),
-        (["--grow", "1:9,2:*"], "grow: 2 layers begin after 9 steps, but the run has 6"),
-        (["--grow", "1:3,3:*"], "grow: ends with 3 layers, but the model has 2"),
-        (["--grow", "2:3,3:*"], "grow: stage 2: expected a multiple of the 2 layers before, got 3"),
-        (["--grow-freeze"], "--grow-freeze: needs --grow"),
-        (["--grow-moments"], "--grow-moments: needs --grow"),
-        (["--pack"], "--pack: bert has pairs of sentences, which are not packed further"),
-        (["--keep", "0"], "keep: expected an integer >= 1, got 0"),
-        (["--workers", "-1"], "workers: expected an integer >= 0, got -1"),
-        (["--parallel", "ddp"], "parallel: ddp is for processes that torchrun starts; RANK is not set"),
-        (["--device", "tpu"], "--device tpu: "),
-        (["--speed", "1"], "unrecognized arguments: --speed 1"),
+        ("--recipe berd", "recipe: 'berd' is neither a file nor one of albert, bert, bert-lamb"),
+        ("--data gone", r"gone/index\.json: no such file|.*no corpus there"),
+        ("--model gone", r"model: gone: expected a config\.json, or a directory with one"),
+        ("--set masking.share", r"--set masking\.share: expected FIELD=VALUE"),
+        ("--set mask.share=1", r"mask\.share: is no field of a recipe; expected"),
+        ("--set masking.share=2", r"masking .*share: expected a number in \(0, 1\]"),
+        ("--set phases.1.lr=fast", r"phases\.1\.lr: expected a finite number"),
+        ("--set masking.unitt=word", r"masking\.unitt: is no field; expected choose, mask_share"),
+        ("--set options.stages=[3] --recipe ernie", "stages: expected pairs of a unit"),
+        ("--set masking.unit=" + "[" * 10**5, r"--set masking\.unit: is nested deeper than 100 levels"),
+        ("--steps 1", "steps: expected an integer >= 2, got 1"),
+        ("--micro-batch 3", "micro_batch: expected a divisor of batch_size, 4, got 3"),
+        ("--warmup 70", r"schedule .*warmup: expected steps in \[0, 6\]"),
+        ("--max-length 513", "--max-length 513: bert has sequences of 512 tokens at most; --set phases"),
+        ("--dropout 1.5", r"dropout: expected a number in \[0, 1\)"),
+        ("--grow 2", "grow: stage 1: expected LAYERS:STEPS, such as 3:50000, got '2'"),
+        ("--grow 1:9,2:*", "grow: 2 layers begin after 9 steps, but the run has 6"),
+        ("--grow 2:3,3:*", "grow: stage 2: expected a multiple of the 2 layers before, got 3"),
+        ("--grow-freeze", "--grow-freeze: needs --grow"),
+        ("--pack", "--pack: bert has pairs of sentences, which are not packed further"),
+        ("--keep 0", "keep: expected an integer >= 1, got 0"),
+        ("--parallel ddp", "parallel: ddp is for processes that torchrun starts; RANK is not set"),
+        ("--device tpu", "--device tpu: "),
     ],
 )
 def test_mistakes_are_one_line(options, message, call, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    said = failed(call(tmp_path / "run", *options), capsys)
+    said = failed(call(tmp_path / "run", *options.split()), capsys)
     assert re.match(message, said), said
     assert not list((tmp_path).rglob("step-*"))
 
 
 def test_what_is_wrong_with_the_data_is_one_line(call, made, tmp_path, capsys):
     tokens = next(path for path in (made / "shards").iterdir() if "tokens" in path.name)
-    for change in ("flipped", "short", "gone"):
-        shards = tmp_path / change
-        shutil.copytree(made / "shards", shards)
-        file = shards / tokens.name
-        content = bytearray(file.read_bytes())
-        if change == "flipped":
-            content[100] ^= 1
-            file.write_bytes(content)
-        elif change == "short":
-            file.write_bytes(content[:-2])
-        else:
-            file.unlink()
-        said = failed(call(tmp_path / "run", "--data", str(shards)), capsys)
-        assert str(file) in said
+    shards = shutil.copytree(made / "shards", tmp_path / "shards")
+    content = bytearray((shards / tokens.name).read_bytes())
+    content[100] ^= 1
+    (shards / tokens.name).write_bytes(content)
+    assert str(shards / tokens.name) in failed(call(tmp_path / "run", "--data", str(shards)), capsys)
     one = tmp_path / "one.txt"
     one.write_text("A first sentence.\nA second one.\nA third one.\n")
     prepare = ["prepare", str(one), "--tokenizer", str(made / "tokenizer"), "--output", str(tmp_path / "one")]

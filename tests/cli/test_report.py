@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import fastbert
-from fastbert.analysis import pictures, results
+from fastbert.analysis import pictures
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.examples import masked, paired, read, tokenized
 from fastbert.analysis.fixed import FixedHeads, fitting, fixed_heads
@@ -22,26 +22,24 @@ from fastbert.analysis.syntax import parse
 from fastbert.analysis.treebank import as_examples, read_conllu
 from fastbert.cli.analyses.heads import of_fixed
 from fastbert.cli.analyses.report import name_of
-from fastbert.cli.main import main
 from fastbert.sentences.tokenizer import load_tokenizer
+from tests.cli.conftest import LINES, WORDS, save, write_rows
+from tests.cli.conftest import call as analyze
 from tests.support import blank_figures
 from tests.support.hf_models import FAMILY_NAMES, hf_config, hf_model
 from tests.support.pages import Page, is_rounding, value_at
 from tests.support.treebank import TREES, conllu
 
-WORDS = '[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dog ran to house . , ! < > & { } $ " / b'
-LINES = ["the cat sat on the mat .", "a dog ran to a house , a cat ran !", "the dog sat", "a mat ."]
-LINES += ['the <b>cat</b> & "the $mat$ {dog}" sat .', "the cat ran to the dog , the dog ran to the cat ."]
+LINES = [
+    *LINES,
+    'the <b>cat</b> & "the $mat$ {dog}" sat .',
+    "the cat ran to the dog , the dog ran to the cat .",
+]
 # a name of a directory that is none of HTML, of a template or of mathematics
 STRANGE = "a <b> & {n} $x$"
 ALWAYS = ["brief", "model", "attention", "patterns", "maps", "heads", "importance", "fixed"]
 ALWAYS += ["effective", "geometry"]
 OF_TREES = ["syntax", "probe"]
-
-
-def save(place, model):
-    model.save_pretrained(place)
-    (place / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +49,15 @@ def folder(tmp_path_factory):
     for name, auto in (("words", "MaskedLM"), ("classes", "SequenceClassification"), ("both", "PreTraining")):
         save(place / name, hf_model("bert", getattr(transformers, f"AutoModelFor{auto}")))
     save(place / STRANGE, hf_model("bert", seed=1))
-    save(place / "wider", transformers.BertModel(hf_config("bert", hidden_size=72)))
     (place / "lines.txt").write_text("".join(line + "\n" for line in LINES))
     (place / "trees.conllu").write_text(conllu(TREES * 8))
-    for name, words in (("long", 30), ("longer", 100)):
-        tree = " | ".join(f"the X {i} dep" for i in range(words))
-        (place / f"{name}.conllu").write_text(conllu([tree] * 12))
-    rows = [{"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES)]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"text": line, "pair": "the cat", "class": i % 2} for i, line in enumerate(LINES))
+    write_rows(place / "rows.jsonl", rows)
     return place
 
 
 def call(folder, model, file, output, *more):
-    arguments = ["analyze", "report", "--model", folder / model, "--input", folder / file, "--output", output]
-    return main([*map(str, arguments), "--device", "cpu", *map(str, more)])
+    return analyze(folder, "report", model, file, output, *more)
 
 
 # name -> (model, file, further arguments, sections)
@@ -80,7 +73,7 @@ RUNS = {
     "pairs": (STRANGE, "rows.jsonl", ["--pairs"], ALWAYS),
     "one": ("words", "lines.txt", ["--max-examples", "1"], ALWAYS),
 }
-DRAWN = ("words", "strange")  # the other pages have blank figures
+DRAWN = ("strange",)  # the other pages have blank figures
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +229,8 @@ def test_pairs_of_an_encoder_are_compared(folder, made):
 
 def test_cosines_of_the_file_are_a_measure(folder, tmp_path):
     """With the cosine that each pair should have, it is told how many heads can go."""
-    rows = [{"text": line, "pair": LINES[0], "cosine": 1 - i / 5} for i, line in enumerate(LINES)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"text": line, "pair": LINES[0], "cosine": 1 - i / 5} for i, line in enumerate(LINES))
+    write_rows(tmp_path / "rows.jsonl", rows)
     more = ("--pairs", "--labels", "cosine")
     assert call(folder, STRANGE, tmp_path / "rows.jsonl", tmp_path / "out", *more) == 0
     page = Page((tmp_path / "out" / "report.html").read_text())
@@ -250,28 +243,11 @@ def test_names_are_text(folder, made):
     _, page, _, _ = made("strange")
     assert page.texts["h1"] == [f"What the 9 heads of {folder.name}/{STRANGE} do"]
     assert page.texts["title"][0] == page.texts["h1"][0]
-    _, page, numbers, _ = made("words")
+    assert name_of("/c/hub/models--org--all-MiniLM/snapshots/0a1b") == "org/all-MiniLM"
+    page = made("words")[1]
     assert ("sections/change/against", None, STRANGE) in [
         (path, value, text.rsplit("/", 1)[-1]) for path, value, text in page.shown
     ]
-    # the tokens of the fifth line, where a map shows it
-    text = "".join(page.texts["text"])
-    of_fifth = [each for each in numbers["sections"]["maps"]["maps"].values() if each["number"] == 5]
-    assert all(token in text for each in of_fifth for token in each["tokens"])
-    assert "cat" not in page.texts["b"]
-
-
-@pytest.mark.parametrize(
-    ("directory", "name"),
-    [
-        ("/home/me/run/model", "run/model"),
-        ("/c/hub/models--org--all-MiniLM/snapshots/0a1b", "org/all-MiniLM"),
-        ("/model", "model"),
-    ],
-)
-def test_the_name_of_a_model(directory, name):
-    """Not that of its directory alone, which is often "model" or a hash."""
-    assert name_of(directory) == name
 
 
 def test_tokens_are_text(folder, tmp_path, monkeypatch):
@@ -281,6 +257,7 @@ def test_tokens_are_text(folder, tmp_path, monkeypatch):
     page = Page((tmp_path / "out" / "report.html").read_text())
     for token in ("<", "b", ">", "/", "&", '"', "$", "{", "}"):
         assert token in page.texts["text"]
+    assert "cat" not in page.texts.get("b", [])
 
 
 def test_one_example_has_no_intervals(folder, made, tmp_path, capsys):
@@ -309,10 +286,10 @@ def test_published_numbers_name_their_model(made):
     assert "One head looks at all tokens alike" in text
 
 
-def test_one_call_one_result(folder, made, tmp_path, drawn):
-    model, file, more, _ = RUNS["strange"]
+def test_one_call_one_result(folder, made, tmp_path):
+    model, file, more, _ = RUNS["classes"]
     assert call(folder, model, file, tmp_path / "out", *more) == 0
-    text, _, numbers, _ = made("strange")
+    text, _, numbers, _ = made("classes")
     assert (tmp_path / "out" / "report.html").read_text() == text
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == numbers
 
@@ -339,72 +316,23 @@ def test_twelve_layers_of_twelve_heads_are_a_small_file(folder, tmp_path, drawn)
     assert (tmp_path / "out" / "report.html").stat().st_size < 3 << 20
 
 
-@pytest.mark.parametrize(
-    ("model", "file", "more", "expected"),
-    [
-        (STRANGE, "rows.jsonl", ["--labels", "class"], "--labels: the report of BertModel needs none"),
-        ("words", "rows.jsonl", ["--labels", "class"], "--labels: the report of BertForMaskedLM needs none"),
-        ("classes", "rows.jsonl", ["--labels", "text"], r"labels\[0\]: 'the cat .* is none of the config's"),
-        ("words", "lines.txt", ["--unit", "layer"], "--unit: report takes none"),
-        ("words", "lines.txt", ["--mode", "skip"], "mode: skip is for unit='layer'"),
-        ("words", "lines.txt", ["--max-bytes", "10"], "max_bytes: 10 are too few for the attention maps"),
-        ("words", "lines.txt", ["--against", "nothing"], "nothing"),
-        (
-            "words",
-            "lines.txt",
-            ["--against", "wider"],
-            "against: its hidden_size is 72, expected the model's",
-        ),
-        (
-            "words",
-            "lines.txt",
-            ["--conllu", "long.conllu", "--max-bytes", "7000"],
-            "max_bytes: 7,000 are too few for the attention maps of 32 tokens",
-        ),
-        ("words", "lines.txt", ["--conllu", "nothing"], "nothing"),
-        (
-            "words",
-            "lines.txt",
-            ["--conllu", "longer.conllu", "--on-long", "error"],
-            r"longer.conllu, line 2: sentences\[0\]: 102 tokens, expected 72 at most",
-        ),
-        ("words", "lines.txt", ["--edges", "nothing"], "--edges: report does not read it"),
-        ("words", "lines.txt", ["--probe", "edge"], "--probe: report takes none"),
-    ],
-)
-def test_a_mistake_is_one_line(folder, tmp_path, capsys, no_work, model, file, more, expected):
-    more = [
-        folder / each if each in ("nothing", "wider", "long.conllu", "longer.conllu") else each
-        for each in more
-    ]
-    assert call(folder, model, file, tmp_path / "out", *more) == 2
-    said = capsys.readouterr()
-    assert re.search(expected, said.err), said.err
-    assert len(said.err.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
+NO_LABELS = "the loss of BertForSequenceClassification needs labels, which were not given (--labels)."
+NO_MEASURE = "the loss of BertForPreTraining is not one that this program measures per example."
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("model", "more", "reasons"),
     [
-        (
-            "classes",
-            "the loss of BertForSequenceClassification needs labels, which were not given (--labels).",
-        ),
-        ("both", "the loss of BertForPreTraining is not one that this program measures per example."),
+        ("classes", (), [NO_LABELS] * 3),
+        ("both", (), [NO_MEASURE] * 3),
+        (STRANGE, ("--max-examples", "3"), ["no word is in 5 places of these texts; more text is needed"]),
     ],
 )
-def test_why_there_is_no_loss(folder, tmp_path, model, reason):
-    assert call(folder, model, "lines.txt", tmp_path / "out") == 0
-    page = Page((tmp_path / "out" / "report.html").read_text())
-    assert page.texts["p"].count(f"Not computed: {reason}") == 3
-
-
-def test_too_little_text_for_geometry(folder, tmp_path):
-    assert call(folder, STRANGE, "lines.txt", tmp_path / "out", "--max-examples", "3") == 0
-    page = Page((tmp_path / "out" / "report.html").read_text())
-    expected = "Not computed: no word is in 5 places of these texts; more text is needed"
-    assert page.texts["p"][-1] == expected
+def test_why_something_is_not_computed(folder, tmp_path, model, more, reasons):
+    assert call(folder, model, "lines.txt", tmp_path / "out", *more) == 0
+    said = Page((tmp_path / "out" / "report.html").read_text()).texts["p"]
+    said = [text for text in said if text.startswith("Not computed: ")]
+    assert said[-len(reasons) :] == [f"Not computed: {reason}" for reason in reasons]
 
 
 def test_a_treebank_of_the_report(folder, made):
@@ -482,13 +410,3 @@ def test_the_numbers_of_fixed_heads():
         assert intervals["loss"] == estimate(losses - base_loss, seed=2)._asdict()
         assert intervals["score"] == estimate(scores - base_score, seed=2)._asdict()
     assert (found["count"], found["heads"], found["cases"]) == (1, 2, 8)
-
-
-def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(results.np, "savez_compressed", full)
-    assert call(folder, STRANGE, "lines.txt", tmp_path / "out") == 2
-    assert "No space left on device" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
