@@ -69,12 +69,6 @@ def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
     assert len({color for each in colors.values() for color in each}) == 3 + 1  # and the learning rate
 
 
-def test_a_log_without_accuracies(tmp_path, monkeypatch):
-    lines = [{"step": 1, "loss": 2.0, "lr": 0.1}, {"step": 2, "loss": 1.0, "lr": 0.2}]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [axes.get_title() for axes in drawn(tmp_path, monkeypatch)] == ["loss (nats)", "learning rate"]
-
-
 def test_a_line_that_is_being_written_is_left_out(tmp_path, monkeypatch):
     written(tmp_path, 3)
     with open(tmp_path / "log.jsonl", "a") as file:
@@ -97,7 +91,6 @@ def test_a_line_that_is_no_object_is_named(tmp_path):
     for line, problem in (
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is nested deeper"),
-        ("1", "expected a"),
         ('{"loss": 1}', "expected numbers, with a step"),
         ('{"step": 2, "loss": "x"}', "expected numbers, with a step"),
     ):
@@ -129,15 +122,3 @@ def test_the_mean_of_the_last_values():
         last = [value for value in values[max(0, i - 4) : i + 1] if value is not None]
         assert found[i] == pytest.approx(sum(last) / len(last))
     assert np.isnan(curves._smooth([None, None, 1.0])[:2]).all()
-
-
-def test_as_a_script(tmp_path, capsys):
-    assert curves.main([]) == 2
-    assert curves.main([str(tmp_path / "gone")]) == 2
-    assert "gone" in capsys.readouterr().err
-    written(tmp_path, 3)
-    pytest.importorskip("matplotlib")
-    assert curves.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'curves.png'}\n"
-    (tmp_path / "log.jsonl").write_text("")
-    assert curves.main([str(tmp_path)]) == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -89,16 +86,6 @@ def test_a_huge_order_needs_no_memory():
     found = order[np.array([0, 1, 2**62 - 1])]
     assert len(set(found.tolist())) == 3
     assert found.max() < 2**62
-
-
-def test_another_process_draws_the_same():
-    code = (
-        "from fastbert.training.draws import *; "
-        "print(Draws(key_of('a', 1), 2, 3).below(1000, 5).tolist(), [Order(77, 5)[i] for i in range(5)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = Draws(key_of("a", 1), 2, 3).below(1000, 5).tolist(), [Order(77, 5)[i] for i in range(5)]
-    assert done.stdout.strip() == f"{here[0]} {here[1]}"
 
 
 def test_bad_arguments_are_named():

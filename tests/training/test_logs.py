@@ -95,13 +95,6 @@ def test_what_is_no_file_of_ours_is_not_opened(name, kind, tmp_path):
     assert not aside.exists() or aside.read_text() == "mine"
 
 
-def test_numbers_that_json_does_not_have(tmp_path):
-    made = opened(tmp_path)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        made.write(1, {"loss": float("nan")}, {})
-    assert (tmp_path / "log.jsonl").read_bytes() == b""
-
-
 def test_each_write_goes_to_the_end_at_once(tmp_path, monkeypatch):
     """A system may take a part of a line only; nothing waits in a buffer that a kill would lose."""
 
@@ -120,21 +113,6 @@ def test_offsets_are_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(logs.os, "fsync", flushed.append)
     made.offsets()
     assert flushed == [file.fileno() for file in made._files.values()]
-
-
-def test_a_log_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    (tmp_path / "speed.jsonl").mkdir()
-    with pytest.raises(CheckpointError, match=r"speed\.jsonl: is not a plain file"):
-        opened(tmp_path)
-    (tmp_path / "speed.jsonl").rmdir()
-    made = opened(tmp_path)
-
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(logs.os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"log\.jsonl: could not be written: OSError: .*No space left"):
-        made.offsets()
 
 
 def test_the_speed_of_a_run(tmp_path):
@@ -238,13 +216,3 @@ def test_the_line_for_a_person(tmp_path, capsys, monkeypatch):
     quiet = opened(tmp_path, progress=False)
     quiet.show(10, {}, last=True)
     assert capsys.readouterr().err == ""
-
-
-def test_the_last_line_of_a_finished_run(tmp_path):
-    made = trainer(tmp_path, 5, log_every=3).run()
-    line = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
-    assert made.last == line
-    assert line["step"] == 5  # the last step is always logged
-    again = trainer(tmp_path, 5, log_every=3).run()
-    assert again == made
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2

@@ -206,22 +206,6 @@ def test_a_step_is_the_mean_over_its_whole_batch(micro_batches, clip, tmp_path):
         assert any(line["grad_norm"] > clip for line in lines)
 
 
-def test_a_cut_changes_a_bert_by_rounding_only(tmp_path):
-    weights, logs = [], []
-    for micro_batches in (1, 2, 4):
-        run = tmp_path / str(micro_batches)
-        trainer(
-            run, 6, micro_batches=micro_batches, dropout=0.0, options={"kind": "adamw", "eps": 1e-3}
-        ).run()
-        weights.append(load_file(run / "step-000006" / "model" / "model.safetensors"))
-        logs.append([json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()])
-    for other, log in zip(weights[1:], logs[1:], strict=True):
-        for key, value in other.items():
-            torch.testing.assert_close(value, weights[0][key], rtol=1e-4, atol=1e-5)
-        for line, first in zip(log, logs[0], strict=True):
-            assert line == pytest.approx(first, rel=1e-4, abs=1e-6)
-
-
 def test_a_step_without_any_label(tmp_path):
     """The loss is 0, and the run goes on."""
 
@@ -461,26 +445,6 @@ def fill(old: Classes, new: Classes) -> None:
         p.data.copy_(values[name.replace("layer.2", "layer.0").replace("layer.3", "layer.1")])
 
 
-def test_growth_enters_another_module_and_saves_it(tmp_path):
-    sources = {"source": Numbered(size=9), "build": lambda: Classes(layers=4), "enter": fill}
-    trainer(tmp_path, stages=two_stages(**sources), save_every=1, keep=9).run()
-    assert sorted(int(p.name[5:]) for p in tmp_path.glob("step-*")) == [1, 2, 3, 4, 5, 6]
-    between = load_file(tmp_path / "step-000003" / "model" / "model.safetensors")
-    before = load_file(tmp_path / "step-000002" / "model" / "model.safetensors")
-    assert len(between) - len(before) == 2 * 16
-    for key, value in between.items():
-        assert torch.equal(value, between[key.replace("layer.2", "layer.0").replace("layer.3", "layer.1")])
-    assert load_file(tmp_path / "step-000003" / "optimizer.safetensors") == {}
-    state = json.loads((tmp_path / "step-000003" / "trainer.json").read_text())
-    assert (state["step"], state["stage"]) == (3, 1)
-    assert state["sizes"].get("1", []) == []  # no epoch of the other source is known yet
-    expected = digests(tmp_path)
-    for step in (4, 5, 6):
-        shutil.rmtree(tmp_path / f"step-{step:06d}")
-    trainer(tmp_path, stages=two_stages(**sources), save_every=1, keep=9).run()
-    assert digests(tmp_path) == expected
-
-
 # --- what is written ----------------------------------------------------------------------------------------
 
 
@@ -518,9 +482,7 @@ def test_when_checkpoints_are_written(save_every, steps, tmp_path):
     ("variables", "match"),
     [
         ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE: expected an integer >= 1, got '0'"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE: expected an integer >= 1, got 'two'"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK: expected an integer >= 0 and < 2, got '2'"),
-        ({"WORLD_SIZE": "1", "RANK": "-1"}, "RANK: expected an integer >= 0 and < 1, got '-1'"),
     ],
 )
 def test_what_torchrun_would_not_say_is_named(variables, match, monkeypatch):
@@ -535,18 +497,6 @@ def test_log_every_and_the_last_step(tmp_path):
     some, all_ = ((tmp_path / run / "log.jsonl").read_text().splitlines() for run in "ab")
     assert [json.loads(line)["step"] for line in some] == [3, 6, 7]
     assert some == [all_[2], all_[5], all_[6]]  # totals count the steps between too
-
-
-def test_a_versions_change_is_told(tmp_path, monkeypatch):
-    trainer(tmp_path, 4, save_every=2).run()
-    shutil.rmtree(tmp_path / "step-000004")
-    monkeypatch.setattr(identity, "VERSION", "9.9")
-    said: list[str] = []
-    trainer(tmp_path, 4, save_every=2, say=said.append).run()
-    assert said == [
-        f"{tmp_path / 'step-000002'}: goes on from step 2",
-        f"versions have changed, bits may differ: fastbert {fastbert.__version__} -> 9.9",
-    ]
 
 
 @pytest.mark.parametrize("name", ["fastbert", "torch", "numpy", "python"])
@@ -616,29 +566,19 @@ def test_a_loss_without_a_count(tmp_path):
 def test_bad_arguments_are_named(tmp_path):
     for values, match in (
         ({"steps": 0}, "steps: expected an integer >= 1, got 0"),
-        ({"steps": 2.0}, "steps: expected an integer >= 1, got 2.0"),
-        ({"micro_batches": True}, "micro_batches: expected an integer >= 1, got True"),
         ({"first_step": -1}, "first_step: expected an integer >= 0, got -1"),
-        ({"first_micro_batch": "1"}, "first_micro_batch: expected an integer >= 0, got '1'"),
         ({"clip": 0.0}, "clip: expected a number > 0, or None, got 0.0"),
-        ({"clip": float("nan")}, "clip: expected a number > 0, or None, got nan"),
         ({"sequences": None}, "sequences, tokens: expected one of the two"),
-        ({"tokens": 5}, "sequences, tokens: expected one of the two"),
         ({"options": {"kind": "sgd"}}, "kind: expected one of adamw, adamw-google, lamb, got 'sgd'"),
-        ({"options": {"betas": (0.9, 1.0)}}, "betas: expected two numbers"),
     ):
         base = {"steps": 1, "source": Numbered(), "build": Classes, "schedule": Schedule("constant", 1, 1)}
         with pytest.raises(ValueError, match=match):
             Stage(**{**base, "sequences": 4, **values})
     for values, match in (
         ({"dtype": "int8"}, "dtype: expected one of fp32, bf16, fp16, got 'int8'"),
-        ({"save_every": 0}, "save_every: expected an integer >= 1, got 0"),
-        ({"keep": 0}, "keep: expected an integer >= 1, got 0"),
-        ({"log_every": 1.5}, "log_every: expected an integer >= 1, got 1.5"),
         ({"workers": -1}, "workers: expected an integer >= 0, got -1"),
         ({"seed": "3"}, "seed: expected an integer, got '3'"),
         ({"config": {"lr": float("nan")}}, "config: expected values of JSON: .*not JSON compliant"),
-        ({"config": {"lr": torch.ones(1)}}, "config: expected values of JSON: .*Tensor is not JSON"),
         ({"stages": two_stages(options={"kind": "lamb"})}, "options: expected those of the stage before"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -73,15 +73,6 @@ def test_ranks_and_workers_read_the_same(tmp_path, read_by_one, world, workers):
     assert runs.read(tmp_path, world, workers) == read_by_one
 
 
-def test_each_example_once_per_epoch(read_by_one):
-    places = [tuple(place) for _, (_, found) in sorted(read_by_one.items()) for place in found]
-    epochs = [[index for epoch, index in places if epoch == number] for number in range(3)]
-    assert [sorted(epochs[0]), sorted(epochs[1])] == [list(range(37)), list(range(38))]
-    assert len(set(epochs[2])) == len(epochs[2]) == 96 - 37 - 38
-    assert [epoch for epoch, _ in places] == sorted(epoch for epoch, _ in places)
-    assert epochs[0] != sorted(epochs[0])
-
-
 @pytest.mark.sweep
 def test_processes_read_what_one_reads(tmp_path):
     """With workers; the first micro-batch that a process of ddp computes is the discarded one."""
@@ -98,23 +89,22 @@ def test_processes_read_what_one_reads(tmp_path):
 @pytest.mark.sweep_of("ddp3", "fsdp3")
 @pytest.mark.parametrize("name", MANY)
 def test_processes_equal_one(tmp_path, reference, name):
-    """With dropout, shared weights, and two losses with weights and unequal counts."""
+    """With dropout, shared weights, and two losses with weights and unequal counts, some of them 0."""
     assert ends(train(tmp_path / "run", name)) == ["done"] * KINDS[name][1]
     assert runs.misses(tmp_path / "run", *reference()) == []
 
 
-def test_some_process_has_nothing_to_predict():
-    """In `Words`, of which the test above is made."""
-    stream = runs.stream_of(runs.Words())
-    counts = [stream.batch(number).counts["words"] for number in range(runs.STEPS * runs.MICRO_BATCHES)]
-    for world in (2, 3):
-        of_ranks = [
-            sum(counts[first + rank : first + runs.MICRO_BATCHES : world])
-            for first in range(0, len(counts), runs.MICRO_BATCHES)
-            for rank in range(world)
-        ]
-        assert 0 in of_ranks, world
-        assert len(set(of_ranks)) > 2
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "options",
+    [{"optimizer": "lamb", "clip": 0.5}, {"optimizer": "adamw-google"}, {"tokens": 16}, {"albert": True}],
+    ids=["lamb", "google", "tokens", "shared-layers"],
+)
+@pytest.mark.parametrize("name", ["ddp2", "fsdp3"])
+def test_processes_with_options_equal_one(tmp_path, reference, name, options):
+    """Norms of LAMB are those of whole tensors, and the clipped norm is that of all gradients."""
+    assert ends(train(tmp_path / "run", name, **options)) == ["done"] * KINDS[name][1]
+    assert runs.misses(tmp_path / "run", *reference(**options)) == []
 
 
 @pytest.mark.sweep
@@ -138,30 +128,6 @@ def test_saved_models_are_whole_directories(tmp_path, name):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", MANY)
-@pytest.mark.parametrize("optimizer", ["adamw-google", "lamb"])
-def test_other_optimizers(tmp_path, reference, name, optimizer):
-    """Norms of LAMB are those of whole tensors, and the clipped norm is that of all gradients."""
-    options = {"optimizer": optimizer, "clip": 0.5}
-    assert ends(train(tmp_path / "run", name, **options)) == ["done"] * KINDS[name][1]
-    assert runs.misses(tmp_path / "run", *reference(**options)) == []
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", MANY)
-def test_micro_batches_by_tokens(tmp_path, reference, name):
-    assert ends(train(tmp_path / "run", name, tokens=16)) == ["done"] * KINDS[name][1]
-    assert runs.misses(tmp_path / "run", *reference(tokens=16)) == []
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
-def test_layers_that_share_their_weights(tmp_path, reference, name):
-    assert ends(train(tmp_path / "run", name, albert=True)) == ["done"] * 2
-    assert runs.misses(tmp_path / "run", *reference(albert=True)) == []
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
 def test_stages(tmp_path, reference, name):
     """A module that grows from another one, more micro-batches, and a new optimizer; also when resumed."""
@@ -175,7 +141,7 @@ def test_stages(tmp_path, reference, name):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["none", *MANY])
+@pytest.mark.parametrize("name", ["none", "ddp2", "fsdp3"])
 def test_bfloat16(tmp_path, reference, name):
     """Its losses are within the error rule of half precision; fsdp computes more of the model in it."""
     assert ends(train(tmp_path / "run", name, dtype="bf16", dropout=0.0))[0] == "done"
@@ -323,8 +289,13 @@ def halves(tmp_path_factory):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("after", KINDS)
-@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(("none", "ddp2"), ("none", "fsdp3"), ("ddp3", "fsdp2"), ("ddp2", "none")),
+        *(("fsdp2", "ddp3"), ("fsdp3", "none"), ("fsdp3", "fsdp2")),
+    ],
+)
 def test_a_checkpoint_goes_on_under_another_kind(tmp_path, reference, halves, before, after):
     shutil.copytree(halves(before), tmp_path / "run")
     assert set(ends(train(tmp_path / "run", after))) == {"done"}

@@ -64,13 +64,9 @@ def test_any_step_at_any_time(kind):
     [
         ({"kind": "cosine"}, "kind: expected one of constant, linear, linear-google, poly"),
         ({"steps": 0}, "steps: expected an integer >= 1, got 0"),
-        ({"lr": float("nan")}, "lr: expected a finite number"),
         ({"warmup": 11}, r"warmup: expected steps in \[0, 10\]"),
-        ({"warmup": -0.1}, "warmup: expected"),
-        ({"final_share": 2}, "final_share: expected"),
         ({"kind": "poly", "final_share": 0.1}, "final_share: is of linear; poly has none"),
         ({"power": 1.0}, "power: is of poly; linear has none"),
-        ({"kind": "poly", "power": 0}, "power: expected a finite number > 0"),
     ],
 )
 def test_bad_values_are_named(values, match):
