@@ -67,40 +67,20 @@ def mask_without(layers, unit, layer, head):
     return mask
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 100, 4096])
+@pytest.mark.parametrize("tokens", [1, 40, 4096])
 @pytest.mark.parametrize("unit", heads.UNITS)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_shared_prefixes_change_nothing(labelled, family, unit, tokens):
-    """Every unit one by one through the whole model, with a head mask."""
+    """Every unit of BERT one by one through the whole model, with a head mask, and some of the others."""
     ours = both(family)[1]
     found = ablate(ours, labelled, unit=unit, batch_tokens=tokens)
     layers = len(ours.base_model.layers())
     assert found.loss.shape == (5, layers, 1 if unit == "layer" else HEADS)
     np.testing.assert_allclose(found.base_loss, losses(ours, labelled), **CLOSE)
-    for layer in range(layers):
-        for head in range(found.loss.shape[2]):
-            mask = mask_without(layers, unit, layer, head)
-            np.testing.assert_allclose(
-                found.loss[:, layer, head], losses(ours, labelled, head_mask=mask), **CLOSE
-            )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shared_prefixes_are_as_exact_as_one_by_one(labelled, dtype):
-    """The error rule, against the same in float64."""
-    exact = both("bert")[1]
-    truth = ablate(exact, labelled).loss
-    model = copy.deepcopy(exact).to(dtype)
-    found = ablate(model, labelled).loss
-    one_by_one = np.empty_like(truth)
-    for layer in range(3):
-        for head in range(HEADS):
-            mask = mask_without(3, "head", layer, head).to(dtype)
-            one_by_one[:, layer, head] = losses(model, labelled, head_mask=mask)
-    # the loss is a difference of logits, which are larger
-    step = 4 * torch.finfo(dtype).eps * np.abs(truth).max()
-    assert np.abs(found - truth).max() <= np.abs(one_by_one - truth).max() + step
-    assert np.abs(found - truth).mean() <= np.abs(one_by_one - truth).mean() + step / 4
+    places = list(itertools.product(range(layers), range(found.loss.shape[2])))
+    for layer, head in places if family == "bert" else places[::4]:
+        expected = losses(ours, labelled, head_mask=mask_without(layers, unit, layer, head))
+        np.testing.assert_allclose(found.loss[:, layer, head], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
@@ -231,16 +211,12 @@ def test_importance_does_not_depend_on_batches(of_words, tokens):
     ours = both("bert", "ForMaskedLM")[1]
     whole, found = importance(ours, of_words), importance(ours, of_words, batch_tokens=tokens)
     np.testing.assert_allclose(found.derivatives, whole.derivatives, **CLOSE)
-    each = np.stack([importance(ours, _one(of_words, i)).values() for i in range(5)])
+    each = np.stack([importance(ours, of_words.chosen([i])).values() for i in range(5)])
     np.testing.assert_allclose(whole.values(), each.mean(0), **CLOSE)
     signs = np.sign(whole.derivatives)
     assert (np.abs(signs.sum(0)) < 5).any(), "of one sign everywhere: |sum| would be as good"
     np.testing.assert_allclose(np.linalg.norm(whole.values(normalized=True), axis=1), 1)
     assert np.array_equal(whole.order(normalized=False), np.argsort(whole.values().ravel(), kind="stable"))
-
-
-def _one(examples, number):
-    return examples.chosen([number])
 
 
 def test_importance_leaves_the_model_alone(labelled):
@@ -260,13 +236,6 @@ def test_importance_leaves_the_model_alone(labelled):
 
 
 # -- pruning curves ------------------------------------------------------------------------------------------
-
-
-def test_the_steps_of_a_curve(labelled):
-    ours = both("bert")[1]
-    assert pruning_curve(ours, labelled, range(9), step=1).removed.tolist() == [0, 9]
-    tenths = pruning_curve(ours, labelled, range(9)).removed
-    assert tenths.tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9]
 
 
 def test_how_many_can_go():
@@ -298,25 +267,10 @@ def test_no_order_of_what_is_no_number():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"unit": "neuron"}, "unit: expected one of head, all-but-one, layer, got 'neuron'"),
-        ({"mode": "half"}, "mode: expected one of zero, uniform, skip, got 'half'"),
-        ({"mode": "skip"}, "mode: skip is for unit='layer', got unit='head'"),
-        ({"batch_tokens": 0}, "batch_tokens: expected an integer >= 1, got 0"),
-    ],
-)
-def test_bad_arguments(labelled, arguments, expected):
-    with pytest.raises(ValueError, match=expected):
-        ablate(both("bert")[1], labelled, **arguments)
-
-
-@pytest.mark.parametrize(
     ("labels", "expected"),
     [
         (None, "labels: BertForSequenceClassification needs them, the examples have none"),
         ([0, 1, 2, 3, 0], r"labels\[3\]: 3 is no class; expected 0 to 2"),
-        ([0, -1, 2, 0, 0], r"labels\[1\]: -1 is no class"),
         ([0.5] * 5, r"labels: expected 3 per example, got \(5,\)"),
         ([[1.0, 0, 0]] * 4 + [[0, np.inf, 0]], r"labels\[4\]: expected finite numbers, got inf"),
     ],
@@ -340,13 +294,21 @@ def test_labels_of_the_wrong_kind(of_words, labelled):
         ablate(both("bert", "ForPreTraining")[1], labelled)
 
 
-def test_bad_orders(labelled):
+def test_orders_and_bad_arguments(labelled):
     ours = both("bert")[1]
-    for order in (range(8), [0] * 9, range(1, 10)):
+    for order in (range(8), [0] * 9):
         with pytest.raises(ValueError, match="order: expected each of the 9 heads once"):
             pruning_curve(ours, labelled, order)
     with pytest.raises(ValueError, match=r"step: expected a number in \(0, 1\], got 0"):
         pruning_curve(ours, labelled, range(9), step=0)
+    assert pruning_curve(ours, labelled, range(9)).removed.tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9]
+    for arguments, expected in (
+        ({"unit": "neuron"}, "unit: expected one of head, all-but-one, layer, got 'neuron'"),
+        ({"mode": "skip"}, "mode: skip is for unit='layer', got unit='head'"),
+        ({"batch_tokens": 0}, "batch_tokens: expected an integer >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            ablate(ours, labelled, **arguments)
 
 
 def test_one_example_has_no_interval(labelled):

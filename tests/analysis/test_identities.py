@@ -61,15 +61,9 @@ biases = pytest.mark.parametrize("bias", BIASES)
 
 @cases
 @biases
-def test_entropy(bias, causal):
+def test_entropy_and_collision(bias, causal):
     p = of(bias=bias, causal=causal)
     close(p.entropy(), rows([torch.special.entr(m).sum(-1) for m in maps(p)]))
-
-
-@cases
-@biases
-def test_collision(bias, causal):
-    p = of(bias=bias, causal=causal)
     close(p.collision(), rows([m.square().sum(-1) for m in maps(p)]))
 
 
@@ -111,11 +105,11 @@ def test_offsets(offset, bias, causal):
     p = of(bias=bias, causal=causal)
     expected = []
     for m in maps(p):
-        length = m.shape[-1]
-        diagonal = torch.zeros(HEADS, length, dtype=torch.float64)
-        for i in range(length):
-            if 0 <= i + offset < length:
-                diagonal[:, i] = m[:, i, i + offset]
+        n = m.shape[-1]
+        there = [(i, i + offset) for i in range(n) if 0 <= i + offset < n]
+        diagonal = torch.zeros(HEADS, n, dtype=torch.float64)
+        for i, j in there:
+            diagonal[:, i] = m[:, i, j]
         expected.append(diagonal)
     close(p.at_offset(offset), rows(expected))
 
@@ -181,15 +175,6 @@ def test_one_hot_rows():
     close(p.at_offset(2), there)
     received = p.received(torch.ones(length, 1, dtype=torch.float64))
     close(received[..., 0], ones)
-
-
-def test_one_token():
-    p = of([1])
-    ones = torch.ones(1, HEADS, dtype=torch.float64)
-    close(p.entropy(), 0 * ones)
-    close(p.collision(), ones)
-    close(p.at_offset(0), ones)
-    close(p.at_offset(1), 0 * ones)
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fastbert.analysis import maps
-from fastbert.analysis.attention import HETEROGENEOUS, PATTERNS, VERTICAL, attention_statistics
+from fastbert.analysis.attention import HETEROGENEOUS, VERTICAL, attention_statistics
 from fastbert.analysis.maps import attention_maps, example_maps
 from tests.support.analysis import both, maps_of
 from tests.support.hf_models import FAMILY_NAMES
@@ -28,11 +28,6 @@ def test_they_are_those_of_transformers(pairs, family):
         assert m.share == (patterns[:, m.layer, m.head] == m.pattern).mean()
         expected = maps_of(theirs, pairs, m.example)[m.layer][m.head]
         np.testing.assert_allclose(m.probabilities, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_names():
-    names = [maps.ExampleMap(i, 0, 0, 0, 1.0, np.ones((1, 1))).name for i in range(len(PATTERNS))]
-    assert names == ["vertical", "diagonal", "vertical-diagonal", "block", "heterogeneous"]
 
 
 def test_the_clearest_of_a_common_pattern(texts):
@@ -67,13 +62,6 @@ def test_short_examples_are_shown(texts, monkeypatch, short, expected):
     made = example_maps(ours, texts, attention_statistics(ours, texts))
     assert {len(m.probabilities) for m in made} <= expected
     assert all(len(m.probabilities) == texts.lengths[m.example] for m in made)
-
-
-def test_maps_too_large_are_refused(texts):
-    ours = both("bert")[1]
-    found = attention_statistics(ours, texts)
-    with pytest.raises(ValueError, match=r"max_bytes: 100 are too few for the attention maps of .* tokens"):
-        example_maps(ours, texts, found, max_bytes=100)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -53,44 +53,21 @@ def test_no_layer_outlives_its_statistics(monkeypatch):
 
 def whole_model():
     """(a model of 24 layers and 16 narrow heads, a text of 512 tokens with a label)."""
-    config = fastbert.EncoderConfig.from_dict(
-        {
-            "model_type": "bert",
-            "vocab_size": 50,
-            "hidden_size": HEADS * 4,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "intermediate_size": 64,
-            "num_labels": 2,
-        }
-    )
+    sizes = {"vocab_size": 50, "hidden_size": HEADS * 4, "num_hidden_layers": LAYERS, "num_labels": 2}
+    config = fastbert.BertConfig(num_attention_heads=HEADS, intermediate_size=64, **sizes)
     torch.manual_seed(0)
     model = fastbert.BertForSequenceClassification(config).eval()
     draw = np.random.default_rng(0)
     zeros = np.zeros(TOKENS, np.int64)
-    words = np.arange(TOKENS)
-    texts = Examples(
-        draw.integers(5, 50, TOKENS),
-        np.array([0, TOKENS]),
-        zeros,
-        zeros,
-        np.full(TOKENS, 4, np.int8),
-        words,
-        np.array([1]),
-    )
-    return model, texts
-
-
-def test_statistics_keep_no_panels():
-    model, texts = whole_model()
-    attention_statistics(model, texts)
-    assert prepared.remembered(model) == []
+    ids, starts, kinds = draw.integers(5, 50, TOKENS), np.array([0, TOKENS]), np.full(TOKENS, 4, np.int8)
+    return model, Examples(ids, starts, zeros, zeros, kinds, np.arange(TOKENS), np.array([1]))
 
 
 def test_no_map_is_made_on_the_way():
     model, texts = whole_model()
     with Counted() as live:
         attention_statistics(model, texts)
+        assert prepared.remembered(model) == []
         effective_attention(model, texts)
     # one map of one head would be the largest tensor by far
     assert live.largest < TOKENS * TOKENS * 4

@@ -14,7 +14,7 @@ from fastbert.analysis import probes as module
 from fastbert.analysis import probing
 from fastbert.analysis.features import hidden_states
 from fastbert.analysis.probes import Probes, Recipe, Spans, fit, losses, one_layer_each, up_to_each
-from fastbert.analysis.probing import control_task, edge_probe, online_code
+from fastbert.analysis.probing import EdgeProbe, _counts, _f1, control_task, edge_probe, online_code
 from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank, read_edges
 from fastbert.analysis.treebank import as_examples, pieces_of
 from tests.support.analysis import both, inputs_of
@@ -55,12 +55,6 @@ def test_hidden_states_are_those_of_transformers(texts, family, tmp_path):
     torch.testing.assert_close(found, torch.cat(expected, 1)[:, rows], rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found, hidden_states(ours, texts, rows, **options), rtol=1e-9, atol=1e-11)
     assert (tmp_path / "states").stat().st_size == found.nbytes
-
-
-@pytest.mark.parametrize("rows", [[3, 2], [1, 1], [-1, 2], [0, 1000]])
-def test_rows_that_are_none(texts, rows):
-    with pytest.raises(ValueError, match="rows: expected ascending numbers from 0 to"):
-        hidden_states(both("bert")[1], texts, np.array(rows))
 
 
 # -- the network ---------------------------------------------------------------------------------------------
@@ -106,16 +100,6 @@ def test_all_probes_at_once_are_each_by_hand(inner, spans, mixes):
             found[number], by_hand(probes, number, states, bounds), rtol=1e-10, atol=1e-12
         )
     torch.testing.assert_close(probes.logits(states, bounds, batch=3), found.detach())
-
-
-def test_a_probe_sees_its_layers_alone():
-    states = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
-    bounds = np.array([[[0, 2]], [[3, 5]]])
-    for mixes, sees in ((one_layer_each(3), torch.eye(3)), (up_to_each(3), torch.ones(3, 3).tril())):
-        probes = Probes(mixes, 6, 1, 2, Recipe(inner=4)).double().eval()
-        for number in range(3):
-            (grad,) = torch.autograd.grad(probes(states, bounds)[number].square().sum(), states)
-            torch.testing.assert_close((grad.abs().sum((1, 2)) > 0).float(), sees[number])
 
 
 def known(seed, n=400, classes=3, width=12):
@@ -188,35 +172,6 @@ def test_losses_in_closed_form():
     torch.testing.assert_close(losses(logits, labels, "sigmoid"), torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"inner": -1}, "inner: expected an integer >= 0, got -1"),
-        ({"epochs": 0}, "epochs: expected an integer >= 1, got 0"),
-        ({"dropout_p": 1.0}, r"dropout_p: expected a number in \[0, 1\), got 1.0"),
-        ({"lr": 0.0}, "lr: expected a positive number, got 0.0"),
-        ({"mix_lr": math.nan}, "mix_lr: expected a positive number, got nan"),
-    ],
-)
-def test_recipes_that_are_none(change, message):
-    with pytest.raises(ValueError, match=message):
-        Probes(one_layer_each(2), 4, 1, 2, Recipe()._replace(**change))
-
-
-def test_fit_needs_targets_and_a_loss():
-    states, _ = known(0, n=8)
-    probes = Probes(one_layer_each(3), 12, 1, 3, SHORT)
-    none = spans_of(np.zeros((0, 1, 2)), np.zeros(0, int), 3)
-    some = spans_of([[[0, 1]]], [1], 3)
-    with pytest.raises(ValueError, match="train: expected one target at least, got none"):
-        fit(probes, states, none, None, loss="softmax")
-    with pytest.raises(ValueError, match="loss: expected one of sigmoid, softmax, got 'hinge'"):
-        fit(probes, states, some, None, loss="hinge")
-    two = Spans(some.bounds, np.ones((1, 3), bool))
-    with pytest.raises(ValueError, match=r"held_out\[0\]: expected one label, got 3"):
-        fit(probes, states, some, two, loss="softmax")
-
-
 # -- edge probes ---------------------------------------------------------------------------------------------
 
 
@@ -243,8 +198,6 @@ def test_an_edge_probe_finds_the_layer(loss):
 
 def test_counts_are_those_of_the_labels():
     """F1 by hand, of labels of which a target has two, one or none."""
-    from fastbert.analysis.probing import _counts, _f1
-
     logits = torch.tensor([[[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]]])
     truth = np.array([[True, True], [False, True], [True, False], [False, True]])
     test = Spans(np.zeros((4, 1, 2), np.int64), truth)
@@ -259,8 +212,6 @@ def test_the_expected_layer_is_the_papers():
     counts = np.zeros((4, 1, 3), np.int64)
     counts[:, 0, 1] = counts[:, 0, 2] = 100
     counts[:, 0, 0] = 40, 60, 90, 90
-    from fastbert.analysis.probing import EdgeProbe
-
     found = EdgeProbe(("a",), counts, counts, np.array([0.1, 0.2, 0.3, 0.4]), (1, 1, 1), 0)
     assert found.expected_layer() == pytest.approx((1 * 20 + 2 * 30 + 3 * 0) / 50)
     assert found.centre() == pytest.approx(2.0)
@@ -268,13 +219,6 @@ def test_the_expected_layer_is_the_papers():
 
 
 # -- description length, control task ------------------------------------------------------------------------
-
-
-def test_labels_that_say_nothing_are_not_compressed():
-    draw = np.random.default_rng(0)
-    states = torch.from_numpy(draw.normal(size=(2, 400, 8)).astype(np.float32))
-    found = online_code(states, targets_of(draw.integers(0, 4, 400)), recipe=SHORT)
-    assert (found.compression() < 1.02).all()
 
 
 def test_labels_that_are_seen_are_compressed():
@@ -369,12 +313,7 @@ def test_a_split_is_of_examples():
 
 
 SENTENCES = [
-    tree(
-        "the cats sat in a house",
-        "DET NOUN VERB ADP DET NOUN",
-        [2, 3, 0, 6, 6, 3],
-        "det nsubj root case det obl:in",
-    ),
+    tree("the cats sat in a house", "DET NOUN VERB ADP DET NOUN", [2, 3, 0, 6, 6, 3], "a b root c a obl:in"),
     tree("it rained", "PRON VERB", [2, 0], "nsubj root"),
 ]
 
@@ -390,14 +329,8 @@ def test_targets_of_a_treebank(tokenizer):
     assert words.types[0] != words.types[1]
     assert len(set(words.types)) == 8
     arcs = of_treebank(SENTENCES, examples, "relation")
-    assert [arcs.label_names[i] for i in arcs.labels.argmax(1)] == [
-        "det",
-        "nsubj",
-        "case",
-        "det",
-        "obl",
-        "nsubj",
-    ]
+    found = [arcs.label_names[i] for i in arcs.labels.argmax(1)]
+    assert found == ["a", "b", "c", "a", "obl", "nsubj"]
     heads = [1, 2, 5, 5, 2, 7]
     np.testing.assert_array_equal(arcs.tokens[:, 1], np.stack([starts[heads], ends[heads]], 1))
     # cats and rained have two pieces, and special tokens none
@@ -411,14 +344,6 @@ def test_a_word_type_is_one_with_capital_letters(tokenizer):
     sentences = [tree("The cat sat the CAT", "X X X X X", [2, 3, 0, 5, 3], "a b root a b")]
     types = of_treebank(sentences, as_examples(tokenizer, sentences), "upos").types
     assert types[0] == types[3] != types[1] == types[4]
-
-
-def test_targets_of_a_treebank_that_are_none(tokenizer):
-    examples = as_examples(tokenizer, SENTENCES)
-    with pytest.raises(ValueError, match="label: expected one of upos, relation, got 'case'"):
-        of_treebank(SENTENCES, examples, "case")
-    with pytest.raises(ValueError, match="examples: expected 1, one per sentence, got 2"):
-        of_treebank(SENTENCES[:1], examples, "upos")
 
 
 def test_edges_of_a_file(tokenizer, tmp_path):
@@ -444,55 +369,27 @@ def test_edges_of_a_file(tokenizer, tmp_path):
     assert ids[1][0] == [tokenizer.token_to_id("dog")]
 
 
+def target(**values) -> str:
+    """A line of a file with one target."""
+    return json.dumps({"text": "a b", "targets": [{"span1": [0, 1], "label": "x", **values}]})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"text": "a b"}', "line 2: expected an object with a 'text' and a list of 'targets'"),
         ('{"text": " ", "targets": []}', "line 2: text: expected one word at least"),
-        (
-            '{"text": "a b", "targets": [3]}',
-            "line 2: targets: expected objects with 'span1' and 'label', got 3",
-        ),
-        (
-            '{"text": "a b", "targets": [{"span1": [0, 3], "label": "x"}]}',
-            r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[0, 3\]",
-        ),
-        (
-            '{"text": "a b", "targets": [{"span1": [1, 1], "label": "x"}]}',
-            r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[1, 1\]",
-        ),
-        (
-            '{"text": "a b", "targets": [{"span1": [0, 1], "label": 3}]}',
-            "line 2: label: expected a name or a list of names, got 3",
-        ),
-        (
-            '{"text": "a b", "targets": [{"span1": [0, 1], "label": null}]}',
-            "line 2: label: expected a name or a list of names, got None",
-        ),
-        (
-            '{"text": "a b", "targets": [{"span1": [0, 1], "span2": [0, 1], "label": "x"}]}',
-            "line 2: a target of 2 spans; expected 1, as those before",
-        ),
+        (target(span1=[0, 3]), r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[0, 3\]"),
+        (target(span1=[1, 1]), r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[1, 1\]"),
+        (target(label=3), "line 2: label: expected a name or a list of names, got 3"),
+        (target(span2=[0, 1]), "line 2: a target of 2 spans; expected 1, as those before"),
     ],
 )
 def test_edges_that_are_none(tmp_path, line, message):
     file = tmp_path / "edges.jsonl"
-    file.write_text('{"text": "a b", "targets": [{"span1": [0, 1], "label": "x"}]}\n' + line + "\n")
+    file.write_text(target() + "\n" + line + "\n")
     with pytest.raises(ValueError, match=message):
         read_edges(file)
-
-
-def test_a_file_without_targets(tmp_path):
-    file = tmp_path / "edges.jsonl"
-    file.write_text('{"text": "a b", "targets": []}\n')
-    with pytest.raises(ValueError, match=r"edges\.jsonl: expected one target at least, found none"):
-        read_edges(file)
-
-
-def test_states_of_other_rows():
-    states, labels = known(0)
-    with pytest.raises(ValueError, match=r"states: expected \(layers \+ 1, 400, hidden\)"):
-        edge_probe(states[:, :-1], targets_of(labels), recipe=SHORT)
 
 
 @pytest.mark.parametrize("probe", [edge_probe, online_code, control_task])

@@ -91,16 +91,9 @@ def test_of_geometry():
     draw = np.random.default_rng(0)
     intra = draw.uniform(size=(7, 3))
     intra[2] = np.nan
-    found = Geometry(
-        np.arange(9),
-        np.full(9, 5),
-        draw.uniform(size=(9, 3)),
-        draw.uniform(size=(9, 3)),
-        intra,
-        np.array([0.1, 0.2, 0.3]),
-        np.array([0.2, 0.1, 0.0]),
-        0,
-    )
+    similarity, explained = draw.uniform(size=(2, 9, 3))
+    ends = np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.1, 0.0])
+    found = Geometry(np.arange(9), np.full(9, 5), similarity, explained, intra, *ends, 0)
     intervals = found.intervals()
     for name, expected in found.adjusted().items():
         assert [each.mean for each in intervals[name]] == pytest.approx(list(expected))

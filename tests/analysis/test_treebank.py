@@ -73,13 +73,9 @@ CAT = TREES[0]
     ("text", "expected"),
     [
         ("", ": expected one sentence at least, found none"),
-        ("# only\n\n# comments\n", ": expected one sentence at least, found none"),
         (block(CAT).replace("NOUN\t_", "NOUN"), ", line 2: expected 10 columns with tabs between, found 9"),
         (block(CAT) + "8\tx\n", ", line 8: expected 10 columns with tabs between, found 2"),
-        (block(CAT).replace("\t", " "), ", line 1: expected 10 columns with tabs between, found 1"),
         (block(CAT).replace("4\ton", "5\ton"), ", line 4: ID: expected 4, the next of the sentence, got '5'"),
-        (block(CAT).replace("1\tthe", "0\tthe"), ", line 1: ID: expected 1, .*, got '0'"),
-        (block(CAT).replace("4\ton", "4a\ton"), ", line 4: ID: expected 4, .*, got '4a'"),
         # an empty line is missing
         (block(CAT) + block(CAT), ", line 8: ID: expected 8, the next of the sentence, got '1'"),
         (block(CAT).replace("\tcat\t", "\t\t", 1), ", line 2: FORM: expected a text, got ''"),
@@ -90,7 +86,6 @@ CAT = TREES[0]
             ", line 4: HEAD: expected 0 to 7, a word of the sentence, got '8'",
         ),
         (block(CAT).replace("6\tcase", "-1\tcase"), ", line 4: HEAD: expected 0 to 7, .*, got '-1'"),
-        (block(CAT).replace("6\tcase", "_\tcase"), ", line 4: HEAD: expected 0 to 7, .*, got '_'"),
         (block(CAT).replace("6\tcase", "9" * 5000 + "\tcase"), ", line 4: HEAD: expected 0 to 7"),
         (block(CAT).replace("0\troot", "2\troot"), ", line 1: HEAD: expected one root .*, found 0"),
         (block(CAT).replace("6\tcase", "0\tcase"), ", line 4: HEAD: expected one root .*, found 2"),
@@ -273,17 +268,3 @@ def test_a_word_of_which_nothing_is_left(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=expected):
         as_examples(tokenizer, sentences)
     assert fitting(tokenizer, sentences) == sentences[:1]
-
-
-def test_the_tokenizer_is_not_changed(tokenizer, sentences):
-    tokenizer.enable_truncation(6)
-    tokenizer.enable_padding(direction="left", pad_id=0, length=40)
-    try:
-        examples = as_examples(tokenizer, sentences)
-        assert examples.lengths[1] == 15
-        assert KINDS[examples.kinds[0]] == "the first token"
-        assert tokenizer.truncation["max_length"] == 6
-        assert tokenizer.padding["length"] == 40
-    finally:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()

@@ -71,11 +71,6 @@ def test_an_encoder_of_transformers(texts, pooler):
     assert attention_statistics(ours, texts).entropy.shape == (5, 3, 3)
 
 
-def test_ours_is_returned_as_it_is():
-    ours = both("bert")[1]
-    assert native(ours) is ours
-
-
 def test_what_cannot_be_native():
     with pytest.raises(TypeError, match="model: expected a model of fastbert or of transformers, got Linear"):
         native(nn.Linear(2, 2))

@@ -8,6 +8,8 @@ import functools
 import numpy as np
 import torch
 
+from fastbert.analysis.attention import AttentionStatistics
+from fastbert.analysis.examples import KINDS
 from fastbert.analysis.treebank import Sentence
 from fastbert.layers.modules import part
 from fastbert.models.encoder import layers_of
@@ -79,3 +81,13 @@ def sentence(words: str, upos: str, heads: list[int], relations: str) -> Sentenc
     words, upos, relations = (tuple(text.split()) for text in (words, upos, relations))
     blank = ("_",) * len(words)
     return Sentence(words, upos, np.array(heads), relations, blank, blank)
+
+
+def statistics(shape: tuple[int, int, int], length: int, texts: int = 2, **arrays) -> AttentionStatistics:
+    """Made-up ones of examples of one length; 0 but for what is given."""
+    names = ("entropy", "previous", "itself", "following", "own_text", "most_received", "spread")
+    n = shape[0]
+    whole = {name: np.zeros(shape, np.float32) for name in names}
+    whole |= {"to_kind": np.zeros((len(KINDS), *shape), np.float32), "lengths": np.full(n, length)}
+    whole |= {"share_of_kind": np.zeros((len(KINDS), n)), "share_of_text": np.full(n, 1 / texts)}
+    return AttentionStatistics(**{**whole, "texts": np.full(n, texts), **arrays})
