@@ -53,24 +53,8 @@ def test_backward_reads_the_bits_that_it_is_given(every_isa, dtype):
     lengths = (3, 0, 26, 1, 70, 129)
     (q, k, v), _ = strided_qkv(229, 2, 24, dtype, 2)
     dout, options = randn(231, 2, 24, dtype=dtype, seed=9), options_of(lengths, 2, slack=40)
-    scale = options["scale"]
-    out, lse, _, bits = launchers.attention_fwd(
-        cpu,
-        q,
-        k,
-        v,
-        ends(lengths),
-        169,
-        scale,
-        True,
-        options["bias"],
-        options["gate"],
-        0.25,
-        SEED,
-        OFFSET,
-        False,
-        True,
-    )
+    args = ends(lengths), 169, options["scale"], True, options["bias"], options["gate"], 0.25, SEED, OFFSET
+    out, lse, _, bits = launchers.attention_fwd(cpu, q, k, v, *args, False, True)
     assert (bits.dtype, tuple(bits.shape)) == (torch.int32, (2, 231, 6))
     drawn = backward(dout, q, k, v, out, lse, lengths, **options)
     noise = torch.randint(-(2**31), 2**31, bits.shape, generator=torch.Generator().manual_seed(1)).int()

@@ -13,11 +13,9 @@ from fastbert.runtime import loader
 from tests.support import launchers
 from tests.support.cpu_attention import (
     _C,
-    DTYPES,
     OFFSET,
     SEED,
     backward,
-    check,
     ends,
     forward,
     own_dtype,
@@ -60,13 +58,6 @@ def test_dropout_bits(every_isa, seed, p):
                 assert torch.allclose(dv[cells, head, :length].t().float(), dropped, **near)
                 assert not out[cells, head, length:].any()
             start += length
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", (1, 31, 64, 65, 130))
-def test_dropout(every_isa, dtype, n, guarded):
-    check((5, n), 3, 16, dtype, p=0.3)
-    check((5, n), 3, 16, dtype, p=0.5, gate=torch.tensor([2.0, -1.0, 0.5]), bias=randn(1, 3, 1, n, seed=5))
 
 
 def test_dropped_values_are_zero_whatever_they_were(every_isa):

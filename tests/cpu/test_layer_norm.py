@@ -25,6 +25,7 @@ from tests.support.processes import python
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, *HALF)
 SEED = torch.tensor([-0x123456789ABCDEF])
+OFFSET = 2**32 - 7
 _C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
@@ -78,8 +79,8 @@ def both_ways(rows, hidden, dtype, options):
     x_bias = randn(hidden, dtype=param_dtype, seed=6) if has_x_bias else None
     seed = SEED if p else None
 
-    y, z, mean, rstd = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
-    truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9)
+    y, z, mean, rstd = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, True)
+    truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET)
     assert y.dtype == dtype
     assert mean.dtype == rstd.dtype == torch.float32
     # if a row is nearly constant (such as two elements), rstd magnifies the rounding of z
@@ -91,14 +92,16 @@ def both_ways(rows, hidden, dtype, options):
         assert z.shape == (0,)
     assert_rounds_to(mean, truth[2], 1.0, "mean")
     assert_rounds_to(rstd, truth[3], scale, "rstd")
-    unsaved = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, False)
+    unsaved = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, False)
     assert torch.equal(unsaved[0], y)
     assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
 
     z = z if z.numel() or not rows else x
     z = z.reshape(rows, hidden)
-    grads = layer_norm_bwd(cpu, dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual)
-    dx, dz, dweight, dbias, dx_bias = backward64(dy, z, weight, mean, rstd, p, seed, 9)
+    grads = layer_norm_bwd(
+        cpu, dy, z, weight, mean, rstd, p, seed, OFFSET, True, True, has_x_bias, has_residual
+    )
+    dx, dz, dweight, dbias, dx_bias = backward64(dy, z, weight, mean, rstd, p, seed, OFFSET)
     scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 4 if rows else 1.0
     sums = 4 * scale * max(rows, 1) ** 0.5
     assert_rounds_to(grads[0], dx, scale, "dx")
@@ -283,34 +286,12 @@ def test_row_strides(isa, stride):
 # --- dropout --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hidden", (1, 3, 31, 64, 65, 100, 768))
-def test_dropout_bits(isa, hidden):
-    x = torch.full((37, hidden), 1.5)
-    for seed, offset, p in itertools.product(
-        (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64), (0, 2**32 - 1), (0.1, 0.9)
-    ):
-        seed = torch.tensor([seed])
-        keep = keep_mask_2d(seed, offset, 37, hidden, p)
-        z = layer_norm_fwd(cpu, x, x[0], None, None, None, 1e-5, p, seed, offset, True)[1]
-        assert torch.equal(z, keep * (torch.tensor(1.5) * torch.tensor(1 / (1 - p))))
-        stats = torch.zeros(37), torch.ones(37)
-        dx, dz, *_ = layer_norm_bwd(cpu, x, x, x[0], *stats, p, seed, offset, True, False, False, True)
-        assert torch.equal(dx, torch.where(keep, dz * torch.tensor(1 / (1 - p)), 0.0))
-
-
 def test_dropped_elements_are_zero_whatever_they_were(isa):
     x = torch.full((16, 64), float("nan"))
     keep = keep_mask_2d(SEED, 1, 16, 64, 0.5)
     z = layer_norm_fwd(cpu, x, x[0], None, None, None, 1e-5, 0.5, SEED, 1, True)[1]
     assert (z[~keep] == 0).all()
     assert z[keep].isnan().all()
-
-
-def test_a_vanishing_dropout_p_is_no_dropout(isa):
-    x, weight = randn(4, 20), randn(20)
-    y, z, *_ = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 1e-60, SEED, 0, True)
-    assert torch.equal(z, x)
-    assert torch.equal(y, layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, False)[0])
 
 
 # --- determinism, threads, processes --------------------------------------------------------------
@@ -399,17 +380,8 @@ def test_instruction_set_units_share_no_function(tmp_path):
     assert {isa for _, isa in units} == set(cpu_build.ISA_FLAGS)
     for source, isa in units:
         out = tmp_path / f"{source.stem}.{isa}.o"
-        command = [
-            cxx,
-            *cpu_build.FLAGS,
-            "-O0",
-            *cpu_build.ISA_FLAGS[isa],
-            f"-DFASTBERT_ISA={isa}",
-            "-c",
-            str(source),
-            "-o",
-            str(out),
-        ]
+        flags = [*cpu_build.FLAGS, "-O0", *cpu_build.ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"]
+        command = [cxx, *flags, "-c", str(source), "-o", str(out)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         table = subprocess.run(["nm", str(out)], text=True, capture_output=True, check=True).stdout
         fields = [line.split()[1:] for line in table.splitlines() if len(line.split()) == 3]

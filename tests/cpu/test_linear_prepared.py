@@ -258,15 +258,6 @@ def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, c
         assert old() is None, "the old copy is still held"
 
 
-def test_another_dtype_is_another_weight(module, made):
-    with torch.no_grad():
-        layers.apply_linear(module, randn(40, 24))
-        module.bfloat16()
-        y = layers.apply_linear(module, randn(40, 24, dtype=BF16))
-        assert_same_bits(y, layers.linear(randn(40, 24, dtype=BF16), module.weight, module.bias))
-    assert [dtype for _, dtype in made] == [FLOAT, BF16]
-
-
 def test_train_drops_them():
     model = of_bert()
     hidden(model)
@@ -276,34 +267,6 @@ def test_train_drops_them():
     assert prepared.remembered(model) == []
     gc.collect()
     assert packed() is None
-
-
-def test_gradients_in_eval_are_those_of_the_weight():
-    """eval() without no_grad: the gradient is the weight's, and a step makes a new copy."""
-    model, results = of_bert(), []
-    for packing in (True, False):
-        twin = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-        losses = []
-        for _ in range(3):
-            if not packing:
-                prepared.clear(twin)
-                for part in twin.modules():
-                    if isinstance(part, nn.Linear):
-                        part.training = True
-            optimizer.zero_grad()
-            loss = twin(**batch("bert")).last_hidden_state.square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        results.append((losses, [p.grad for p in twin.parameters()]))
-    assert len(set(results[0][0])) == 3
-    for a, b in zip(results[0][0], results[1][0], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for a, b in zip(results[0][1], results[1][1], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_freed_with_the_module(module):

@@ -55,19 +55,6 @@ def test_masks_of_every_density(rows, share, inner, guarded):
     there_and_back(bits(rows, inner, torch.bfloat16), some(rows, share))
 
 
-@pytest.mark.parametrize("lengths", ((5, 0, 9, 9), (0, 0, 0, 3), (9, 0, 0, 0), (9, 9, 9, 9), (0, 0, 0, 0)))
-def test_right_padded_batches(lengths, guarded):
-    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
-    there_and_back(bits(36, 24, torch.float32), mask.flatten().nonzero().flatten())
-
-
-def test_what_is_not_kept_is_not_read():
-    x = torch.full((64, 10), float("nan"))
-    indices = some(64, 0.4)
-    x[indices] = 1.0
-    assert torch.equal(cpu.packing_fwd(x, indices), torch.ones(len(indices), 10))
-
-
 @pytest.mark.parametrize(("rows", "inner"), ((0, 5), (4, 0), (0, 0)))
 def test_nothing_to_copy(rows, inner, guarded):
     none = torch.empty(0, dtype=torch.int64)

@@ -52,36 +52,22 @@ def strided_qkv(total, nheads, headdim, dtype, capacity, gaps=(3, 5)):
     return views, memory
 
 
+def options_of(q, lengths, slack, scale, causal, bias, gate, p):
+    """The operands of the op behind q, k and v."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    longest = max(lengths, default=0) + slack
+    return ends(lengths), longest, scale, causal, bias, gate, p, SEED if p else None, OFFSET
+
+
 def forward(q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0, probs=False):
     """Call the backend itself: out, lse, probs."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return launchers.attention_fwd(
-        cpu,
-        q,
-        k,
-        v,
-        ends(lengths),
-        max(lengths, default=0) + slack,
-        scale,
-        causal,
-        bias,
-        gate,
-        p,
-        SEED if p else None,
-        OFFSET,
-        probs,
-        False,
-    )[:3]
+    options = options_of(q, lengths, slack, scale, causal, bias, gate, p)
+    return launchers.attention_fwd(cpu, q, k, v, *options, probs, False)[:3]
 
 
 def backward(
     dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    lengths,
+    *tensors,
     slack=0,
     scale=None,
     causal=False,
@@ -91,30 +77,11 @@ def backward(
     needs=(True, True, True),
     keep_bits=None,
 ):
-    """Call the backend itself: dq, dk, dv, dbias, dgate."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return launchers.attention_bwd(
-        cpu,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        ends(lengths),
-        max(lengths, default=0) + slack,
-        scale,
-        causal,
-        bias,
-        gate,
-        p,
-        SEED if p else None,
-        OFFSET,
-        keep_bits,
-        *needs,
-        bias is not None,
-        gate is not None,
-    )
+    """Call the backend itself with q, k, v, out, lse and lengths: dq, dk, dv, dbias, dgate."""
+    *tensors, lengths = tensors
+    options = options_of(tensors[0], lengths, slack, scale, causal, bias, gate, p)
+    needs = (*needs, bias is not None, gate is not None)
+    return launchers.attention_bwd(cpu, dout, *tensors, *options, keep_bits, *needs)
 
 
 def everything(q, k, v, dout, lengths, **options):
