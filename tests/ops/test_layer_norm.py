@@ -16,17 +16,9 @@ from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
 from fastbert.runtime import dispatch
 from tests.support.inputs import name, randn
-from tests.support.ops import HALF, LAYOUTS, assert_compiled_is_eager, pinned
+from tests.support.ops import HALF, assert_compiled_is_eager, pinned
 
 backend = pinned("layer_norm")
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=name)
-def test_outputs_are_correctly_rounded(backend, dtype):
-    x, w, b, r = (randn(*s, dtype=dtype) for s in ((64, 768), (768,), (768,), (64, 768)))
-    y = layer_norm(x, w, b, residual=r)
-    right = layer_norm_ref(x.double(), w.double(), b.double(), r.double()).to(dtype)
-    assert (y == right).double().mean() >= 0.999
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -156,19 +148,18 @@ NAMES = ("x", "weight", "bias", "residual", "x_bias")
 SHAPES = ((3, 8), (8,), (8,), (3, 8), (8,))
 
 
-def gradients(run, trained, dropout_p):
-    """Gradients of `trained` by name, through `run`, which is `layer_norm`."""
+def gradients(trained, dropout_p):
+    """Gradients of `trained` by name."""
     inputs = {n: randn(*s, grad=n in trained) for n, s in zip(NAMES, SHAPES, strict=True)}
-    y = run(**inputs, dropout_p=dropout_p, seed=torch.tensor([5]) if dropout_p else None)
+    y = layer_norm(**inputs, dropout_p=dropout_p, seed=torch.tensor([5]) if dropout_p else None)
     grads = torch.autograd.grad(y, [inputs[n] for n in trained], torch.arange(24.0).view(3, 8))
     return dict(zip(trained, grads, strict=True))
 
 
 @pytest.fixture
-def made(monkeypatch, request):
+def made(monkeypatch, backend):
     """The shapes that `layer_norm_bwd` returned, one entry per call."""
-    which = request.getfixturevalue("backend") if "backend" in request.fixturenames else "aten"
-    module, shapes = dispatch.backend_module(which), []
+    module, shapes = dispatch.backend_module(backend), []
     launch = module.layer_norm_bwd
 
     def spy(*args):
@@ -177,16 +168,15 @@ def made(monkeypatch, request):
         return grads
 
     monkeypatch.setattr(module, "layer_norm_bwd", spy)
-    with dispatch.use_backend(layer_norm=which):
-        yield shapes
+    return shapes
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_backward_makes_what_is_trained_and_nothing_else(backend, made, dropout_p):
-    everything = gradients(layer_norm, NAMES, dropout_p)
+    everything = gradients(NAMES, dropout_p)
     for count in range(1, len(NAMES) + 1):
         for trained in itertools.combinations(NAMES, count):
-            for key, grad in gradients(layer_norm, trained, dropout_p).items():
+            for key, grad in gradients(trained, dropout_p).items():
                 assert torch.equal(grad, everything[key]), (key, trained)
             dz_is_dx = dropout_p == 0 and "x" in trained
             sums = (8,) if "weight" in trained or "bias" in trained else (0,)
@@ -197,64 +187,6 @@ def test_backward_makes_what_is_trained_and_nothing_else(backend, made, dropout_
                 sums,
                 (8,) if "x_bias" in trained else (0,),
             ], trained
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("trained", [("x",), ("weight", "residual"), ("bias", "x_bias")], ids=str)
-def test_compiled_with_frozen_inputs(made, trained, dropout_p):
-    torch._dynamo.reset()
-    run = torch.compile(layer_norm, fullgraph=True, dynamic=True, backend="aot_eager")
-    actual, expected = (gradients(f, trained, dropout_p) for f in (run, layer_norm))
-    assert made[0] == made[1]
-    for key, grad in actual.items():
-        assert torch.equal(grad, expected[key])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_change_nothing(backend, layout):
-    x, r, dy = (randn(4, 5, 24) for _ in range(3))
-    w, b = randn(24), randn(24)
-
-    def run(x, r, dy):
-        leaves = [t.detach().requires_grad_() for t in (x, r, w, b)]
-        y = layer_norm(leaves[0], leaves[2], leaves[3], residual=leaves[1])
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    for a, e in zip(run(*map(LAYOUTS[layout], (x, r, dy))), run(x, r, dy), strict=True):
-        assert torch.equal(a, e)
-
-
-def test_expanded_inputs_and_gradients(backend):
-    x, w, b = randn(1, 16), randn(16, grad=True), randn(16, grad=True)
-    y = layer_norm(x.expand(5, 16), w, b)
-    assert torch.equal(y, layer_norm(x.repeat(5, 1), w, b))
-    dw, db = torch.autograd.grad(y.sum(), (w, b))
-    torch.testing.assert_close(db, torch.full((16,), 5.0))
-    torch.testing.assert_close(dw, y.detach().sub(b).div(w).sum(0), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,), (2, 3, 4, 8)], ids=str)
-def test_leading_dimensions(backend, shape):
-    x, w, b = randn(*shape, grad=True), randn(8, grad=True), randn(8, grad=True)
-    y = layer_norm(x, w, b, residual=x.detach(), eps=1e-5)
-    assert y.shape == shape
-    torch.testing.assert_close(y, F.layer_norm(x + x.detach(), (8,), w, b))
-    grads = torch.autograd.grad(y.sum(), (x, w, b))
-    assert [g.shape for g in grads] == [x.shape, w.shape, b.shape]
-    if x.numel() == 0:
-        assert not grads[1].any()
-        assert not grads[2].any()
-
-
-@pytest.mark.parametrize("rows", [65535, 65536, 65537])
-def test_many_rows(backend, rows):
-    x = randn(rows, 4, grad=True)
-    y = layer_norm(x, torch.ones(4), eps=0.1)
-    expected = F.layer_norm(x, (4,), eps=0.1)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
-    dy = randn(rows, 4)
-    for a, e in zip(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16], ids=name)
@@ -278,13 +210,6 @@ def test_dtypes_of_activations_and_parameters(backend, autocast, x_dtype, w_dtyp
         torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
 
 
-def test_a_residual_of_another_dtype_promotes(backend):
-    x, r, w = randn(3, 8, dtype=torch.bfloat16), randn(3, 8), torch.ones(8)
-    y = layer_norm(x, w, residual=r)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, layer_norm(x.float(), w, residual=r))
-
-
 def test_dropout_drops_before_the_sum_and_is_the_same_in_backward(backend):
     x, r = randn(6, 40, grad=True), randn(6, 40, grad=True)
     w, seed = torch.ones(40), torch.tensor([31])
@@ -295,30 +220,6 @@ def test_dropout_drops_before_the_sum_and_is_the_same_in_backward(backend):
     assert not dx[~keep].any()
     torch.testing.assert_close(dx[keep], 2 * dr[keep])
     assert not torch.equal(y, layer_norm(x, w, residual=r, dropout_p=0.5, seed=seed, offset=10))
-
-
-def test_repeats_are_bit_equal(backend):
-    x, w, b, dy = randn(300, 33, grad=True), randn(33, grad=True), randn(33, grad=True), randn(300, 33)
-
-    def run():
-        return torch.autograd.grad(layer_norm(x, w, b), (x, w, b), dy)
-
-    first = run()
-    for _ in range(20):
-        assert all(torch.equal(a, e) for a, e in zip(run(), first, strict=True))
-
-
-@pytest.mark.parametrize("trainable", ["x", "w", "b", "r", "xb", ""])
-def test_gradients_reach_only_what_is_trained(backend, trainable):
-    tensors = {"x": randn(3, 8), "w": randn(8), "b": randn(8), "r": randn(3, 8), "xb": randn(8)}
-    if trainable:
-        tensors[trainable].requires_grad_()
-    y = layer_norm(tensors["x"], tensors["w"], tensors["b"], residual=tensors["r"], x_bias=tensors["xb"])
-    assert y.requires_grad == bool(trainable)
-    if trainable:
-        y.square().sum().backward()
-    for key, tensor in tensors.items():
-        assert (tensor.grad is not None) == (key == trainable)
 
 
 X, W = torch.ones(2, 3), torch.ones(3)

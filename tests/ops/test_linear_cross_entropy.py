@@ -125,13 +125,6 @@ def test_of_a_chunk_there_are_only_logits_and_gradient():
     assert alive.most == 2
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_bytes_that_a_chunk_takes_by_default(device):
-    """A step of BERT-base computes logits once: 24 x 128 on a CPU, 32 x 512 in bfloat16 on a GPU."""
-    tokens, itemsize = {"cpu": (24 * 128, 4), "cuda": (32 * 512, 2)}[device]
-    assert 2 * (tokens * 15 // 100) * 30522 * itemsize <= op.CHUNK_BYTES[device]
-
-
 def saved_shapes(loss_of):
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
@@ -155,17 +148,6 @@ def test_what_is_kept_for_backward(backend):
 
 
 # --- chunks -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("total", [0, 1, 5, 7, 64, 65, 100])
-@pytest.mark.parametrize("chunk_rows", [1, 2, 7, 64])
-def test_parts_cover_the_rows_once(total, chunk_rows):
-    parts = composed._parts(total, chunk_rows)
-    assert [r for p in parts for r in range(p.start, p.stop)] == list(range(total))
-    assert len(parts) == -(-total // chunk_rows)
-    sizes = [p.stop - p.start for p in parts]
-    assert max(sizes, default=0) <= chunk_rows
-    assert set(sizes[:-1]) <= {-(-total // max(1, len(parts)))}  # all chunks have about the same size
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
@@ -312,12 +294,6 @@ def test_only_gradients_that_are_asked_for_are_computed(monkeypatch, asked, chun
             torch.testing.assert_close(t.grad, e)
 
 
-def test_a_frozen_layer_has_no_graph(backend):
-    assert not linear_cross_entropy(*inputs(grad=False), LABELS).requires_grad
-    with torch.no_grad():
-        assert not linear_cross_entropy(*inputs(), LABELS).requires_grad
-
-
 def test_no_bias(backend):
     x, weight, _ = inputs()
     for chunk_bytes in (None, chunk(2)):
@@ -425,25 +401,6 @@ def test_small_probabilities_survive_under_a_loss_scale(backend):
         for a, u, t in zip(torch.autograd.grad(2**16 * loss, given), usual, truth, strict=True):
             errors = [(g.double() - t).abs().mean().item() for g in (a, u)]
             assert errors[0] <= 1.01 * errors[1]
-
-
-def test_strides_change_nothing(backend):
-    x, weight, bias = inputs(grad=False)
-    expected = linear_cross_entropy(x, weight, bias, LABELS)
-    wide = [torch.full((t.shape[0], 9), torch.nan) for t in (x, weight)]
-    for w, t in zip(wide, (x, weight), strict=True):
-        w[:, 2:6] = t
-    for other in (
-        (x.t().contiguous().t(), weight.t().contiguous().t(), bias.repeat_interleave(2)[::2]),
-        (wide[0][:, 2:6], wide[1][:, 2:6], bias),
-    ):
-        given = [t.detach().requires_grad_() for t in other]
-        loss = linear_cross_entropy(*given, torch.stack([LABELS, LABELS], 1)[:, 0])
-        torch.testing.assert_close(loss, expected)
-        reference = inputs()
-        grads = torch.autograd.grad(linear_cross_entropy(*reference, LABELS), reference)
-        for a, e in zip(torch.autograd.grad(loss, given), grads, strict=True):
-            torch.testing.assert_close(a, e)
 
 
 # --- bad inputs ---------------------------------------------------------------------------------------------

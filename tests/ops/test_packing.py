@@ -106,25 +106,6 @@ def test_compiled_is_eager():
     assert_compiled_is_eager(step, inputs, (5, 8, 9))
 
 
-def test_strides_change_nothing(backend):
-    x = torch.randn(3, 4, 5)
-    indices = torch.tensor([1, 5, 6, 11])
-    expected = pack(x, indices)
-    for moved in (
-        torch.cat([x, x], -1)[..., :5],
-        x.repeat_interleave(2, -1)[..., ::2],
-        x.transpose(0, 1).contiguous().transpose(0, 1),
-        x.transpose(1, 2).contiguous().transpose(1, 2),
-    ):
-        assert torch.equal(pack(moved, indices), expected)
-    moved = expected.repeat_interleave(2, -1)[..., ::2]
-    assert torch.equal(unpack(moved, indices, 3, 4), unpack(expected, indices, 3, 4))
-    leaf = expected.clone().requires_grad_()
-    unpack(leaf, indices, 3, 4).sum().backward()  # an expanded gradient
-    assert torch.equal(leaf.grad, torch.ones_like(leaf))
-    assert torch.equal(pack(x[:1].expand(3, 4, 5), indices), x[:1].repeat(3, 1, 1).view(12, 5)[indices])
-
-
 def test_backends_get_rows_without_gaps(monkeypatch):
     from fastbert.backends import aten
 
@@ -151,13 +132,6 @@ def test_empty_batches(backend, shape):
     assert unpack(packed, none, *shape[:2]).shape == shape
     packed.sum().backward()
     assert x.grad.shape == shape
-
-
-def test_no_gradient_where_none_is_wanted(backend):
-    indices = torch.tensor([0])
-    assert not pack(torch.ones(1, 2, 3), indices).requires_grad
-    with torch.no_grad():
-        assert not pack(torch.ones(1, 2, 3, requires_grad=True), indices).requires_grad
 
 
 X, I = torch.ones(2, 3, 4), torch.tensor([0, 5])

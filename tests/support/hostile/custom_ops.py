@@ -23,6 +23,7 @@ from tests.support.hostile.values import (
     SIZES,
     TOTAL,
     WRONG_ENDS,
+    WRONG_IDS,
     WRONG_INDICES,
     WRONG_LABELS,
     bytes_of,
@@ -39,6 +40,10 @@ class Op(NamedTuple):
     backends: tuple = ("cpu", "aten", "reference")
 
 
+def dropped():
+    return {"dropout_p": 0.25, "seed": ints(7), "offset": 1}
+
+
 def attention_operands():
     return {
         **{name: floats(TOTAL, HEADS, DIM) for name in ("q", "k", "v")},
@@ -48,10 +53,11 @@ def attention_operands():
         "causal": False,
         "bias": floats(*CELLS),
         "gate": floats(HEADS),
-        "dropout_p": 0.25,
-        "seed": ints(7),
-        "offset": 1,
+        **dropped(),
     }
+
+
+NEEDS = {"need_dx": True, "need_dweight": True, "need_dbias": True}
 
 
 def attention_table():
@@ -80,11 +86,14 @@ def embedding_operands():
         "ln_bias": floats(5),
         "padding_idx": 0,
         "eps": 1e-5,
-        "dropout_p": 0.25,
-        "seed": ints(7),
-        "offset": 1,
+        **dropped(),
         "save": True,
     }
+
+
+def loss_operands(**saved):
+    operands = {"logits": floats(4, 5), "labels": ints(0, 4, -100, 2), **saved}
+    return {**operands, "ignore_index": -100, "label_smoothing": 0.1}
 
 
 def linear_loss_operands(some=range(8)):
@@ -156,36 +165,19 @@ OPS = {
         ("cu_seqlens", "max_seqlen"),
     ),
     "cross_entropy_fwd": Op(
-        lambda: {
-            "logits": floats(4, 5),
-            "labels": ints(0, 4, -100, 2),
-            "ignore_index": -100,
-            "label_smoothing": 0.1,
-        },
+        loss_operands,
         WRONG_LABELS,
         ("logits", "ignore_index"),
     ),
     "cross_entropy_bwd": Op(
-        lambda: {
-            "dloss": torch.tensor(1.0),
-            "logits": floats(4, 5),
-            "labels": ints(0, 4, -100, 2),
-            "lse": torch.ones(2, 4),
-            "count": torch.tensor(3),
-            "ignore_index": -100,
-            "label_smoothing": 0.1,
-        },
+        lambda: {"dloss": torch.tensor(1.0), **loss_operands(lse=torch.ones(2, 4), count=torch.tensor(3))},
         WRONG_LABELS,
         ("logits", "ignore_index"),
     ),
     "embedding_fwd": Op(
         embedding_operands,
         [
-            *(
-                {name: ints(0, 1, bad, 0)}
-                for name in ("input_ids", "position_ids", "token_type_ids")
-                for bad in (7, -1, 2**62)
-            ),
+            *WRONG_IDS,
             {"word": None},
             {"position": None},
             {"segment": None},
@@ -206,18 +198,12 @@ OPS = {
             "position_rows": 6,
             "segment_rows": 2,
             "padding_idx": 0,
-            "dropout_p": 0.25,
-            "seed": ints(7),
-            "offset": 1,
+            **dropped(),
             "need_dinputs_embeds": True,
             "need_dln": True,
         },
         [
-            *(
-                {name: ints(0, 1, bad, 0)}
-                for name in ("input_ids", "position_ids", "token_type_ids")
-                for bad in (7, -1, 2**62)
-            ),
+            *WRONG_IDS,
             {"input_ids": None},
         ],
         ("padding_idx",),
@@ -230,9 +216,7 @@ OPS = {
             "residual": floats(4, 5),
             "x_bias": floats(5),
             "eps": 1e-5,
-            "dropout_p": 0.25,
-            "seed": ints(7),
-            "offset": 1,
+            **dropped(),
             "save": True,
         }
     ),
@@ -243,9 +227,7 @@ OPS = {
             "weight": floats(5),
             "mean": floats(4),
             "rstd": floats(4),
-            "dropout_p": 0.25,
-            "seed": ints(7),
-            "offset": 1,
+            **dropped(),
             **{f"need_{n}": True for n in ("dx", "dweight", "dxbias", "dresidual")},
         }
     ),
@@ -270,10 +252,7 @@ OPS = {
             "pre": floats(40, 7),
             "inner": floats(40, 7),
             "activation": "gelu",
-            "need_dx": True,
-            "need_dup_weight": True,
-            "need_dup_bias": True,
-            "need_ddown_weight": True,
+            **{f"need_d{n}": True for n in ("x", "up_weight", "up_bias", "down_weight")},
         },
         [
             {"x": None},
@@ -302,9 +281,7 @@ OPS = {
             "weight": floats(3, 5),
             "pre": floats(40, 3),
             "activation": "gelu",
-            "need_dx": True,
-            "need_dweight": True,
-            "need_dbias": True,
+            **NEEDS,
         },
         [{"x": None}, {"weight": None}, {"pre": None}, {"activation": "mish"}],
         ("x", "weight"),
@@ -322,9 +299,7 @@ OPS = {
             "count": torch.tensor(3),
             "logits": torch.empty(0),
             **linear_loss_operands(range(4, 8)),
-            "need_dx": True,
-            "need_dweight": True,
-            "need_dbias": True,
+            **NEEDS,
         },
         [
             *WRONG_LABELS,

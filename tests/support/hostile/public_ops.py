@@ -32,6 +32,7 @@ from tests.support.hostile.values import (
     LONGEST,
     TOTAL,
     WRONG_ENDS,
+    WRONG_IDS,
     WRONG_INDICES,
     WRONG_LABELS,
     floats,
@@ -125,25 +126,9 @@ PUBLIC = {
     "embedding": Public(
         embedding,
         lambda: {
-            **{
-                n: embedding_operands()[n]
-                for n in (
-                    "input_ids",
-                    "word",
-                    "position_ids",
-                    "position",
-                    "token_type_ids",
-                    "segment",
-                    "ln_weight",
-                    "ln_bias",
-                )
-            }
+            n: t for n, t in embedding_operands().items() if isinstance(t, torch.Tensor) and n != "seed"
         },
-        [
-            ({name: ints(0, 1, bad, 0)}, name)
-            for name in ("input_ids", "position_ids", "token_type_ids")
-            for bad in (7, -1, 2**62)
-        ],
+        [(row, next(iter(row))) for row in WRONG_IDS],
     ),
     "first_attention": Public(
         first_attention,
@@ -172,7 +157,11 @@ PUBLIC = {
     ),
     "layer_norm": Public(
         layer_norm,
-        lambda: {"x": floats(4, 5), "weight": floats(5)},
+        lambda: {
+            "x": floats(4, 5),
+            **{n: floats(5) for n in ("weight", "bias", "x_bias")},
+            "residual": floats(4, 5),
+        },
         [],
     ),
     "feed_forward": Public(
@@ -194,7 +183,13 @@ PUBLIC = {
     ),
     "linear": Public(
         linear,
-        lambda: {"x": floats(40, 5), "weight": floats(3, 5), "bias": floats(3)},
+        lambda: {
+            "x": floats(40, 5),
+            "weight": floats(3, 5),
+            "bias": floats(3),
+            "activation": "gelu",
+            "residual": floats(40, 3),
+        },
         [],
     ),
     "linear_norm": Public(

@@ -7,8 +7,7 @@ import torch
 from fastbert.runtime import loader
 
 INT32 = torch.int32
-HUGE = (2**62, 2**63 - 1)
-SIZES = (-1, -(2**62), *HUGE)
+SIZES = (-1, -(2**62), 2**62, 2**63 - 1)
 
 
 def floats(*shape, fill=None):
@@ -40,6 +39,11 @@ def panels_size(depth, columns, int8=False):
 
 
 IDS = (6, 0, 3, 6)
+WRONG_IDS = [
+    {name: ints(0, 1, bad, 0)}
+    for name in ("input_ids", "position_ids", "token_type_ids")
+    for bad in (7, -1, 2**62)
+]
 WRONG_LABELS = [{"labels": ints(0, bad, -100, 2)} for bad in (5, -1, 2**62, -(2**63))]
 
 
