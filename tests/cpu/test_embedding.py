@@ -87,28 +87,9 @@ class Batch:
         ids = (
             t if n else None for t, n in zip((self.ids, self.position_ids, self.types), sizes, strict=True)
         )
-        return dict(
-            zip(
-                NAMES,
-                embedding_bwd(
-                    backend,
-                    self.dy if dy is None else dy,
-                    z,
-                    self.weight,
-                    mean,
-                    rstd,
-                    *ids,
-                    *sizes,
-                    padding_idx,
-                    self.p,
-                    self.seed,
-                    OFFSET,
-                    embeds,
-                    need_dln,
-                ),
-                strict=True,
-            )
-        )
+        dy = self.dy if dy is None else dy
+        saved = (dy, z, self.weight, mean, rstd, *ids, *sizes, padding_idx, self.p, self.seed, OFFSET)
+        return dict(zip(NAMES, embedding_bwd(backend, *saved, embeds, need_dln), strict=True))
 
     def keep(self):
         if not self.p:

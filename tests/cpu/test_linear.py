@@ -45,17 +45,8 @@ def gradient(dy, pre, activation, with_dbias=True):
     """(g, dbias) of the kernel itself: dbias in float32, before it is rounded to the storage dtype."""
     (rows, columns), g = dy.shape, torch.full_like(dy, float("nan"))
     dbias = torch.full((columns,), float("nan")) if with_dbias else None
-    _C.cpu_linear_activation_bwd(
-        DTYPE_CODES[dy.dtype],
-        rows,
-        columns,
-        dy.data_ptr(),
-        address(pre),
-        CODES[activation],
-        g.data_ptr(),
-        address(dbias),
-        torch.get_num_threads(),
-    )
+    given = DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), CODES[activation]
+    _C.cpu_linear_activation_bwd(*given, g.data_ptr(), address(dbias), torch.get_num_threads())
     return g, dbias
 
 

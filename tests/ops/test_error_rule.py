@@ -1,8 +1,8 @@
 """The error rule over all cases of every op, by every way in which a CPU computes it here.
 
 A way is a backend (attention: one with a backward), an instruction set of `cpu` for an op with kernels of its
-own, `packed` for a product whose weight comes as panels, and `grid` for what `aten` does with attention on a
-GPU.
+own, `packed` for a product whose weight comes as panels, and what `aten` does on a GPU: `grid` for attention,
+`all tokens` for first_attention.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from fastbert import testing
+from fastbert.backends import aten
+from fastbert.backends.aten import first_attention as aten_first_attention
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.ops.linear import linear, panel_maker
 from fastbert.ops.linear_int8 import linear_int8
@@ -59,6 +61,8 @@ COMPILED = (*BY_PAIRS, "cross_entropy", "embedding", "layer_norm", "linear_int8"
 
 def ways(op: str) -> Iterator[tuple[str, str]]:
     """(backend, way) of an op."""
+    if op == "first_attention":
+        yield "aten", "all tokens"
     for backend in (*BACKENDS, "grid") if op == "attention" else backends(op):
         if backend != "cpu" or op not in COMPILED:
             yield backend, backend
@@ -94,9 +98,11 @@ def test_error_rule(op, backend, which, dtype, case, any_isa, monkeypatch):
     # products of few rows too, which `cpu` leaves to `aten`
     monkeypatch.setattr(cpu_linear, "_FEWEST_ROWS", 1)
     isa, _, packed = which.partition(" ")
+    if which == "all tokens":
+        monkeypatch.setattr(aten, "first_attention_fwd", aten_first_attention._by_attention)
     if isa in ISAS:
         any_isa(isa)
-    if packed:
+    if packed == "packed":
         case = PACKED[op](**vars(case))
     attention = op == "attention"
     with serving(backend, is_long(case)) if attention else contextlib.nullcontext():

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from fastbert import testing
-from fastbert.backends.aten import first_attention as aten
 from fastbert.ops.attention import attention
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.first_attention import CAST_FROM, first_attention, pays
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.first_attention import CASES, FirstAttentionCase
+from fastbert.testing.op_cases.first_attention import FirstAttentionCase
 
 BACKENDS = ("reference", "aten")
 
@@ -101,16 +100,6 @@ def test_a_bias_broadcasts(backend):
         assert torch.equal(first_attention(**made | {"bias": long}), first_attention(**made | {"bias": bias}))
 
 
-@pytest.mark.parametrize("name", ("x", "q", "key_weight", "value_weight", "value_bias", "bias", "gate"))
-def test_refuses_gradients(name):
-    made = operands(bias="full", gate=True)
-    made[name].requires_grad_()
-    with pytest.raises(RuntimeError, match="for inference"):
-        first_attention(**made)
-    with torch.no_grad():
-        first_attention(**made)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -148,23 +137,6 @@ def test_a_bound_of_the_lengths_changes_nothing(backend):
         expected = first_attention(**made)
         for bound in (9, 12):
             assert torch.equal(first_attention(**made, max_seqlen=bound), expected)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_aten_without_lengths_on_the_host_by_the_error_rule(case, dtype, monkeypatch):
-    """What `aten` does on a GPU: keys and values of all tokens."""
-    by_lengths = dispatch.backend_module("aten").first_attention_fwd
-    calls = []
-    monkeypatch.setattr(
-        dispatch.backend_module("aten"),
-        "first_attention_fwd",
-        lambda inputs: calls.append(1) or aten._by_attention(inputs),
-    )
-    for row in testing.run_case(case, "aten", dtype):
-        assert row.passed, row
-    assert calls == [1]
-    assert by_lengths is not aten._by_attention
 
 
 def test_pays_where_no_weight_is_cast_or_many_tokens_share_the_cast():
