@@ -9,11 +9,8 @@ import copy
 import functools
 import inspect
 import io
-import os
-import pathlib
 import pickle
 import re
-import subprocess
 import sys
 import warnings
 
@@ -123,9 +120,7 @@ def test_second_call_changes_the_options_alone():
     "options",
     [
         {"unpad": False},
-        {"attention": False},
-        {"ffn": False},
-        {"layer_norm": False},
+        *({off: False} for off in ("attention", "ffn", "layer_norm")),
         {"attention": False, "ffn": False, "layer_norm": False, "unpad": False},
         {"attention": False, "ffn": False},
     ],
@@ -253,21 +248,6 @@ def test_explain_says_which_layers_are_fused_and_why_not():
     assert str(report).startswith("3 of 3 encoder layers run fused, padding taken out\n")
 
 
-def test_explain_of_a_stock_model_says_that_nothing_is_fused():
-    report = fastbert.explain(stock("bert"))
-    assert not any(layer.fused for layer in report.layers)
-    assert all(layer.reason for layer in report.layers)
-    assert not any(model.unpads for model in report.models)
-    assert (report.fused_layers, report.total_layers) == (0, LAYERS)
-    assert str(report).startswith(f"0 of {LAYERS} encoder layers run fused\n")
-
-
-def test_explain_of_nothing():
-    report = fastbert.explain(nn.Linear(2, 2))
-    assert (report.models, report.layers, report.fused_layers, report.total_layers) == ([], [], 0, 0)
-    assert str(report) == "nothing to accelerate"
-
-
 def test_summary_of_several_encoders():
     both = nn.ModuleList(
         [fastbert.accelerate(stock("bert")), fastbert.accelerate(stock("bert"), unpad=False)]
@@ -275,22 +255,6 @@ def test_summary_of_several_encoders():
     assert fastbert.explain(both).summary == (
         f"{2 * LAYERS} of {2 * LAYERS} encoder layers run fused, padding taken out in 1 of 2 encoders"
     )
-
-
-def test_repr_of_a_model_that_lost_a_part():
-    fast = fastbert.accelerate(stock("bert"))
-    del submodule(fast, LAST).attention.output.dropout
-    assert "fastbert: it has other parts than the stock model\n" in repr(fast)
-
-
-class _Noted(transformers.BertModel):
-    def extra_repr(self):
-        return "noted"
-
-
-def test_repr_keeps_what_the_stock_module_says():
-    model = fastbert.accelerate(_Noted(hf_config("bert")))
-    assert "  noted, fastbert: 3 of 3 layers run fused, padding taken out\n" in repr(model)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "head", "inside"])
@@ -347,13 +311,6 @@ def test_strict_raises_where_a_layer_must_take_the_stock_path():
     with pytest.raises(RuntimeError, match=r"encoder\.layer\.1: attention\.self has hooks"):
         fast(**inputs)
     handle.remove()
-    relative = fastbert.accelerate(stock("mpnet"), strict=True)
-    with pytest.raises(RuntimeError, match=r"encoder\.layer\.0: output_attentions is asked for"):
-        relative(**first_kept("mpnet"), output_attentions=True)
-    handle = submodule(fast, LAST).intermediate.dense.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match=r"encoder\.layer\.1.*intermediate\.dense"):
-        fast(**inputs)
-    handle.remove()
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
         fast(**inputs)
     handle = submodule(fast, LAST).intermediate.dense.register_forward_hook(lambda *_: None)
@@ -362,60 +319,23 @@ def test_strict_raises_where_a_layer_must_take_the_stock_path():
         fast(**inputs)
 
 
-@pytest.mark.parametrize("version", ["4.57.3", "6.0.0", "6.1.0.dev0", "7.0"])
-def test_other_versions_of_transformers_are_left_alone(version, monkeypatch):
+def test_other_versions_of_transformers_are_left_alone(monkeypatch):
     model = stock("bert")
     classes, keys = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    with pytest.raises(RuntimeError, match=version):
-        fastbert.accelerate(model, strict=True)
-    with pytest.warns(RuntimeWarning, match=version):
-        assert fastbert.accelerate(model) is model
+    for version in ("4.57.3", "6.0.0", "6.1.0.dev0", "7.0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        with pytest.raises(RuntimeError, match=version):
+            fastbert.accelerate(model, strict=True)
+        with pytest.warns(RuntimeWarning, match=version):
+            assert fastbert.accelerate(model) is model
     assert [type(m) for m in model.modules()] == classes
     assert [set(vars(m)) for m in model.modules()] == keys
-
-
-@pytest.mark.parametrize("version", ["5.0.0", "5.23.0", "5.99.1", "5.24.0.dev0"])
-def test_versions_in_range_are_accelerated_without_a_word(version, monkeypatch):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fast = fastbert.accelerate(stock("bert"))
-    assert all(layer.fused for layer in fastbert.explain(fast).layers)
-
-
-@pytest.mark.sweep
-def test_import_asks_for_no_transformers(tmp_path):
-    """A process that does not import fastbert itself reads a pickled model."""
-    slow, fast = build("bert", HEAD)
-    inputs = first_kept("bert")
-    saved = {
-        "class": type(fast.bert),
-        "model": fast,
-        "inputs": inputs,
-        "logits": slow(**inputs).logits.detach(),
-    }
-    torch.save(saved, tmp_path / "all")
-    code = (
-        "import sys, fastbert\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-        "assert callable(fastbert.accelerate) and callable(fastbert.restore) and callable(fastbert.explain)\n"
-        "assert 'transformers' not in sys.modules\n"
-        "del fastbert, sys.modules['fastbert']\n"
-        "import torch\n"
-        f"saved = torch.load({str(tmp_path / 'all')!r}, weights_only=False)\n"
-        "assert type(saved['model'].bert) is saved['class'] is not saved['class'].fastbert_base\n"
-        "with torch.no_grad(): out = saved['model'](**saved['inputs']).logits\n"
-        "assert (out - saved['logits']).abs().max() < 1e-5\n"
-    )
-    root = pathlib.Path(fastbert.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr
+    for version in ("5.0.0", "5.23.0", "5.99.1", "5.24.0.dev0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fast = fastbert.accelerate(stock("bert"))
+        assert all(layer.fused for layer in fastbert.explain(fast).layers)
 
 
 # -- copies, files, weights ----------------------------------------------------------------------------------
@@ -443,44 +363,33 @@ def test_saved_model_is_vanilla(name, dtype, tmp_path):
         close(again(**inputs).logits, slow(**inputs).logits)
 
 
-@pytest.mark.parametrize("name", ["bert", "albert-groups", "mpnet", "distilbert"])
-def test_deepcopy_runs_its_own_weights(name):
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_twin_runs_its_own_weights(name, twin_of):
     slow, fast = build(name, HEAD)
+    fastbert.accelerate(fast, unpad=False)
     inputs = first_kept(name)
     with torch.no_grad():
         before = fast(**inputs).logits
-        twin, slow_twin = copy.deepcopy(fast), copy.deepcopy(slow)
+        twin, slow_twin = twin_of(fast), copy.deepcopy(slow)
         assert [type(a) is type(b) for a, b in zip(twin.modules(), fast.modules(), strict=True)]
         for model in (twin, slow_twin):
             for parameter in model.parameters():
                 parameter.mul_(1.25)
-        with (
+        with (  # the options were copied
             calls(fast, packed=0, padded=0, fused=0, stock=0),
-            calls(twin, packed=1, fused=layer_calls(name), stock=0),
+            calls(twin, packed=0, padded=1, fused=layer_calls(name), stock=0),
         ):
             close(twin(**inputs).logits, slow_twin(**inputs).logits)
         assert torch.equal(fast(**inputs).logits, before)
         assert not torch.allclose(twin(**inputs).logits, before, atol=1e-2)
         fastbert.restore(twin)
-        with calls(fast, packed=1, fused=layer_calls(name), stock=0):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in slow.modules()]
+        assert torch.equal(twin(**inputs).logits, slow_twin(**inputs).logits)
+        with calls(fast, padded=1, fused=layer_calls(name), stock=0):
             assert torch.equal(fast(**inputs).logits, before)
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_pickle(name):
-    slow, fast = build(name, HEAD)
-    fastbert.accelerate(fast, unpad=False)
-    inputs = first_kept(name)
-    loaded = pickle.loads(pickle.dumps(fast))
-    # the options were copied
-    with torch.no_grad(), calls(loaded, packed=0, padded=1, fused=layer_calls(name), stock=0):
-        close(loaded(**inputs).logits, slow(**inputs).logits)
-    for a, b in zip(loaded.modules(), slow.modules(), strict=True):
-        assert isinstance(a, type(b))
-    fastbert.restore(loaded)
-    assert [type(m) for m in loaded.modules()] == [type(m) for m in slow.modules()]
-    with torch.no_grad():
-        assert torch.equal(loaded(**inputs).logits, slow(**inputs).logits)
 
 
 def test_classes_are_pickled(tmp_path):
@@ -489,25 +398,13 @@ def test_classes_are_pickled(tmp_path):
     inputs = first_kept("bert")
     for module, stock_module in zip(fast.modules(), slow.modules(), strict=True):
         kind = type(module)
-        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        for protocol in (2, pickle.HIGHEST_PROTOCOL):
             assert pickle.loads(pickle.dumps(kind, protocol)) is kind
         assert pickle.loads(pickle.dumps(type(stock_module))) is type(stock_module)
         assert copy.deepcopy(kind) is copy.copy(kind) is kind
     load = pickle.loads(pickle.dumps(type(fast).from_pretrained))
     with torch.no_grad():
         assert torch.equal(load(tmp_path)(**inputs).start_logits, slow(**inputs).start_logits)
-
-
-def test_classes_made_from_accelerated_ones_are_pickled_by_their_name():
-    kind = type(fastbert.accelerate(stock("bert")))
-    made = type("_Made", (kind,), {"__module__": __name__, "__qualname__": "_Made"})
-    with pytest.raises(pickle.PicklingError, match="_Made"):
-        pickle.dumps(made)
-    globals()["_Made"] = made
-    try:
-        assert pickle.loads(pickle.dumps(made)) is made
-    finally:
-        del globals()["_Made"]
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "albert", "electra", "distilbert", "mpnet"])
@@ -685,29 +582,3 @@ def test_flops_are_counted_as_in_the_stock_model():
             model(**inputs)
         totals.append(counter.get_total_flops())
     assert totals[0] == totals[1] > 0
-
-
-@pytest.mark.parametrize("what", ["grad", "vmap", "jvp", "forward-mode"])
-def test_transforms_of_functions_see_the_stock_model(what):
-    """Our operations have no rules for per-sample gradients and directional derivatives."""
-    slow, fast = (m.double() for m in build("bert", attention="eager"))
-    embeds = torch.randn(3, 7, 48, dtype=torch.float64)
-    results = []
-    for model in (slow, fast):
-
-        def loss(x, model=model):
-            return model(inputs_embeds=x)[0].square().sum()
-
-        if what == "grad":
-            results.append(torch.func.grad(loss)(embeds))
-        elif what == "vmap":
-            results.append(torch.func.vmap(torch.func.grad(loss))(embeds[:, None]))
-        elif what == "jvp":
-            results.append(torch.func.jvp(loss, (embeds,), (torch.ones_like(embeds),))[1])
-        else:
-            with torch.autograd.forward_ad.dual_level():
-                dual = torch.autograd.forward_ad.make_dual(embeds, torch.ones_like(embeds))
-                results.append(torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent)
-    close(results[1], results[0], 1e-9)
-    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
-        fast(inputs_embeds=embeds)

@@ -24,7 +24,7 @@ KINDS = {
 
 
 def made(kind: str) -> nn.Module:
-    slow = stock("bert")
+    slow = stock("bert", num_hidden_layers=2)
     return native(slow) if KINDS[kind] is None else fastbert.accelerate(slow, **KINDS[kind])
 
 
@@ -91,7 +91,7 @@ def test_a_changed_weight_counts_in_the_next_call(which):
     model, inputs = made(which), first_kept("bert")
     before = model(**inputs)[0]
     assert prepared.remembered(model)
-    for what, change in [*CHANGES.items()] * 2:
+    for what, change in [*CHANGES.items(), *list(CHANGES.items())[:2]]:
         change(model)
         after = model(**inputs)[0]
         assert after.dtype != before.dtype or not torch.equal(after, before), what

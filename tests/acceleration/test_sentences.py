@@ -100,17 +100,6 @@ def test_a_part_left_in_training_mode_is_set_to_eval(pair, batches):
     assert batches
 
 
-def test_a_batch_on_a_cpu_is_small(pair, batches, monkeypatch):
-    monkeypatch.setattr(sentences, "_CPU_TOKENS", 20)
-    assert_same(*pair, texts=TEXTS * 3)
-    assert len(batches) > 3
-    assert max(tokens for _, tokens in batches) <= 20
-    monkeypatch.setattr(sentences, "_CPU_TOKENS", 1)  # a text is never cut
-    batches.clear()
-    assert_same(*pair)
-    assert [tokens for _, tokens in batches] == [16, 10, 16, 5]
-
-
 @pytest.mark.parametrize(
     "settings",
     (

@@ -15,7 +15,6 @@ import fastbert
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import (
     attention,
-    checks,
     cross_entropy,
     embedding,
     layer_norm,
@@ -26,7 +25,6 @@ from fastbert.ops import (
 from tests.support.accelerated_models import (
     HEAD,
     LAYERS,
-    PROBE,
     build,
     calls,
     close,
@@ -37,21 +35,9 @@ from tests.support.accelerated_models import (
     submodule,
 )
 from tests.support.hf_models import FAMILY_NAMES
+from tests.support.model_pairs import native
 
 # -- training ------------------------------------------------------------------------------------------------
-
-
-def test_frozen_parameters_have_no_gradient():
-    slow, fast = build("bert", HEAD)
-    inputs = first_kept("bert")
-    for model in (slow, fast):
-        model.bert.embeddings.requires_grad_(False)
-        model.bert.encoder.layer[0].requires_grad_(False)
-        model.bert.encoder.layer[1].output.LayerNorm.requires_grad_(False)
-        model.bert.encoder.layer[1].attention.self.key.requires_grad_(False)
-        model.bert.encoder.layer[2].intermediate.dense.bias.requires_grad_(False)
-        model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
-    same_gradients(fast, slow, 1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -145,41 +131,40 @@ def test_checkpointed_layers_drop_the_same_elements_again(name, reentrant):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_autocast(train):
+    """Errors of all gradients, or of the hidden states, are no larger than the stock model's."""
     slow, fast = build("bert", HEAD)
-    truth_model = copy.deepcopy(slow).double()
-    labels = torch.tensor([0, 1, 0, 1])
-    mine, theirs = [], []
+    models = {"stock": slow, "accelerated": fast, "native": native(slow)}
+    truth_model, labels = copy.deepcopy(slow).double().train(train), torch.tensor([0, 1, 0, 1])
+    errors, dtypes = {name: [] for name in models}, set()
     for seed in range(6):
         inputs = first_kept("bert", seed=seed)
-        for model in (slow, fast, truth_model):
+        kept = inputs["attention_mask"].bool()
+        truth_model.zero_grad()
+        truth_model(**inputs, labels=labels).loss.backward()
+        truths = {name: p.grad for name, p in truth_model.named_parameters() if p.grad.norm() > 1e-6}
+        with torch.no_grad():
+            truth = truth_model.bert(**inputs).last_hidden_state[kept]
+        for name, model in models.items():
             model.train(train)
             model.zero_grad()
-        kept = inputs["attention_mask"].bool()
-        truth_model(**inputs, labels=labels).loss.backward()
-        for model, errors in ((fast, mine), (slow, theirs)):
             if train:
                 with torch.autocast("cpu", torch.bfloat16):
                     model(**inputs, labels=labels).loss.backward()
                 assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-                errors += [
-                    (p.grad - t.grad).flatten() / t.grad.norm()
-                    for p, t in zip(model.parameters(), truth_model.parameters(), strict=True)
-                    if t.grad.norm() > 1e-6
-                ]
+                grads = {key: p.grad for key, p in model.named_parameters()}
+                errors[name] += [(grads[key] - t).flatten() / t.norm() for key, t in truths.items()]
                 continue
             # all tokens, because the errors of a few logits differ by half their size from draw to draw
-            with torch.no_grad():
-                truth = truth_model.bert(**inputs).last_hidden_state[kept]
-                with torch.autocast("cpu", torch.bfloat16):
-                    out = model.bert(**inputs).last_hidden_state[kept]
-            errors.append((out - truth).flatten())
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        with calls(fast, packed=1, fused=LAYERS, stock=0):
-            actual = fast.bert(**inputs)
-        expected = slow.bert(**inputs)
-    assert actual.last_hidden_state.dtype == expected.last_hidden_state.dtype
-    assert actual.pooler_output.dtype == expected.pooler_output.dtype
-    assert torch.cat(mine).square().mean() <= 1.1 * torch.cat(theirs).square().mean()
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                out = model.bert(**inputs)
+            errors[name].append((out.last_hidden_state[kept] - truth).flatten())
+            dtypes.add((out.last_hidden_state.dtype, out.pooler_output.dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        fast.bert(**inputs)
+    assert len(dtypes) == (not train)
+    of_stock = torch.cat(errors.pop("stock")).square().mean()
+    for name, found in errors.items():
+        assert torch.cat(found).square().mean() <= 1.1 * of_stock, name
 
 
 # -- dropout -------------------------------------------------------------------------------------------------
@@ -264,25 +249,6 @@ def test_dropout_of_one_module_in_an_eval_model(name, path):
         same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["embeddings", "encoder.layer.1.attention.output", "encoder.layer.1.output", PROBE],
-)
-@pytest.mark.parametrize("probability", [0.0, 1.0])
-def test_dropout_probabilities_are_read_at_every_call(path, probability):
-    """p = 1 and p = 0 give results without chance."""
-    slow, fast = (m.train() for m in build("bert"))
-    inputs = first_kept("bert")
-    kept = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        before = fast(**inputs)
-        for model in (slow, fast):
-            submodule(model, path).dropout.p = probability
-        actual = fast(**inputs)
-        same_outputs(actual, slow(**inputs), kept)
-    assert torch.equal(before[0], actual[0]) == (probability == 0.0)
-
-
 @pytest.mark.parametrize("unpad", [False, True])
 def test_dropout_follows_the_seed(unpad):
     _, fast = build("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
@@ -311,9 +277,9 @@ def _penalty(model, embeds):
 
 def test_gradient_penalty_names_the_way_out():
     slow, fast = build("bert", attention="eager")
-    native = fastbert.BertModel(EncoderConfig.from_hf(slow.config)).eval()
+    own = fastbert.BertModel(EncoderConfig.from_hf(slow.config)).eval()
     embeds = torch.randn(2, 6, 48, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    for model in (fast, native):
+    for model in (fast, own):
         with pytest.raises(RuntimeError, match=r"gradient of a gradient .*fastbert\.restore"):
             _penalty(model, embeds).backward()
     expected, actual = (_penalty(m, embeds) for m in (slow, fastbert.restore(fast)))
@@ -352,20 +318,3 @@ def test_every_op_names_the_way_out_of_a_second_derivative(op):
     (seeded,) = torch.autograd.grad(call(x), x, torch.ones_like(call(x)), create_graph=True)
     with pytest.raises(RuntimeError, match="gradient of a gradient"):
         seeded.sum().backward()
-
-
-def test_gradients_with_no_derivative_record_nothing():
-    seen = []
-
-    @checks.once_differentiable
-    def backward(_, dout):
-        seen.append(torch.is_grad_enabled())
-        return 2 * dout, None
-
-    dout = torch.ones(3, requires_grad=True)
-    doubled, none = backward(None, dout)
-    assert none is None
-    assert torch.equal(doubled.detach(), torch.full((3,), 2.0))
-    with torch.no_grad():
-        assert not backward(None, dout)[0].requires_grad
-    assert seen == [False, False]
