@@ -1,6 +1,6 @@
 """What `fastbert.accelerate` promises: options, `restore`, `explain`, copies, files.
 
-What accelerated models compute is in test_model.py, test_layer.py and test_training.py.
+What accelerated models compute is in test_model.py, test_training.py and tests/models/test_modules.py.
 """
 
 from __future__ import annotations

@@ -122,21 +122,12 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("count", [6, pytest.param(48, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_get_their_own_results(folders, kind):
-    check(KINDS[kind], folders, 8)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_calls_of_threads(folders, kind):
-    check(KINDS[kind], folders, 48)
-
-
-def check(make: Callable[[dict[str, Path]], Calls], folders: dict[str, Path], count: int) -> None:
+def test_threads_get_their_own_results(folders, kind, count):
     """`count` calls per thread of a fresh copy return what another copy returns in one thread."""
-    right = [call() for call in make(folders)]
-    calls, start, failures = make(folders), threading.Barrier(8), []
+    right = [call() for call in KINDS[kind](folders)]
+    calls, start, failures = KINDS[kind](folders), threading.Barrier(8), []
 
     def work(thread: int) -> None:
         start.wait()

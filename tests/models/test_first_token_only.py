@@ -337,42 +337,7 @@ def test_a_hook_on_the_last_layer_sees_every_row(where, kind):
         assert rows_of_the_last_layer(model, inputs, first_token_only=True) == 4
 
 
-def test_keys_and_values_are_made_only_where_they_must(bert):
-    inputs = batch("bert")
-    total = int(inputs["attention_mask"].sum())
-    with torch.no_grad(), products() as seen:
-        bert(**inputs, first_token_only=True)
-    absorbed = list(seen)
-    assert absorbed[-5:] == [
-        (4, HIDDEN),
-        (4, HIDDEN),
-        (4, INNER),
-        (4, HIDDEN),
-        (4, HIDDEN),
-    ]  # the pooler last
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), products() as seen:
-        bert(**inputs, first_token_only=True)
-    assert seen[-7:] == [(4, HIDDEN), (total, HIDDEN), (total, HIDDEN), *absorbed[-4:]]
-
-
 # -- autocast, torch.compile, 8 bits -------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["bert", "mpnet"])
-def test_compile_full_graph_dynamic(name):
-    torch._dynamo.reset()
-    model = model_of(name)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for seqlen in (40, 33, 12):
-        inputs = batch(name, seqlen=seqlen)
-        inputs["attention_mask"][1] = 0
-        with torch.no_grad():
-            with products() as seen:
-                first = compiled(**inputs, first_token_only=True)
-            assert inner_rows(seen) == [4 * seqlen] * (LAYERS - 1) + [4]
-            whole = model(**inputs)
-        close(first.last_hidden_state[:, 0], whole.last_hidden_state[:, 0], 5e-6)
 
 
 # -- sentences -----------------------------------------------------------------------------------------------
@@ -416,19 +381,6 @@ def test_other_poolings_read_every_token(encoder, pooling):
     with products() as seen:
         made.encode(SENTENCES)
     assert set(inner_rows(seen)) == {len(made.tokenize(SENTENCES).ids)}
-
-
-def test_hidden_states_of_a_head_that_reads_position_0():
-    hf, model = pair("bert", "ForSequenceClassification")
-    inputs = inputs_for("bert", "ForSequenceClassification")
-    kept = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        expected = hf(**inputs, output_hidden_states=True)
-        actual = model(**inputs, output_hidden_states=True)
-        assert rows_of_the_last_layer(model, inputs, output_attentions=True) == kept.sum()
-    close(actual.logits, expected.logits, 2e-5)
-    for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
-        close(a[kept], e[kept], 2e-5)
 
 
 def test_every_head_says_what_it_reads():

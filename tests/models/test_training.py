@@ -102,35 +102,6 @@ def test_autocast_gradients_are_no_worse_than_transformers_own(task, dtype):
     assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
 
 
-def scaled_steps(model: torch.nn.Module, scaler: torch.amp.GradScaler, steps: int, half: bool) -> list[float]:
-    """The losses of some AdamW steps with clipping, with and without float16 autocast."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    losses = []
-    for seed in range(steps):
-        torch.manual_seed(seed)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16, enabled=half):
-            loss = model(**example(model, "ForSequenceClassification", seed % 2)).loss
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return losses
-
-
-def test_float16_with_a_grad_scaler_follows_float32():
-    curves = []
-    for half in (True, False):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=half)
-        curves.append(torch.tensor(scaled_steps(trained("ForSequenceClassification"), scaler, 10, half)))
-        assert not half or scaler.get_scale() == 2.0**12  # no step was skipped
-    assert (curves[0] - curves[1]).abs().max() <= 0.02 * curves[1].max()
-    assert curves[0][-2:].mean() < 0.7 * curves[0][:2].mean()
-    assert not torch.equal(*curves)
-
-
 # -- torch.compile -------------------------------------------------------------------------------------------
 
 
@@ -325,24 +296,6 @@ def freeze(model: torch.nn.Module, what: str) -> None:
             "nothing": False,
         }[what]
         parameter.requires_grad_(not frozen)
-
-
-def test_a_frozen_encoder_saves_nothing_and_has_no_backward(launches):
-    model = trained("ForSequenceClassification")
-    freeze(model, "encoder")
-    loss = model(**example(model, "ForSequenceClassification")).loss
-    saves = [args[-1] for name, args in launches if name in ("layer_norm_fwd", "embedding_fwd")]
-    assert saves == [False] * 5
-    assert not any(args[5] for name, args in launches if name == "linear_fwd" and args[1].shape[0] > 5)
-    del launches[:]
-    loss.backward()
-    (name, _), (last, needs) = launches
-    assert (name, last) == ("cross_entropy_bwd", "linear_bwd")
-    assert needs[-3:] == (False, True, True)
-    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
-        "classifier.weight",
-        "classifier.bias",
-    }
 
 
 def test_nothing_needless_below_the_lowest_trained_layer(launches):
