@@ -43,12 +43,6 @@ def test_a_resample_draws_each_example_as_often_as_any_other():
     np.testing.assert_allclose(means.var(0), 0.2 * 0.8 / 5, rtol=0.05)
 
 
-def test_a_seed_is_a_result():
-    values = np.random.default_rng(0).normal(size=40)
-    assert mean_interval(values, seed=3) == mean_interval(values, seed=3)
-    assert mean_interval(values, seed=3) != mean_interval(values, seed=4)
-
-
 def test_p():
     draw = np.random.default_rng(0)
     change = np.stack([draw.normal(0.5, 1, 300), draw.normal(0.0, 1, 300), np.zeros(300)], 1)

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from fastbert.analysis.examples import KINDS, Examples, tokenized
+from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.treebank import as_examples, fitting, pieces_of, read_conllu
 from tests.support.treebank import TREES, block, conllu
 
@@ -172,18 +172,6 @@ def test_the_words_are_the_files(tokenizer, tmp_path):
     assert examples.words.tolist() == [-1, 0, 0, 1, 1, 2, -1]
     starts, ends = pieces_of(examples)
     assert (starts.tolist(), ends.tolist()) == ([1, 3, 5], [3, 5, 6])
-
-
-def test_pieces_of_texts(pairs, tokenizer):
-    starts, ends = pieces_of(pairs)
-    assert (np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])).tolist() == (
-        np.flatnonzero(pairs.words >= 0).tolist()
-    )
-    for a, b in zip(starts, ends, strict=True):
-        assert len(set(pairs.words[a:b])) == 1
-    assert [part.tolist() for part in pieces_of(tokenized(tokenizer, ["", ""]))] == [[], []]
-    # one word each: the same number in neighbours
-    assert [part.tolist() for part in pieces_of(tokenized(tokenizer, ["it", "it"]))] == [[1, 4], [2, 5]]
 
 
 def byte_level(prefix_space: bool) -> transformers.PreTrainedTokenizerFast:

@@ -24,7 +24,6 @@ from fastbert import testing
 from fastbert.cli import bench, encode
 from fastbert.cli import main as cli
 from fastbert.cli import output as output_file
-from fastbert.cli.progress import Counts
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
@@ -120,17 +119,10 @@ def test_the_three_kinds_hold_the_same(run, model, text, tmp_path):
     assert left(tmp_path) == ["in.txt", "out.jsonl", "out.npy", "out.safetensors"]
 
 
-@pytest.mark.parametrize("kind", ["npy", "safetensors", "jsonl"])
-def test_chunks_and_batches_do_not_change_the_result(run, model, text, tmp_path, kind):
-    run(*encode_args(model, text, tmp_path / f"a.{kind}"))
-    run(*encode_args(model, text, tmp_path / f"b.{kind}", "--chunk-lines", 2, "--batch-tokens", 48))
-    if kind == "jsonl":
-        lines = [(tmp_path / f"{n}.jsonl").read_text(encoding="utf-8").splitlines() for n in "ab"]
-        a, b = (np.array([json.loads(line)["embedding"] for line in each]) for each in lines)
-    elif kind == "npy":
-        a, b = (np.load(tmp_path / f"{n}.npy") for n in "ab")
-    else:
-        a, b = (load_file(tmp_path / f"{n}.safetensors")["embeddings"] for n in "ab")
+def test_chunks_and_batches_do_not_change_the_result(run, model, text, tmp_path):
+    run(*encode_args(model, text, tmp_path / "a.npy"))
+    run(*encode_args(model, text, tmp_path / "b.npy", "--chunk-lines", 2, "--batch-tokens", 48))
+    a, b = (np.load(tmp_path / f"{n}.npy") for n in "ab")
     assert a.shape == b.shape == (len(LINES), 32)
     assert np.abs(a - b).max() < 2e-6
 
@@ -249,18 +241,6 @@ def test_progress_is_for_terminals_unless_asked_for(run, model, text, tmp_path):
     assert "100%" in err
 
 
-def test_time_left_counts_the_bytes_of_the_file(capsys, text, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    counts, size = Counts([text], "sentences", "tokens", shown=True), os.path.getsize(text)
-    clock[0] += 30.0
-    counts(size // 2 / 2, 3, 5)  # half of half of the file in 30 s
-    err = capsys.readouterr().err
-    assert err.startswith("3 sentences, 0 sentences/s, 0 tokens/s, 2")
-    left_seconds = 30 * (size - size // 2 / 2) / (size // 2 / 2)
-    assert f"0:01:{round(left_seconds) - 60:02d} left" in err
-
-
 # --------------------------------------------------------------------------------------------- loses nothing
 
 
@@ -276,18 +256,7 @@ def test_an_existing_output_is_kept_unless_overwritten(run, model, text, tmp_pat
     assert output.stat().st_mode & 0o777 == 0o640
 
 
-def test_through_a_link_the_file_is_replaced(run, model, text, tmp_path):
-    (tmp_path / "real").mkdir()
-    real, link = tmp_path / "real" / "o.npy", tmp_path / "o.npy"
-    real.write_bytes(b"old")
-    link.symlink_to(real)
-    run(*encode_args(model, text, link, "--overwrite"))
-    assert link.is_symlink()
-    assert np.load(real).shape == (7, 32)
-    assert left(tmp_path / "real") == ["o.npy"]
-
-
-def test_a_dangling_link_is_not_written_through_unasked(run, model, text, tmp_path):
+def test_through_a_link_the_file_is_replaced_if_asked(run, model, text, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     link, target = tmp_path / "o.npy", tmp_path / "elsewhere" / "new.npy"
     link.symlink_to(target)
@@ -297,6 +266,11 @@ def test_a_dangling_link_is_not_written_through_unasked(run, model, text, tmp_pa
     run(*encode_args(model, text, link, "--overwrite"))
     assert link.is_symlink()
     assert np.load(target).shape == (7, 32)
+    target.write_bytes(b"old")
+    run(*encode_args(model, text, link, "--overwrite"))
+    assert link.is_symlink()
+    assert np.load(target).shape == (7, 32)
+    assert left(target.parent) == ["new.npy"]
 
 
 def test_leftovers_go_also_where_the_output_is_refused(tmp_path):
@@ -347,7 +321,7 @@ def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
             process.wait()
 
 
-@pytest.mark.parametrize("limit", [0, 100, 400, 900])
+@pytest.mark.parametrize("limit", [0, 400])
 @pytest.mark.parametrize("kind", ["npy", "safetensors", "jsonl"])
 def test_a_full_disk_names_the_output_and_leaves_it_whole(run, model, text, tmp_path, kind, limit):
     output = tmp_path / f"o.{kind}"
@@ -530,16 +504,11 @@ def test_signal_handlers_are_put_back(run):
 # ------------------------------------------------------------------------------------------------ bad inputs
 
 
+LONG = ("--on-long", "error", "--max-length", "9")
 BAD_LINES = {
     "not UTF-8": (b"fine\nb\xffd\n", (), "line 2: not UTF-8 (byte 2 is 0xff)"),
     "cut in a character": (b"fine\nfine\ncaf\xc3", (), "line 3: not UTF-8 (byte 4 is 0xc3)"),
-    "surrogate": (b"\xed\xa0\x80\n", (), "line 1: not UTF-8"),
-    "UTF-16": ("a\nb\n".encode("utf-16"), (), "line 1: not UTF-8"),
-    "too long": (
-        b"a\n" * 6 + b"abc " * 9,
-        ("--on-long", "error", "--max-length", "9"),
-        "line 7: 29 tokens; at most 9 fit",
-    ),
+    "too long": (b"a\n" * 6 + b"abc " * 9, LONG, "line 7: 29 tokens; at most 9 fit"),
 }
 
 
@@ -557,7 +526,7 @@ def test_a_bad_line_is_named(run, model, tmp_path, name, chunk):
     assert left(tmp_path) == ["in.txt"]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+@pytest.mark.parametrize("chunk", [1, 3])
 def test_the_first_line_that_was_cut_is_that_of_all_chunks(run, model, tmp_path, chunk):
     lines = ["a", "b", "c", "a b c d e f g", "a", "a b c d e f", "b", "a b c d e f g h", "c"]
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -659,14 +628,6 @@ def test_env_json(run):
     for row in served.values():
         assert row["backend"] in dispatch.BACKENDS
         assert row["why"]
-
-
-def test_env_text_says_the_same(run):
-    report = json.loads(run("env", "--json")[0])
-    text = run("env")[0]
-    for row in report["backends"]:
-        assert " ".join(map(str, row.values())) in " ".join(text.split())
-    assert torch.__version__ in text
 
 
 def test_env_without_the_extension(run, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import random
 import re
 
@@ -76,8 +75,6 @@ def test_parquet(tmp_path, texts, json_file):
     [
         ("a.txt", b"fine\nbad \xff byte", r"a\.txt: line 2: not UTF-8 \(byte 5 is 0xff\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl: line 2: is not valid JSON"),
-        ("a.jsonl", b'["x"]', r"a\.jsonl: line 1: expected a JSON object, got list"),
-        ("a.jsonl", b'{"text": 3}', r"a\.jsonl: line 1: expected an object"),
         (
             "a.jsonl",
             b'{"text": "\\ud800"}',
@@ -108,25 +105,8 @@ def test_abbreviations_are_those_of_the_definition():
     """Read from the beginning of the sentence on."""
     before = re.compile(rf"(?:^|[\s(\[\"'“‘])(?:{_ABBREVIATION.pattern})$", re.IGNORECASE)
     draw = random.Random(0)
-    pieces = [
-        "Dr",
-        "e.g",
-        "a",
-        "B",
-        "1",
-        "U.S",
-        "word",
-        "etc",
-        "_",
-        " ",
-        "\u2003",
-        "(",
-        '"',
-        "“",
-        ".",
-        "-",
-        "é",
-    ]
+    pieces = ["Dr", "e.g", "a", "B", "1", "U.S", "word", "etc", "_", "(", ".", "-", "é"]
+    pieces += [" ", "\u2003", '"', "“"]
     found = collections.Counter()
     for _ in range(20_000):
         text = "".join(draw.choices(pieces, k=draw.randint(0, 6)))
@@ -139,16 +119,8 @@ def test_abbreviations_are_those_of_the_definition():
 def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt: no such file"):
         list(documents([tmp_path / "nowhere.txt"]))
-    (tmp_path / "d.txt").mkdir()
-    with pytest.raises(ValueError, match=r"d\.txt: is a directory"):
-        list(documents([tmp_path / "d.txt"]))
-    with pytest.raises(ValueError, match="files: expected a list"):
-        list(documents("a.txt"))
-    with pytest.raises(ValueError, match=r"files: expected a list of at least one path, got \[\]"):
-        list(documents([]))
     with pytest.raises(ValueError, match="format: expected one of text, jsonl, parquet, got 'csv'"):
         list(documents([tmp_path / "a.txt"], "csv"))
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"deep\.jsonl: line 1: is nested deeper"):
         list(documents([tmp_path / "deep.jsonl"]))
-    assert json.loads('{"text": "x"}') == {"text": "x"}

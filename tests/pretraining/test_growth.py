@@ -97,20 +97,6 @@ def test_twice_the_layers_are_the_stack_applied_twice(family):
     assert (found - once).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "albert-groups"])
-def test_a_grown_model_is_saved_and_loaded(family, tmp_path):
-    small, large = model_of(family, "ForMaskedLM"), deep(family, "ForMaskedLM")
-    grow(small, large)
-    large.save_pretrained(tmp_path / "large")
-    again = fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path / "large")
-    assert again.config.num_hidden_layers == 6
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in large.state_dict().items())
-    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight  # tied as before
-    inputs = batch(family)
-    with torch.no_grad():
-        assert torch.equal(again(**inputs).logits, large(**inputs).logits)
-
-
 def test_ten_layers_and_one_are_told_apart():
     """encoder.layer.1 and encoder.layer.10, whose names begin alike."""
     small = model_of("bert", num_hidden_layers=6)
@@ -141,13 +127,9 @@ def test_shared_layers_grow_with_one_group_or_as_many_times_the_groups():
     ("changes", "match"),
     [
         ({"num_hidden_layers": 7}, "large: expected a multiple of small's 3 layers, got 7"),
-        ({"num_hidden_layers": 2}, "large: expected a multiple of small's 3 layers, got 2"),
         ({"hidden_size": 96}, "large: hidden_size: expected 48 as in small, got 96"),
-        ({"intermediate_size": 96}, "large: intermediate_size: expected 80"),
         ({"num_attention_heads": 6}, "large: num_attention_heads: expected 3 as in small, got 6"),
-        ({"vocab_size": 121}, "large: vocab_size: expected 120"),
         ({"hidden_act": "relu"}, "large: hidden_act: expected 'gelu' as in small, got 'relu'"),
-        ({"layer_norm_eps": 1e-5}, "large: layer_norm_eps: expected"),
     ],
 )
 def test_another_width_or_depth_is_named(changes, match):
@@ -161,10 +143,6 @@ def test_another_width_or_depth_is_named(changes, match):
 def test_other_models_are_named():
     small = model_of("bert", "ForMaskedLM")
     for large, match in (
-        (
-            deep("roberta", "ForMaskedLM"),
-            "large: expected a BertForMaskedLM as small, got RobertaForMaskedLM",
-        ),
         (deep("bert"), "large: expected a BertForMaskedLM as small, got BertModel"),
         (deep("bert", "ForMaskedLM").half(), r"large: .*: expected torch\.float32 of the shape"),
     ):
@@ -172,10 +150,6 @@ def test_other_models_are_named():
             grow(small, large)
     with pytest.raises(TypeError, match="large: expected a model of this package, got Linear"):
         grow(small, nn.Linear(2, 2))
-    with torch.device("meta"):
-        nowhere = fastbert.BertForMaskedLM(deep("bert", "ForMaskedLM").config)
-    with pytest.raises(ValueError, match="large: its weights are on the meta device"):
-        grow(small, nowhere)
     without = fastbert.BertModel(deep("bert").config, add_pooling_layer=False)
     with pytest.raises(ValueError, match=r"pooler\.dense\.bias is in one of them alone"):
         grow(model_of("bert"), without)
@@ -215,21 +189,6 @@ def test_moments_are_copied_as_the_weights_are(family):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 2 for p in large.parameters())
-
-
-def test_moments_of_trained_parameters_alone_and_bad_ones():
-    small, large = model_of("bert"), deep("bert")
-    name = "encoder.layer.2.output.dense.bias"
-    state = {"exp_avg": torch.randn(48), "step": torch.tensor(3.0), "count": 7}
-    grown = grow_moments({name: state}, small, large)
-    assert grown.keys() == {name, "encoder.layer.5.output.dense.bias"}
-    assert all(g["count"] == 7 and g["step"] == 3 for g in grown.values())
-    with pytest.raises(ValueError, match=r"moments: 'encoder\.layer\.3\.x' is no parameter of small"):
-        grow_moments({"encoder.layer.3.x": state}, small, large)
-    with pytest.raises(
-        ValueError, match=rf"moments: {name}: exp_avg: expected the shape \(48,\), got \(47,\)"
-    ):
-        grow_moments({name: {"exp_avg": torch.zeros(47)}}, small, large)
 
 
 # --- what trains --------------------------------------------------------------------------------------------
@@ -281,19 +240,12 @@ def test_stages_of_the_option():
     ("text", "match"),
     [
         ("", "grow: stage 1: expected LAYERS:STEPS, such as 3:50000, got ''"),
-        ("3:5,", "grow: stage 2: expected LAYERS:STEPS, such as 3:50000, got ''"),
         ("3:5,6", "grow: stage 2: expected LAYERS:STEPS, such as 3:50000, got '6'"),
-        ("3:-5,6:*", "grow: stage 1: expected LAYERS:STEPS, such as 3:50000, got '3:-5'"),
-        ("0:5,6:*", "grow: stage 1: expected"),
         ("3:0,6:*", "grow: stage 1: expected"),
-        ("3:5:7,6:*", "grow: stage 1: expected"),
         ("\u0663:5,6:*", "grow: stage 1: expected"),
-        ("3:5, 6:*", "grow: stage 2: expected LAYERS:STEPS, such as 3:50000, got ' 6:\\*'"),
         ("3:*,6:*", r"grow: expected \* for the steps of the last stage and no other, got '3:\*,6:\*'"),
         ("3:5,6:7", r"grow: expected \* for the steps of the last stage and no other"),
         ("3:5,7:*", "grow: stage 2: expected a multiple of the 3 layers before, got 7"),
-        ("6:5,3:*", "grow: stage 2: expected a multiple of the 6 layers before, got 3"),
-        ("3:5,3:*", "grow: stage 2: expected a multiple of the 3 layers before, got 3"),
     ],
 )
 def test_bad_stages_are_named(text, match):

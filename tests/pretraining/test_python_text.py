@@ -64,10 +64,6 @@ def test_a_document_per_module(script, library, tmp_path, monkeypatch, capsys):
     assert said == f"{out}: {len(texts):,} documents, {words:,} words\n"
 
 
-def test_one_text_whatever_the_day(script, library):
-    assert list(script.documents()) == list(script.documents())
-
-
 def test_this_installation_has_enough(script):
     """Where the real text is: the standard library, numpy and torch, hundreds of thousands of words."""
     found = [folder.name for folder in script.folders()]

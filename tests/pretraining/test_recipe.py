@@ -13,94 +13,36 @@ from fastbert.pretraining.run import OBJECTIVES
 
 TWO = [(128, 256, 900_000, 1e-4, 10_000, 20), (512, 256, 100_000, 1e-4, 10_000, 77)]  # BERT's phases
 UNLIMITED = [(*phase[:5], None) for phase in TWO]
-ADAM, RIGHT = (0.9, 0.999), ("adamw-google", (0.9, 0.999), 1e-6, 0.01)
-# recipe -> objective, format, relation; phases (tokens, batch, steps, lr, warm-up, predictions); optimizer
-# (kind, betas, eps, decay); schedule; clip; dropout
+ADAM = (0.9, 0.999)
+RIGHT, PLAIN, LAMB = ((kind, ADAM, 1e-6, 0.01) for kind in ("adamw-google", "adamw", "lamb"))
+FAST, SPAN = ("adamw", (0.9, 0.98), 1e-6, 0.01), ("adamw", ADAM, 1e-8, 0.1)
+ONCE, GOOGLE = {"kind": "linear"}, {"kind": "linear-google"}
+NEXT, ORDER, THREE = (("segment-pairs", relation) for relation in ("next", "order", "three"))
+FULL = ("full-sentences", None)
+LAMB_PHASES = [(128, 65_536, 7_038, 6e-3, 0.2843, 20), (512, 32_768, 1_563, 4e-3, 0.128, 77)]
+MOSAIC = {"kind": "linear", "final_share": 0.02}
+
+
+def one(*phase):
+    """The phases of a recipe with one, without a limit of predictions."""
+    return [(*phase, None)]
+
+
+# recipe -> objective, (format, relation), phases (tokens, batch, steps, lr, warm-up, predictions), optimizer
+# (kind, betas, eps, decay), schedule, clip
 PUBLISHED = {
-    "bert": ("masked", "segment-pairs", "next", TWO, RIGHT, {"kind": "linear-google"}, 1.0),
-    "bert-lamb": (
-        "masked",
-        "segment-pairs",
-        "next",
-        [(128, 65_536, 7_038, 6e-3, 0.2843, 20), (512, 32_768, 1_563, 4e-3, 0.128, 77)],
-        ("lamb", ADAM, 1e-6, 0.01),
-        {"kind": "poly", "power": 0.5},
-        1.0,
-    ),
-    "roberta": (
-        "masked",
-        "full-sentences",
-        None,
-        [(512, 8_192, 500_000, 6e-4, 24_000, None)],
-        ("adamw", (0.9, 0.98), 1e-6, 0.01),
-        {"kind": "linear"},
-        None,
-    ),
-    "albert": (
-        "masked",
-        "segment-pairs",
-        "order",
-        [(512, 4_096, 125_000, 1.76e-3, 3_125, None)],
-        ("lamb", ADAM, 1e-6, 0.01),
-        {"kind": "linear"},
-        1.0,
-    ),
-    "electra-small": (
-        "replaced-tokens",
-        "full-sentences",
-        None,
-        [(128, 128, 1_000_000, 5e-4, 10_000, None)],
-        RIGHT,
-        {"kind": "linear-google"},
-        1.0,
-    ),
-    "electra-base": (
-        "replaced-tokens",
-        "full-sentences",
-        None,
-        [(512, 256, 766_000, 2e-4, 10_000, None)],
-        RIGHT,
-        {"kind": "linear-google"},
-        1.0,
-    ),
-    "spanbert": (
-        "span-boundary",
-        "full-sentences",
-        None,
-        [(512, 256, 2_400_000, 1e-4, 10_000, None)],
-        ("adamw", ADAM, 1e-8, 0.1),
-        {"kind": "linear"},
-        1.0,
-    ),
-    "mosaic": (
-        "masked",
-        "full-sentences",
-        None,
-        [(128, 4_096, 70_000, 5e-4, 0.06, None)],
-        ("adamw", (0.9, 0.98), 1e-6, 1e-5),
-        {"kind": "linear", "final_share": 0.02},
-        None,
-    ),
-    "structbert": ("word-order", "segment-pairs", "three", TWO, RIGHT, {"kind": "linear-google"}, 1.0),
-    "ernie": ("entities", "segment-pairs", "next", TWO, RIGHT, {"kind": "linear-google"}, 1.0),
-    "left-to-right": (
-        "left-to-right",
-        "full-sentences",
-        None,
-        UNLIMITED,
-        RIGHT,
-        {"kind": "linear-google"},
-        1.0,
-    ),
-    "permutation": (
-        "permutation",
-        "full-sentences",
-        None,
-        [(512, 8_192, 500_000, 4e-4, 40_000, None)],
-        ("adamw", ADAM, 1e-6, 0.01),
-        {"kind": "linear"},
-        1.0,
-    ),
+    "bert": ("masked", NEXT, TWO, RIGHT, GOOGLE, 1.0),
+    "bert-lamb": ("masked", NEXT, LAMB_PHASES, LAMB, {"kind": "poly", "power": 0.5}, 1.0),
+    "roberta": ("masked", FULL, one(512, 8_192, 500_000, 6e-4, 24_000), FAST, ONCE, None),
+    "albert": ("masked", ORDER, one(512, 4_096, 125_000, 1.76e-3, 3_125), LAMB, ONCE, 1.0),
+    "electra-small": ("replaced-tokens", FULL, one(128, 128, 1_000_000, 5e-4, 10_000), RIGHT, GOOGLE, 1.0),
+    "electra-base": ("replaced-tokens", FULL, one(512, 256, 766_000, 2e-4, 10_000), RIGHT, GOOGLE, 1.0),
+    "spanbert": ("span-boundary", FULL, one(512, 256, 2_400_000, 1e-4, 10_000), SPAN, ONCE, 1.0),
+    "mosaic": ("masked", FULL, one(128, 4_096, 70_000, 5e-4, 0.06), (*FAST[:3], 1e-5), MOSAIC, None),
+    "structbert": ("word-order", THREE, TWO, RIGHT, GOOGLE, 1.0),
+    "ernie": ("entities", NEXT, TWO, RIGHT, GOOGLE, 1.0),
+    "left-to-right": ("left-to-right", FULL, UNLIMITED, RIGHT, GOOGLE, 1.0),
+    "permutation": ("permutation", FULL, one(512, 8_192, 500_000, 4e-4, 40_000), PLAIN, ONCE, 1.0),
 }
 MASKING = {
     "albert": {"unit": "ngram"},
@@ -125,7 +67,7 @@ def test_every_recipe_is_in_the_table():
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_numbers_are_the_published_ones(name):
     recipe = Recipe.load(name)
-    objective, form, relation, phases, optimizer, schedule, clip = PUBLISHED[name]
+    objective, (form, relation), phases, optimizer, schedule, clip = PUBLISHED[name]
     assert objective in OBJECTIVES
     assert recipe.objective == objective
     assert recipe.format == {"kind": form, **({"relation": relation} if relation else {})}
@@ -155,18 +97,6 @@ def test_bert_goes_on_and_lamb_begins_anew():
     assert first(5_999) == pytest.approx(6e-3 * math.sqrt(1 - 6_000 / 7_038))
     mosaic = Recipe.load("mosaic").schedule_of(Recipe.load("mosaic").phases[0])
     assert mosaic(70_000) == pytest.approx(1e-5)
-
-
-def test_published_tables_have_a_figure_per_column():
-    tables = [table for name in names() for table in Recipe.load(name).published]
-    assert tables
-    for table in tables:
-        assert table["source"]
-        assert all(len(row) == len(table["columns"]) for row in table["rows"].values())
-    bert = Recipe.load("bert").published
-    assert bert[0]["rows"]["BERT"] == [84.4, 88.4, 86.7, 92.7, 88.5]
-    assert bert[1]["rows"]["0/0/100"] == [83.6, 94.9, 94.6]
-    assert Recipe.load("roberta").published[0]["rows"]["DOC-SENTENCES"] == [90.6, 79.7, 84.7, 92.7, 65.6]
 
 
 def test_a_file_and_its_dictionary_are_the_recipe(tmp_path):
@@ -213,76 +143,34 @@ def test_a_changed_field_is_the_only_change():
     ("path", "value", "match"),
     [
         ("nothing", 1, r"nothing: is no field of a recipe; expected clip, dropout"),
-        ("phases.nothing", 1, r"phases\.nothing: there is no nothing"),
         ("phases.0.nothing", 1, r"phases\.0\.nothing: is no field; expected batch_size, lr"),
         ("phases.7.lr", 1, r"phases\.7\.lr: there is no 7"),
-        ("phases.0", 1, r"phases\.0: there is no 0"),
-        ("phases", [], "phases: expected a list of objects"),
         ("phases", [{"lr": 1}], r"phases\.0\.max_length: is missing"),
-        ("phases.steps", 0, r"phases\.0\.steps: expected an integer >= 1, got 0"),
         ("phases.1.batch_size", 2.0, r"phases\.1\.batch_size: expected an integer >= 1, got 2\.0"),
-        ("phases.max_length", True, r"phases\.0\.max_length: expected an integer >= 1, got True"),
         ("phases.lr", "fast", r"phases\.0\.lr: expected a finite number >= 0, got 'fast'"),
         ("phases.lr", -1, r"phases\.0\.lr: expected a finite number >= 0, got -1"),
         ("phases.warmup", math.nan, r"phases\.0\.warmup: expected a finite number"),
         ("phases.warmup", 2_000_000, r"schedule \(phase 0\): warmup: expected steps in \[0, 1000000\]"),
         ("phases.max_predictions", 0, r"phases\.0\.max_predictions: expected an integer >= 1, got 0"),
-        ("source.x", 1, r"source\.x: there is no x"),
-        ("source", 1, "source: expected a text, got 1"),
         ("objective", ["masked"], "objective: expected a text"),
         ("masking", "word", "masking: expected an object, got 'word'"),
         ("masking.unit", "letter", r"masking \(phase 0\): unit: expected one of token"),
         ("masking.shares", 0.2, r"masking\.shares: is no field; expected choose, mask_share"),
-        ("masking.share", "much", r"masking\.share: expected a finite number, got 'much'"),
         ("masking.random_specials", 1, r"masking\.random_specials: expected true or false, got 1"),
-        ("masking.unit", ["word"], r"masking\.unit: expected a text, got \['word'\]"),
         ("format.relation", 3, r"format\.relation: expected a text, got 3"),
-        ("format.max_length", 3, r"format\.max_length: is no field; expected relation, short_share"),
-        ("schedule.power", "2", r"schedule\.power: expected a finite number, got '2'"),
-        ("schedule.powers", 2, r"schedule\.powers: is no field; expected final_share"),
-        ("optimizer.betas", 0.9, r"optimizer\.betas: expected a list, got 0\.9"),
+        ("format.kind", {}, r"format\.kind: expected one of segment-pairs, full-sentences"),
+        ("schedule.power", 2, r"schedule \(phase 0\): power: is of poly"),
         ("optimizer.betas", ["a", 0], "optimizer: betas: expected two numbers"),
         ("optimizer.eps", None, r"optimizer\.eps: expected a finite number, got None"),
-        ("optimizer.lr", 0.1, r"optimizer\.lr: is no field; expected betas, eps, kind, weight_decay"),
-        ("phases.\u00b2.lr", 1, r"phases\.\u00b2\.lr: there is no \u00b2"),
-        ("masking.choose", "bernoulli", r"masking \(phase 0\): max_predictions: expected None"),
-        ("format.kind", "rows", r"format\.kind: expected one of segment-pairs, full-sentences"),
-        ("format.kind", {}, r"format\.kind: expected one of segment-pairs, full-sentences"),
         ("optimizer.kind", "sgd", r"optimizer: kind: expected one of adamw, adamw-google, lamb, got 'sgd'"),
-        ("optimizer.momentum", 0.9, r"optimizer\.momentum: is no field"),
-        ("optimizer.betas", [0.9], "optimizer: betas: expected two numbers"),
-        ("optimizer.weight_decay", -0.1, "optimizer: weight_decay: expected a finite number"),
-        ("schedule.kind", "cosine", r"schedule \(phase 0\): kind: expected one of constant"),
-        ("schedule.power", 2, r"schedule \(phase 0\): power: is of poly"),
-        ("schedule.lr", 1, r"schedule \(phase 0\): lr: is a field of phases"),
         ("clip", 0, "clip: expected a number > 0, or null, got 0"),
-        ("clip", "none", "clip: expected a number > 0"),
         ("dropout", 1, r"dropout: expected a number in \[0, 1\), or null, got 1"),
-        ("dropout", -0.1, "dropout: expected a number"),
         ("static", 0, "static: expected an integer >= 1, or null, got 0"),
-        ("micro_batch", 0, "micro_batch: expected an integer >= 1, or null, got 0"),
         ("micro_batch", 100, "micro_batch: expected a divisor of batch_size, 256, got 100"),
         ("fresh_optimizer", 1, "fresh_optimizer: expected true or false, got 1"),
         ("options", None, "options: expected an object, got None"),
-        ("published", [3], "published: expected a list of objects"),
         ("published", [{}], r"published\.0\.source: expected a text, got None"),
-        ("published", [{"source": "x"}], r"published\.0\.columns: expected a list of texts, got None"),
-        (
-            "published",
-            [{"source": "x", "columns": ["a"]}],
-            r"published\.0\.rows: expected an object.*got None",
-        ),
         ("published", [{"source": "x", "columns": ["a"], "rows": {}}], r"published\.0\.rows: expected"),
-        (
-            "published",
-            [{"source": "x", "columns": ["a"], "rows": {"r": [1, 2]}}],
-            r"rows\.r: expected 1 figures",
-        ),
-        (
-            "published",
-            [{"source": "x", "columns": ["a"], "rows": {"r": [None]}}],
-            r"rows\.r: expected 1 figures",
-        ),
     ],
 )
 def test_wrong_values_are_named(path, value, match):
@@ -338,7 +226,7 @@ def test_warm_up_of_a_phase_with_its_own_schedule():
             assert new.warmup == round(old.warmup * new.steps / old.steps)
 
 
-@pytest.mark.parametrize("steps", [1, 0, -1, 2.0, True, None])
+@pytest.mark.parametrize("steps", [1, 2.0, None])
 def test_too_few_steps(steps):
     with pytest.raises(RecipeError, match="steps: expected an integer >= 2, got"):
         Recipe.load("bert").with_steps(steps)

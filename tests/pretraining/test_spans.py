@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -155,16 +154,6 @@ def test_only_whole_words_of_one_sentence(tokenizer_dir, tmp_path):
     assert found == ["the", "the", "the name", "the", "the name", "the"]
 
 
-def test_an_entry_of_both_kinds_is_an_entity(tokenizer_dir, tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text("the name in the name")
-    for kinds in (["phrase", "entity"], ["entity", "phrase"]):
-        entries = [{"text": "the name", "kind": kind} for kind in kinds]
-        path = write_entries(tmp_path / "g.jsonl", entries)
-        made = Corpus.write([text], tokenizer_dir, tmp_path / kinds[0], spans=[path])
-        assert [kind for *_, kind in all_spans(made)] == [1, 1]
-
-
 def test_entries_that_no_text_can_have_are_left_out_and_counted(tokenizer_dir, tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a \u2603 b \u2604")  # both unknown to the tokenizer
@@ -195,10 +184,7 @@ def test_a_byte_level_tokenizers_words_with_and_without_a_space(tmp_path):
     ("line", "match"),
     [
         ("{", r"names\.jsonl: line 2: is not valid JSON"),
-        ('["Rome"]', r"names\.jsonl: line 2: expected a JSON object, got list"),
-        ('{"text": 3}', r'names\.jsonl: line 2: expected an object with a text in "text"'),
         ('{"text": "Rome", "kind": "city"}', r"line 2: kind: expected one of phrase, entity, got 'city'"),
-        ('{"text": "Rome", "kind": ["phrase"]}', r"line 2: kind: expected one of phrase, entity, got \["),
         ('{"text": "Rome", "type": "phrase"}', r'line 2: expected "text" and "kind", got \'type\''),
         (b'{"text": "\xff"}', r"names\.jsonl: line 2: not UTF-8"),
     ],
@@ -215,21 +201,15 @@ def test_bad_sources_are_named(text_file, tokenizer_dir, tmp_path):
     empty.write_text("\n")
     for spans, kind, match in (
         (tmp_path / "gone.jsonl", FileNotFoundError, r"spans: .*gone\.jsonl: no such file"),
-        ([], ValueError, "spans: expected at least one source"),
         ([7], TypeError, "spans: expected 'pmi', a path or a source of spans, got 7"),
         (empty, ValueError, r"empty\.jsonl: no entries"),
     ):
         with pytest.raises(kind, match=match):
             Corpus.write([text_file], tokenizer_dir, tmp_path / "c", spans=spans)
-    for values, match in (
-        ({"min_pmi": -1}, r"min_pmi: expected a number in \[0, 64\], got -1"),
-        ({"min_pmi": float("nan")}, "min_pmi: expected"),
-        ({"min_pmi": "3"}, "min_pmi: expected"),
-        ({"min_count": 0}, "min_count: expected an integer >= 1, got 0"),
-        ({"min_count": 2.5}, "min_count: expected an integer"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            Collocations(**values)
+    with pytest.raises(ValueError, match=r"min_pmi: expected a number in \[0, 64\], got -1"):
+        Collocations(min_pmi=-1)
+    with pytest.raises(ValueError, match="min_count: expected an integer >= 1, got 0"):
+        Collocations(min_count=0)
     assert list(tmp_path.iterdir()) == [empty]
 
 
@@ -408,44 +388,6 @@ def test_the_hash_has_the_spans(tokenizer_dir, tmp_path):
         path = write_entries(tmp_path / "g.jsonl", [entry])
         hashes.add(Corpus.write([text], tokenizer_dir, tmp_path / str(i), spans=path).hash)
     assert len(hashes) == 5
-
-
-@pytest.mark.parametrize("name", SPAN_FILES)
-def test_damage_is_named(marked, tmp_path, name):
-    copy = shutil.copytree(marked.directory, tmp_path / "copy")
-    path = copy / name
-    good = path.read_bytes()
-    for content, match in (
-        (good[:-1] + bytes([good[-1] ^ 1]), "was changed since it was written"),
-        (good[:-1], f"{len(good) - 1} bytes, but the corpus was written with {len(good)}"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(CorpusError, match=f"{name}: {match}"):
-            Corpus.open(copy)
-    path.unlink()
-    with pytest.raises(CorpusError, match=f"{name}: is missing"):
-        Corpus.open(copy, verify=False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"span_kinds": ["entity", "phrase"]}, "span_kinds: expected"),
-        ({"span_kinds": 2}, "span_kinds: expected"),
-        ({"spans": -1}, "spans: expected an integer >= 0, got -1"),
-        ({"spans": "9"}, "spans: expected an integer >= 0"),
-        ({"spans": 0}, "hash: does not belong"),
-        ({"spans": 5}, "hash: does not belong"),
-        ({"span_kinds": None, "spans": None}, "hash: does not belong"),
-    ],
-)
-def test_a_changed_index_is_named(marked, tmp_path, changes, match):
-    copy = shutil.copytree(marked.directory, tmp_path / "copy")
-    path = copy / "index.json"
-    index = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in index.items() if value is not None}))
-    with pytest.raises(CorpusError, match=rf"index\.json: {match}"):
-        Corpus.open(copy)
 
 
 def test_the_command(marked, gazetteer, text_file, tokenizer_dir, tmp_path, capsys):

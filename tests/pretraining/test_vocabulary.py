@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fastbert.pretraining.documents import documents
 from fastbert.pretraining.vocabulary import SPECIAL, train, wordpieces
@@ -51,7 +50,7 @@ def slow_wordpieces(words: dict[str, int], size: int, min_frequency: int) -> lis
     return pieces
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_merges_are_those_of_the_definition(seed):
     rng = random.Random(seed)
     words = {
@@ -62,16 +61,6 @@ def test_merges_are_those_of_the_definition(seed):
         assert wordpieces(words, size, least) == slow_wordpieces(words, size, least)
 
 
-def test_merges_by_hand():
-    # characters by their counts (b 6, a 5, c 4, x 1); then ab (5 times), abc (3), and two ties of one each
-    assert wordpieces({"ab": 2, "abc": 3, "xbc": 1}, 20, 1) == (
-        ["##b", "a", "##c", "x", "ab", "abc", "##bc", "xbc"]
-    )
-    assert wordpieces({"ab": 2, "abc": 3, "xbc": 1}, 20, 3) == ["##b", "a", "##c", "x", "ab", "abc"]
-    assert wordpieces({"ab": 2, "zz": 1}, 20, 1, alphabet=2) == ["##b", "a", "ab"]
-    assert wordpieces({"ab": 2, "abc": 3}, 2, 1) == ["##b", "a"]
-
-
 def test_the_order_of_the_words_changes_nothing(text_file):
     words = collections.Counter(w for d in documents([text_file]) for s in d for w in s.lower().split())
     shuffled = list(words.items())
@@ -79,6 +68,7 @@ def test_the_order_of_the_words_changes_nothing(text_file):
     assert wordpieces(words, 900) == wordpieces(dict(shuffled), 900)
 
 
+@pytest.mark.sweep
 def test_another_process_gives_the_same_bytes(text_file, tokenizer_dir, tmp_path):
     code = (
         "import sys; from fastbert.pretraining.vocabulary import train; "
@@ -87,19 +77,6 @@ def test_another_process_gives_the_same_bytes(text_file, tokenizer_dir, tmp_path
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONHASHSEED": "7", "PATH": ""})
     for name in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (tokenizer_dir / name).read_bytes()
-
-
-def test_pieces_are_nearly_those_of_the_library(text_file, tokenizer_dir):
-    """Between equally frequent pairs the library chooses otherwise, and then other pairs follow."""
-    library = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    ours = load_tokenizer(tokenizer_dir)
-    library.normalizer, library.pre_tokenizer = ours.normalizer, pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=600, min_frequency=2, special_tokens=list(SPECIAL), show_progress=False
-    )
-    library.train([str(text_file)], trainer)
-    both = library.get_vocab().keys() & ours.get_vocab().keys()
-    assert len(both) >= 0.9 * 600
 
 
 def test_transformers_reads_it(tokenizer_dir, texts):

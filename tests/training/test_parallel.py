@@ -73,16 +73,6 @@ def test_ranks_and_workers_read_the_same(tmp_path, read_by_one, world, workers):
     assert runs.read(tmp_path, world, workers) == read_by_one
 
 
-@pytest.mark.sweep
-def test_processes_read_what_one_reads(tmp_path):
-    """With workers; the first micro-batch that a process of ddp computes is the discarded one."""
-    one = train(tmp_path / "one", "none", module="recording")[0]["seen"]
-    many = train(tmp_path / "many", "ddp3", module="recording", workers=2)
-    assert [len(answer["seen"]) for answer in many] == [1 + len(one) // 3] * 3
-    alike = zip(*[answer["seen"][1:] for answer in many], strict=True)
-    assert [seen for step in alike for seen in step] == one
-
-
 # -- results -------------------------------------------------------------------------------------------------
 
 
@@ -151,12 +141,6 @@ def test_bfloat16(tmp_path, reference, name):
         for key in ("words_loss", "class_loss"):
             error = abs(line[key] - true[key])
             assert error <= abs(eager[key] - true[key]) + 2**-8 * abs(true[key]), (key, line["step"])
-
-
-def test_ranks_that_do_not_divide_the_step(tmp_path):
-    found = ends(train(tmp_path / "run", "ddp2", micro_batches=5))
-    assert found == ["ValueError: micro_batches: 5 per step cannot be shared equally by 2 processes"] * 2
-    assert not (tmp_path / "run").exists()
 
 
 # -- interruptions -------------------------------------------------------------------------------------------
