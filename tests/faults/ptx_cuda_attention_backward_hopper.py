@@ -48,12 +48,12 @@ FAULTS = (
 )  # fmt: skip
 
 _QUICK = (
-    "lengths and (65 or 129 or 193) or places or schedule or (nan and not inf) or one_token or among"
-    " or exact or definitions or side_by_side or serve"
+    "hopper and (test_lengths and (65 or 129 or 193) or places or order or (nan and not inf) or one_key or among"
+    " or exact or definitions or side_by_side or serve)"
 )
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/ptx/test_cuda_attention_backward_hopper.py", "-k", _QUICK),
+    tests=("tests/ptx/test_cuda_attention_backward.py", "-k", _QUICK),
     **IN_EMULATOR,
 )

@@ -68,9 +68,9 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/ptx/test_cuda_attention_hopper.py",
+        "tests/ptx/test_cuda_attention.py",
         "-k",
-        "not error_rule and not gradients and not every_length and not (test_lengths and fp16)",
+        "hopper and not error_rule and not gradients and not (test_lengths and torch.float16)",
     ),
     **IN_EMULATOR,
 )

@@ -1,7 +1,8 @@
-"""csrc/cuda/attention*.cu as nvcc compiles them for sm_80, with their host code, in the PTX emulator."""
+"""csrc/cuda/attention*.cu and their host code, as nvcc compiles them for sm_80 and sm_90a, emulated."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -10,7 +11,10 @@ import torch
 
 from fastbert import testing
 from fastbert.backends.cuda import attention as launchers
+from fastbert.backends.cuda import device
+from fastbert.backends.extension import attention as attention_args
 from fastbert.runtime import dispatch
+from fastbert.testing.op_cases import attention as attention_cases
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
 from tests.support.cpu_truth import assert_same_bits, randn
 from tests.support.cuda_attention_calls import (
@@ -24,32 +28,66 @@ from tests.support.cuda_attention_calls import (
     sequences,
 )
 
-pytest_plugins = ("tests.support.ptx_fixtures",)
+pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
+
+TIGHT = (1e-5, 1e-6)  # of sums of float32: relative to their terms, absolute
+NAMES = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "cu_seqlens"]
+NAMES += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")] + ["softmax_scale", "causal", "bias"]
 
 
-@pytest.fixture(autouse=True)
-def without_hopper(monkeypatch):
-    """Calls that test_cuda_attention_hopper.py is about go to these kernels too."""
-    monkeypatch.setattr(launchers, "HOPPER", False)
+def changed(args, **changes):
+    """Arguments of the entry point, some of them by name."""
+    values = dict(zip(NAMES, args, strict=False))
+    assert values.keys() >= changes.keys()
+    return (*(values | changes).values(), *args[len(NAMES) :])
 
 
-@pytest.fixture
-def forward(emulated):
-    """Inputs to out, lse and the saved bits."""
+def running(emulated, hopper):
+    """Inputs to out, lse and the saved bits, by the kernels for sm_80 or by the one for sm_90a."""
 
     def run(inputs, save_bits=None):
         save_bits = inputs.dropout_p > 0 if save_bits is None else save_bits
-        out, lse, probs, bits = emulated.backend.attention_fwd(inputs, False, save_bits)
+        if hopper:
+            out, lse, probs, bits = emulated.launcher(launchers.forward)(inputs, save_bits, True)
+        else:
+            out, lse, probs, bits = emulated.backend.attention_fwd(inputs, False, save_bits)
         assert probs.shape == (0,)
+        if emulated.launches:
+            kernel = emulated.launches[-1].kernel
+            assert ("attention_hopper" if hopper else "attention_forward") in kernel
         return out, lse, bits
 
     return run
 
 
+@pytest.fixture
+def forward(emulated, kernels_only, monkeypatch):
+    """The kernels for sm_80; no call may go to the next backend."""
+    monkeypatch.setattr(launchers, "HOPPER", False)
+    return running(emulated, hopper=False)
+
+
+@pytest.fixture
+def hopper(emulated):
+    """The kernel for sm_90a: heads of 64, no bias, no causal mask."""
+    return running(emulated, hopper=True)
+
+
+@pytest.fixture(params=("sm_80", "hopper"))
+def both(request):
+    """Each of the two."""
+    return request.getfixturevalue({"sm_80": "forward"}.get(request.param, request.param))
+
+
+def broken_rules(case, dtype, backward=False):
+    rows = testing.run_case(case, "cuda", dtype, backward=backward)
+    return [(case, dtype, r.quantity, r.reason) for r in rows if not r.passed]
+
+
 # Every kernel: each head with nothing, with dropout, with a bias.
 EVERY_KERNEL = [
     case
-    for headdim in (32, 64, 128)
+    for headdim in HEADDIMS
     for case in (
         AttentionCase((70, 0, 33), 2, headdim, packed_qkv=True, lse=True, capacity=3),
         AttentionCase((140, 9), 1, headdim, causal=True, dropout_p=0.25, gate=True),
@@ -59,49 +97,27 @@ EVERY_KERNEL = [
 ]
 
 
-def broken_rules(case, dtype):
-    rows = testing.run_case(case, "cuda", dtype, backward=False)
-    return [(r.quantity, r.reason) for r in rows if not r.passed]
-
-
 @pytest.mark.parametrize("schedule", ("late", "early"))
-@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-@pytest.mark.parametrize("case", EVERY_KERNEL, ids=repr)
-def test_every_kernel(emulated, case, dtype, schedule):
+def test_every_kernel(emulated, forward, schedule):
+    """The cases of `CASES` run with their backward in test_cuda_attention_backward.py."""
     emulated.schedule = schedule
-    assert broken_rules(case, dtype) == []
-    assert len(emulated.launches) == 1
-    assert "attention_forward" in emulated.launches[0].kernel
-
-
-def test_every_kernel_is_launched(emulated):
-    for dtype in HALF.values():
-        for case in EVERY_KERNEL:
-            broken_rules(case, dtype)
+    for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
+        assert broken_rules(case, dtype) == []
     ours = {name for name in emulated.library.names if "attention_forward" in name}
     assert len(ours) == 18
     assert {launch.kernel for launch in emulated.launches} == ours
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.headdim >= 32 and not c.probs], ids=repr)
-def test_error_rule(emulated, case):
-    assert broken_rules(case, torch.bfloat16) == []
-    assert emulated.launches
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_order_of_warps_gives_the_same_bits(emulated, seed):
-    case = AttentionCase((140, 66), 1, 64, causal=True, dropout_p=0.25)
-    inputs = case.inputs(torch.bfloat16, "cpu")
-    found = []
-    for schedule in ("late", "early"):
-        emulated.schedule, emulated.seed = schedule, seed
-        with testing.error_rule.dispatch.use_backend(attention="cuda"):
-            found.append(case.call(**inputs))
-    assert torch.equal(*found)
-    emulated.seed = 100
-    with testing.error_rule.dispatch.use_backend(attention="cuda"):
-        assert torch.equal(found[0], case.call(**inputs))
+# A sequence of sm_90a has a second walk over its keys.
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("lengths", ((300, 66), (450,)), ids=str)
+def test_every_order_of_warps_gives_the_same_bits(emulated, both, lengths, p):
+    inputs, found = made(lengths, 1, 64, p=p), []
+    for emulated.schedule, emulated.seed in (("late", 0), ("early", 1), ("late", 2), ("early", 3)):
+        found.append(both(inputs))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert_same_bits(a, b)
 
 
 # --- lengths and places -------------------------------------------------------------------------------------
@@ -114,39 +130,69 @@ def test_every_order_of_warps_gives_the_same_bits(emulated, seed):
     [(), (0, 0), (1,), (63, 64, 65), (0, 1, 0), (127, 128, 129), (513,)],
     ids=str,
 )
-def test_lengths(forward, kernels_only, lengths, p, headdim):
+def test_lengths(forward, lengths, p, headdim):
     check_forward(forward, made(lengths, 2 if sum(lengths) < 200 else 1, headdim, p=p, capacity=66, slack=1))
 
 
-def test_two_thousand_tokens(forward, kernels_only):
-    check_forward(forward, made((2048,), 1, 32, torch.float16, causal=True, p=0.1))
+@pytest.mark.parametrize(
+    ("dtype", "p", "schedule"),
+    ((torch.bfloat16, 0.0, "late"), (torch.bfloat16, 0.25, "early"), (torch.float16, 0.25, "late")),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "lengths",
+    (
+        *((n,) for n in (1, 7, 63, 64, 65, 127, 128, 129, 193, 300, 320, 321, 384, 430, 512, 570)),
+        (0, 1, 0),
+        (127, 128, 129),
+        (2, 0, 64, 0, 63, 65),
+        (191, 192, 193),
+    ),
+    ids=str,
+)
+def test_lengths_of_hopper(emulated, hopper, lengths, dtype, p, schedule):
+    """Tiles with a rest, rings that turn once and twice, also for one group alone."""
+    emulated.schedule, emulated.seed = schedule, len(lengths)
+    nheads = 2 if sum(lengths) < 200 else 1
+    check_forward(hopper, made(lengths, nheads, 64, dtype, p=p, capacity=1, slack=1), TIGHT)
 
 
-@pytest.mark.parametrize("batch", (31, 32, 33, 1023, 1024, 1100))
-def test_many_sequences(forward, kernels_only, batch):
+@pytest.mark.parametrize(
+    ("both", "count"),
+    [("sm_80", n) for n in (31, 32, 33, 1023, 1024, 1100)]
+    + [("hopper", n) for n in (31, 126, 127, 128, 300)],
+    indirect=["both"],
+)
+def test_many_sequences(both, count):
     """The search for a place has one round, two or three."""
-    draw = random.Random(batch)
-    lengths = [draw.choice((0,) * (batch // 20) + (1, 5, 70)) for _ in range(batch)]
-    check_forward(forward, made(lengths, 1, 32, capacity=3))
+    draw = random.Random(count)
+    lengths = [draw.choice((0,) * (count // 20) + (1, 5, 70)) for _ in range(count)]
+    check_forward(both, made(lengths, 1, 64, capacity=3), TIGHT)
+
+
+@pytest.mark.parametrize("capacity", (1, 127, 128, 129, 300))
+def test_rows_after_the_last_sequence_are_zero(both, capacity):
+    for lengths in ((), (0,), (127,), (128,), (1, 0)):
+        check_forward(both, made(lengths, 2, 64, capacity=capacity, slack=1), TIGHT)
 
 
 @pytest.mark.parametrize("remainder", (0, 1, 31))
-def test_every_sum_of_lengths(forward, kernels_only, remainder):
+def test_every_sum_of_lengths(both, remainder):
     """The slots of a sequence depend on the rows before it."""
     lengths = [n for n in range(1, 132) if n % 33 == remainder] + [3] * 70
     random.Random(remainder).shuffle(lengths)
-    check_forward(forward, made(lengths, 1, 32))
+    check_forward(both, made(lengths, 1, 64), TIGHT)
 
 
-def test_nothing_to_do(emulated, forward):
+def test_nothing_to_do(emulated, both):
     for lengths in ((), (0, 0)):
-        shapes = [t.shape for t in forward(made(lengths, 2, 64, p=0.5))]
+        shapes = [t.shape for t in both(made(lengths, 2, 64, p=0.5))]
         assert shapes == [(0, 2, 64), (2, 0), (2, 0, 0)]
     assert emulated.launches == []
 
 
 @pytest.mark.slow
-def test_more_slots_than_an_axis_holds(forward, kernels_only):
+def test_more_slots_than_an_axis_holds(forward):
     check_forward(forward, made([0] * 66000 + [5], 1, 32, capacity=2))
 
 
@@ -157,21 +203,21 @@ def test_more_slots_than_an_axis_holds(forward, kernels_only):
 @pytest.mark.parametrize(
     "shape", [(1, 2, 67, 67), (3, 2, 67, 67), (3, 1, 1, 67), (1, 1, 67, 1), (1, 1, 1, 1)], ids=str
 )
-def test_bias(forward, kernels_only, shape, p):
+def test_bias(forward, shape, p):
     bias, lengths = randn(*shape), (66, 0, 30)
     check_forward(forward, made(lengths, 2, 64, bias=bias, p=p, slack=1))
     narrow = made(lengths, 2, 32, torch.float16, bias=bias.bfloat16(), p=p, slack=1, causal=True)
     check_forward(forward, narrow)
 
 
-def test_bias_with_strides(forward, kernels_only):
+def test_bias_with_strides(forward):
     inputs = made((70, 9), 3, bias=randn(2, 3, 73, 75)[:, :, 1:71, 2:72])
     for bias in (inputs.bias, inputs.bias.mT):
         out = check_forward(forward, inputs._replace(bias=bias))[0]
         assert torch.equal(out, forward(inputs._replace(bias=bias.contiguous()))[0])
 
 
-def test_masks_of_lowest_values_and_infinities(forward, kernels_only):
+def test_masks_of_lowest_values_and_infinities(forward):
     lowest = torch.finfo(torch.float32).min
     bias = torch.zeros(2, 1, 70, 70)
     bias[0, :, 3] = -math.inf  # a row without a key
@@ -187,15 +233,22 @@ def test_masks_of_lowest_values_and_infinities(forward, kernels_only):
 
 
 @pytest.mark.parametrize("scale", (0.0, -0.2, -30.0, 3.0))
-def test_scales(forward, kernels_only, scale):
+def test_scales(forward, scale):
     inputs = made((65, 70), softmax_scale=scale)
     check_forward(forward, inputs)
     check_forward(forward, inputs._replace(dropout_p=0.25, seed=SEED, causal=True))
 
 
+@pytest.mark.parametrize("gate", (None, (1.5, -0.25)))
+@pytest.mark.parametrize("scale", (0.125, 1.0))
+def test_scale_and_gate_of_hopper(hopper, scale, gate):
+    gate = None if gate is None else torch.tensor(gate)
+    check_forward(hopper, made((130, 20), 2, 64, softmax_scale=scale, gate=gate), TIGHT)
+
+
 @pytest.mark.parametrize("step", (0.5, 4.0, 30.0, 2000.0, -4.0, -2000.0))
 @pytest.mark.parametrize("bias", (False, True))
-def test_scores_that_grow_from_tile_to_tile(forward, kernels_only, step, bias):
+def test_scores_that_grow_from_tile_to_tile(forward, step, bias):
     """Below 2^8 the maximum that is subtracted stays, above it follows; some rows grow and others do not."""
     inputs = made((330,), 1, 32, torch.float16, softmax_scale=1.0)
     q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
@@ -208,8 +261,41 @@ def test_scores_that_grow_from_tile_to_tile(forward, kernels_only, step, bias):
     check_forward(forward, inputs._replace(q=q, k=k, bias=torch.zeros(1, 1, 1, 330) if bias else None))
 
 
+@pytest.mark.parametrize("half", (0, 1, None))
+@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+def test_maxima_that_grow_in_hopper(hopper, dtype, half):
+    """Scores that grow from tile to tile in some rows, fall in others, and once jump by thousands.
+
+    In all rows, or in those alone that are a lane's first or its second one.
+    """
+    inputs = made((330,), 1, 64, dtype)
+    q, k = (torch.zeros(330, 1, 64, dtype=dtype) for _ in range(2))
+    q[:, 0, 0] = torch.linspace(-8, 8, 330)
+    if half is not None:
+        q[torch.arange(330) // 8 % 2 != half] = 0.0
+    k[:, 0, 0] = torch.arange(330) // 64 * 8.0
+    k[200, 0, 0] = 3000.0
+    check_forward(hopper, inputs._replace(q=q, k=k), TIGHT)
+
+
+def test_scores_of_minus_infinity(both):
+    """A first tile of them, behind which scores count, however low; and nothing else."""
+    inputs = made((130,), 1, 64)
+    q, k = torch.zeros(130, 1, 64).bfloat16(), torch.zeros(130, 1, 64).bfloat16()
+    q[:, 0, 0] = 1.0
+    k[:64, 0, 0], k[64:, 0, 0] = -math.inf, -(2.0**15)
+    out, lse, _ = both(inputs._replace(q=q, k=k))
+    expected = inputs.v[64:].double().mean(0)
+    assert (out.double() - expected).abs().max() < 0.01
+    torch.testing.assert_close(lse, torch.full((1, 130), math.log(66) - 2.0**12), rtol=1e-6, atol=0)
+    k[:, 0, 0] = -math.inf
+    out, lse, _ = both(inputs._replace(q=q, k=k))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("p", (0.0, 0.25))
-def test_gate(forward, kernels_only, p):
+def test_gate(forward, p):
     gate = torch.tensor([0.0, -1.5, 2.0])
     check_forward(forward, made((66, 3), 3, gate=gate, p=p))
     check_forward(forward, made((66, 3), 3, gate=gate.bfloat16(), p=p, bias=randn(2, 1, 1, 66)))
@@ -218,51 +304,65 @@ def test_gate(forward, kernels_only, p):
 # --- memory -------------------------------------------------------------------------------------------------
 
 
+def check_neighbours(run, inputs, poison, bias=None):
+    """Other sequences, rows after the last one, gaps between rows, and cells of the bias past a length."""
+    clean, (_, nheads, headdim) = run(inputs._replace(bias=bias)), inputs.q.shape
+    end = int(inputs.cu_seqlens[-1])
+    for kept, (start, n) in enumerate(sequences(inputs)):
+        rows, tensors, dirty = slice(start, start + n), [], None
+        for t in inputs[:3]:
+            memory = t.new_full((t.shape[0] + 2, nheads * headdim + 8), poison)
+            inside = memory[1:-1, :-8].unflatten(1, (nheads, headdim))
+            inside[rows] = t[rows]
+            tensors.append(inside)
+        if bias is not None:
+            dirty = torch.full_like(bias, poison)
+            dirty[kept, :, :n, :n] = bias[kept, :, :n, :n]
+        found = run(inputs._replace(q=tensors[0], k=tensors[1], v=tensors[2], bias=dirty))
+        assert_same_bits(found[0][rows], clean[0][rows])
+        assert_same_bits(found[1][:, rows], clean[1][:, rows])
+        assert torch.equal(found[2], clean[2])
+        assert (found[0][end:] == 0).all()
+        assert (found[1][:, end:] == 0).all()
+
+
 @pytest.mark.parametrize("poison", (math.nan, math.inf))
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize("causal", (False, True))
-def test_nothing_outside_a_sequence_gets_in(forward, kernels_only, poison, p, causal):
-    """Other sequences, rows after the last one, gaps between rows, and cells of the bias past a length."""
+def test_nothing_outside_a_sequence_gets_in(forward, poison, p, causal):
     inputs = made((40, 66, 30), capacity=70, p=p, causal=causal, slack=5)
-    cells = randn(3, 2, inputs.max_seqlen, inputs.max_seqlen)
-    for bias in (None, cells):
-        clean = forward(inputs._replace(bias=bias))
-        for kept, (start, n) in enumerate(sequences(inputs)):
-            rows, tensors, dirty = slice(start, start + n), [], None
-            for t in inputs[:3]:
-                memory = t.new_full((t.shape[0] + 2, 2, 40), poison)
-                memory[1:-1][rows, :, :32] = t[rows]
-                tensors.append(memory[1:-1, :, :32])
-            if bias is not None:
-                dirty = torch.full_like(cells, poison)
-                dirty[kept, :, :n, :n] = bias[kept, :, :n, :n]
-            found = forward(inputs._replace(q=tensors[0], k=tensors[1], v=tensors[2], bias=dirty))
-            assert torch.equal(found[0][rows], clean[0][rows])
-            assert torch.equal(found[1][:, rows], clean[1][:, rows])
-            assert (found[0][-70:] == 0).all()
-            assert (found[1][:, -70:] == 0).all()
+    for bias in (None, randn(3, 2, inputs.max_seqlen, inputs.max_seqlen)):
+        check_neighbours(forward, inputs, poison, bias)
 
 
-def test_a_nan_stays_in_its_rows(forward, kernels_only):
+@pytest.mark.parametrize("poison", (math.nan, math.inf, -math.inf, 3e4))
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("lengths", ((40, 66), (64, 1, 200), (129, 63), (261, 10)), ids=str)
+def test_nothing_outside_a_sequence_gets_into_hopper(hopper, lengths, p, poison):
+    """Tiles reach into the sequence behind. Maxima of its queries, in the same warp, follow by themselves."""
+    check_neighbours(hopper, made(lengths, 2, 64, p=p, capacity=2), poison)
+
+
+def test_a_nan_stays_in_its_rows(both):
     inputs = made((66, 66), 2, 64)
-    clean = forward(inputs)
+    clean = both(inputs)
     q, k = inputs.q.clone(), inputs.k.clone()
     q[70, 0, 3] = math.nan
-    out, lse, _ = forward(inputs._replace(q=q))
+    out, lse, _ = both(inputs._replace(q=q))
     assert out[70, 0].isnan().all()
     assert lse[0, 70].isnan()
     out[70, 0], lse[0, 70] = clean[0][70, 0], clean[1][0, 70]
     assert torch.equal(out, clean[0])
     assert torch.equal(lse, clean[1])
     k[3, 1, 0] = math.nan
-    out, lse, _ = forward(inputs._replace(k=k))
+    out, lse, _ = both(inputs._replace(k=k))
     assert out[:66, 1].isnan().all()
     assert lse[1, :66].isnan().all()
     assert torch.equal(out[66:], clean[0][66:])
     assert torch.equal(out[:, 0], clean[0][:, 0])
 
 
-def test_strides(forward, kernels_only):
+def test_strides(forward):
     """Other strides for each of q, k, v: heads before rows, gaps, a shared row."""
     base = made((66, 20), 2, 64)
     q = base.q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -274,14 +374,14 @@ def test_strides(forward, kernels_only):
         assert_same_bits(a, b)
 
 
-def test_a_sequence_does_not_depend_on_its_batch(forward, kernels_only):
+def test_a_sequence_does_not_depend_on_its_batch(both):
     inputs = made((70, 140, 9), 2, 64)
-    out, lse, _ = forward(inputs)
+    out, lse, _ = both(inputs)
     for start, n in sequences(inputs):
         rows = slice(start, start + n)
         q, k, v = (t[rows] for t in inputs[:3])
         alone = inputs._replace(q=q, k=k, v=v, cu_seqlens=ends_of([n]), max_seqlen=n)
-        found = forward(alone)
+        found = both(alone)
         assert_same_bits(found[0], out[rows])
         assert_same_bits(found[1], lse[:, rows])
 
@@ -291,16 +391,16 @@ def test_a_sequence_does_not_depend_on_its_batch(forward, kernels_only):
 
 @pytest.mark.parametrize("p", (1e-60, 0.1, 0.4999, 0.5, 0.75, 1 - 2**-16, 1 - 2**-20))
 @pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64))
-def test_dropout_bits(forward, kernels_only, p, seed):
+def test_dropout_bits(both, p, seed):
     for offset in (0, 2**32 - 1):
-        inputs = made((3, 70), p=p, seed=torch.tensor([seed]), offset=offset, slack=70)
-        check_bits(inputs, forward(inputs)[2])
+        inputs = made((3, 70), 2, 64, p=p, seed=torch.tensor([seed]), offset=offset, slack=70)
+        check_bits(inputs, both(inputs)[2])
 
 
-def test_saved_bits_change_nothing(forward, kernels_only):
-    for bias in (None, randn(2, 1, 1, 70)):
-        inputs = made((70, 20), 2, 64, p=0.25, bias=bias)
-        (out, lse, bits), again = forward(inputs), forward(inputs, save_bits=False)
+def test_saved_bits_change_nothing(forward, both):
+    for run, bias in ((both, None), (forward, randn(2, 1, 1, 150))):
+        inputs = made((70, 150), 2, 64, p=0.25, bias=bias)
+        (out, lse, bits), again = run(inputs), run(inputs, save_bits=False)
         assert bits.numel() > 0
         assert again[2].shape == (0,)
         assert_same_bits(out, again[0])
@@ -318,12 +418,16 @@ def test_the_seeds_value_counts_and_not_its_address(forward):
 # --- which calls it takes -----------------------------------------------------------------------------------
 
 
-def test_other_calls_go_to_the_next_backend(emulated, forward, monkeypatch):
+def test_other_calls_go_to_the_next_backend(emulated, monkeypatch):
+    monkeypatch.setattr(launchers, "HOPPER", False)
     calls, following = [], dispatch.next_function
 
     def counted(*args):
         calls.append(args)
         return following(*args)
+
+    def forward(inputs):
+        return emulated.backend.attention_fwd(inputs, False, False)
 
     monkeypatch.setattr(dispatch, "next_function", counted)
     base = made((20,), 2, 64)
@@ -342,35 +446,144 @@ def test_other_calls_go_to_the_next_backend(emulated, forward, monkeypatch):
     assert len(calls) == 5
 
 
-def test_the_entry_point_refuses(emulated):
-    inputs = made((20,), 2, 64)
-    args, _ = launchers.attention_args(inputs)
-    out = torch.zeros(20, 2, 64, dtype=torch.bfloat16)
-    call = launchers.device.extension.cuda_attention_fwd
+REFUSED = (
+    ("sm_80", {"dtype": 0}, "dtype"),
+    ("sm_80", {"headdim": 48}, "headdim"),
+    ("sm_80", {"q": 2}, "multiples of 16 bytes"),
+    ("sm_80", {"k_row": 132}, "multiples of 8"),
+    ("sm_80", {"v_head": 68}, "multiples of 8"),
+    ("sm_80", {"total": 2**30}, "total"),
+    ("sm_80", {"batch": 2**30}, "batch"),
+    ("sm_80", {"cu_seqlens": 0}, "cu_seqlens"),
+    ("sm_80", {"out": 0}, "out"),
+    ("hopper", {"dtype": 0}, "dtype: expected bfloat16 or float16"),
+    ("hopper", {"headdim": 32}, "headdim: expected 64"),
+    ("hopper", {"causal": True}, "expected no bias"),
+    ("hopper", {"bias": 16}, "expected no bias"),
+    ("hopper", {"softmax_scale": 0.0}, "softmax_scale > 0"),
+    ("hopper", {"softmax_scale": math.nan}, "softmax_scale > 0"),
+    ("hopper", {"q_head": 72}, "heads side by side"),
+    ("hopper", {"k_row": 388}, "rows on 16 bytes"),
+    ("hopper", {"total": 2**30}, "total, batch"),
+    ("hopper", {"batch": 2**30}, "total, batch"),
+    ("hopper", {"device": 1}, "no such kernel"),
+)
 
-    def changed(**what):
-        names = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "cu_seqlens"]
-        names += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")]
-        values = dict(zip(names, args, strict=False)) | what
-        return (*values.values(), *args[len(names) :])
 
-    for text, what in (
-        ("dtype", {"dtype": 0}),
-        ("headdim", {"headdim": 48}),
-        ("multiples of 16 bytes", {"q": args[7] + 2}),
-        ("multiples of 8", {"k_row": 132}),
-        ("multiples of 8", {"v_head": 68}),
-        ("total", {"total": 2**30}),
-        ("batch", {"batch": 2**30}),
-    ):
-        with pytest.raises(RuntimeError, match=text):
-            call(changed(**what), out.data_ptr(), 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        call(changed(cu_seqlens=0), out.data_ptr(), 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="out"):
-        call(args, 0, 0, 0, 0, 0)
+def test_the_entry_points(request, emulated, both):
+    """What they refuse; that lse may be left out."""
+    which = request.node.callspec.params["both"]
+    inputs, out = made((200,), 2, 64), torch.zeros(200, 2, 64, dtype=torch.bfloat16)
+    args, _held = attention_args(inputs)
+    names = {"sm_80": "cuda_attention_fwd", "hopper": "cuda_attention_hopper_fwd"}
+    call = getattr(device.extension, names[which])
+    for kernels, changes, message in REFUSED:
+        if kernels == which:
+            last = {"out": out.data_ptr(), "device": 0} | changes
+            given = changed(args, **{k: v for k, v in changes.items() if k in NAMES})
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                call(given, last["out"], 0, 0, last["device"], 0)
     with pytest.raises(ValueError, match="expected 27"):
         call(args[:-1], out.data_ptr(), 0, 0, 0, 0)
-    emulated.register(out, *inputs[:4])
-    call(args, out.data_ptr(), 0, 0, 0, 0)  # lse is not wanted
-    assert torch.equal(out, emulated.backend.attention_fwd(inputs, False, False)[0])
+    emulated.register(*inputs[:4], out)
+    call(args, out.data_ptr(), 0, 0, 0, 0)
+    assert_same_bits(out, both(inputs)[0])
+
+
+# --- the kernel for sm_90a ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(emulated, monkeypatch):
+    """Every call goes to the kernel that may."""
+    monkeypatch.setattr(launchers, "hopper_serves", launchers.hopper_reads)
+    yield
+    assert any("attention_hopper" in launch.kernel for launch in emulated.launches)
+
+
+@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+@pytest.mark.parametrize(
+    "case",
+    [
+        c
+        for c in (*CASES, *attention_cases.ON_GPU)
+        if c.headdim == 64 and not (c.probs or c.bias or c.causal) and sum(c.lengths) * c.nheads < 12_000
+    ],
+    ids=repr,
+)
+def test_error_rule_of_hopper(served, case, dtype):
+    """As a self-check on a GPU runs it."""
+    assert broken_rules(case, dtype) == []
+
+
+def test_gradients_use_what_hopper_saves(served):
+    case = AttentionCase((140, 19), 2, 64, dropout_p=0.25, packed_qkv=True)
+    assert broken_rules(case, torch.bfloat16, backward=True) == []
+
+
+def test_which_calls_hopper_serves(emulated, monkeypatch):
+    inputs = made((128, 128), 2, 64)
+    serves = launchers.hopper_serves
+    monkeypatch.setattr(device, "multiprocessors", lambda _: 4)
+    assert serves(inputs)
+    assert serves(inputs._replace(gate=torch.ones(2)))
+    assert serves(made((128, 128), 2, 64, p=0.1))
+    assert serves(made((255, 1), 2, 64))
+    assert not serves(made((127, 128), 2, 64))
+    assert not serves(made((128, 128, 0), 2, 64))
+    assert not serves(made((255,), 2, 64))
+    assert not serves(inputs._replace(causal=True))
+    assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 128)))
+    for scale in (0.0, -1.0, math.nan):
+        assert not serves(inputs._replace(softmax_scale=scale))
+    assert not serves(inputs._replace(**{n: getattr(inputs, n)[..., :32] for n in "qkv"}))
+    for name in "qkv":
+        t = getattr(inputs, name)
+        assert serves(inputs._replace(**{name: t.contiguous()}))
+        assert not serves(inputs._replace(**{name: t.transpose(0, 1).contiguous().transpose(0, 1)}))
+        assert not serves(inputs._replace(**{name: t[:1].expand(256, -1, -1)}))
+    monkeypatch.setattr(device, "multiprocessors", lambda _: 5)
+    assert not serves(inputs)
+    monkeypatch.setattr(device, "multiprocessors", lambda _: 4)
+    monkeypatch.setattr(launchers, "HOPPER", False)
+    assert not serves(inputs)
+    monkeypatch.setattr(launchers, "HOPPER", True)
+    monkeypatch.setattr(device, "is_hopper", lambda _: False)
+    assert not serves(inputs)
+
+
+def test_a_bias_is_for_the_other_kernel(emulated):
+    fwd = emulated.backend.attention_fwd
+    inputs = made((128, 128), 2, 64)
+    fwd(inputs, False, False)
+    assert "attention_hopper" in emulated.launches[-1].kernel
+    fwd(inputs._replace(bias=torch.zeros(1, 1, 1, 128)), False, False)
+    assert "attention_forward" in emulated.launches[-1].kernel
+    fwd(inputs._replace(causal=True), False, False)
+    assert "attention_forward" in emulated.launches[-1].kernel
+
+
+@pytest.mark.parametrize("dropout", (False, True))
+def test_self_checks_reach_hopper(dropout):
+    """On 132 multiprocessors, with rings that turn, and a group without queries."""
+    assert any(
+        c.headdim == 64
+        and bool(c.dropout_p) == dropout
+        and not (c.bias or c.causal or c.probs)
+        and c.total >= 128 * len(c.lengths)
+        and c.total * c.nheads >= 128 * 132
+        and max(c.lengths) > 5 * 64
+        and any(0 < n % 128 <= 64 for n in c.lengths)
+        for c in attention_cases.ON_GPU
+    )
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+def test_a_map_refused_to_hopper_is_for_the_other_kernel(emulated, forward, p):
+    inputs = made((70, 130), 2, 64, p=p)
+    expected = forward(inputs)
+    with emulated.without_maps():
+        found = emulated.launcher(launchers.forward)(inputs, p > 0, True)
+    assert "attention_forward" in emulated.launches[-1].kernel
+    for a, b in zip((*found[:2], found[3]), expected, strict=True):
+        assert_same_bits(a, b)
