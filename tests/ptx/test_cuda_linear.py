@@ -11,7 +11,7 @@ from fastbert import testing
 from fastbert.backends import aten, cuda
 from fastbert.backends.cuda import feed_forward
 from fastbert.backends.cuda import linear as launchers
-from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref, slope_ref
+from fastbert.ops.activation import ACTIVATIONS, activate_ref, slope_ref
 from fastbert.ops.feed_forward import FeedForwardNeeds
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import feed_forward as feed_forward_cases
@@ -404,12 +404,6 @@ def test_the_gradient_between_is_a_pass_where_our_products_are_slower(linear, mo
     assert (g.double() - truth).abs().max() < 2**-8 * truth.abs().max()
 
 
-def test_half_precision_alone(emulated):
-    assert cuda.DTYPES["linear"] == cuda.DTYPES["feed_forward"] == HALF
-    with dispatch.use_backend(linear="cuda"), pytest.raises(dispatch.BackendError, match="float32"):
-        dispatch.call("linear_fwd", torch.ones(8, 8), *(torch.ones(8, 8),) * 2, None, None, None, False)
-
-
 def test_no_rows(linear):
     x, weight = torch.empty(0, 16, dtype=BF16), randn(24, 16, dtype=BF16)
     y, pre = linear.linear_fwd(x, weight, None, "gelu", None, True)
@@ -440,15 +434,6 @@ def test_plans(emulated, multiprocessors):
     if multiprocessors == 132:
         assert plan(0, 16, 768, 3072, 132)[1] > 4
         assert plan(2, 768, 768, 16384, 132)[1] > 2
-
-
-def test_scratch(emulated):
-    extension, cheap = cuda.device.extension, (CODES["gelu"], False)
-    partial = extension.cuda_linear_partial
-    assert partial(10, 20, 1, 0, False) == partial(10, 20, 1, *cheap) == 0
-    assert partial(10, 20, 3, *cheap) == 3 * 10 * 24
-    assert partial(10, 20, 1, CODES["gelu"], True) == partial(10, 20, 1, CODES["silu"], False) == 10 * 24
-    assert [extension.cuda_linear_sums(rows) for rows in (1, 64, 65, 200)] == [1, 1, 2, 4]
 
 
 @pytest.mark.parametrize(

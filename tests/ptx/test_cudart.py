@@ -80,27 +80,6 @@ def test_a_report_leaves_the_call(emulated):
     assert torch.isfinite(forward(emulated, x, weight[:768])).all()
 
 
-def test_memory_of_no_launcher_is_out_of_bounds(emulated):
-    x, weight, y = randn(4, 768), randn(768), torch.zeros(4, 768)
-    given = (0, 4, 768, x.data_ptr(), 768, 0, 0, weight.data_ptr(), 0, 0, 0, 0, 0)
-    rest = (1e-5, 0, 0, 0, 1.0, y.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
-    launch = emulated.backend.device.extension.cuda_layer_norm_fwd
-    with pytest.raises(emulator.OutOfBounds):
-        launch(*given, *rest)
-    emulated.register(x, weight, y)
-    launch(*given, *rest)
-    assert torch.equal(y, forward(emulated, x, weight))
-
-
-def test_outside_there_is_no_device(emulated):
-    library = emulated.library
-    emulated.library.calls.emulator_set_callbacks(None, None)
-    x = randn(4, 768)
-    with pytest.raises(RuntimeError, match="no CUDA-capable device"):
-        forward(emulated, x, x[0])
-    assert library.module.cuda_archs == "ptx_80"
-
-
 # --- launches that no device takes ---
 
 KB = 1024

@@ -165,6 +165,7 @@ HELD = f"{N8} {names(0, 4)}, {names(100, 4)}, %rd3, 0, 1, 1, 0;\n"
 AGAIN = f"{N8} {names(0, 4)}, %rd2, %rd3, 1, 1, 1, 0, 0;\n"
 OTHER = f"{N8} {names(8, 4)}, %rd2, %rd3, 0, 1, 1, 0, 0;\n"
 COMMIT, WAIT = "wgmma.commit_group.sync.aligned;\n", "wgmma.wait_group.sync.aligned {};\n"
+DONE = COMMIT + WAIT.format(0)
 
 
 def run_group(body: str, schedule: str = "late", shared: bytes = bytes(8192)) -> np.ndarray:
@@ -175,16 +176,14 @@ def run_group(body: str, schedule: str = "late", shared: bytes = bytes(8192)) ->
 
 
 WELL = {
-    "one group": SHARED + COMMIT + WAIT.format(0) + results(8),
-    "a sum goes on": SHARED + AGAIN + COMMIT + AGAIN + COMMIT + WAIT.format(0) + results(8),
+    "one group": SHARED + DONE + results(8),
+    "a sum goes on": SHARED + AGAIN + COMMIT + AGAIN + DONE + results(8),
     "the first of two": SHARED + COMMIT + OTHER + COMMIT + WAIT.format(1) + results(8) + WAIT.format(0),
-    "A may be read twice": HELD + HELD + COMMIT + WAIT.format(0) + results(8),
-    "A is free after the wait": HELD + COMMIT + WAIT.format(0) + "mov.b32 %d100, 1;" + results(8),
-    "memory is free after the wait": SHARED
-    + COMMIT
-    + WAIT.format(0)
-    + "bar.sync 0; st.shared.b32 [%r3], %r0;"
-    + results(8),
+    "A may be read twice": HELD + HELD + DONE + results(8),
+    "A is free after the wait": HELD + DONE + "mov.b32 %d100, 1;" + results(8),
+    # what the statement itself reads
+    "another descriptor meanwhile": f"{SHARED} mov.b64 %rd2, -1; mov.b64 %rd3, -1; {DONE}" + results(8),
+    "memory is free after the wait": SHARED + DONE + "bar.sync 0; st.shared.b32 [%r3], %r0;" + results(8),
 }
 
 
@@ -194,11 +193,6 @@ def test_what_may_be_done(body, schedule):
     run_group(body, schedule)
 
 
-# what the statement itself reads may change
-WELL["another descriptor meanwhile"] = (
-    SHARED + "mov.b64 %rd2, -1; mov.b64 %rd3, -1;" + COMMIT + WAIT.format(0) + results(8)
-)
-
 PART = "setp.lt.u32 %p2, %r0, 31; @%p2 "
 ILL = {
     "accumulators before the wait": (SHARED + COMMIT + results(8), UninitialisedRead),
@@ -206,16 +200,16 @@ ILL = {
     "a wait that leaves the group": (SHARED + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
     "the second of two": (OTHER + COMMIT + SHARED + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
     "the sum went on": (SHARED + COMMIT + AGAIN + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
-    "accumulators written": (SHARED + "mov.b32 %d1, 0;" + COMMIT + WAIT.format(0), UninitialisedRead),
-    "A written": (HELD + "mov.b32 %d101, 1;" + COMMIT + WAIT.format(0), UninitialisedRead),
+    "accumulators written": (SHARED + "mov.b32 %d1, 0;" + DONE, UninitialisedRead),
+    "A written": (HELD + "mov.b32 %d101, 1;" + DONE, UninitialisedRead),
     "A read": (
         HELD + COMMIT + "ld.param.u64 %rd0, [target]; @%p0 st.global.b32 [%rd0], %d101;" + WAIT.format(0),
         UninitialisedRead,
     ),
-    "sums never written": (AGAIN + COMMIT + WAIT.format(0), UninitialisedRead),
+    "sums never written": (AGAIN + DONE, UninitialisedRead),
     "memory written": (SHARED + COMMIT + "st.shared.b32 [%r3], %r0;" + WAIT.format(0), SharedRace),
     "memory written after another warp's wait": (
-        SHARED + COMMIT + WAIT.format(0) + "xor.b32 %r4, %r0, 96; mad.lo.s32 %r3, %r4, 16, %r2;"
+        SHARED + DONE + "xor.b32 %r4, %r0, 96; mad.lo.s32 %r3, %r4, 16, %r2;"
         "st.shared.b32 [%r3], %r0;",
         SharedRace,
     ),
@@ -246,7 +240,7 @@ st.shared.v4.b32 [%r3 + 32], {%r5, %r5, %r5, %r5}; st.shared.v4.b32 [%r3 + 48], 
 
 
 def test_a_missing_proxy_fence_is_a_warning():
-    rest = SHARED + COMMIT + WAIT.format(0) + results(8)
+    rest = SHARED + DONE + results(8)
     with pytest.warns(ProxyWarning, match="line"):
         run_group(WRITTEN + "bar.sync 0;" + rest, shared=None)
 
@@ -254,7 +248,7 @@ def test_a_missing_proxy_fence_is_a_warning():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("between", [FENCE + "bar.sync 0;", "bar.sync 0;" + FENCE])
 def test_a_proxy_fence_before_or_behind_the_barrier(between):
-    run_group(WRITTEN + between + SHARED + COMMIT + WAIT.format(0) + results(8), shared=None)
+    run_group(WRITTEN + between + SHARED + DONE + results(8), shared=None)
 
 
 # ---- elect

@@ -83,24 +83,6 @@ st.global.b{register} [%rd1], %{prefix}5;
         np.testing.assert_array_equal(target.astype(np.uint64), want)
 
 
-@pytest.mark.parametrize("kind", ["b32", "b64", "s32", "u32", "u64", "f32", "f64", "v2.u32"])
-def test_loads_of_parameters(kind):
-    """At offsets of a struct given by value, with negative numbers."""
-    size = 8 if kind in ("b64", "u64", "f64", "v2.u32") else 4
-    loaded = {4: "%r5", 8: "%rd5"}[size] if kind != "v2.u32" else "{%r5, %r6}"
-    pack = "mov.b64 %rd5, {%r5, %r6};" if kind == "v2.u32" else ""
-    body = f"""
-ld.param.{kind} {loaded}, [given + 16];
-{pack}
-ld.param.u64 %rd0, [target];
-st.global.b{8 * size} [%rd0], {"%r5" if size == 4 else "%rd5"};
-"""
-    given = bytes(range(100, 132))
-    target = np.zeros(8, np.uint8)
-    launch(body, [given, target], parameters=".param .align 8 .b8 given[32], .param .u64 target")
-    assert target.tobytes()[:size] == given[16 : 16 + size]
-
-
 # ---- atomics
 
 

@@ -58,9 +58,59 @@ def test_a_report_says_where():
     assert re.search(r"line 20: .*block \(0, 0, 0\), warp 1, lanes \[30\], address 0x[0-9a-f]+; seed 7", text)
 
 
-def test_a_register_that_was_never_written():
-    use = "add.s32 %r5, %r6, 1; st.global.u32 [%rd4], %r5;"
-    both(UninitialisedRead, use, "mov.u32 %r6, 0;" + use)
+UNWRITTEN, STORE = UninitialisedRead, "st.global.u32 [%rd4], %r5;"
+PART, MINE = "setp.lt.u32 %p1, %r1, HERE;", "st.shared.u32 [%r3], %r1;"
+# what is wrong -> (report, statements, what stands for HERE: with the defect, and without it)
+TWINS = {
+    "a register never written": (UNWRITTEN, f"HERE add.s32 %r5, %r6, 1; {STORE}", "", "mov.u32 %r6, 0;"),
+    "a register that some lanes never wrote": (
+        *(UNWRITTEN, f"setp.lt.u32 %p1, %r1, 40; HERE @%p1 mov.u32 %r5, 3; {STORE}"),
+        *("", "mov.u32 %r5, 0;"),
+    ),
+    "a predicate": (UNWRITTEN, "HERE @%p3 mov.u32 %r5, 1;", "", "setp.eq.s32 %p3, %r1, 0;"),
+    "shared memory": (UNWRITTEN, "HERE ld.shared.u32 %r5, [%r3];", "", "st.shared.u32 [%r3], %r1;"),
+    "a byte of shared memory": (
+        *(UNWRITTEN, "cvt.u16.u32 %h1, %r1; st.shared.u16 [%r3], %h1; HERE ld.shared.u32 %r5, [%r3];"),
+        *("", "st.shared.u16 [%r3+2], %h1;"),
+    ),
+    "a load past the end": (OutOfBounds, "ld.global.u32 %r5, [%rd3+HERE];", "4", "0"),
+    "a store past the end": (OutOfBounds, "st.global.u32 [%rd4+HERE], %r1;", "4", "0"),
+    "a store before the start": (OutOfBounds, "st.global.u32 [%rd4+HERE], %r1;", "-4", "0"),
+    "an update past the end": (OutOfBounds, "red.global.add.u32 [%rd4+HERE], %r1;", "4", "0"),
+    "past shared memory": (OutOfBounds, "st.shared.u32 [%r3+HERE], %r1;", "772", "768"),
+    "past local memory": (
+        *(OutOfBounds, ".local .align 4 .b8 depot[16]; mov.u32 %r5, depot; st.local.u32 [%r5+HERE], %r1;"),
+        *("16", "12"),
+    ),
+    "a misaligned load": (Misaligned, "ld.global.u32 %r5, [%rd1+HERE];", "2", "4"),
+    "a misaligned vector": (Misaligned, "ld.global.v2.u32 {%r5, %r6}, [%rd1+HERE];", "4", "8"),
+    "a misaligned store": (Misaligned, "st.shared.u32 [%r3+HERE], %r1;", "2", "0"),
+    "a misaligned copy": (
+        *(Misaligned, "setp.eq.u32 %p1, %r1, 0; @%p1 cp.async.ca.shared.global [%r2], [%rd1+HERE], 8;"),
+        *("4", "8"),
+    ),
+    "a write of what another warp reads": (
+        *(SharedRace, f"{OTHER} {MINE} bar.sync 0; ld.shared.u32 %r5, [%r4]; HERE st.shared.u32 [%r3], %r5;"),
+        *("", "bar.sync 0;"),
+    ),
+    # warps that hold copies of one value may all store it
+    "two writes": (SharedRace, "mov.u32 %r5, 7; st.shared.u32 [%r2], HERE; bar.sync 0;", "%r1", "%r5"),
+    "a barrier for some threads of a warp": (DivergentBarrier, f"{PART} @%p1 bar.sync 0;", "40", "64"),
+    "a warp barrier without some": (
+        *(DivergentBarrier, "setp.lt.u32 %p1, %r1, 40; @%p1 bra $L__over; HERE"),
+        *("bar.warp.sync -1; $L__over:", "mov.u32 %r5, 1; $L__over: bar.warp.sync -1;"),
+    ),
+    "a shuffle without some": (
+        *(DivergentBarrier, f"{PART} @%p1 bra $L__over; shfl.sync.bfly.b32 %r5, %r1, 1, 31, -1; $L__over:"),
+        *("40", "32"),
+    ),
+    "warps at different barriers": (Deadlock, "shr.u32 %r5, %r1, 5; bar.sync HERE, 64;", "%r5", "0"),
+}
+
+
+@pytest.mark.parametrize(("error", "text", "defect", "sound"), TWINS.values(), ids=TWINS)
+def test_a_defect_and_its_sound_twin(error, text, defect, sound):
+    both(error, text.replace("HERE", defect), text.replace("HERE", sound))
 
 
 def test_what_comes_of_undefined_registers_is_undefined():
@@ -103,57 +153,6 @@ def test_undefined_operands_that_do_not_count():
         run(half + "@%p1 st.global.u32 [%rd4], %r7;")
 
 
-def test_a_register_that_some_lanes_never_wrote():
-    defect = "setp.lt.u32 %p1, %r1, 40; @%p1 mov.u32 %r5, 3; st.global.u32 [%rd4], %r5;"
-    both(UninitialisedRead, defect, "mov.u32 %r5, 0;" + defect)
-
-
-def test_a_predicate_that_was_never_written():
-    both(UninitialisedRead, "@%p3 mov.u32 %r5, 1;", "setp.eq.s32 %p3, %r1, 0; @%p3 mov.u32 %r5, 1;")
-
-
-def test_shared_memory_that_was_never_written():
-    both(
-        UninitialisedRead, "ld.shared.u32 %r5, [%r3];", "st.shared.u32 [%r3], %r1; ld.shared.u32 %r5, [%r3];"
-    )
-
-
-def test_shared_memory_of_which_a_byte_was_never_written():
-    defect = "cvt.u16.u32 %h1, %r1; st.shared.u16 [%r3], %h1; FURTHER ld.shared.u32 %r5, [%r3];"
-    both(
-        UninitialisedRead,
-        defect.replace("FURTHER", ""),
-        defect.replace("FURTHER", "st.shared.u16 [%r3+2], %h1;"),
-    )
-
-
-# --- bounds and alignment -----------------------------------------------------------------------------------
-
-
-def test_global_memory_out_of_bounds():
-    both(OutOfBounds, "ld.global.u32 %r5, [%rd3+4];", "ld.global.u32 %r5, [%rd3];")
-    both(OutOfBounds, "st.global.u32 [%rd4+4], %r1;", "st.global.u32 [%rd4], %r1;")
-    both(OutOfBounds, "st.global.u32 [%rd4+-4], %r1;", "st.global.u32 [%rd4], %r1;")
-    both(OutOfBounds, "red.global.add.u32 [%rd4+4], %r1;", "red.global.add.u32 [%rd4], %r1;")
-
-
-def test_shared_memory_out_of_bounds():
-    both(OutOfBounds, "st.shared.u32 [%r3+772], %r1;", "st.shared.u32 [%r3+768], %r1;")
-
-
-def test_local_memory_out_of_bounds():
-    local = ".local .align 4 .b8 depot[16]; mov.u32 %r5, depot;"
-    both(OutOfBounds, local + "st.local.u32 [%r5+16], %r1;", local + "st.local.u32 [%r5+12], %r1;")
-
-
-def test_misaligned():
-    both(Misaligned, "ld.global.u32 %r5, [%rd1+2];", "ld.global.u16 %r5, [%rd1+2];")
-    both(Misaligned, "ld.global.v2.u32 {%r5, %r6}, [%rd1+4];", "ld.global.v2.u32 {%r5, %r6}, [%rd1+8];")
-    both(Misaligned, "st.shared.u32 [%r3+2], %r1;", "st.shared.u32 [%r3], %r1;")
-    copy = "setp.eq.u32 %p1, %r1, 0; @%p1 cp.async.ca.shared.global [%r2], [%rd1+SHIFT], 8;"
-    both(Misaligned, copy.replace("SHIFT", "4"), copy.replace("SHIFT", "8"))
-
-
 # --- races --------------------------------------------------------------------------------------------------
 
 
@@ -169,12 +168,6 @@ def test_a_read_of_what_another_warp_wrote():
             run(exchange.replace("BARRIER", ""), seed=seed)
 
 
-def test_a_write_of_what_another_warp_reads():
-    body = f"""{OTHER} st.shared.u32 [%r3], %r1; bar.sync 0;
-        ld.shared.u32 %r5, [%r4]; BARRIER st.shared.u32 [%r3], %r5;"""
-    both(SharedRace, body.replace("BARRIER", ""), body.replace("BARRIER", "bar.sync 0;"))
-
-
 @pytest.mark.parametrize(
     "body",
     (
@@ -187,12 +180,6 @@ def test_lanes_of_a_warp_that_exchange(body):
     """The neighbour's word: read after its write, or written after its read."""
     body = "xor.b32 %r4, %r3, 4; " + body
     both(SharedRace, body.replace("BARRIER", ""), body.replace("BARRIER", "bar.warp.sync -1;"), threads=32)
-
-
-def test_two_writes():
-    body = "mov.u32 %r5, 7; st.shared.u32 [%r2], VALUE; bar.sync 0;"
-    # Warps that hold copies of one value may all store it.
-    both(SharedRace, body.replace("VALUE", "%r1"), body.replace("VALUE", "%r5"), threads=64)
 
 
 def test_neighbouring_bytes_are_no_race():
@@ -248,30 +235,9 @@ def test_atomics_do_not_race_with_each_other():
 # --- barriers and ends --------------------------------------------------------------------------------------
 
 
-def test_a_barrier_that_only_some_threads_reach():
-    defect = "setp.lt.u32 %p1, %r1, 40; @%p1 bar.sync 0;"
-    both(DivergentBarrier, defect, "setp.lt.u32 %p1, %r1, 64; @%p1 bar.sync 0;")
-
-
 def test_threads_that_have_ended_are_not_waited_for():
     for seed in range(8):
         run("setp.lt.u32 %p1, %r1, 40; @%p1 ret; bar.sync 0;", seed=seed)
-
-
-def test_a_warp_barrier_names_threads_that_went_elsewhere():
-    body = "setp.lt.u32 %p1, %r1, 40; @%p1 bra $L__over; bar.warp.sync -1; $L__over: PLACE"
-    sound = "setp.lt.u32 %p1, %r1, 40; @%p1 bra $L__over; mov.u32 %r5, 1; $L__over: bar.warp.sync -1;"
-    both(DivergentBarrier, body.replace("PLACE", ""), sound)
-
-
-def test_a_shuffle_names_threads_that_went_elsewhere():
-    body = "@%p1 bra $L__over; shfl.sync.bfly.b32 %r5, %r1, 1, 31, -1; $L__over:"
-    both(DivergentBarrier, "setp.lt.u32 %p1, %r1, 40;" + body, "setp.lt.u32 %p1, %r1, 32;" + body)
-
-
-def test_a_deadlock():
-    body = "shr.u32 %r5, %r1, 5; bar.sync NAME, 64;"
-    both(Deadlock, body.replace("NAME", "%r5"), body.replace("NAME", "0"))
 
 
 def test_an_endless_loop():

@@ -24,7 +24,6 @@ void Block::barrier_check(int id) {
     for (size_t v = 0; v < warps.size(); ++v) {
         if (!(done.waiting >> v & 1)) continue;
         warps[v].state = State::running;
-        warps[v].wait[1] = done.value;
         acquire(warps[v], clock);
     }
 }

@@ -109,7 +109,7 @@ struct Warp {
     std::vector<Copy> copies;
     uint32_t committed[LANES] = {};
     std::vector<uint8_t> local;
-    std::shared_ptr<void> matrix_state, hopper_state;  // of matrix.cpp and hopper.cpp
+    std::shared_ptr<void> hopper_state;  // of hopper.cpp
 
     template <class T>
     T* lane(uint32_t slot) {
@@ -134,8 +134,6 @@ struct NamedBarrier {
     uint32_t expected = 0;
     uint32_t waiting = 0;  // warps, as bits
     Clock clock;
-    uint32_t releasing = 0;  // warps that arrived
-    uint32_t value = 0;      // of a reduction over the block
 };
 
 struct Block {
@@ -149,7 +147,7 @@ struct Block {
     uint32_t now = 1;  // of the clocks
     int64_t executed = 0;
     int exited = 0;
-    std::shared_ptr<void> matrix_state, hopper_state;
+    std::shared_ptr<void> hopper_state;
 
     bool done() const { return exited == int(warps.size()); }
     void acquire(Warp& warp, const Clock& clock);

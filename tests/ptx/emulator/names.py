@@ -9,19 +9,8 @@ from tests.ptx.emulator.parse import BYTES, SINK, Both, Negated, Number, Registe
 SPACES = {"global": "global", "shared": "shared", "local": "local", "param": "param", "const": "global"}
 SPACES |= {"shared::cta": "shared", "shared::cluster": "shared", "param::entry": "param"}
 # Blocks run one after another and memory is always up to date: orders and scopes have nothing to add.
-ORDERS = {
-    "weak",
-    "relaxed",
-    "acquire",
-    "release",
-    "acq_rel",
-    "volatile",
-    "mmio",
-    "cta",
-    "cluster",
-    "gpu",
-    "sys",
-}
+ORDERS = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"}
+ORDERS |= {"cta", "cluster", "gpu", "sys"}
 CACHES = {"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt"}
 HINT = re.compile(r"L[12]::(evict_\w+|no_allocate|cache_hint|64B|128B|256B)$")
 
