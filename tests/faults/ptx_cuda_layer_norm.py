@@ -42,7 +42,7 @@ SUITE = Suite(
     tests=(
         "tests/ptx/test_cuda_layer_norm.py",
         "-k",
-        "width or order or gaps or addresses or wanted or rows or multiply_adds",
+        "width or order or gaps or addresses or wanted or rows or contracted",
     ),
     **IN_EMULATOR,
 )

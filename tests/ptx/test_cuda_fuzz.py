@@ -1,6 +1,6 @@
 """Drawn shapes of the CUDA kernels, as nvcc compiles them for sm_80, in the PTX emulator.
 
-512 calls of attention and 520 of linear, forward and backward, each with its own schedule of copies and order
+128 calls of attention and 160 of linear, forward and backward, each with its own schedule of copies and order
 of warps.
 """
 
@@ -12,15 +12,13 @@ from fastbert import testing
 from fastbert.backends.cuda import linear as launchers
 from tests.support.cuda_draws import HALF, check_drawn_products, drawn_case, lucky_yardstick
 
-pytest_plugins = ("tests.support.ptx_fixtures",)
-
 
 def draw_order(emulated, rng: random.Random) -> str:
     emulated.schedule, emulated.seed = rng.choice(("late", "early")), rng.randint(0, 2**31)
     return f"schedule {emulated.schedule}, seed {emulated.seed}"
 
 
-@pytest.mark.parametrize("part", range(32))
+@pytest.mark.parametrize("part", range(8))
 def test_attention(emulated, part):
     """16 calls, by the error rule."""
     rng = random.Random(1000 + part)
@@ -33,7 +31,7 @@ def test_attention(emulated, part):
     assert len(emulated.launches) >= 3 * 16
 
 
-@pytest.mark.parametrize("part", range(26))
+@pytest.mark.parametrize("part", range(8))
 def test_linear(emulated, part):
     """20 calls of integers, whose results must be exact."""
     rng = random.Random(1000 + part)
