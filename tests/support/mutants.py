@@ -1,7 +1,6 @@
 """Mutants: small changes of the package's Python code, made by rule, that the tests of their room must kill.
 
     python tests/support/mutants.py --sample 400 --seed 0 --out FILE    one JSON object per mutant
-    python tests/support/mutants.py --sample 400 --seed 0 --list        the mutants, without tests
 
 A sample holds equally many mutants of each room, in turns. Which ones depends on the seed and on the text of
 their functions alone, so that an edit elsewhere keeps them. The tests of a room run in a fork of a process
@@ -243,13 +242,8 @@ def main() -> None:
     parser.add_argument(
         "--out", type=pathlib.Path, help="a file that keeps the rows; its mutants are not repeated"
     )
-    parser.add_argument("--list", action="store_true", help="print the mutants alone")
     options = parser.parse_args()
     chosen = [m for m in sample(options.sample, options.seed) if m.room in (options.room or ROOMS)]
-    if options.list:
-        for mutant in chosen:
-            print(json.dumps(asdict(mutant)))
-        return
     out = options.out and options.out.resolve()  # the run changes the directory
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
     new = []

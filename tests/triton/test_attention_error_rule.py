@@ -137,4 +137,4 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, "all", backward=not case.probs and seed % 8 == 0)
 
 
-test_fuzz, test_fuzz_long = fuzz_tests(check_drawn, fuzzed_cases(), 100, 2500)
+test_fuzz, test_fuzz_long = fuzz_tests(check_drawn, fuzzed_cases(), 50, 2500)

@@ -228,7 +228,7 @@ def test_alignments_are_what_the_sizes_have(monkeypatch, classes, stride, align)
 
 
 @pytest.mark.sweep
-@fuzz(60)
+@fuzz(30)
 @given(
     st.integers(0, 20),
     st.one_of(st.integers(1, 40), st.integers(1, 700)),

@@ -205,7 +205,7 @@ def fuzzed_cases(draw):
     return case, dtype, draw(st.integers(0, 2**20))
 
 
-test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_cases(), 100, 2000)
+test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_cases(), 40, 2000)
 
 
 # --- ids that a table does not have -------------------------------------------------------------------------

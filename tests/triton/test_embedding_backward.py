@@ -251,7 +251,7 @@ def test_no_tokens(hidden):
 
 
 @pytest.mark.sweep
-@fuzz(20)
+@fuzz(10)
 @given(
     st.integers(1, 90),
     st.integers(8, 90),

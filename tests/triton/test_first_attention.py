@@ -253,7 +253,7 @@ def test_lengths_by_the_error_rule(longest):
 
 
 @pytest.mark.sweep
-@fuzz(40)
+@fuzz(20)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=5),
     st.sampled_from([(1, 16), (3, 8), (2, 40), (5, 20), (18, 16)]),

@@ -291,7 +291,7 @@ def fuzzed_cases(draw):
     return case, dtype, draw(st.integers(0, 2**20))
 
 
-test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_cases(), 200, 3000)
+test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_cases(), 60, 3000)
 
 
 # --- the backend --------------------------------------------------------------------------------------------

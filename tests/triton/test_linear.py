@@ -359,4 +359,4 @@ def fuzzed_cases(draw):
     return case, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**20))
 
 
-test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_cases(), 100, 2000)
+test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_cases(), 40, 2000)

@@ -195,7 +195,7 @@ def test_no_rows(activation):
 
 
 @pytest.mark.sweep
-@fuzz(30)
+@fuzz(15)
 @given(
     st.integers(1, 80),
     st.integers(1, 300),

@@ -295,7 +295,7 @@ def test_many_lengths_meet_few_configs():
 
 
 @pytest.mark.sweep
-@fuzz(40)
+@fuzz(20)
 @given(
     st.integers(1, 70),
     st.integers(1, 150),

@@ -102,7 +102,7 @@ def check(rows, inner, dtype, indices) -> None:
     assert_right(random_bits(rows, inner, dtype), random_bits(len(indices), inner, dtype), indices)
 
 
-test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_batches(), 150, 2000)
+test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_batches(), 50, 2000)
 
 
 @pytest.fixture
