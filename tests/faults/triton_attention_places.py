@@ -10,8 +10,8 @@ _fault = faults_of(_KERNEL)
 
 FAULTS = (
     # the kernel
-    _fault("equal lengths share a slot", "& (others[None, :] > mine[:, None])", "& (others[None, :] < 0)"),
     _fault("a sequence ranked before itself", "others[None, :] > mine[:, None]", "others[None, :] >= mine[:, None]"),
+    _fault("equal lengths share a slot", "& (others[None, :] > mine[:, None])", "& (others[None, :] < 0)"),
     _fault("shortest first", "(lengths[None, :] > length[:, None]) | equal", "(lengths[None, :] < length[:, None]) | equal"),
     _fault("ranked among the first chunk only", "tl.where(ahead, tiles[None, :], 0), 1)", "tl.where(ahead & (other == 0), tiles[None, :], 0), 1)"),
     _fault("part of a tile has no place", "owned = (length + height - 1) // height", "owned = length // height"),
