@@ -186,14 +186,6 @@ def test_without_a_folder_verdicts_are_shown_only(planted, run, fake, monkeypatc
 # --- env ----------------------------------------------------------------------------------------------------
 
 
-def test_env_on_a_cpu_says_that_there_are_no_gpu_kernels(run, cache):
-    report = json.loads(run("env", "--json"))
-    assert report["verdicts"] == str(cache)
-    if not torch.cuda.is_available():
-        assert report["gpu_kernels"] == []
-        assert f"GPU kernels (verdicts in {cache})\n  no GPU to run them\n" in run("env")
-
-
 def test_cuda_without_an_index_is_the_current_gpu(run, monkeypatch):
     devices = []
     monkeypatch.setattr(cli_warmup, "device_of", lambda name: torch.device("cuda"))
@@ -204,7 +196,12 @@ def test_cuda_without_an_index_is_the_current_gpu(run, monkeypatch):
     assert devices == [torch.device("cuda", 3)]
 
 
-def test_env_shows_them(run, monkeypatch):
+def test_env_shows_them(run, cache, monkeypatch):
+    report = json.loads(run("env", "--json"))
+    assert report["verdicts"] == str(cache)
+    if not torch.cuda.is_available():
+        assert report["gpu_kernels"] == []
+        assert f"GPU kernels (verdicts in {cache})\n  no GPU to run them\n" in run("env")
     row = serving.Proof("linear", "cuda:0", "bfloat16", "triton", "proven on NVIDIA H200", "at 012345678")
     environment = cli_env.environment() | {"gpu_kernels": [vars(row)]}
     monkeypatch.setattr(cli_env, "environment", lambda: environment)
