@@ -117,9 +117,7 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
         if (each, device) not in known.found and is_due(known.verdict(each, device), device):
             try:
                 known.found[each, device] = checking.check(each, device)
-            except Exception:
-                raise
-            except BaseException:
+            except (KeyboardInterrupt, SystemExit):
                 # Ctrl-C. The check may hang, so this process does without the kernel
                 stopped = Verdict("its self-check was stopped before it ended", outcome=UNDECIDED)
                 known.found[each, device] = stopped
