@@ -58,16 +58,12 @@ def _check(hidden, cu_seqlens, mode):
     """Check all but the values."""
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}; expected one of {', '.join(MODES)}")
+    checks.float_tensor("hidden", hidden)
+    checks.int_tensor("cu_seqlens", cu_seqlens, hidden)
     if hidden.dim() != 2:
         raise ValueError(f"hidden: shape {tuple(hidden.shape)}; expected (total, hidden)")
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden: dtype {hidden.dtype}; expected floating point")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}; expected (batch + 1,)")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: dtype {cu_seqlens.dtype}; expected int32 or int64")
-    if cu_seqlens.device != hidden.device:
-        raise ValueError(f"cu_seqlens: on {cu_seqlens.device}, but hidden is on {hidden.device}")
 
 
 def _launch_fwd(hidden, cu_seqlens, mode):
@@ -153,7 +149,7 @@ def pooling(hidden: Tensor, cu_seqlens: Tensor, mode: str = "mean") -> Tensor:
 
     Raises:
         ValueError: an unknown mode, a wrong shape or device, lengths that leave the rows of `hidden`.
-        TypeError: a wrong dtype.
+        TypeError: a wrong type or dtype.
 
     Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
     """

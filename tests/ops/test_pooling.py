@@ -89,10 +89,8 @@ def test_a_nan_is_not_hidden():
     [
         ({"mode": "sum"}, ValueError, "mode: 'sum'; expected one of mean, cls, max"),
         ({"hidden": torch.zeros(2, 3, 4)}, ValueError, r"hidden: shape \(2, 3, 4\)"),
-        ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "hidden: dtype torch.int64"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens: shape \(0,\)"),
         ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: shape"),
-        ({"cu_seqlens": torch.zeros(3)}, TypeError, "cu_seqlens: dtype torch.float32"),
         *(
             ({"cu_seqlens": torch.tensor(ends)}, ValueError, f"cu_seqlens: .*{words}")
             for ends, words in (
@@ -103,7 +101,6 @@ def test_a_nan_is_not_hidden():
                 ([0, 2, 1, 2], "non-decreasing, got 2 then 1 at 1"),
             )
         ),
-        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "cu_seqlens: on meta"),
     ],
 )
 def test_refuses(change, error, words):
