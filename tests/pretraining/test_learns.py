@@ -39,26 +39,26 @@ def pairs(corpus, relation):
 CASES = {
     "next": (
         lambda corpus: Objective(pairs(corpus, "next"), Masking(max_predictions=20)),
-        {"mlm": 0.1, "sentence": 0.03},
+        {"mlm": 0.1, "sentence": 0.035},
     ),
     "order": (
         lambda corpus: Objective(pairs(corpus, "order"), Masking("ngram")),
-        {"mlm": 0.1, "sentence": 0.03},
+        {"mlm": 0.1, "sentence": 0.035},
     ),
     "three": (
         lambda corpus: WordOrder(pairs(corpus, "three"), Masking(max_predictions=20)),
-        {"mlm": 0.1, "order": 0.5, "sentence": 0.05},
+        {"mlm": 0.3, "order": 1.0, "sentence": 0.05},
     ),
     "stages": (lambda corpus: Staged(DocSentences(corpus, LENGTH, 0), stages=STAGES), {"mlm": 0.1}),
     "left-to-right": (
         lambda corpus: LeftToRight(DocSentences(corpus, LENGTH, 0)),
-        {"left_to_right": 0.3},
+        {"left_to_right": 1.0},
     ),
     "permutation": (lambda corpus: Permutation(DocSentences(corpus, LENGTH, 0)), {"permutation": 0.1}),
     "spans": (lambda corpus: SpanBoundary(FullSentences(corpus, LENGTH, 0)), {"mlm": 0.1, "sbo": 0.1}),
     "replaced": (
         lambda corpus: ReplacedTokens(FullSentences(corpus, LENGTH, 0)),
-        {"mlm": 0.1, "rtd": 0.003},
+        {"mlm": 0.1, "rtd": 0.0042},
     ),
 }
 
