@@ -14,13 +14,18 @@ template <class H> struct NarrowPair {  // the first operand becomes the upper h
     }
 };
 
+template <class D, class S>
+REGISTERS void cast(const std::string& name) {
+    value_form<Cast<D, S>, D, S>(name);
+}
+
 template <class S>
 REGISTERS void of_integer(const std::string& s) {
-    rare_form<Cast<uint8_t, S>, uint8_t, S>("cvt.u8." + s), rare_form<Cast<int8_t, S>, int8_t, S>("cvt.s8." + s);
-    value_form<Cast<uint16_t, S>, uint16_t, S>("cvt.u16." + s), value_form<Cast<int16_t, S>, int16_t, S>("cvt.s16." + s);
-    value_form<Cast<uint32_t, S>, uint32_t, S>("cvt.u32." + s), value_form<Cast<int32_t, S>, int32_t, S>("cvt.s32." + s);
-    value_form<Cast<uint64_t, S>, uint64_t, S>("cvt.u64." + s), value_form<Cast<int64_t, S>, int64_t, S>("cvt.s64." + s);
-    value_form<Cast<float, S>, float, S>("cvt.rn.f32." + s);
+    cast<uint8_t, S>("cvt.u8." + s), cast<int8_t, S>("cvt.s8." + s);
+    cast<uint16_t, S>("cvt.u16." + s), cast<int16_t, S>("cvt.s16." + s);
+    cast<uint32_t, S>("cvt.u32." + s), cast<int32_t, S>("cvt.s32." + s);
+    cast<uint64_t, S>("cvt.u64." + s), cast<int64_t, S>("cvt.s64." + s);
+    cast<float, S>("cvt.rn.f32." + s);
 }
 
 template <class H>

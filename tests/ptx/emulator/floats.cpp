@@ -1,6 +1,7 @@
 // Arithmetic of f32. `.approx` forms are computed in the host's functions, whose error is below what the
 // ISA allows; `.full` division is rounded exactly.
 #include <cmath>
+#include <functional>
 
 #include "lanes.h"
 
@@ -16,10 +17,13 @@ inline float flushed(float a) {
 
 inline float a_nan() { return bit_cast<float>(0x7FFFFFFFu); }
 
-template <bool z> struct Add { float operator()(float a, float b) const { return flushed<z>(flushed<z>(a) + flushed<z>(b)); } };
-template <bool z> struct Sub { float operator()(float a, float b) const { return flushed<z>(flushed<z>(a) - flushed<z>(b)); } };
-template <bool z> struct Mul { float operator()(float a, float b) const { return flushed<z>(flushed<z>(a) * flushed<z>(b)); } };
-template <bool z> struct Div { float operator()(float a, float b) const { return flushed<z>(flushed<z>(a) / flushed<z>(b)); } };
+template <bool z, class F> struct Flushing {
+    float operator()(float a, float b) const { return flushed<z>(F{}(flushed<z>(a), flushed<z>(b))); }
+};
+template <bool z> using Add = Flushing<z, std::plus<float>>;
+template <bool z> using Sub = Flushing<z, std::minus<float>>;
+template <bool z> using Mul = Flushing<z, std::multiplies<float>>;
+template <bool z> using Div = Flushing<z, std::divides<float>>;
 template <bool z> struct Fma {
     float operator()(float a, float b, float c) const {
         return flushed<z>(std::fma(flushed<z>(a), flushed<z>(b), flushed<z>(c)));

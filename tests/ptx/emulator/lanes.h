@@ -71,21 +71,6 @@ REGISTERS void value_form(const std::string& name) {
     if constexpr (sizeof...(S) == 4) pure_form(name, signature, quaternary<F, D, S...>);
 }
 
-// A form that is rare: one lane after another, which compiles in a fraction of the time.
-template <class F, class D, class A>
-void lane_by_lane(Warp& w, const Op& op, uint32_t m) {
-    D* d = w.lane<D>(op.dst[0]);
-    const A* a = w.lane<A>(op.src[0]);
-    for (; m; m &= m - 1) {
-        const int l = __builtin_ctz(m);
-        d[l] = F{}(a[l]);
-    }
-}
-template <class F, class D, class A>
-REGISTERS void rare_form(const std::string& name) {
-    pure_form(name, "=" + width<D>() + " " + width<A>(), lane_by_lane<F, D, A>);
-}
-
 template <class To, class From>
 inline To bit_cast(From from) {
     static_assert(sizeof(To) == sizeof(From));
