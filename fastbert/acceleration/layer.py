@@ -61,7 +61,9 @@ class LayerState:
         """The state of a stock layer of a model with this transformers config."""
         heads = config.num_attention_heads
         names, stock = FAMILIES[model_type].layer, FAMILIES[model_type].stock_layer
-        width = part_of(layer, stock.dropouts[0].rpartition(".")[0]).attention_head_size
+        # a part that was replaced by something else has neither, and `gap` names it
+        attention = _attribute(layer, stock.dropouts[0].split(".")[:-1])
+        width = getattr(attention, "attention_head_size", config.hidden_size // heads)
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
         form = LayerForm(names, stock, heads, width, activation)
@@ -124,6 +126,8 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
             return f"{dotted} has hooks or another forward"
         if not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
+    if (state.form.stock.feed_forward or "feed_forward_chunk") in layer.__dict__:
+        return "it has another feed-forward block"
     act = _attribute(layer, activation)
     if isinstance(act, nn.Module) and watched(act):
         return "the activation has hooks or another forward"
@@ -204,7 +208,7 @@ def _unknown_linear(module: nn.Module) -> str | None:
 
 def _attribute(root: nn.Module, path: list[str]) -> Any:
     for name in path:
-        root = getattr(root, name)
+        root = getattr(root, name, None)
     return root
 
 

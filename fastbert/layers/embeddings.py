@@ -109,8 +109,9 @@ class Embeddings(nn.Module):
         self.pad_positions = family.pad_positions
 
     def dropout_rate(self) -> float:
-        """The current probability of the dropout module."""
-        return self.dropout.p if self.dropout.training else 0.0
+        """The current probability of the dropout module; 0 if another module stands there, which is called."""
+        module = self.dropout
+        return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 
     def gap(self) -> str | None:
         """Why the modules must be called on a padded batch; None if our op may compute everything."""
@@ -122,6 +123,8 @@ class Embeddings(nn.Module):
                     return "embeddings.dropout is not a plain dropout"
             elif (reason := changed(module)) is not None:
                 return f"embeddings.{name} {reason}"
+            elif getattr(module, "scale_grad_by_freq", False):
+                return f"embeddings.{name} counts masked tokens too (scale_grad_by_freq)"
         return None
 
     def forward(
