@@ -71,6 +71,19 @@ def own_seed(request):
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(request):
+    """A second thread costs tiny models more than it does.
+
+    Several threads run in tests/cpu, in tests/ops and where a test sets their number.
+    """
+    threads = torch.get_num_threads()
+    if request.path.parent.name not in ("cpu", "ops"):
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def minilm():
     """The folder of the real all-MiniLM-L6-v2."""

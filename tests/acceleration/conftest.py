@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support.accelerated_models import TEXTS
-from tests.support.one_thread import one_thread  # noqa: F401
 from tests.support.trainers import word_tokenizer
 
 

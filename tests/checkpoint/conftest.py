@@ -3,7 +3,6 @@
 import pytest
 
 from tests.support.checkpoints import theirs
-from tests.support.one_thread import one_thread  # noqa: F401
 
 
 @pytest.fixture

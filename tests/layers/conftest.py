@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.one_thread import one_thread  # noqa: F401
 from tests.support.quantized_models import ours
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fastbert.pretraining.documents import split_sentences
 from fastbert.pretraining.vocabulary import train
-from tests.support.tiny_training import tiny_models_on_one_thread  # noqa: F401
+from tests.support.tiny_training import known_roof  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -34,14 +34,11 @@ ROOF = 1e12
 
 
 @pytest.fixture(autouse=True, scope="module")
-def tiny_models_on_one_thread():
-    """Their threads would only wait for each other, and to measure the roof takes longer than to train."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def known_roof():
+    """To measure the roof takes longer than to train."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "roof", lambda device, dtype: ROOF)
         yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

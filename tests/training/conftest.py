@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_training import tiny_models_on_one_thread  # noqa: F401
+from tests.support.tiny_training import known_roof  # noqa: F401
 
 
 @pytest.fixture
