@@ -13,15 +13,6 @@ from torch import nn
 
 import fastbert
 from fastbert.models.config import EncoderConfig
-from fastbert.ops import (
-    attention,
-    cross_entropy,
-    embedding,
-    layer_norm,
-    linear,
-    linear_cross_entropy,
-    pooling,
-)
 from tests.support.accelerated_models import (
     HEAD,
     LAYERS,
@@ -55,20 +46,6 @@ def test_hidden_states_keep_their_gradients(name):
         grads.append([hidden.grad[kept] for hidden in out.hidden_states])
     for theirs, ours in zip(*grads, strict=True):
         close(ours, theirs, 1e-9)
-
-
-def test_attentions_keep_their_gradients():
-    slow, fast = build("bert", attention="eager")
-    inputs = first_kept("bert")
-    grads = []
-    for model in (slow, fast):
-        out = model(**inputs, output_attentions=True)
-        for probabilities in out.attentions:
-            probabilities.retain_grad()
-        out.last_hidden_state[0, 0].sum().backward()
-        grads.append([probabilities.grad for probabilities in out.attentions])
-    for theirs, ours in zip(*grads, strict=True):
-        close(ours, theirs)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -286,35 +263,3 @@ def test_gradient_penalty_names_the_way_out():
     assert torch.equal(actual, expected)
     actual.backward()
     assert embeds.grad.isfinite().all()
-
-
-def _calls():
-    """op -> a call of it on float32 rows (6, 8)."""
-    weight, ids = torch.randn(8, 8), torch.arange(6) % 8
-    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
-    return {
-        "layer_norm": lambda x: layer_norm.layer_norm(x, torch.ones(8), torch.zeros(8)),
-        "linear": lambda x: linear.linear(x, weight),
-        "attention": lambda x: attention.attention(*[x.reshape(6, 2, 4)] * 3, ends, 4),
-        "cross_entropy": lambda x: cross_entropy.cross_entropy(x, ids),
-        "pooling": lambda x: pooling.pooling(x, ends, "mean"),
-        "linear_cross_entropy": lambda x: linear_cross_entropy.linear_cross_entropy(x, weight, None, ids),
-        "embedding": lambda x: embedding.embedding(ids, x, torch.ones(8), torch.zeros(8)),
-    }
-
-
-@pytest.mark.parametrize("op", list(_calls()))
-def test_every_op_names_the_way_out_of_a_second_derivative(op):
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    call = _calls()[op]
-    (once,) = torch.autograd.grad(call(x).square().sum(), x)
-    (again,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
-    assert torch.equal(once, again)
-    assert not once.requires_grad
-    assert again.requires_grad
-    with pytest.raises(RuntimeError, match=r"gradient of a gradient .*create_graph=True.*fastbert\.restore"):
-        again.sum().backward()
-    # also if the other factor has no gradient
-    (seeded,) = torch.autograd.grad(call(x), x, torch.ones_like(call(x)), create_graph=True)
-    with pytest.raises(RuntimeError, match="gradient of a gradient"):
-        seeded.sum().backward()

@@ -258,6 +258,23 @@ def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, c
         assert old() is None, "the old copy is still held"
 
 
+def test_after_inference_a_module_trains_in_eval_mode_and_runs_in_another_dtype(module):
+    """The gradients are those of the weight, and a cast weight is another one."""
+    x = randn(40, 24)
+    with torch.no_grad():
+        layers.apply_linear(module, x)
+    found, expected = (
+        torch.autograd.grad(y.square().sum(), module.parameters())
+        for y in (layers.apply_linear(module, x), nn.functional.linear(x, module.weight, module.bias))
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    module.bfloat16()
+    with torch.no_grad():
+        y = layers.apply_linear(module, x.bfloat16())
+    assert_same_bits(y, layers.linear(x.bfloat16(), module.weight, module.bias).detach())
+
+
 def test_train_drops_them():
     model = of_bert()
     hidden(model)

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import fastbert
 from fastbert.layers import encoder as layers
 from fastbert.layers import fused
 from fastbert.models.bert import BertModel
-from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime import dispatch
@@ -64,9 +62,6 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 5e-6) -> None:
     assert a.shape == b.shape
     error = (a - b).abs().max().item() if a.numel() else 0.0
     assert error <= tolerance, f"max error {error:.3g}"
-
-
-# -- the attention of one query a sequence -------------------------------------------------------------------
 
 
 # -- the same rows as the whole layer's ----------------------------------------------------------------------
@@ -312,34 +307,6 @@ def test_other_outputs_need_every_row(bert, asked):
         assert torch.equal(first.last_hidden_state, plain.last_hidden_state[:, :1])
 
 
-@pytest.mark.parametrize(
-    "where", ["", "attention", "attention.self.key", "output.LayerNorm", "intermediate.dense"]
-)
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_on_the_last_layer_sees_every_row(where, kind):
-    model, inputs = model_of("bert"), batch("bert")
-    seen = []
-
-    def hook(_module, args, *result):
-        results = result[0] if result and isinstance(result[0], tuple) else result
-        seen.extend(t.shape[:2] for t in (args[0], *results[:1]))
-
-    handle = getattr(model.layers()[-1].get_submodule(where), kind)(hook)
-    with torch.no_grad():
-        first = model(**inputs, first_token_only=True)[0]
-        times = 2 if kind == "register_forward_hook" else 1
-        assert seen == [inputs["attention_mask"].shape] * times
-        handle.remove()
-        assert rows_of_the_last_layer(model, inputs, first_token_only=True) == 4
-        close(first[:, 0], model(**inputs)[0][:, 0])
-        # a hook on another layer does not matter
-        model.layers()[0].register_forward_hook(lambda *_: None)
-        assert rows_of_the_last_layer(model, inputs, first_token_only=True) == 4
-
-
-# -- autocast, torch.compile, 8 bits -------------------------------------------------------------------------
-
-
 # -- sentences -----------------------------------------------------------------------------------------------
 
 
@@ -372,19 +339,3 @@ def test_sentences_by_their_first_token(encoder, dtype, normalize):
     expected = F.normalize(expected, dim=1) if normalize else expected
     assert rows.dtype == made.dtype
     close(torch.from_numpy(rows), expected, 0.05 if dtype == torch.bfloat16 else 5e-6)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "max"])
-def test_other_poolings_read_every_token(encoder, pooling):
-    made = copy.copy(encoder)
-    made.pooling = pooling
-    with products() as seen:
-        made.encode(SENTENCES)
-    assert set(inner_rows(seen)) == {len(made.tokenize(SENTENCES).ids)}
-
-
-def test_every_head_says_what_it_reads():
-    for name in fastbert.__all__:
-        head = getattr(fastbert, name)
-        if isinstance(head, type) and issubclass(head, TaskModel) and head.task != "Model":
-            assert head.reads_first_only == (head.task in FIRST_ONLY_TASKS), name
