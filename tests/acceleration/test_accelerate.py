@@ -33,7 +33,6 @@ from tests.support.accelerated_models import (
     first_kept,
     layer_calls,
     padded,
-    pair,
     same_gradients,
     same_outputs,
     stock,
@@ -248,15 +247,6 @@ def test_explain_says_which_layers_are_fused_and_why_not():
     assert str(report).startswith("3 of 3 encoder layers run fused, padding taken out\n")
 
 
-def test_summary_of_several_encoders():
-    both = nn.ModuleList(
-        [fastbert.accelerate(stock("bert")), fastbert.accelerate(stock("bert"), unpad=False)]
-    )
-    assert fastbert.explain(both).summary == (
-        f"{2 * LAYERS} of {2 * LAYERS} encoder layers run fused, padding taken out in 1 of 2 encoders"
-    )
-
-
 @pytest.mark.parametrize("kind", ["encoder", "head", "inside"])
 def test_fastberts_own_models_need_no_accelerate(kind):
     config = EncoderConfig.from_hf(hf_config("bert"))
@@ -392,21 +382,6 @@ def test_a_twin_runs_its_own_weights(name, twin_of):
             assert torch.equal(fast(**inputs).logits, before)
 
 
-def test_classes_are_pickled(tmp_path):
-    slow, fast = build("bert", transformers.AutoModelForQuestionAnswering)
-    fast.save_pretrained(tmp_path)
-    inputs = first_kept("bert")
-    for module, stock_module in zip(fast.modules(), slow.modules(), strict=True):
-        kind = type(module)
-        for protocol in (2, pickle.HIGHEST_PROTOCOL):
-            assert pickle.loads(pickle.dumps(kind, protocol)) is kind
-        assert pickle.loads(pickle.dumps(type(stock_module))) is type(stock_module)
-        assert copy.deepcopy(kind) is copy.copy(kind) is kind
-    load = pickle.loads(pickle.dumps(type(fast).from_pretrained))
-    with torch.no_grad():
-        assert torch.equal(load(tmp_path)(**inputs).start_logits, slow(**inputs).start_logits)
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta", "albert", "electra", "distilbert", "mpnet"])
 def test_resized_token_embeddings(name):
     slow, fast = build(name, transformers.AutoModelForMaskedLM)
@@ -431,17 +406,6 @@ def test_resized_token_embeddings(name):
         )
         fast.zero_grad()
         del actual  # its autograd graph knows the size
-
-
-def test_functional_call_runs_the_weights_that_it_is_given():
-    slow, fast = pair("bert", HEAD)
-    inputs = first_kept("bert")
-    other = {k: v.clone() for k, v in stock("bert", HEAD, seed=9).named_parameters()}
-    with torch.no_grad():
-        fast(**inputs)
-        actual, expected = (torch.func.functional_call(m, other, (), inputs).logits for m in (fast, slow))
-        close(actual, expected)
-        close(fast(**inputs).logits, slow(**inputs).logits)
 
 
 # -- around the model ----------------------------------------------------------------------------------------
@@ -569,16 +533,3 @@ def test_model_on_the_meta_device_gives_shapes():
     ids = torch.zeros(4, 40, dtype=torch.long, device="meta")
     with torch.no_grad():
         assert fast(ids)[0].shape == slow(ids)[0].shape == (4, 40, 48)
-
-
-def test_flops_are_counted_as_in_the_stock_model():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    slow, fast = build("bert", attention="eager")
-    inputs = first_kept("bert")
-    totals = []
-    for model in (slow, fast):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(**inputs)
-        totals.append(counter.get_total_flops())
-    assert totals[0] == totals[1] > 0

@@ -17,7 +17,6 @@ from torch import nn
 
 import fastbert
 from fastbert.acceleration import layer as accelerated
-from fastbert.backends import cpu
 from fastbert.backends.cpu import sizes
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
@@ -162,26 +161,6 @@ def test_poolers_projections_and_heads_stay_as_they_are(name):
 
 
 # -- how it is computed --------------------------------------------------------------------------------------
-
-
-def test_a_layer_is_one_call_and_its_panels_alone_are_kept(fresh_dispatch, monkeypatch):
-    ran, launch = [], cpu.encoder_layer_fwd
-
-    def spy(x, weights, *args):
-        ran.append(weights)
-        return launch(x, weights, *args)
-
-    monkeypatch.setattr(cpu, "encoder_layer_fwd", spy)
-    fast = int8()
-    last(fast)
-    assert len(ran) == LAYERS
-    assert [name[:2] for name in prepared.remembered(fast.encoder)] == [("layer", "linear_int8")] * LAYERS
-    tensors = [t for t in ran[0][2] if isinstance(t, torch.Tensor)]
-    integers = sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
-    weights = sum(m.weight.numel() for m in fast.encoder.layer[0].modules() if type(m) is nn.Linear)
-    assert weights <= integers < 4 * weights  # of float32 weights; small ones are padded to panels
-    last(fast)
-    assert all(a is b for a, b in zip(ran[:LAYERS], ran[LAYERS:], strict=True)), "packed again"
 
 
 # -- the model stays what it is ------------------------------------------------------------------------------
@@ -339,20 +318,6 @@ def test_gradients_are_refused(train, options):
     fast.bert.encoder.layer[0].output.LayerNorm.requires_grad_(True)
     with pytest.raises(RuntimeError, match=NO_GRADIENT.replace("0", "1")):
         fast(**inputs)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpoints_are_refused_too(reentrant):
-    """A reentrant checkpoint first runs the layer without gradients, and raises in backward."""
-    fast = int8("bert", HEAD).train()
-    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
-
-    def train():
-        fast(**first_kept("bert")).logits.sum().backward()
-
-    with pytest.raises(RuntimeError, match="runs on 8-bit weights"):
-        train()
 
 
 def test_a_head_trains_on_a_frozen_encoder():

@@ -406,18 +406,6 @@ def test_what_we_do_not_compute_goes_to_sdpa_and_is_counted(reason):
         attention.attention_function(module, *args, **kwargs)
 
 
-def test_softcap_is_refused_as_by_sdpa():
-    module = Module()
-    site = site_of(module)
-    with pytest.raises(ValueError, match="softcap"):
-        attention.attention_function(module, *qkv(), None, softcap=30.0)
-    assert dict(site.stock) == {"argument softcap": 1}
-    attention.attention_function(
-        module, *qkv(), None, softcap=None, sliding_window=4, output_attentions=False
-    )
-    assert site.fused == 1
-
-
 def test_transforms_and_mixed_dtypes_take_sdpa():
     module, (q, k, v) = Module(), qkv()
     site = site_of(module)
@@ -445,16 +433,6 @@ def test_dropout_drops_scales_and_repeats_by_the_seed():
     torch.manual_seed(1)
     again = [attention.attention_function(module, q, k, v, None, dropout=0.25)[0] for _ in range(2)]
     assert not torch.equal(*again)  # every call draws anew
-
-
-def test_dropout_of_a_model_only_in_training():
-    fast = ours(stock("roberta-prelayernorm", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0))
-    x, mask = ids(), masks()["right"]
-    with torch.no_grad():
-        assert torch.equal(fast(x, attention_mask=mask)[0], fast(x, attention_mask=mask)[0])
-        fast.train()
-        assert not torch.equal(fast(x, attention_mask=mask)[0], fast(x, attention_mask=mask)[0])
-    assert counts(fast)[0] == 8
 
 
 # --- apply, undo, allows ------------------------------------------------------------------------------------
@@ -577,14 +555,6 @@ def test_activation_checkpointing_draws_the_same_dropout():
         fast.gradient_checkpointing_enable({"use_reentrant": False})
     assert counts(fast)[0] == 6  # two layers, then two and again in backward
     same_gradients(*found)
-
-
-def test_strict_names_the_layer():
-    fast = ours(stock("llama"), strict=True)
-    with torch.no_grad():
-        cache = fast(ids()[:, :4], use_cache=True).past_key_values
-        with pytest.raises(RuntimeError, match=r"^layers\.0\.self_attn: .*as many queries as keys"):
-            fast(ids()[:, :1], past_key_values=cache)
 
 
 # --- torch.compile and export -------------------------------------------------------------------------------

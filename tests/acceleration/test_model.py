@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastbert
 from tests.support.accelerated_models import (
     LAYERS,
     build,
@@ -21,7 +20,6 @@ from tests.support.accelerated_models import (
     pair,
     same_gradients,
     same_outputs,
-    stock,
 )
 from tests.support.hf_models import FAMILY_NAMES
 from tests.support.model_pairs import half_errors, native
@@ -246,22 +244,6 @@ def test_attention_probabilities_come_from_the_stock_layers(name):
             close(fast(**inputs)[0][kept], expected[0][kept])
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
-def test_hooks_that_transformers_left_before_do_not_matter(name):
-    model = stock(name, attention="eager")
-    inputs = first_kept(name)
-    with torch.no_grad():
-        expected = model(**inputs, output_hidden_states=True, output_attentions=True)
-    fast = fastbert.accelerate(model)
-    kept = inputs["attention_mask"].bool()
-    with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS, stock=0):
-        close(fast(**inputs)[0][kept], expected[0][kept])
-        hidden = fast(**inputs, output_hidden_states=True).hidden_states
-    assert len(hidden) == LAYERS + 1
-    for a, e in zip(hidden, expected.hidden_states, strict=True):
-        close(a[kept], e[kept])
-
-
 @pytest.mark.parametrize(
     ("name", "attention", "kind"),
     [
@@ -339,15 +321,6 @@ def test_arguments_of_the_attention_function_reach_it():
         with calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
             same_outputs(fast(ids, is_causal=True), expected, torch.ones_like(ids).bool())
         assert not torch.allclose(expected[0], slow(ids)[0], atol=0.1)
-
-
-def test_attentions_that_sdpa_does_not_give():
-    slow, fast = pair("bert")
-    inputs = first_kept("bert")
-    with torch.no_grad():
-        expected = slow(**inputs, output_attentions=True)
-        same_outputs(fast(**inputs, output_attentions=True), expected, inputs["attention_mask"].bool())
-    assert expected.attentions == ()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)

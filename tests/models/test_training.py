@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -201,33 +200,6 @@ def test_micro_batches_add_up(task):
     assert worst_gradient(accumulated, gradients(hf))[0] <= 1e-4
 
 
-LAYOUTS = {
-    "transposed": lambda dy: dy.t().contiguous().t(),
-    "columns of a wider one": lambda dy: torch.cat((dy, dy), 1)[:, : dy.shape[1]],
-    "every other row": lambda dy: dy.repeat_interleave(2, 0)[::2],
-    "every other column": lambda dy: dy.repeat_interleave(2, 1)[:, ::2],
-    "one row for all": lambda dy: dy[:1].expand_as(dy),
-    "one column for all": lambda dy: dy[:, :1].expand_as(dy),
-    "one number": lambda dy: dy[0, 0].expand_as(dy),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", [None, "aten", "reference"])
-def test_layouts_of_the_incoming_gradient(layout, backend):
-    layer = a_layer()
-    hidden, sequences = some_tokens()
-    hidden.requires_grad_()
-    dy = LAYOUTS[layout](torch.randn(14, 24, generator=torch.Generator().manual_seed(3)))
-    assert not dy.is_contiguous()
-    with dispatch.use_backend(backend):
-        out = layer(hidden, sequences)[0]
-        leaves = [hidden, *layer.parameters()]
-        actual = torch.autograd.grad(out, leaves, dy, retain_graph=True)
-        expected = torch.autograd.grad(out, leaves, dy.contiguous())
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-
-
 @pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
 @pytest.mark.parametrize("dtype", [None, *HALF])
 def test_checkpointing_changes_no_bit(task, dtype):
@@ -296,30 +268,6 @@ def freeze(model: torch.nn.Module, what: str) -> None:
             "nothing": False,
         }[what]
         parameter.requires_grad_(not frozen)
-
-
-def test_nothing_needless_below_the_lowest_trained_layer(launches):
-    model = trained("ForSequenceClassification")
-    freeze(model, "lower half")
-    loss = model(**example(model, "ForSequenceClassification")).loss
-    del launches[:]
-    loss.backward()
-    assert Counter(name for name, _ in launches) == {
-        "cross_entropy_bwd": 1,
-        "linear_bwd": 6 + 2,
-        "layer_norm_bwd": 2,
-        "attention_bwd": 1,
-    }
-    needs = [args[-3:] for name, args in launches if name == "linear_bwd"]
-    assert Counter(need_dx for need_dx, _, _ in needs) == {True: 5, False: 3}  # query, key and value
-    assert all(need_dweight for _, need_dweight, _ in needs)
-    needs = [args[-6:-1] for name, args in launches if name == "attention_bwd"]  # before the table of places
-    assert needs == [(True,) * 3 + (False,) * 2]
-    # (need_dx, need_dweight, need_dxbias, need_dresidual, dx's dtype): below attention's norm no residual's
-    assert [args[-5:-1] for name, args in launches if name == "layer_norm_bwd"] == [
-        (True, True, True, True),
-        (True, True, True, False),
-    ]
 
 
 def test_only_the_gradients_that_are_wanted_are_computed(launches):
