@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import fastbert
-from fastbert.acceleration.classes import Options
-from fastbert.acceleration.layer import LayerState
 from fastbert.layers.linear import apply_linear
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import activation as table
@@ -146,18 +144,3 @@ def test_an_entry_is_all_that_configs_and_replaced_modules_need(planted):
 
     module, x = Own(4, 3), torch.randn(2, 4)
     assert torch.equal(apply_linear(module, x, "minus_square"), -module(x).square())
-
-
-def test_an_accelerated_layer_knows_a_new_module(planted):
-    class MinusSquare(nn.Module):
-        def forward(self, x):
-            return -x.square()
-
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=1, vocab_size=30
-    )
-    layer = transformers.BertModel(config).encoder.layer[0]
-    layer.intermediate.intermediate_act_fn = MinusSquare()
-    state = LayerState.of(layer, "bert", config, "layer", Options())
-    assert state.form.activation == "minus_square"

@@ -1,4 +1,4 @@
-"""`attention`: the error rule on every backend; repeats, scales and modes."""
+"""`attention` against eager and sdpa: every length, bias that leaves one key, scales, cut products."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from torch.nn import functional as F
 from fastbert import testing
 from fastbert.backends.aten import attention as aten_attention
 from fastbert.ops.attention import attention, attention_ref
-from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.attention_inputs import (
     DOUBLE,
     DTYPES,
     PLAIN,
-    assert_same,
     ends,
     grads_of,
     is_long,
@@ -39,30 +37,6 @@ def test_float32_is_no_worse_than_eager_in_the_median(backend):
     assert torch.tensor(ratios).median() <= 1.02  # sums in another order differ by about one per cent
 
 
-def test_error_rule_fails_a_wrong_result():
-    case = AttentionCase((9, 4), 2, 16)
-    inputs = case.inputs(torch.float32, "cpu")
-    truth = case.oracle(
-        **{n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in inputs.items()}
-    )
-    wrong = case.call(**(inputs | {"k": inputs["k"].roll(1, 0)}))
-    assert testing.compare(
-        wrong, case.eager(**inputs)[0], truth[0], torch.float32, case.floor(inputs, "out")
-    )[-1]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_length(backend, dtype):
-    lengths = tuple(range(1, 131))
-    with serving(backend, long=True):
-        rows = testing.run_case(
-            AttentionCase(lengths, 1, 16), "aten" if backend == "grid" else backend, DTYPES[dtype]
-        )
-    assert not [row for row in rows if not row.passed]
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("backend", PLAIN)
 def test_every_length_alone_is_as_in_a_batch(backend):
@@ -74,32 +48,6 @@ def test_every_length_alone_is_as_in_a_batch(backend):
             expected = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in inputs)).transpose(0, 1)
             pairs = zip((out, *grads_of(out, inputs)), (expected, *grads_of(expected, inputs)), strict=True)
             assert all((a.double() - e).abs().max() < tolerance for a, e in pairs), n
-
-
-@pytest.mark.sweep_of("triton")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", PLAIN)
-def test_small_integers_are_exact(backend, dtype):
-    g = torch.Generator().manual_seed(0)
-    for n in (1, 2, 4, 8):  # equal scores: means of n integers, and dv sums of n integers over n
-        q = torch.zeros(n, 2, 16, dtype=DTYPES[dtype], requires_grad=True)
-        k = torch.randint(-3, 4, q.shape, generator=g).to(q.dtype).requires_grad_()
-        v = torch.randint(-7, 8, q.shape, generator=g).to(q.dtype).requires_grad_()
-        dout = torch.randint(-3, 4, q.shape, generator=g).to(q.dtype)
-        with serving(backend):
-            out, lse = attention(q, k, v, ends([n]), n, return_lse=True)
-            dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-        assert torch.equal(out, v.detach().double().mean(0).expand(n, 2, 16).to(q.dtype))
-        assert torch.equal(dv, dout.double().mean(0).expand(n, 2, 16).to(q.dtype))
-        assert torch.equal(dk, torch.zeros_like(k))
-        assert torch.allclose(lse, torch.full_like(lse, math.log(n)), rtol=0, atol=1e-6)
-        p = 1 / n
-        dscores = p * (
-            torch.einsum("ihd,jhd->hij", dout.double(), v.double())
-            - (dout.double() * out.double()).sum(-1).t().unsqueeze(-1)
-        )
-        truth = torch.einsum("hij,jhd->ihd", dscores, k.double()) * 0.25  # headdim 16
-        assert (dq.double() - truth).abs().max() <= truth.abs().max() * torch.finfo(q.dtype).eps
 
 
 @pytest.mark.sweep_of("triton")
@@ -123,25 +71,6 @@ def test_bias_that_leaves_one_key_picks_its_value(backend, dtype):
 
 
 # --- repeats, modes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["aten", "grid"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("threads", "repeats"), [(1, 20), (2, 8)])
-def test_repeats_are_bit_equal(backend, dtype, threads, repeats):
-    inputs = qkv(60, 3, 16, DTYPES[dtype])
-    extra = {"bias": torch.randn(3, 33, 33, requires_grad=True), "gate": torch.rand(3, requires_grad=True)}
-    before, first = torch.get_num_threads(), None
-    torch.set_num_threads(threads)
-    try:
-        with serving(backend):
-            for _ in range(repeats):
-                out, lse = attention(*inputs, ends([20, 7, 33]), 33, return_lse=True, **extra)
-                result = (out, lse, *grads_of(out, (*inputs, *extra.values())))
-                first = first or result
-                assert_same(result, first)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("backend", DOUBLE)

@@ -59,16 +59,3 @@ def test_dropout_probability_zero_ignores_the_seed_and_probs_are_before_dropout(
             *inputs, ends([5, 7]), 7, return_probs=True, dropout_p=0.5, seed=torch.tensor([1])
         )[1]
     torch.testing.assert_close(probs, dropped, rtol=1e-6, atol=0)  # dropout may compute them in another way
-
-
-def test_checkpointing_draws_the_same_mask():
-    from torch.utils.checkpoint import checkpoint
-
-    inputs = qkv(12, 2, 8)
-
-    def run(q, k, v):
-        return attention(q, k, v, ends([5, 7]), 7, dropout_p=0.3, seed=torch.tensor([5])).tanh()
-
-    expected = run(*inputs)
-    actual = checkpoint(run, *inputs, use_reentrant=False)
-    assert_same((actual, *grads_of(actual, inputs)), (expected, *grads_of(expected, inputs)))

@@ -9,7 +9,7 @@ from fastbert.layers import fused
 from fastbert.layers import linear as linear_layers
 from fastbert.layers.encoder import Sequences
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.runtime import dispatch, prepared
+from fastbert.runtime import dispatch
 
 SMALL = dict(
     hidden_size=32,
@@ -106,38 +106,6 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, rows, lengths):
     torch.testing.assert_close(out.pooler_output, whole.pooler_output, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [(("aten",), {}), (("reference",), {}), ((), {"attention": "reference"}), ((), {"linear": "aten"})],
-    ids=str,
-)
-@torch.no_grad()
-def test_the_same_blocks_whichever_backend_serves(rows, pins):
-    """Blocks depend on the device alone, so that all backends need the same memory on a CPU."""
-    ids, mask = batch([10] * 11)
-    net = model()
-    expected = net(ids, mask).last_hidden_state
-    assert rows == [60, 50] * 2
-    rows.clear()
-    names, per_op = pins
-    with dispatch.use_backend(*names, **per_op):
-        out = net(ids, mask).last_hidden_state
-    assert rows == [60, 50] * 2
-    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
-
-
-@torch.no_grad()
-def test_blocks_are_found_once_per_call(monkeypatch, rows):
-    ids, mask = batch([10] * 11)
-    net, found = model(), []
-    find = fused.sequence_blocks
-    monkeypatch.setattr(fused, "sequence_blocks", lambda *args: found.append(args[2]) or find(*args))
-    for _ in range(2):
-        net(ids, mask)
-    assert found == [False] * 2
-    assert rows == [60, 50] * 4
-
-
 @torch.no_grad()
 def test_layers_that_run_whole_and_op_by_op_have_blocks_of_their_own(monkeypatch):
     monkeypatch.setattr(sizes, "FUSED_ROWS", 20)
@@ -150,16 +118,6 @@ def test_layers_that_run_whole_and_op_by_op_have_blocks_of_their_own(monkeypatch
         (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
     ):
         assert layer._blocks(x, sequences, fused_layer) == expected
-
-
-def test_sizes_of_a_cpu():
-    ends = torch.arange(0, 81, 10, dtype=torch.int32)
-    assert sizes.sequence_blocks(ends, 80, False) == [(0, 4), (4, 8)]
-    assert sizes.sequence_blocks(ends[:-1], 79, False) == [], "below two blocks"
-    assert sizes.sequence_blocks(ends, 90, False) == [], "rows behind the last sequence"
-    assert [sizes.keeps_panels("linear", rows) for rows in (0, 29, 30, 31)] == [True, True, False, False]
-    # 8-bit panels are kept for any number of rows
-    assert sizes.keeps_panels("linear_int8", 10**9)
 
 
 def test_a_gate_reaches_every_block(rows):
@@ -195,12 +153,3 @@ def test_everything_at_once_where_blocks_would_show(rows, why):
     with torch.set_grad_enabled(why == "gradients"):
         net(ids, mask, **options)
     assert rows == [sum(mask.sum(1).tolist())] * 2
-
-
-@torch.no_grad()
-def test_no_weight_is_kept_packed_for_blocks(rows):
-    ids, mask = batch([10] * 12)
-    net = model()
-    net(ids, mask)
-    assert len(rows) > 2
-    assert not prepared.remembered(net.encoder)

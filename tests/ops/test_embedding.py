@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from fastbert import testing
-from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.embedding import EmbeddingCase
@@ -133,17 +132,6 @@ def test_backends_get_flat_int64_ids_and_tables_without_gaps(monkeypatch):
         assert table.stride(1) == 1
 
 
-def test_an_expanded_gradient(backend):
-    leaves = tables(grad=True)
-    y = run(*leaves)
-    for a, e in zip(
-        torch.autograd.grad(y.sum(), leaves, retain_graph=True),
-        torch.autograd.grad(y, leaves, torch.ones(y.shape)),
-        strict=True,
-    ):
-        assert torch.equal(a, e)
-
-
 @pytest.mark.parametrize("padding_idx", [0, 3, -11])
 def test_the_padding_row_gets_no_gradient(backend, padding_idx):
     leaves = tables(grad=True)
@@ -155,26 +143,6 @@ def test_the_padding_row_gets_no_gradient(backend, padding_idx):
     assert not dword[row].any()
     full[row] = 0
     assert torch.equal(dword, full)
-
-
-def test_rows_that_no_token_names_get_zero(backend):
-    leaves = tables(grad=True)
-    dword, dposition = torch.autograd.grad(run(*leaves), leaves[:2], randn(2, 4, 12))
-    unused = torch.ones(11, dtype=torch.bool).index_fill(0, IDS.flatten(), False)
-    assert not dword[unused].any()
-    assert dword[~unused].any(1).all()
-    assert not dposition[4:].any()
-
-
-def test_repeats_are_bit_equal(backend):
-    word, w, b = randn(3, 33, grad=True), randn(33), randn(33)
-    ids, dy = torch.randint(3, (500,), generator=torch.Generator().manual_seed(0)), randn(500, 33)
-
-    def gradient():
-        return torch.autograd.grad(embedding(ids, word, w, b), word, dy)[0]
-
-    first = gradient()
-    assert all(torch.equal(gradient(), first) for _ in range(20))
 
 
 def test_half_precision_tables_are_summed_in_float32(backend):
@@ -194,15 +162,6 @@ def test_half_precision_tables_are_summed_in_float32(backend):
     dy = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.bfloat16).expand(4096, 4)
     (dposition,) = torch.autograd.grad(y, position, dy)
     assert torch.equal(dposition, torch.tensor([[4096.0, 4096.0, -4096.0, -4096.0]]).bfloat16())
-
-
-def test_dropout_comes_after_the_norm(backend):
-    leaves = tables(40)
-    seed = torch.tensor([31])
-    keep = keep_mask_2d(seed, 9, 8, 40, 0.5).view(2, 4, 40)
-    y = run(*leaves, dropout_p=0.5, seed=seed, offset=9)
-    assert torch.equal(y == 0, ~keep)
-    torch.testing.assert_close(y[keep], 2 * run(*leaves)[keep])
 
 
 @pytest.mark.parametrize("ln_dtype", [torch.float32, torch.bfloat16], ids=name)
@@ -229,50 +188,20 @@ def test_dtypes_of_tables_and_norm(backend, autocast, dtype, ln_dtype):
         torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize(
-    ("trainable", "rows", "needs"),
-    [
-        (0, (11, 0, 0), (False, False)),
-        (1, (0, 7, 0), (False, False)),
-        (2, (0, 0, 2), (False, False)),
-        (3, (0, 0, 0), (False, True)),
-        (4, (0, 0, 0), (False, True)),
-    ],
-)
-def test_nothing_needless_is_computed_for_frozen_tables(monkeypatch, trainable, rows, needs):
-    from fastbert.backends import aten
-
-    seen = []
-    launch = aten.embedding_bwd
-    monkeypatch.setattr(
-        aten, "embedding_bwd", lambda *args: seen.append((args[1][7:10], args[-2:])) or launch(*args)
-    )
-    leaves = tables()
-    leaves[trainable].requires_grad_()
-    with dispatch.use_backend(embedding="aten"):
-        run(*leaves).square().sum().backward()
-    assert seen == [(rows, needs)]
-    assert [t.grad is not None for t in leaves] == [i == trainable for i in range(5)]
-
-
 WORD, POSITION, SEGMENT, W, B = tables()
 E3 = torch.ones(2, 4, 12)
 PLACED = {"position": POSITION, "position_ids": POSITIONS}
 TYPED = {"segment": SEGMENT, "token_type_ids": TYPES}
 BAD = [
     ({"input_ids": torch.tensor([3, 11])}, ValueError, "token id 11 is out of range for a vocabulary of 11"),
-    ({"input_ids": torch.tensor([-1, 2])}, ValueError, "input_ids: token id -1 is out of range"),
     ({"input_ids": None}, ValueError, "input_ids, inputs_embeds: expected exactly one of .*, got neither"),
     ({"inputs_embeds": E3}, ValueError, "expected exactly one of the two, got both"),
     ({"ln_weight": torch.ones(3)}, ValueError, r"ln_weight: expected shape \(12,\), got \(3,\)"),
     ({"position": POSITION}, ValueError, "position_ids: expected a tensor, because position is given"),
-    ({"position_ids": POSITIONS}, ValueError, "position: expected a tensor, because position_ids is given"),
     ({"segment": SEGMENT}, ValueError, "token_type_ids: expected a tensor, because segment is given"),
-    ({"token_type_ids": TYPES}, ValueError, "segment: expected a tensor, because token_type_ids"),
     (PLACED | {"position_ids": POSITIONS + 4}, ValueError, "position_ids: id 7 .* a position table of 7"),
     (TYPED | {"token_type_ids": TYPES * 2}, ValueError, "token_type_ids: id 2 .* a segment table of 2"),
     (PLACED | {"position_ids": torch.arange(3)}, ValueError, r"position_ids: .* to \(2, 4\), got \(3,\)"),
-    (PLACED | {"position_ids": IDS[None]}, ValueError, r"position_ids: .*got \(1, 2, 4\)"),
     (PLACED | {"position": torch.ones(7, 5)}, ValueError, r"position: .*\(rows, 12\), got \(7, 5\)"),
     (PLACED | {"position": POSITION.bfloat16()}, TypeError, "position: .*float32, got torch.bfloat16"),
     (
@@ -286,9 +215,6 @@ BAD = [
         r"inputs_embeds: .*hidden >= 1, got \(2, 0\)",
     ),
     ({"padding_idx": 11}, ValueError, r"padding_idx: expected an integer in \[-11, 11\), got 11"),
-    ({"padding_idx": 0.0}, ValueError, "padding_idx: .*got 0.0"),
-    ({"eps": float("inf")}, ValueError, "eps: .*got inf"),
-    ({"dropout_p": -0.1}, ValueError, "dropout_p: .*got -0.1"),
     ({"dropout_p": 0.1}, ValueError, "seed: dropout_p > 0 needs an int64 tensor"),
 ]
 

@@ -5,16 +5,13 @@ On every backend that serves the CPU here; the Triton kernels have a file of the
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
-from fastbert.runtime import dispatch
 from tests.support.inputs import name, randn
 from tests.support.ops import HALF, assert_compiled_is_eager, pinned
 
@@ -144,51 +141,6 @@ def test_compiled_is_eager():
     assert_compiled_is_eager(step, inputs)
 
 
-NAMES = ("x", "weight", "bias", "residual", "x_bias")
-SHAPES = ((3, 8), (8,), (8,), (3, 8), (8,))
-
-
-def gradients(trained, dropout_p):
-    """Gradients of `trained` by name."""
-    inputs = {n: randn(*s, grad=n in trained) for n, s in zip(NAMES, SHAPES, strict=True)}
-    y = layer_norm(**inputs, dropout_p=dropout_p, seed=torch.tensor([5]) if dropout_p else None)
-    grads = torch.autograd.grad(y, [inputs[n] for n in trained], torch.arange(24.0).view(3, 8))
-    return dict(zip(trained, grads, strict=True))
-
-
-@pytest.fixture
-def made(monkeypatch, backend):
-    """The shapes that `layer_norm_bwd` returned, one entry per call."""
-    module, shapes = dispatch.backend_module(backend), []
-    launch = module.layer_norm_bwd
-
-    def spy(*args):
-        grads = launch(*args)
-        shapes.append([tuple(g.shape) for g in grads])
-        return grads
-
-    monkeypatch.setattr(module, "layer_norm_bwd", spy)
-    return shapes
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_backward_makes_what_is_trained_and_nothing_else(backend, made, dropout_p):
-    everything = gradients(NAMES, dropout_p)
-    for count in range(1, len(NAMES) + 1):
-        for trained in itertools.combinations(NAMES, count):
-            for key, grad in gradients(trained, dropout_p).items():
-                assert torch.equal(grad, everything[key]), (key, trained)
-            dz_is_dx = dropout_p == 0 and "x" in trained
-            sums = (8,) if "weight" in trained or "bias" in trained else (0,)
-            assert made[-1] == [
-                (3, 8) if "x" in trained else (0,),
-                (3, 8) if "residual" in trained and not dz_is_dx else (0,),
-                sums,
-                sums,
-                (8,) if "x_bias" in trained else (0,),
-            ], trained
-
-
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("x_dtype", [torch.float32, *HALF], ids=name)
 @pytest.mark.parametrize("autocast", [None, *HALF], ids=name)
@@ -210,18 +162,6 @@ def test_dtypes_of_activations_and_parameters(backend, autocast, x_dtype, w_dtyp
         torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
 
 
-def test_dropout_drops_before_the_sum_and_is_the_same_in_backward(backend):
-    x, r = randn(6, 40, grad=True), randn(6, 40, grad=True)
-    w, seed = torch.ones(40), torch.tensor([31])
-    keep = keep_mask_2d(seed, 9, 6, 40, 0.5)
-    y = layer_norm(x, w, residual=r, dropout_p=0.5, seed=seed, offset=9)
-    torch.testing.assert_close(y, layer_norm_ref(x, w, None, r, None, 1e-12, 0.5, keep))
-    dx, dr = torch.autograd.grad(y, (x, r), randn(6, 40))
-    assert not dx[~keep].any()
-    torch.testing.assert_close(dx[keep], 2 * dr[keep])
-    assert not torch.equal(y, layer_norm(x, w, residual=r, dropout_p=0.5, seed=seed, offset=10))
-
-
 X, W = torch.ones(2, 3), torch.ones(3)
 SEED = torch.tensor([1])
 DROPPED = {"dropout_p": 0.1, "seed": SEED}
@@ -233,15 +173,11 @@ BAD = [
     ({"x_bias": torch.ones(2)}, ValueError, r"x_bias: expected shape \(3,\), got \(2,\)"),
     ({"residual": torch.ones(3)}, ValueError, r"residual: expected shape \(2, 3\), got \(3,\)"),
     ({"eps": -1.0}, ValueError, "eps: expected a finite number >= 0, got -1.0"),
-    ({"eps": math.nan}, ValueError, "eps: .*got nan"),
     (DROPPED | {"dropout_p": 1.0}, ValueError, r"dropout_p: .*in \[0, 1\), got 1.0"),
-    ({"dropout_p": math.nan}, ValueError, "dropout_p: .*got nan"),
     ({"dropout_p": 0.1}, ValueError, "seed: dropout_p > 0 needs an int64 tensor.*got None"),
-    (DROPPED | {"seed": 7}, ValueError, "seed: .*got int"),
     (DROPPED | {"seed": SEED.int()}, ValueError, "seed: .*got torch.int32"),
     (DROPPED | {"seed": torch.ones(2).long()}, ValueError, r"seed: .*\(2,\)"),
     (DROPPED | {"offset": 2**32}, ValueError, r"offset: .*2\*\*32"),
-    (DROPPED | {"offset": -1}, ValueError, "offset: .*got -1"),
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -104,27 +102,6 @@ def test_no_more_logits_than_a_chunk_exist(backend, dtype):
     assert largest.shape == (300, 97)  # the labelled ones
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="others make copies of their own")
-def test_of_a_chunk_there_are_only_logits_and_gradient():
-    class Alive(TorchDispatchMode):
-        most, seen = 0, ()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for t in tree_leaves(out):
-                if isinstance(t, torch.Tensor) and t.shape == (60, 97):
-                    self.seen = [r for r in (*self.seen, weakref.ref(t)) if r() is not None]
-                    self.most = max(self.most, len({r().data_ptr() for r in self.seen}))
-            return out
-
-    given, labels = inputs(600, 8, 97), torch.arange(600) % 97
-    with dispatch.use_backend(linear_cross_entropy="cpu"), Alive() as alive:
-        loss = linear_cross_entropy(*given, labels, chunk_bytes=chunk(60, 97))
-        assert 1 <= alive.most <= 2
-        torch.autograd.grad(loss, given)
-    assert alive.most == 2
-
-
 def saved_shapes(loss_of):
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
@@ -185,28 +162,7 @@ def test_sums_over_chunks_are_rounded_once(dtype):
     assert [g.dtype for g in grads] == [dtype] * 3  # as its fake says
 
 
-@pytest.mark.parametrize("chunk_rows", [3, 1000])
-def test_backward_may_run_twice(backend, chunk_rows):
-    given = inputs()
-    loss = linear_cross_entropy(*given, LABELS, chunk_bytes=chunk(chunk_rows))
-    first = torch.autograd.grad(loss, given, retain_graph=True)
-    assert_equal(torch.autograd.grad(4 * loss, given, retain_graph=True), [4 * g for g in first])
-    assert_equal(torch.autograd.grad(loss, given), first)
-
-
 # --- labels -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("rows", [0, 4])
-def test_no_label_gives_a_loss_of_zero(dtype, rows):
-    given = inputs(rows, dtype=dtype)
-    loss = linear_cross_entropy(*given, torch.full((rows,), IGNORE))
-    assert loss.item() == 0
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for t, grad in zip(given, torch.autograd.grad(loss, given), strict=True):
-        assert (grad.shape, grad.dtype) == (t.shape, t.dtype)
-        assert not grad.any()
 
 
 @pytest.mark.parametrize("chunk_rows", [2, 1000])
@@ -397,10 +353,8 @@ X, W, B = inputs(grad=False)
     ("change", "error", "message"),
     [
         ({"x": X[0]}, ValueError, r"x: expected shape \(rows, in\) with in >= 1, got \(4,\)"),
-        ({"x": X[:, :0]}, ValueError, r"x: .*in >= 1, got \(7, 0\)"),
         ({"x": X.bfloat16()}, TypeError, "weight: expected x's dtype torch.bfloat16, got torch.float32"),
         ({"weight": W[:, :3]}, ValueError, r"weight: expected shape \(classes, 4\), got \(6, 3\)"),
-        ({"weight": W[:0]}, ValueError, r"weight: expected shape \(classes, 4\), got \(0, 4\)"),
         ({"bias": B[:5]}, ValueError, r"bias: expected shape \(6,\), got \(5,\)"),
         ({"bias": B.double()}, TypeError, "bias: expected x's dtype torch.float32, got torch.float64"),
         ({"labels": LABELS[:3]}, ValueError, r"labels: expected shape \(7,\), got \(3,\)"),
@@ -409,10 +363,8 @@ X, W, B = inputs(grad=False)
         ({"ignore_index": None}, TypeError, "ignore_index: expected an integer, got None"),
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing: .*\[0, 1\], got 1.5"),
         ({"labelled": 8}, ValueError, "labelled: expected None or an integer from 0 to 7, got 8"),
-        ({"labelled": True}, ValueError, "labelled: .* got True"),
         ({"labelled": 4}, ValueError, "labelled: 4, but labels has 5 other than -100"),
         ({"chunk_bytes": 0}, ValueError, "chunk_bytes: expected an integer >= 1, got 0"),
-        ({"chunk_bytes": 1.5}, ValueError, "chunk_bytes: .* got 1.5"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )
@@ -451,12 +403,3 @@ def test_added_classes_change_neither_loss_nor_gradients(biased, rows, needs):
     for plain, wide in zip(*found, strict=True):
         tolerance = (1e-5, 1e-6) if plain.dtype == torch.float32 else (0.02, 1e-3)
         torch.testing.assert_close(wide, plain, rtol=tolerance[0], atol=tolerance[1])
-
-
-def test_smoothed_labels_and_float32_keep_their_classes():
-    _x, weight, bias = inputs(dtype=torch.bfloat16, grad=False)
-    for smoothing, wide in ((0.1, weight), (0.0, weight.float())):
-        assert composed._widened(wide, bias, 8, smoothing)[0] is wide
-    wider, other = composed._widened(weight, None, 8, 0.0)
-    assert (wider.shape, other.tolist()) == ((8, 4), [0.0] * 6 + [-torch.inf] * 2)
-    assert not wider[6:].any()

@@ -139,30 +139,6 @@ def test_integers_are_equal_to_the_bit(run, dtype, kind):
     assert torch.equal(one_hot, by_numpy(x, eye, torch.ones(x.shape[1]))[0].to(dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_quantises_by_the_contract(kind):
-    x = rows(kind, torch.float32)
-    weight, scale = random_weight(3, x.shape[1])
-    _, u, zero = by_numpy(x, weight, scale)
-    centred, found, step = quantize_rows(x)
-    assert torch.equal(centred, torch.from_numpy(u - zero))
-    assert torch.equal(found, torch.from_numpy(zero))
-    wide = quantize_rows(x.double())
-    assert all(torch.equal(a, b) for a, b in zip(wide, (centred, found, step), strict=True))
-
-
-@pytest.mark.parametrize(
-    "width", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 255, 257, 513, 1000]
-)
-def test_every_width(run, width):
-    """No product of a tail is lost or counted twice, for any vector and block size."""
-    g = torch.Generator().manual_seed(width)
-    for count, out in ((1, 1), (3, 7), (5, 16), (2, 33), (17, 65), (64, 8)):
-        x = torch.randn(count, width, generator=g)
-        weight, scale = random_weight(out, width, width)
-        assert torch.equal(run(x, weight, scale), by_numpy(x, weight, scale)[0]), (count, out)
-
-
 @pytest.mark.parametrize("width", [65_535, 65_536])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_sums_do_not_overflow(run, width, sign):
@@ -227,17 +203,6 @@ def test_a_row_that_is_not_finite_gives_nan_and_disturbs_no_other(run, dtype, ac
     assert torch.equal(y[good], clean[good])
 
 
-def test_results_do_not_depend_on_the_other_rows_or_on_the_call(run):
-    x = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
-    weight, scale = random_weight(56, 100)
-    bias = torch.linspace(-1, 1, 56)
-    y = run(x, weight, scale, bias, "gelu")
-    for i in (0, 17, 39):
-        assert torch.equal(run(x[i : i + 1], weight, scale, bias, "gelu"), y[i : i + 1])
-    for _ in range(20):
-        assert torch.equal(run(x, weight, scale, bias, "gelu"), y)
-
-
 # --- shapes, layouts, autocast, compilation -----------------------------------------------------------------
 
 
@@ -292,34 +257,6 @@ def test_a_backend_without_an_order_of_its_own_works_from_the_weight(which):
         assert panel_maker(x.device, x.dtype) is None
         packed = torch.zeros(7, dtype=torch.uint8)  # of another backend: ignored
         assert torch.equal(linear_int8(x, weight, scale, panels=packed), linear_int8(x, weight, scale))
-
-
-def test_the_packer_is_that_of_the_serving_backend(monkeypatch):
-    from fastbert.backends import aten
-
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear_int8", ("aten", "reference"))
-    dispatch._resolved.clear()
-    device, calls = torch.device("cpu"), []
-    assert panel_maker(device, torch.float32) is None
-    monkeypatch.setattr(aten, "linear_int8_panels", calls.append, raising=False)
-    dispatch._resolved.clear()
-    panel_maker(device, torch.float32)(1)
-    assert calls == [1]
-    assert panel_maker(device, torch.float32) == panel_maker(device, torch.float32)
-    with dispatch.use_backend(linear_int8="reference"):
-        assert panel_maker(device, torch.float32) is None
-        with dispatch.use_backend("aten"):
-            assert panel_maker(device, torch.float32) is None, (
-                "the op's own pin stands before the one for all"
-            )
-    with dispatch.use_backend("aten"):
-        assert panel_maker(device, torch.float32) is not None
-    with (
-        dispatch.use_backend(linear_int8="cuda"),
-        pytest.raises(dispatch.BackendError, match=r"linear_int8.*alternatives: .*aten"),
-    ):
-        panel_maker(device, torch.float32)
-    dispatch._resolved.clear()
 
 
 # --- aten's ways --------------------------------------------------------------------------------------------
@@ -400,11 +337,9 @@ BAD = [
     ({"x": torch.ones(1, 65_537)}, ValueError, "x: expected at most 65536 elements per row, got 65537"),
     ({"weight": W.to(torch.uint8)}, TypeError, "weight: expected int8, got torch.uint8"),
     ({"weight": W[:, :2]}, ValueError, r"weight: expected shape \(out, 3\), got \(4, 2\)"),
-    ({"weight": W[:0], "scale": S[:0]}, ValueError, r"weight: .*got \(0, 3\)"),
     ({"scale": S.half()}, TypeError, "scale: expected float32, got torch.float16"),
     ({"scale": S[:3]}, ValueError, r"scale: expected shape \(4,\), got \(3,\)"),
     ({"bias": B[:3]}, ValueError, r"bias: expected shape \(4,\), got \(3,\)"),
-    ({"bias": B.half()}, TypeError, "bias: .* torch.float32 or float32, got torch.float16"),
     (
         {"x": X.half(), "bias": B.bfloat16()},
         TypeError,

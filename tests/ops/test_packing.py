@@ -128,12 +128,9 @@ BAD = [
     (lambda: pack(torch.ones(4), I), ValueError, r"x: expected shape \(batch, seqlen, ...\), got \(4,\)"),
     (lambda: pack(X, I.int()), TypeError, "indices: expected int64, got torch.int32"),
     (lambda: pack(X, torch.tensor([0, 6])), ValueError, r"indices: position 6 is out of range .* of 6"),
-    (lambda: pack(X, torch.tensor([-1, 2])), ValueError, "indices: position -1 is out of range"),
     (lambda: pack(X, torch.tensor([0, 3, 3])), ValueError, "indices: .*increasing.* got 3 before 3 at 1"),
-    (lambda: pack(X, torch.tensor([4, 1])), ValueError, "indices: .*increasing.* got 4 before 1 at 0"),
     (lambda: unpack(X[0, :2], I, 2, 2), ValueError, "indices: position 5 is out of range .* of 4"),
     (lambda: unpack(X[0], I, 2, 3), ValueError, r"x: expected shape \(2, ...\).*got \(3, 4\)"),
-    (lambda: unpack(torch.tensor(1.0), I, 2, 3), ValueError, r"x: expected shape \(2, ...\).*got \(\)"),
     (lambda: unpack(X[0, :2], I, -1, 3), ValueError, "batch: expected an integer >= 0, got -1"),
     (lambda: unpack(X[0, :2], I, 2, 3.0), ValueError, "seqlen: expected an integer >= 0, got 3.0"),
 ]
