@@ -1,12 +1,9 @@
-"""Training under autocast: what an encoder layer casts, and that the rest is as if it were cast."""
+"""Training under autocast: its bits are those of casts, and hooks see what they saw."""
 
 from __future__ import annotations
 
-import collections
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert.layers import encoder
 from fastbert.models.auto import AutoModel
@@ -34,45 +31,6 @@ def gradients(bert: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
     sum((state * torch.linspace(-1, 1, HIDDEN)).sum() for state in states).backward()
     parameters = [p.grad for p in bert.parameters() if p.grad is not None]
     return [t.clone() for t in (*(s.detach() for s in states), *parameters)]
-
-
-class Casts(TorchDispatchMode):
-    """Counts the casts and sums of activations outside the backends."""
-
-    def __init__(self, monkeypatch) -> None:
-        super().__init__()
-        self.seen: collections.Counter[str] = collections.Counter()
-        self.inside = 0
-        call = dispatch.call
-
-        def watched(*args):
-            self.inside += 1
-            try:
-                return call(*args)
-            finally:
-                self.inside -= 1
-
-        monkeypatch.setattr(dispatch, "call", watched)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if not self.inside and name in ("_to_copy", "add", "add_") and args[0].shape == (TOKENS, HIDDEN):
-            self.seen[f"{name} {str(out.dtype).removeprefix('torch.')}"] += 1
-        return out
-
-
-def test_casts_per_layer(monkeypatch):
-    """A layer's input is cast for query, key and value, and nothing else; backward mirrors that."""
-    bert = model()
-    ids = torch.arange(TOKENS)[None] % bert.config.vocab_size
-    with dispatch.use_backend("aten"), Casts(monkeypatch) as casts:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = bert(ids).last_hidden_state
-        assert casts.seen == {"_to_copy bfloat16": 3 * LAYERS}
-        casts.seen.clear()
-        y.square().sum().backward()
-    assert casts.seen == {"_to_copy float32": 3 * LAYERS, "add float32": 3 * LAYERS}
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)

@@ -118,7 +118,6 @@ def change(tmp_path, tensors=None, drop=(), config=None, remove=()):
 DENSE = "encoder.layer.1.output.dense"
 BAD_FILES = {  # what values a state may have: test_quantized_linear.py
     "scale gone": ({"drop": [f"{DENSE}.scale"]}, rf"missing keys: {DENSE}\.scale$"),
-    "weight gone": ({"drop": [f"{DENSE}.weight"]}, rf"missing keys: {DENSE}\.weight$"),
     "negative scale": (
         {"tensors": {f"{DENSE}.scale": -torch.ones(48)}},
         rf"{DENSE}\.scale: expected positive finite scales",
@@ -126,10 +125,6 @@ BAD_FILES = {  # what values a state may have: test_quantized_linear.py
     "nan bias": (
         {"tensors": {f"{DENSE}.bias": torch.full((48,), float("nan"))}},
         rf"{DENSE}\.bias: holds NaN",
-    ),
-    "scale shape": (
-        {"tensors": {f"{DENSE}.scale": torch.ones(47)}},
-        rf"{DENSE}\.scale: shape \(47,\), but the config makes it \(48,\)",
     ),
     "scale of another intermediate size": (
         {"config": {"intermediate_size": 96}},
@@ -151,10 +146,6 @@ BAD_FILES = {  # what values a state may have: test_quantized_linear.py
     "bitsandbytes": (
         {"config": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}},
         r"config\.json: quantization_config: quantised weights are not read but .*got 'bitsandbytes'",
-    ),
-    "not an object": (
-        {"config": {"quantization_config": "int8"}},
-        r"config\.json: quantization_config: .*got 'int8'",
     ),
 }
 

@@ -238,18 +238,3 @@ def test_embeddings_of_minilm_keep_their_direction(minilm, pooling, capsys):
     assert cosines.min() >= 0.995
     assert cosines.mean() >= 0.998
     assert not np.array_equal(full, int8)
-
-
-def test_sentence_encoder_loads_what_it_saved(minilm, tmp_path):
-    encoder = SentenceEncoder.from_pretrained(minilm, device="cpu").quantize()
-    expected = encoder.encode(SENTENCES[:40])
-    encoder.model.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").symlink_to(minilm / "tokenizer.json")
-    loaded = SentenceEncoder.from_pretrained(
-        tmp_path,
-        device="cpu",
-        pooling=encoder.pooling,
-        normalize=encoder.normalize,
-        max_length=encoder.max_length,
-    )
-    assert np.array_equal(loaded.encode(SENTENCES[:40]), expected)

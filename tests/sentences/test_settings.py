@@ -105,25 +105,22 @@ def only_vocab(text):
     return change
 
 
-def with_huge_id(kind, huge=10**9):
-    model = {"type": kind, "vocab": {"[UNK]": 0, "a": 1, "b": huge}, "merges": [], "unk_token": "[UNK]"}
-    if kind == "WordPiece":
-        del model["merges"]
-        model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
-    return with_text("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+def with_huge_id(folder):
+    model = {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "b": 2**24}, "unk_token": "[UNK]"}
+    model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    text = json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    (folder / "tokenizer.json").write_text(text)
 
 
 BAD_DIRECTORIES = {
     "dense": (with_modules("Transformer", "Pooling", "Dense"), "module 'Dense'.*is not implemented"),
     "clip": (with_modules("CLIPModel"), "module 'CLIPModel'"),
     "no pooling module": (with_modules("Transformer"), "modules Transformer; expected Transformer, Pooling"),
-    "wrong order": (with_modules("Transformer", "Normalize", "Pooling"), "expected Transformer, Pooling"),
     "modules not a list": (
         with_text("modules.json", "{}"),
         r"modules\.json: expected a JSON array, got dict",
     ),
     "modules without type": (with_text("modules.json", "[{}]"), "modules.json: entry 0 has no type"),
-    "modules not JSON": (with_text("modules.json", "[{]"), r"modules\.json: is not valid JSON"),
     "pooling file missing": (
         lambda folder: (folder / "1_Pooling" / "config.json").unlink(),
         "1_Pooling/config.json: missing",
@@ -133,7 +130,6 @@ BAD_DIRECTORIES = {
         "pooling weightedmean is not implemented",
     ),
     "two modes": (with_pooling(pooling_mode_cls_token=True), r"pooling cls \+ mean is not implemented"),
-    "no mode": (with_pooling(pooling_mode_mean_tokens=False), "pooling none is not implemented"),
     "a mode to come": (with_pooling(pooling_mode_median=True), r"mean \+ pooling_mode_median"),
     "named mode": (with_pooling(pooling_mode="lasttoken"), "pooling lasttoken is not implemented"),
     "max_seq_length": (
@@ -172,18 +168,6 @@ BAD_DIRECTORIES = {
         with_text("modules.json", "[" * 100_000),
         r"modules\.json: is nested deeper than 100 levels",
     ),
-    "pooling nested": (
-        with_text("1_Pooling/config.json", '{"x": ' + "[" * 500 + "]" * 500 + "}"),
-        r"1_Pooling/config\.json: is nested deeper",
-    ),
-    "lengths nested": (
-        with_text("sentence_bert_config.json", "[" * 100_000),
-        r"sentence_bert_config\.json: is nested deeper",
-    ),
-    "prompts nested": (
-        with_text("config_sentence_transformers.json", "[" * 100_000),
-        r"config_sentence_transformers\.json: is nested deeper",
-    ),
     "tokenizer nested": (with_text("tokenizer.json", "[" * 100_000), r"tokenizer\.json: not a tokenizer"),
     "a special token is a list": (
         lambda folder: (
@@ -193,14 +177,9 @@ BAD_DIRECTORIES = {
         r"tokenizer_config\.json: unk_token: expected a text, got \['a'\]",
     ),
     "a huge id": (
-        with_huge_id("WordPiece"),
-        r"tokenizer\.json: token 'b' has id 1000000000; expected ids below 16777216",
+        with_huge_id,
+        r"tokenizer\.json: token 'b' has id 16777216; expected ids below 16777216",
     ),
-    "the first id that is too large": (
-        with_huge_id("WordPiece", 2**24),
-        r"token 'b' has id 16777216; expected ids below 16777216",
-    ),
-    "a huge id, BPE": (with_huge_id("BPE"), r"token 'b' has id 1000000000"),
     "similarity a list": (
         with_text("config_sentence_transformers.json", '{"similarity_fn_name": ["dot"]}'),
         r"config_sentence_transformers\.json: similarity_fn_name \['dot'\]; expected one of",
@@ -210,10 +189,6 @@ BAD_DIRECTORIES = {
             "config_sentence_transformers.json", '{"prompts": {"a": ""}, "default_prompt_name": ["a"]}'
         ),
         r"config_sentence_transformers\.json: default_prompt_name \['a'\] is not among the prompts",
-    ),
-    "lower case by a word": (
-        with_text("sentence_bert_config.json", '{"max_seq_length": 9, "do_lower_case": "no"}'),
-        r"sentence_bert_config\.json: do_lower_case 'no'; expected true or false",
     ),
     "input names a number": (
         lambda folder: rewrite(folder / "tokenizer_config.json", model_input_names=5),
