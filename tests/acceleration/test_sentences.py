@@ -233,20 +233,6 @@ def test_restore_gives_the_class_back(pair):
     assert_same(fastbert.accelerate(fastbert.accelerate(model)), stock)
 
 
-@pytest.mark.slow  # two more processes import sentence-transformers
-def test_pool_of_processes(folder):
-    stock = model_of(folder)
-    texts = TEXTS * 3
-    expected = stock.encode(texts)
-    model = fastbert.accelerate(model_of(folder))
-    pool = model.start_multi_process_pool(["cpu", "cpu"])
-    try:
-        actual = model.encode(texts, pool=pool, chunk_size=6, batch_size=4)
-    finally:
-        model.stop_multi_process_pool(pool)
-    assert abs(actual - expected).max() < 1e-5
-
-
 def test_pickled_class_of_a_model_is_its_class(folder):
     model = fastbert.accelerate(model_of(folder))
     assert pickle.loads(pickle.dumps(type(model))) is type(model)

@@ -1,4 +1,4 @@
-"""`fastbert.accelerate` under torch.compile, export and tracing. Function transforms: test_accelerate.py"""
+"""`fastbert.accelerate` under torch.compile and export. Function transforms: tests/models/test_modules.py"""
 
 from __future__ import annotations
 

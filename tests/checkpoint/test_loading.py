@@ -142,12 +142,6 @@ def test_sharded_bin(bert_mlm, tmp_path):
     assert_same_state(load("BertForMaskedLM", tmp_path), bert_mlm)
 
 
-def test_safetensors_stand_before_bin(bert_mlm, tmp_path):
-    bert_mlm.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
-    assert_same_state(load("BertForMaskedLM", tmp_path), bert_mlm)
-
-
 def test_loaded_weights_do_not_hang_on_the_file(bert_mlm, tmp_path):
     bert_mlm.save_pretrained(tmp_path)
     model = load("BertForMaskedLM", tmp_path)

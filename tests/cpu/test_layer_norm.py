@@ -174,12 +174,6 @@ def test_float32_error_is_no_larger_than_torchs(isa, hidden, shift):
     assert ours.max() <= theirs.max() + 2**-22
 
 
-def test_a_mean_far_from_zero_costs_nothing(isa):
-    x = randn(64, 768) + 1e6  # the mean in float32 is off by up to 0.03 standard deviations, and is corrected
-    y = layer_norm_fwd(cpu, x, torch.ones(768), None, None, None, 1e-12, 0.0, None, 0, False)[0]
-    assert (y - F.layer_norm(x.double(), (768,), eps=1e-12)).abs().max() < 2e-6
-
-
 @pytest.mark.parametrize("rows", (64, 1000, 5000))
 def test_float32_column_sums_are_no_worse_than_torchs(isa, rows):
     x, dy, weight = randn(rows, 96), randn(rows, 96, seed=1) + 1, torch.ones(96)
@@ -192,43 +186,6 @@ def test_float32_column_sums_are_no_worse_than_torchs(isa, rows):
         cpu, dy, x, weight, mean[:, 0], rstd[:, 0], 0.0, None, 0, False, True, False, False
     )[3]
     assert (ours - truth).abs().mean() <= (theirs - truth).abs().mean()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_integers_are_exact(isa, dtype):
-    # x + x_bias + residual = ±2: mean 0, rstd 1/2, so y = ±weight + bias, and all of it is exact
-    rows, hidden = 6, 128
-    signs = 1 - 2 * (torch.arange(rows * hidden).view(rows, hidden) % 2)
-    x_bias = torch.arange(hidden) % 5 - 2
-    residual = torch.arange(rows * hidden).view(rows, hidden) % 7 - 3
-    x = 2 * signs - x_bias - residual
-    weight, bias = torch.arange(hidden) % 9 - 4, torch.arange(hidden) % 4
-    args = [t.to(dtype) for t in (x, weight, bias, residual, x_bias)]
-    y, z, mean, rstd = layer_norm_fwd(cpu, *args, 0.0, 0.0, None, 0, True)
-    assert torch.equal(y, (signs * weight + bias).to(dtype))
-    assert torch.equal(z, (2 * signs).to(dtype))
-    assert torch.equal(mean, torch.zeros(rows))
-    assert torch.equal(rstd, torch.full((rows,), 0.5))
-    # dy = 3 in pairs of columns (+1, -1): no mean and no x_hat component, so dz = rstd dy
-    dy = (3 * (1 - 2 * (torch.arange(hidden) // 2 % 2))).expand(rows, hidden).to(dtype)
-    dx, _, dweight, dbias, dx_bias = layer_norm_bwd(
-        cpu, dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, 0.0, None, 0, True, True, True, True
-    )
-    assert torch.equal(dx, dy / 2)
-    assert torch.equal(dweight, (dy.float() * signs).sum(0))
-    assert torch.equal(dbias, dy.float().sum(0))
-    assert torch.equal(dx_bias, dy.float().sum(0) / 2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_constant_rows_give_the_bias(isa, dtype):
-    x, bias = torch.full((3, 100), 2.5, dtype=dtype), randn(100, dtype=dtype)
-    y, _, mean, rstd = layer_norm_fwd(
-        cpu, x, randn(100, dtype=dtype), bias, None, None, 1e-12, 0.0, None, 0, True
-    )
-    assert torch.equal(y, bias.expand(3, 100))
-    assert torch.equal(mean, torch.full((3,), 2.5))
-    torch.testing.assert_close(rstd, torch.full((3,), 1e6))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -746,6 +746,7 @@ GOOD = (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1)
     ("at", "value", "message"),
     (
         (0, 3, "dtype: expected code 0, 1 or 2, got 3"),
+        (4, 0, "a: expected an address, got none"),
         (6, 2, "product: expected one stride of 1"),
         (10, 2, "product: expected one stride of 1"),
         (13, 6, "activation: expected code 0 … 5, got 6"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
-import threading
 import weakref
 
 import pytest
@@ -155,18 +152,6 @@ def test_never_in_training_mode(made):
     assert prepared.remembered(model) == []
 
 
-def test_not_under_torch_compile(module, made):
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: layers.apply_linear(module, x, "gelu"), backend="aot_eager")
-    x = randn(40, 24)
-    with torch.no_grad():
-        y = compiled(x)
-        assert made == []
-        assert prepared.remembered(module) == []
-        assert_same_bits(y, layers.apply_linear(module, x, "gelu"))
-        assert made
-
-
 def test_not_for_many_rows(module, made):
     many = sizes.MANY_ROWS
     with torch.no_grad():
@@ -193,27 +178,6 @@ def test_made_for_each_product_where_they_pass(module, made):
     with layers.passing_panels():
         assert_same_bits(layers.apply_linear(module, x), kept)
     assert len(made) == 3
-    assert prepared.remembered(module) == held(FLOAT)
-
-
-def test_a_block_of_passing_panels_ends_with_its_thread_and_its_errors(module):
-    other, x = copy.deepcopy(module), randn(5, 24)
-    thread = threading.Thread(target=layers.apply_linear, args=(other, x))
-
-    def fail():
-        with layers.passing_panels():
-            with layers.passing_panels():
-                pass
-            layers.apply_linear(module, x)
-            thread.start()
-            thread.join()
-            raise KeyError
-
-    with torch.no_grad(), pytest.raises(KeyError):
-        fail()
-    assert (prepared.remembered(module), prepared.remembered(other)) == ([], held(FLOAT))
-    with torch.no_grad():
-        layers.apply_linear(module, x)
     assert prepared.remembered(module) == held(FLOAT)
 
 
@@ -302,16 +266,6 @@ def test_freed_with_the_module(module):
     assert other() is None
     assert packed() is not None
     assert len(prepared._cache) == before
-
-
-def test_never_copied_pickled_or_saved(module):
-    state = set(module.state_dict())
-    with torch.no_grad():
-        layers.apply_linear(module, randn(40, 24))
-    assert set(module.state_dict()) == state
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert prepared.remembered(twin) == []
-    assert prepared.remembered(module) == held(FLOAT)
 
 
 def test_inference_mode(module, made):

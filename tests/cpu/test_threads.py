@@ -154,17 +154,6 @@ def test_a_thread_that_works_alone_and_one_that_lends_give_the_same_bits(dtype, 
     assert str(os.getpid()) in after
 
 
-def test_another_backend_opens_no_team(runtime, monkeypatch):
-    model, inside = tiny(), []
-    original = layers.attention
-    monkeypatch.setattr(
-        layers, "attention", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
-    )
-    with torch.no_grad(), fastbert.use_backend("aten"):
-        model(IDS)
-    assert inside == [False, False]
-
-
 def test_a_forked_child_works_alone():
     """The parent's threads are lost to it, and with them an open team."""
     code = (

@@ -219,15 +219,6 @@ def test_weights_are_prepared_once_and_again_when_one_changes(monkeypatch):
     dispatch._resolved.clear()
 
 
-def test_freed_with_the_model():
-    model = of("bert")
-    with torch.no_grad():
-        model(**batch("bert"))
-    assert any(name[0] == "layer" for name in prepared.remembered(model))
-    model.train()
-    assert prepared.remembered(model) == []
-
-
 def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
     monkeypatch.setattr(cpu_sizes, "MANY_ROWS", 1)
     monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # as if no memory were left

@@ -84,12 +84,6 @@ def _with_kwargs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
 
 HOOKS = {
     "forward": lambda m: m.register_forward_hook(lambda m, args, out: scaled(out, 1.25)),
-    "forward, kwargs": lambda m: m.register_forward_hook(
-        lambda m, args, kwargs, out: scaled(out, 1.25), with_kwargs=True
-    ),
-    "forward, always": lambda m: m.register_forward_hook(
-        lambda m, args, out: scaled(out, 1.25), always_call=True
-    ),
     "pre": lambda m: m.register_forward_pre_hook(lambda m, args: scaled(args, 1.25)),
     "pre, kwargs": lambda m: m.register_forward_pre_hook(_with_kwargs, with_kwargs=True),
     "backward": lambda m: m.register_full_backward_hook(lambda m, given, made: scaled(given, 1.25)),
@@ -560,16 +554,6 @@ def test_a_sequence_without_tokens_spoils_no_gradient_beside_a_hook():
     assert_same(both, inputs, "an empty sequence", backward=True)
 
 
-def test_hidden_states_of_a_head_end_with_what_a_hook_made():
-    both, inputs = trio("bert", "ForTokenClassification"), inputs_for("bert", "ForTokenClassification")
-    kept, last = inputs["attention_mask"].bool(), []
-    for model in both:
-        HOOKS["forward"](model.bert.encoder)
-        with torch.no_grad():
-            last.append(model(**inputs, output_hidden_states=True).hidden_states[-1][kept])
-    assert all((a - last[0]).abs().max() <= 1e-9 * last[0].abs().max() for a in last[1:])
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
 def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
     """What transformers does not have is compared with the model without a hook."""
@@ -681,18 +665,6 @@ def test_a_hooked_encoder_refuses_a_masked_first_token_too():
     model.bert.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="attention_mask: position 0 of sequence 1"):
         model(**inputs)
-
-
-def test_noise_on_embeddings_as_neftune_draws_it():
-    def noise(module, args, out):
-        assert out.shape == (4, 40, 48)
-        torch.manual_seed(0)
-        return out + torch.empty_like(out).uniform_(-1, 1) * (5 / (out.shape[1] * out.shape[2]) ** 0.5)
-
-    both, inputs = trio("bert"), batch("bert")
-    for model in both:
-        model.get_input_embeddings().register_forward_hook(noise)
-    assert_same(both, inputs, "noise")
 
 
 @pytest.mark.parametrize("kinds", [("Linear", "LayerNorm"), ("BertModel",)])
@@ -834,20 +806,6 @@ def test_a_pooler_may_come_and_go(task, change):
     for model in both:
         model.pooler = change()
     assert_same(both, inputs, task)
-
-
-def test_albert_obeys_another_ff_chunk():
-    both, inputs = pair("albert"), batch("albert")
-    for model in both:
-        model.encoder.albert_layer_groups[0].albert_layers[0].ff_chunk = lambda x: x * 1.25
-    assert_same(both, inputs, "ff_chunk")
-
-
-def test_question_answering_reads_no_dropout_that_bert_lacks():
-    both, inputs = trio("bert", "ForQuestionAnswering"), inputs_for("bert", "ForQuestionAnswering")
-    for model in both:
-        model.dropout = nn.Tanh()
-    assert_same(both, inputs, "dropout")
 
 
 @pytest.mark.sweep
