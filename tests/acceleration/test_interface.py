@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastbert
 from fastbert.acceleration import attention, interface
+from tests.support.accelerated_models import close
 
 BATCH, SEQLEN = 4, 24
 BART = {"layers": 1, "ffn_dim": 48, "attention_heads": 2}  # of its encoder and of its decoder
@@ -87,13 +88,6 @@ def counts(model: torch.nn.Module) -> tuple[int, int, dict[str, int]]:
         for reason, calls in site.stock.items():
             reasons[reason] = reasons.get(reason, 0) + calls
     return fused, packed, reasons
-
-
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Equal within `tolerance` of the largest value."""
-    scale = max(1.0, b.abs().max().item())
-    assert torch.isfinite(a).all()
-    assert (a - b).abs().max().item() <= tolerance * scale
 
 
 def gradients(model: torch.nn.Module, keep: torch.Tensor | None, **inputs) -> tuple[torch.Tensor, dict]:

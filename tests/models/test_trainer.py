@@ -230,27 +230,6 @@ def test_models_and_outputs_pass_for_those_of_transformers():
     assert type(model) is fastbert.BertForMaskedLM
 
 
-def test_a_class_with_a_metaclass_of_its_own_is_passed_for(monkeypatch):
-    """As transformers' ModelOutput is one since 5.24, and any of its classes may become."""
-
-    class Theirs(type):
-        pass
-
-    class Foreign(metaclass=Theirs):
-        pass
-
-    monkeypatch.setattr(sys.modules["transformers.utils.generic"], "ModelOutput", Foreign)
-    output = outputs.LogitsOutput(logits=torch.zeros(1))
-    assert isinstance(output, Foreign)
-    assert isinstance(output, outputs.LogitsOutput)
-    assert type(output.__class__(logits=output.logits)) is outputs.LogitsOutput
-
-    class Sub(output.__class__):
-        pass
-
-    assert (type(Sub), Sub.__mro__[1]) == (type, outputs.LogitsOutput)
-
-
 def test_nothing_of_transformers_is_imported(monkeypatch):
     model = native_encoder()
     others = {"transformers", "accelerate", "peft"}
