@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -329,6 +330,13 @@ def test_two_runs_into_one_directory(tmp_path):
         probed = [sys.executable, "-c", probe, str(run / ".lock")]
         assert b"BlockingIOError" in subprocess.run(probed, capture_output=True).stderr
     trainer(run).run()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    fails = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr("fcntl.lockf", fails)
+    with pytest.raises(CheckpointError, match=r"\.lock: cannot be locked: OSError: .*No locks available"):
+        trainer(tmp_path).run()
 
 
 def test_directories_that_cannot_be_used(tmp_path, monkeypatch):

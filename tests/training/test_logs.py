@@ -108,6 +108,13 @@ def test_each_write_goes_to_the_end_at_once(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": 0.123456789}
 
 
+def test_a_number_that_json_does_not_have_is_refused(tmp_path):
+    made = opened(tmp_path)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        made.write(1, {"loss": float("nan")}, {})
+    assert (tmp_path / "log.jsonl").read_bytes() == b""
+
+
 def test_offsets_are_on_the_disk(tmp_path, monkeypatch):
     made, flushed = opened(tmp_path), []
     monkeypatch.setattr(logs.os, "fsync", flushed.append)
