@@ -80,15 +80,6 @@ def test_import_starts_no_process_and_import_kernels_finds_huggingfaces(tmp_path
     )
 
 
-def test_import_kernels_under_pytest(tmp_path):
-    """Which puts the repository's root, or `tests/`, on the path."""
-    test = tmp_path / "test_owner.py"
-    test.write_text("import kernels\n\ndef test_owner():\n    assert kernels.owner == 'huggingface'\n")
-    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml"]
-    done = run(sys.executable, "-m", "pytest", *options, test, cwd=ROOT, PYTHONPATH=stub(tmp_path))
-    assert "1 passed" in done.stdout
-
-
 # --- what is declared -----------------------------------------------------------------------------
 
 
