@@ -353,37 +353,6 @@ def test_packed_rows_are_those_of_check_inputs(family, seed):
     assert indices.eq(-7).all() if dense else torch.equal(indices[:total], packing.indices)
 
 
-def test_what_the_extension_measures():
-    """Matrices of one shape, of the usual dtypes, in CPU memory; all else is None, before memory is read."""
-    host = staging.extension.HostBatch(100, 2, -1, torch.Tensor)
-    ids, ones = PADDED["input_ids"], torch.ones(4, 9).long()
-    stack = torch.stack([ids, ones])
-    assert host.measure(ids, None, None) == host.measure(ids, ones, ones) == (4, 9, 36)
-    assert host.measure(stack, 1, None) == host.measure(stack, None, 1) == (4, 9, 36)
-    strange = torch.nn.Parameter(ids, requires_grad=False)
-    for given in (
-        (ids.to("meta"), None, None),
-        (ids, ones.to("meta"), None),
-        (strange, None, None),
-        (ids, strange, None),
-        (ids, None, strange),
-        (ids.float(), None, None),
-        (ids, None, ones.float()),
-        (ids, ones.double(), None),
-        (ids, ones[:, 1:], None),
-        (ids, None, ones[1:]),
-        (ids[0], None, None),
-        (stack, None, None),
-        (stack, 2, None),
-        (stack, None, 7),
-        (ids[:0], None, None),
-    ):
-        assert host.measure(*given) is None
-    without_types = staging.extension.HostBatch(100, 0, -1, torch.Tensor)
-    assert without_types.measure(ids, ones, None) == (4, 9, 36)
-    assert without_types.measure(ids, ones, ones) is None
-
-
 @pytest.mark.parametrize("assign", [True, False])
 def test_plans_end_with_the_weights_that_they_were_made_for(assign):
     g = called(dtype=torch.float64)
@@ -532,20 +501,6 @@ def test_a_write_while_the_state_is_found_right():
     g.graphed._settle = settle
     assert not g.graphed._weights.untouched()
     g.check(**PADDED)
-
-
-def test_a_batch_that_has_no_room():
-    stage = staging.Stage(shared().config, CPU, torch.float32)
-    made = stage.batch(PADDED["input_ids"], PADDED["attention_mask"], None)
-    memory = torch.full((words(64, 8),), -7)
-    for tokens, room, indices, words_said in (
-        (17, 8, True, "tokens: expected at least 18"),
-        (64, 3, True, "room: expected at least 4"),
-        (64, 8, False, "with_indices: expected True"),
-    ):
-        with pytest.raises(ValueError, match=words_said):
-            stage.pack(made, tokens, room, indices, memory)
-    assert memory.eq(-7).all()
 
 
 def test_what_a_kernel_told_of_ids_is_raised_before_the_next_replay(monkeypatch):
