@@ -112,16 +112,6 @@ def test_again_checks_a_proven_kernel(table, monkeypatch):
 # --- keys ---------------------------------------------------------------------------------------------------
 
 
-def test_the_key_names_all_that_a_proof_depends_on(monkeypatch):
-    monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "580"))
-    key = verdict_keys.proof_key_of("layer_norm", "triton", GPU, torch.bfloat16)
-    assert list(key) == [
-        *("op", "backend", "dtype", "source", "tuned", "device", "capability", "triton", "torch")
-    ]
-    assert (key["device"], key["capability"], key["dtype"]) == ("NVIDIA H200", "9.0", "bfloat16")
-    assert torch.__version__.startswith(key["torch"] + ".")
-
-
 def test_a_wheel_knows_the_sources_of_its_cuda_kernels(monkeypatch):
     built = {"cuda_sources": "attention=a;layer_norm=b;linear=c", "cuda_archs": "80;90a;120", "nvcc": "13.0"}
     monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "580"))

@@ -211,30 +211,6 @@ def test_where_no_process_can_decide_this_one_does(two_ops, fake, monkeypatch, c
     assert verdicts.load(key()).passed
 
 
-def test_times_come_through(planted, fake):
-    fake(ALL_GOOD.replace("end()", "end('slower than aten', 'slower', [['5x96', 'forward', 2, 'aten', 1]])"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()
-    assert served_by() == "aten"
-    verdict = known.verdict(LAYER_NORM, CPU)
-    assert (verdict.outcome, verdicts.ratio_of(verdict.times)) == ("slower", 2.0)
-
-
-def test_a_failure_that_another_process_has_found_counts(planted, fake, monkeypatch):
-    fake(ALL_GOOD)
-    receive = checking._Worker.receive
-
-    def meanwhile(self, deadline):
-        message = receive(self, deadline)
-        if message and "outcome" in message:
-            verdicts.store(key(), Verdict("wrong"))
-        return message
-
-    monkeypatch.setattr(checking._Worker, "receive", meanwhile)
-    assert [verdict.reason for _, verdict in checking.checked(CPU, [LAYER_NORM])] == ["wrong"]
-
-
 # --- the process --------------------------------------------------------------------------------------------
 
 

@@ -253,20 +253,6 @@ def test_what_slower_means():
         assert speed.why_never("packing", "cuda", found) == speed.why_slower(found)
 
 
-def test_both_take_turns_and_each_is_the_one_that_runs(monkeypatch, clock):
-    order = []
-    for name, backend in (("triton", fake_backend(monkeypatch)), ("aten", aten)):
-        fwd = clock.lasting(REAL["layer_norm_fwd"], 1.5e-3)
-        noting = lambda *args, name=name, fwd=fwd: order.append(name) or fwd(*args)  # noqa: E731
-        monkeypatch.setattr(backend, "layer_norm_fwd", noting)
-    monkeypatch.setattr(speed, "SAMPLES", 3)
-    with dispatch.trial():
-        speed._times(LayerNormCase(4, 8), ("triton", "aten"), CPU, torch.float32, False)
-    # to compile and warm up, to count calls, then the samples of more than 2 ms each
-    assert order == ["triton"] * 5 + ["aten"] * 5 + ["triton", "triton", "aten", "aten"] * 3
-    assert not dispatch._resolved
-
-
 # --- calls in training are judged apart where the table has a line for them ---------------------------------
 
 
@@ -465,20 +451,6 @@ def test_a_kernel_may_serve_for_some_numbers_of_rows_alone(monkeypatch, clock, f
     rows = {c.op: c.backend for c in serving.choices("cpu") if c.dtype == "float32"}
     for word, most in ((" few", 32), (" some", 256), ("", 257)):
         assert rows[f"linear activation{word}"] == served[most]
-
-
-def test_few_rows_are_not_timed_in_training(monkeypatch, clock):
-    module = few_rows_kernel(monkeypatch, clock, "linear", lambda rows: 1.0)
-    module.linear_bwd = aten.linear_bwd
-    monkeypatch.setattr(speed, "_times", lambda *args: [(1.0, None)] * 2)
-    times = speed.compare("linear", "triton", CPU, torch.float32)
-    assert [(t.case.split("x")[0], t.passes) for t in times if "768x3072" in t.case] == [
-        ("32", "forward of few rows"),
-        ("128", "forward of some rows"),
-        ("128", "training"),
-        ("304", "forward"),
-        ("304", "training"),
-    ]
 
 
 def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):

@@ -175,14 +175,6 @@ def test_a_process_that_never_reaches_a_kernel(planted, run, fake, monkeypatch, 
     assert not cache.exists()
 
 
-def test_without_a_folder_verdicts_are_shown_only(planted, run, fake, monkeypatch):
-    monkeypatch.setenv("FASTBERT_CACHE", "")
-    fake("send(ready=True)\nfor unit in units: end()\n")
-    text = run("warmup", "--device", "cpu")
-    assert text.startswith("verdicts are not kept: FASTBERT_CACHE=\n")
-    assert text.endswith("3 kernels on cpu, 0 failed\n")
-
-
 # --- env ----------------------------------------------------------------------------------------------------
 
 
