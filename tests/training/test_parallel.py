@@ -343,6 +343,8 @@ def test_torchrun_is_terminated(tmp_path):
         ({"kind": "both"}, {}, "parallel: expected one of none, ddp, fsdp, got 'both'"),
         ({"kind": "none"}, {"RANK": "0", "WORLD_SIZE": "2"}, "parallel: none, but torchrun has started 2"),
         ({"kind": "ddp"}, {}, "parallel: ddp is for processes that torchrun starts; RANK is not set"),
+        ({}, {"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE: expected an integer >= 1, got '0'"),
+        ({}, {"WORLD_SIZE": "2", "RANK": "2"}, "RANK: expected an integer >= 0 and < 2, got '2'"),
         ({"bucket_mb": 0.0}, {}, "bucket_mb: expected a number > 0, or None, got 0.0"),
     ],
 )
