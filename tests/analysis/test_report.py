@@ -116,11 +116,6 @@ def test_what_a_template_shows(template, expected):
     assert shown(template) == [(f"sections/one/{path}", value, text) for path, value, text in expected]
 
 
-def test_an_interval_is_in_brackets():
-    made = page("title", NUMBERS, [Section("one", "One", says=("{interval:.1f} or {none}",))])
-    assert "−0.5 [−1.2, 0.2] or none" in " ".join(Page(made).texts["p"])
-
-
 @pytest.mark.parametrize("path", ["nothing", "rows/1/value", "share/more", "names/last"])
 def test_a_number_that_is_not_there(path):
     with pytest.raises(KeyError, match="the numbers of the page have no"):
@@ -157,11 +152,3 @@ def test_worse_is_red():
         assert red > 2 * blue
     (image,) = pictures.heat_maps({"": 0 * values}, diverging=True).axes[0].get_images()
     assert image.get_clim() == (-1, 1)
-
-
-def test_an_interval_is_shaded():
-    x = np.arange(3.0)
-    figure = pictures.curves({"a": (x, x, x - 1, x + 1), "random 1": (x, x)}, "", "", "")
-    (band,) = figure.axes[0].collections
-    heights = band.get_paths()[0].vertices[:, 1]
-    assert (heights.min(), heights.max()) == (-1, 3)

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.change import Change
 from fastbert.analysis.effective import EffectiveAttention
 from fastbert.analysis.examples import KINDS
 from fastbert.analysis.geometry import Geometry, words_in
-from fastbert.analysis.heads import Ablation, PruningCurve
 from fastbert.analysis.intervals import mean_interval
 from tests.support.analysis import both
 
@@ -39,32 +37,6 @@ def test_heads_over_half_are_counted_in_the_mean_over_examples(texts):
     found.previous[:, 1, 0] = 1.0, 1.0, 0.0, 0.0, 0.0
     interval = found.intervals()["heads over half on the previous token"]
     assert (interval.mean, interval.low, interval.high) == (2, 1, 3)
-
-
-def test_of_ablation():
-    draw = np.random.default_rng(0)
-    base, score = draw.normal(size=20), draw.normal(size=(20, 2, 3))
-    found = Ablation("head", "zero", "accuracy", base, 2 * base, score, 3 * score)
-    assert found.base_intervals(seed=1) == {
-        "loss": mean_interval(base, seed=1),
-        "score": mean_interval(2 * base, seed=1),
-    }
-    assert found.loss_interval(1, 2, seed=1) == mean_interval(score[:, 1, 2] - base, seed=1)
-    assert found.interval(1, 2, seed=1) == mean_interval(3 * score[:, 1, 2] - 2 * base, seed=1)
-
-
-def test_of_a_pruning_curve():
-    score = np.random.default_rng(0).normal(size=(3, 20))
-    found = PruningCurve(np.arange(6), np.array([0, 3, 6]), score, "accuracy").intervals(seed=2)
-    assert found == [mean_interval(each, seed=2) for each in score]
-
-
-def test_of_change():
-    draw = np.random.default_rng(0)
-    found = Change(draw.uniform(size=(9, 2, 3)), draw.uniform(size=(9, 3)), np.ones(2))
-    intervals = found.intervals()
-    assert intervals["attention"].mean == pytest.approx(found.attention.mean())
-    assert intervals["last hidden states"].mean == pytest.approx(found.hidden[:, -1].mean())
 
 
 def test_of_effective_attention():

@@ -18,8 +18,6 @@ from fastbert.pretraining import spans as module
 from fastbert.pretraining.corpus import Corpus, CorpusError
 from fastbert.pretraining.spans import Collocations, Gazetteer
 
-SPAN_FILES = ("spans.bin", "lengths.bin", "kinds.bin")
-
 
 def sentences(corpus: Corpus) -> list[list[tuple[int, tuple[int, ...]]]]:
     """(first token, ids) of each word of each sentence."""
@@ -365,17 +363,6 @@ def test_a_corpus_without_spans_is_as_before(plain, marked):
         plain.spans(0, 3)
     for name in ("tokens-00000.bin", "words-00000.bin", "sentences.bin", "documents.bin", "tokenizer.json"):
         assert (plain.directory / name).read_bytes() == (marked.directory / name).read_bytes()
-
-
-@pytest.mark.parametrize("shard_tokens", [512, 4096])
-def test_the_cut_into_files_changes_no_span(
-    marked, gazetteer, text_file, tokenizer_dir, tmp_path, shard_tokens, monkeypatch
-):
-    monkeypatch.setattr(corpus_module, "_CHUNK_CHARACTERS", 5000)
-    cut = Corpus.write([text_file], tokenizer_dir, tmp_path / "c", spans=gazetteer, shard_tokens=shard_tokens)
-    for name in SPAN_FILES:
-        assert (cut.directory / name).read_bytes() == (marked.directory / name).read_bytes()
-    assert cut.hash == marked.hash
 
 
 def test_the_hash_has_the_spans(tokenizer_dir, tmp_path):
