@@ -45,9 +45,6 @@ def test_each_file_is_in_one_part_and_the_parts_are_about_as_large():
     sizes = collections.Counter(tiers.part_of(path, 4) for path in files)
     assert sorted(sizes) == [1, 2, 3, 4]
     assert min(sizes.values()) > len(files) / 8
-    for text in ("", "2", "0/4", "5/4", "a/b", "1/4/2", "-1/4"):
-        with pytest.raises(ValueError, match="--part: got"):
-            tiers.part(text)
 
 
 def kept_of(sets, *sampled):
@@ -72,5 +69,3 @@ def test_of_a_long_list_of_numbers_or_of_a_sampled_parameter_few_are_kept():
     sets = [{"case": f"case {i}", "dtype": dtype} for i in range(20) for dtype in ("fp32", "bf16")]
     assert len(kept_of(sets, "case")) == tiers.SOME
     assert len(kept_of(sets)) == 20
-    other = [{"change": {"hidden": i}} for i in range(50)] + [{"change": each} for each in (True, None, "1")]
-    assert len(kept_of(other)) == len(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from unittest import mock
 
 import pytest
 import torch
@@ -61,50 +62,25 @@ def test_a_step_takes_what_the_last_one_freed(limits):
 
 def test_the_usual_limits_come_back(monkeypatch):
     """Also after an error. Whether pages go back depends on holes in the heap, so it looks at the calls."""
-    calls = []
-
-    class Library:
-        def mallopt(self, option, value):
-            calls.append((option, value))
-
-        def malloc_trim(self, pad):
-            calls.append("trim")
-
-    monkeypatch.setattr(memory, "_glibc", Library)
-
-    def fail():
-        with kept_memory():
-            calls.append("inside")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    at = calls.index("inside")
-    assert dict(calls[:at]) == {-1: 2**31 - 1, -3: 2**31 - 1}
-    assert dict(calls[at + 1 : -1]) == {-1: 64 << 20, -3: 32 << 20}
-    assert calls[-1] == "trim"
+    library = mock.Mock()
+    monkeypatch.setattr(memory, "_glibc", lambda: library)
+    with contextlib.suppress(KeyError), kept_memory():
+        inside = dict(each.args for each in library.mallopt.mock_calls)
+        library.reset_mock()
+        raise KeyError
+    assert inside == {-1: 2**31 - 1, -3: 2**31 - 1}
+    *after, last = library.mock_calls
+    assert dict(each.args for each in after) == {-1: 64 << 20, -3: 32 << 20}
+    assert last == mock.call.malloc_trim(0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_loop_keeps_it_on_a_cpu(device, monkeypatch, tmp_path):
-    seen = []
-
-    @contextlib.contextmanager
-    def recorded():
-        seen.append("kept")
-        try:
-            yield
-        finally:
-            seen.append("returned")
-
-    def begun(*args):
-        seen.append("begun")
-        raise RuntimeError("no more is needed")
-
-    monkeypatch.setattr(loop, "kept_memory", recorded)
-    run = trainer(tmp_path)
+    kept, run = mock.MagicMock(), trainer(tmp_path)
     run.parallel.device = torch.device(device)
-    monkeypatch.setattr(run, "_begin", begun)
+    monkeypatch.setattr(loop, "kept_memory", kept)
+    monkeypatch.setattr(run, "_begin", mock.Mock(side_effect=RuntimeError("no more is needed")))
+    kept.return_value.__exit__.return_value = False
     with pytest.raises(RuntimeError, match="no more is needed"):
         run.run()
-    assert seen == (["kept", "begun", "returned"] if device == "cpu" else ["begun"])
+    assert kept.return_value.__enter__.called == kept.return_value.__exit__.called == (device == "cpu")
