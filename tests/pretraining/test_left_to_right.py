@@ -25,6 +25,7 @@ from tests.support.objectives import (
     logits_of,
     numbered,
     pieces,
+    stock,
     tensors,
     tiny,
 )
@@ -75,16 +76,6 @@ def test_no_leak_from_later_tokens_or_other_sequences(dtype):
         assert same[end:].all()
 
 
-def stock(losses, cls=transformers.BertLMHeadModel) -> torch.nn.Module:
-    """Transformers' model with the weights of ours."""
-    model = losses.model
-    config = transformers.BertConfig(**model.config.to_dict())
-    hf = cls._from_config(config, attn_implementation="eager").to(model.dtype)
-    hf.load_state_dict(model.state_dict(), strict=False)
-    hf.tie_weights()
-    return hf.eval()
-
-
 def stock_loss(hf, batch) -> torch.Tensor:
     """The mean of all next-token losses, sequence by sequence."""
     inputs, total = tensors(batch), 0.0
@@ -100,7 +91,7 @@ def test_losses_and_gradients_are_transformers():
     exact, found = {}, {}
     for dtype in (torch.float64, torch.float32):
         losses = built(ours, torch.float32).to(dtype)
-        hf = stock(losses)
+        hf = stock(losses, transformers.BertLMHeadModel)
         mean, correct = losses(tensors(batch), True)
         expected = stock_loss(hf, batch)
         mean["left_to_right"].backward(), expected.backward()

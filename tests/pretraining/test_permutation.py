@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from fastbert.pretraining.formats import DocSentences, Example, FullSentences, SegmentPairs
 from fastbert.pretraining.masking import IGNORED, Masking
@@ -26,6 +25,7 @@ from tests.support.objectives import (
     logits_of,
     numbered,
     pieces,
+    stock,
     tensors,
     tiny,
 )
@@ -167,15 +167,6 @@ def test_no_leak_from_a_target_to_what_predicts_it(form, dtype):
 
 
 # --- losses -------------------------------------------------------------------------------------------------
-
-
-def stock(losses) -> torch.nn.Module:
-    """Transformers' model with the weights of ours."""
-    config = transformers.BertConfig(**losses.model.config.to_dict())
-    hf = transformers.BertForMaskedLM._from_config(config, attn_implementation="eager").to(losses.model.dtype)
-    hf.load_state_dict(losses.model.state_dict(), strict=False)
-    hf.tie_weights()
-    return hf.eval()
 
 
 def stock_logits(hf, ids, types, targets, order) -> torch.Tensor:

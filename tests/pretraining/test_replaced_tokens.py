@@ -22,13 +22,15 @@ from fastbert.pretraining.objectives.replaced_tokens import (
     drawn,
     generator_config,
 )
-from fastbert.testing import compare
 from fastbert.training.optimizers import decay_groups, optimizer
 from tests.support.draw_shares import few_or_many, inside
 from tests.support.numbered_text import (
     MASK,
+    SIZES,
     VOCAB,
     Numbered,
+    assert_as_papers,
+    at_unit_scale,
     batch_of,
     originals,
     padded,
@@ -37,30 +39,13 @@ from tests.support.numbered_text import (
 )
 from tests.support.vocabulary_rows import VocabularyRows
 
-SIZES = dict(
-    vocab_size=VOCAB,
-    embedding_size=24,
-    hidden_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=80,
-    max_position_embeddings=64,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
-
 
 def module_of(share: float = 1 / 4, seed: int = 0, **config) -> ReplacedTokenLosses:
-    """Both models, weights at unit scale, so that every part matters; in training."""
+    """Both models."""
     torch.manual_seed(seed)
     objective = ReplacedTokens(Numbered(), generator_share=share)
-    module = objective.losses(objective.model(EncoderConfig("electra", **{**SIZES, **config}))).train()
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, 0.0, 1.2 / parameter.shape[-1] ** 0.5)
-        else:
-            torch.nn.init.normal_(parameter, 0.5, 0.3)
-    return module
+    config = EncoderConfig("electra", **{**SIZES, "embedding_size": 24, **config})
+    return at_unit_scale(objective.losses(objective.model(config)))
 
 
 @pytest.fixture
@@ -209,16 +194,8 @@ def test_losses_and_gradients_are_the_papers(share, config, batch, monkeypatch):
     monkeypatch.setattr(replaced_tokens, "drawn", lambda logits: tokens)
     wide_losses, _ = wide(inputs)
     wide_own = backward(wide, wide_losses)
-    for actual, exact, theirs, expected in (
-        (losses, wide_losses, eager, truth),
-        (own, wide_own, eager_gradients, true_gradients),
-    ):
-        largest = max(value.abs().max().item() for value in expected.values())
-        for name, value in expected.items():
-            floor = 8 * torch.finfo(torch.float32).eps * largest
-            *_, reason = compare(actual[name], theirs[name], value, torch.float32, floor)
-            assert not reason, f"{name}: {reason}"
-            assert (exact[name] - value).abs().max() <= 1e-10 * largest, name
+    assert_as_papers(losses, eager, wide_losses, truth)
+    assert_as_papers(own, eager_gradients, wide_own, true_gradients)
 
 
 def test_autocast_gradients_are_no_worse_than_transformers_own(monkeypatch):
@@ -413,7 +390,7 @@ def test_errors_are_named(batch):
     ):
         objective.model(EncoderConfig("bert"))
     with pytest.raises(TypeError, match="model: expected an ElectraForPreTraining, got BertForMaskedLM"):
-        objective.losses(fastbert.BertForMaskedLM(EncoderConfig("bert", **{**SIZES, "embedding_size": 48})))
+        objective.losses(fastbert.BertForMaskedLM(EncoderConfig("bert", **SIZES)))
 
 
 def test_what_examples_depend_on():

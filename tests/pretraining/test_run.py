@@ -501,19 +501,13 @@ def test_stages_go_on_where_the_one_before_ended(corpus):
 # --- packed sequences, static masks -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def packed(corpus):
-    """A stage with batches by tokens, and its first micro-batch."""
+def test_packed_batches_have_equal_tokens(corpus, tmp_path):
     recipe = small("roberta", 2, format={"kind": "doc-sentences"}, dropout=0)
     recipe = recipe.changed("phases.batch_size", 8).changed("micro_batch", 4)
     model, _ = model_of(config(corpus), corpus, recipe)
     (stage,) = stages(corpus, model, None, recipe, 0)
     assert (stage.tokens, stage.sequences, stage.micro_batches) == (4 * LENGTHS[0], None, 2)
-    return stage, Stream(stage.source, 0, tokens=stage.tokens).batch(0)
-
-
-def test_packed_batches_have_equal_tokens(packed, corpus, tmp_path):
-    stage, batch = packed
+    batch = Stream(stage.source, 0, tokens=stage.tokens).batch(0)
     assert len(batch.lengths) > 4  # shorter rows make room for more
     assert abs(batch.lengths.sum() - stage.tokens) < LENGTHS[0]
     ends = batch.inputs["cu_seqlens"]

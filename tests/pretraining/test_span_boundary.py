@@ -17,13 +17,15 @@ from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.masking import IGNORED, Masked, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample
 from fastbert.pretraining.objectives.span_boundary import SpanBoundary, SpanBoundaryLosses, boundaries
-from fastbert.testing import compare
 from tests.support.numbered_text import (
     CLS,
     MASK,
     SEP,
+    SIZES,
     VOCAB,
     Numbered,
+    assert_as_papers,
+    at_unit_scale,
     batch_of,
     padded,
     relative_error,
@@ -31,30 +33,14 @@ from tests.support.numbered_text import (
 )
 from tests.support.vocabulary_rows import VocabularyRows
 
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=80,
-    max_position_embeddings=64,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
 WIDE = Masking("span", share=0.5)  # more and longer spans
 
 
 def module_of(family: str = "bert", max_targets: int = 20, seed: int = 0, **config) -> SpanBoundaryLosses:
-    """The model and its head, weights at unit scale, so that every part matters; in training."""
+    """The model and its head."""
     torch.manual_seed(seed)
     objective = SpanBoundary(Numbered(), max_targets=max_targets)
-    module = objective.losses(objective.model(EncoderConfig(family, **{**SIZES, **config}))).train()
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, 0.0, 1.2 / parameter.shape[-1] ** 0.5)
-        else:
-            torch.nn.init.normal_(parameter, 0.5, 0.3)
-    return module
+    return at_unit_scale(objective.losses(objective.model(EncoderConfig(family, **{**SIZES, **config}))))
 
 
 # --- examples -----------------------------------------------------------------------------------------------
@@ -168,13 +154,8 @@ def test_losses_and_gradients_are_the_papers(family, max_targets, config):
         found.append((losses, gradients(trained, losses)))
     assert found[0][1].keys() == found[3][1].keys()
     assert len(found[0][1]) == len(list(module.parameters()))
-    for own, eager, exact, truth in zip(*found, strict=True):
-        largest = max(value.abs().max().item() for value in truth.values())
-        for name, value in truth.items():
-            floor = 8 * torch.finfo(torch.float32).eps * largest
-            *_, reason = compare(own[name], eager[name], value, torch.float32, floor)
-            assert not reason, f"{name}: {reason}"
-            assert (exact[name] - value).abs().max() <= 1e-10 * largest, name
+    for each in zip(*found, strict=True):
+        assert_as_papers(*each)
 
 
 def test_autocast_gradients_are_no_worse_than_eager():

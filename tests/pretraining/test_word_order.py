@@ -27,6 +27,7 @@ from tests.support.objectives import (
     logits_of,
     numbered,
     pieces,
+    stock,
     tensors,
 )
 
@@ -164,11 +165,8 @@ def test_losses_and_gradients_are_transformers():
     for dtype in (torch.float64, torch.float32):
         losses = built(ours, torch.float32).to(dtype)
         assert not losses.weights  # equal ones
-        config = transformers.BertConfig(**losses.model.config.to_dict())
-        hf = transformers.BertForPreTraining._from_config(config, attn_implementation="eager").to(dtype)
-        hf.load_state_dict(losses.model.state_dict(), strict=False)
-        hf.tie_weights()
-        expected = expected_losses(hf.eval(), losses, batch)
+        hf = stock(losses, transformers.BertForPreTraining)
+        expected = expected_losses(hf, losses, batch)
         losses.zero_grad()
         sum(expected.values()).backward()
         head = gradients(losses.sentence_out)

@@ -13,12 +13,24 @@ from torch import Tensor
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED
 from fastbert.pretraining.objectives.masked import Objective
+from fastbert.testing import compare
 from fastbert.training.stream import Batch
 
 CLS, SEP, MASK = 2, 3, 4
 FIRST, STEP = 5, 40  # place i of sequence s has the id FIRST + STEP * s + i
 LENGTHS = (31, 12, 40, 3, 25)
 VOCAB = 208
+# of a tiny model
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
 
 
 class Numbered:
@@ -74,6 +86,26 @@ def padded(inputs: dict[str, Any]) -> dict[str, Tensor]:
 
     mask = pad(torch.ones_like(inputs["input_ids"]), 0)
     return {**{key: pad(inputs[key], value) for key, value in pads.items()}, "attention_mask": mask}
+
+
+def at_unit_scale(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with other weights, so that every part matters; in training."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 1.2 / parameter.shape[-1] ** 0.5)
+        else:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return module.train()
+
+
+def assert_as_papers(own: dict, eager: dict, wide: dict, truth: dict) -> None:
+    """Our tensors in float32, by the error rule, and in float64, to rounding."""
+    largest = max(value.abs().max().item() for value in truth.values())
+    for name, value in truth.items():
+        floor = 8 * torch.finfo(torch.float32).eps * largest
+        *_, reason = compare(own[name], eager[name], value, torch.float32, floor)
+        assert not reason, f"{name}: {reason}"
+        assert (wide[name] - value).abs().max() <= 1e-10 * largest, name
 
 
 def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
@@ -69,6 +70,15 @@ def built(objective: Objective, dtype: torch.dtype = torch.float64, seed: int = 
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return losses.to(dtype)
+
+
+def stock(losses: Losses, cls: type = transformers.BertForMaskedLM) -> torch.nn.Module:
+    """Transformers' model with the weights of ours."""
+    config = transformers.BertConfig(**losses.model.config.to_dict())
+    hf = cls._from_config(config, attn_implementation="eager").to(losses.model.dtype)
+    hf.load_state_dict(losses.model.state_dict(), strict=False)
+    hf.tie_weights()
+    return hf.eval()
 
 
 def batch_of(objective: Objective, count: int = 4, epoch: int = 0, first: int = 0) -> Batch:
