@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from fastbert.analysis.examples import tokenized
+from fastbert.analysis.treebank import read_conllu
+from tests.support.treebank import conllu
 
 VOCAB = (
     "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and dog ran to tree in big red house while it rain "
@@ -50,3 +54,21 @@ def texts():
 @pytest.fixture
 def pairs():
     return tokenized(make_tokenizer(), TEXTS, PAIRS)
+
+
+@pytest.fixture
+def labelled(pairs):
+    """With a class each."""
+    return replace(pairs, labels=np.array([0, 2, 1, 1, 0]))
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    """Trees."""
+    (tmp_path / "trees.conllu").write_text(conllu())
+    return read_conllu(tmp_path / "trees.conllu")
+
+
+def part(examples, name, number):
+    """The numbers of one example."""
+    return getattr(examples, name)[examples.starts[number] : examples.starts[number + 1]].tolist()

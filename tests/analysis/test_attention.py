@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,31 +95,19 @@ LENGTH, SPLIT = 24, 11
 
 def statistics_of(maps, texts):
     """AttentionStatistics of maps (n, length, length), each an example with one layer and one head."""
-    segments = (np.arange(LENGTH) >= SPLIT).astype(int) * (texts - 1)
-    special = np.isin(np.arange(LENGTH), [0, SPLIT - 1, LENGTH - 1])
-    kinds = np.where(np.arange(LENGTH) == 0, 0, np.where(special, 1, 4))
-    own = segments[:, None] == segments
-
-    def shaped(values):
-        return np.asarray(values, np.float32)[:, None, None]
-
-    entropy = -(maps * np.log(np.where(maps > 0, maps, 1))).sum(-1)
-    offsets = {
-        name: shaped(np.trace(maps, offset, 1, 2) / LENGTH)
-        for name, offset in (("previous", -1), ("itself", 0), ("following", 1))
-    }
-    n = len(maps)
+    n, tokens = len(maps), np.arange(LENGTH)
+    segments = (tokens >= SPLIT).astype(int) * (texts - 1)
+    special = np.isin(tokens, [0, SPLIT - 1, LENGTH - 1])
+    kinds = np.where(tokens == 0, 0, np.where(special, 1, 4))
+    # as layers of one example, which are measured at once
+    one = SimpleNamespace(starts=np.array([0, LENGTH]), kinds=kinds, segments=segments)
+    found = by_maps(lambda _: maps[:, None], one, [0])
     return AttentionStatistics(
-        entropy=shaped(entropy.mean(-1)),
-        to_kind=np.stack([shaped(maps[:, :, kinds == k].sum(-1).mean(-1)) for k in range(len(KINDS))]),
-        own_text=shaped((maps * own).sum(-1).mean(-1)),
-        most_received=shaped(maps.mean(1).max(-1)),
-        spread=shaped((np.exp(entropy) / own.sum(-1)).mean(-1)),
+        **{name: values.swapaxes(-3, -2).astype(np.float32) for name, values in found.items()},
         lengths=np.full(n, LENGTH),
         share_of_kind=np.stack([np.full(n, (kinds == k).mean(), np.float32) for k in range(len(KINDS))]),
-        share_of_text=np.full(n, own.mean(), np.float32),
+        share_of_text=np.full(n, (segments[:, None] == segments).mean(), np.float32),
         texts=np.full(n, texts),
-        **offsets,
     )
 
 

@@ -11,15 +11,12 @@ import pytest
 from fastbert.analysis.examples import KINDS, masked, paired, read, spans_of, tokenized
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
+from tests.analysis.conftest import part
 from tests.support.hf_models import hf_config
 
 
 def kinds_of(examples, number):
-    return [KINDS[k] for k in examples.kinds[examples.starts[number] : examples.starts[number + 1]]]
-
-
-def part(examples, name, number):
-    return getattr(examples, name)[examples.starts[number] : examples.starts[number + 1]].tolist()
+    return [KINDS[k] for k in part(examples, "kinds", number)]
 
 
 def test_one_text(tokenizer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,11 +73,6 @@ def losses_with_maps(theirs, examples, assignment):
         with with_maps(theirs, assignment, examples.kinds[start:end]):
             found.append(losses(theirs, examples.chosen([number])).item())
     return np.array(found)
-
-
-@pytest.fixture
-def labelled(pairs):
-    return replace(pairs, labels=np.array([0, 2, 1, 1, 0]))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 4096])

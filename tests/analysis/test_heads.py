@@ -24,11 +24,6 @@ CLOSE = dict(rtol=1e-9, atol=1e-11)
 
 
 @pytest.fixture
-def labelled(pairs):
-    return replace(pairs, labels=np.array([0, 2, 1, 1, 0]))
-
-
-@pytest.fixture
 def of_words(texts):
     return masked(texts, 4, share=0.4, seed=1)
 

@@ -18,16 +18,9 @@ from fastbert.analysis.syntax import (
     merged,
     parse,
 )
-from fastbert.analysis.treebank import Sentence, as_examples, read_conllu
+from fastbert.analysis.treebank import Sentence, as_examples
 from tests.support.analysis import both, maps_of
 from tests.support.hf_models import FAMILY_NAMES
-from tests.support.treebank import conllu
-
-
-@pytest.fixture
-def sentences(tmp_path):
-    (tmp_path / "trees.conllu").write_text(conllu())
-    return read_conllu(tmp_path / "trees.conllu")
 
 
 @pytest.fixture

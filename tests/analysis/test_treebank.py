@@ -9,8 +9,9 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from fastbert.analysis.examples import KINDS, Examples
+from fastbert.analysis.examples import KINDS
 from fastbert.analysis.treebank import as_examples, fitting, pieces_of, read_conllu
+from tests.analysis.conftest import part
 from tests.support.treebank import TREES, block, conllu
 
 FILE = """\
@@ -29,12 +30,6 @@ FILE = """\
 
 1\tcent vingt\tcent vingt\tNUM\t_\t_\t0\troot\t_\t_\r
 """
-
-
-@pytest.fixture
-def sentences(tmp_path):
-    (tmp_path / "trees.conllu").write_text(conllu())
-    return read_conllu(tmp_path / "trees.conllu")
 
 
 def test_a_file(tmp_path):
@@ -127,10 +122,6 @@ def test_a_file_that_is_no_text(tmp_path):
 
 
 # -- examples ------------------------------------------------------------------------------------------------
-
-
-def part(examples: Examples, name: str, number: int) -> list:
-    return getattr(examples, name)[examples.starts[number] : examples.starts[number + 1]].tolist()
 
 
 def check_words(examples, sentences):
