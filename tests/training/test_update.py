@@ -89,23 +89,24 @@ def state_of(made) -> list[torch.Tensor]:
     return [value.detach().clone() for value in (*parameters, *moments)]
 
 
+def spoiled(folder, kind, **options):
+    """(a trainer whose third step is bad, its state after each step that it reports)."""
+    kept = {}
+    (stage,) = tiny_training.stages(8, options={"kind": kind})
+    stage.build = Spoiled
+    options |= {"parallel": waiting(), "on_step": lambda step: kept.update({step: state_of(made)})}
+    made = trainer(folder, stages=[stage], **options)
+    return made, kept
+
+
 @pytest.mark.parametrize("kind", ["adamw", "adamw-google"])
 @pytest.mark.parametrize(
     ("noticed", "log_every", "save_every"), [(3, 3, 100), (5, 5, 100), (4, 100, 4), (8, 100, 100), (4, 4, 4)]
 )
 def test_a_bad_step_changes_nothing_and_is_named_later(noticed, log_every, save_every, kind, tmp_path):
     """By the next log, checkpoint or end. Later gradients are finite, and change nothing either."""
-    kept, begun = {}, []
-    (stage,) = tiny_training.stages(8, options={"kind": kind})
-    stage.build = Spoiled
-    made = trainer(
-        tmp_path,
-        stages=[stage],
-        log_every=log_every,
-        save_every=save_every,
-        parallel=waiting(),
-        on_step=lambda step: kept.update({step: state_of(made)}),
-    )
+    begun = []
+    made, kept = spoiled(tmp_path, kind, log_every=log_every, save_every=save_every)
     step = made._step
     made._step = lambda *args: begun.append(1) or step(*args)
     with pytest.raises(TrainingError, match=NOT_FINITE):
@@ -130,17 +131,7 @@ def test_a_bad_step_before_another_stage(fresh, tmp_path):
 
 def test_an_optimizer_that_cannot_skip_is_waited_for(tmp_path):
     """Its bad step is not taken, and ends the run at once."""
-    kept = {}
-    (stage,) = tiny_training.stages(8, options={"kind": "lamb"})
-    stage.build = Spoiled
-    made = trainer(
-        tmp_path,
-        stages=[stage],
-        log_every=100,
-        save_every=100,
-        parallel=waiting(),
-        on_step=lambda step: kept.update({step: state_of(made)}),
-    )
+    made, kept = spoiled(tmp_path, "lamb", log_every=100, save_every=100)
     with pytest.raises(TrainingError, match=NOT_FINITE):
         made.run()
     assert list(kept) == [1, 2]
