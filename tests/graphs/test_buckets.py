@@ -143,11 +143,3 @@ def test_what_makes_another_graph():
         g.check(**inputs)
     assert g.recorded == count + 1
     assert not g.graphed.fallbacks
-
-
-def test_own_buckets():
-    g = Graphed(shared(), buckets=[10, 100])
-    g.check(**lengths_batch([7]))
-    g.check(**lengths_batch([7, 4]))
-    assert [b.tokens for b in g.graphed.graphs] == [10, 100]
-    g.check(**lengths_batch([60, 41]), reason="there are more than 100 tokens")

@@ -68,13 +68,6 @@ def test_calls_take_what_the_model_takes():
     distil.check(ids, batch("bert")["attention_mask"])
 
 
-def test_the_models_own_attributes():
-    g = Graphed(shared())
-    assert g.graphed.config is g.model.config
-    assert (g.graphed.device, g.graphed.dtype, g.graphed.training) == (CPU, torch.float64, False)
-    assert next(iter(g.graphed.parameters())) is next(g.model.parameters())
-
-
 def test_bad_options():
     for name, value, match in (
         ("max_tokens", 0, "max_tokens: expected an integer >= 1, got 0"),

@@ -130,23 +130,6 @@ def test_a_result_is_the_callers_own():
 
 
 @torch.no_grad()
-def test_what_a_graph_reads():
-    """Ids behind the tokens are 0, and ends behind the sequences are the number of tokens."""
-    g = Graphed(shared())
-    g.graphed(torch.full((2, 60), 77), token_type_ids=torch.ones(2, 60, dtype=torch.long))
-    g.graphed(**lengths_batch([50, 20, 31]))
-    [_, bucket] = g.graphed.graphs
-    assert (bucket.tokens, bucket.sequences) == (112, 8)
-    _, rows, ends, _ = g.graphed._rows(bucket)
-    assert rows.shape == (3, 112)
-    assert ends.shape == (9,)
-    assert rows[:, 101:].eq(0).all()
-    assert rows[0, :101].ge(5).all()
-    assert rows[1, :101].tolist() == [*range(50), *range(20), *range(31)]
-    assert ends.tolist() == [0, 50, 70, *[101] * 6]
-
-
-@torch.no_grad()
 def test_bytes_held():
     g = Graphed(shared(), max_graphs=4, max_tokens=4096)
     assert g.graphed.bytes_held == 0
