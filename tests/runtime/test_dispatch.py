@@ -183,14 +183,6 @@ def test_reference_and_aten_have_every_op_in_every_dtype(backend):
             assert callable(getattr(module, function))
 
 
-def test_every_op_has_cases_and_small_cases():
-    for op in dispatch.OPS:
-        cases = testing.cases(op)
-        assert len({case.id for case in cases}) == len(cases)
-        assert all(case.op == op for case in cases)
-        assert 1 <= len(testing.small_cases(op)) <= 4
-
-
 @pytest.mark.sweep
 def test_the_table_of_gpus_trains_a_model(monkeypatch):
     """In Triton's interpreter: its kernels where the table has them, else aten's backward."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from fastbert.training.schedules import KINDS, Schedule
+from fastbert.training.schedules import Schedule
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 30])
@@ -49,16 +49,6 @@ def test_mosaics_end():
     assert rate(37_100) == pytest.approx(0.51 * 5e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_step_at_any_time(kind):
-    rate = Schedule(kind, 0.1, 50, 5)
-    forward = [rate(s) for s in range(60)]
-    assert [rate(s) for s in reversed(range(60))] == forward[::-1]
-    assert max(forward) <= 0.1
-    assert min(forward) >= 0
-    assert Schedule(kind, 0.1, 50, 50)(49) <= 0.1
-
-
 @pytest.mark.parametrize(
     ("values", "match"),
     [
@@ -67,13 +57,9 @@ def test_any_step_at_any_time(kind):
         ({"warmup": 11}, r"warmup: expected steps in \[0, 10\]"),
         ({"kind": "poly", "final_share": 0.1}, "final_share: is of linear; poly has none"),
         ({"power": 1.0}, "power: is of poly; linear has none"),
+        ({}, "step: expected an integer >= 0, got -1"),
     ],
 )
 def test_bad_values_are_named(values, match):
     with pytest.raises(ValueError, match=match):
-        Schedule(**{"kind": "linear", "lr": 0.1, "steps": 10, **values})
-
-
-def test_a_negative_step():
-    with pytest.raises(ValueError, match="step: expected an integer >= 0, got -1"):
-        Schedule("linear", 0.1, 10)(-1)
+        Schedule(**{"kind": "linear", "lr": 0.1, "steps": 10, **values})(-1)
