@@ -326,30 +326,6 @@ def test_a_kernel_may_serve_in_inference_alone_or_in_training_alone(
         next_process()
 
 
-def test_what_is_slower_in_one_kind_of_calls_is_told(monkeypatch, clock):
-    attention_kernels(monkeypatch, clock, (1, 5), (2, 2))
-    attend(grad=False)
-    found = verdict_of("cuda", "attention")
-    assert (found.outcome, found.reason) == ("passed", None)
-    assert serving.beside(found, "attention", "cpu") == (
-        ", forward 0.50 x the time of triton, training 1.50 x the time of triton (does not serve)"
-    )
-    # a kernel of an op without such a line is judged by all of them
-    assert speed.why_not(found, "layer_norm", "training", "cpu") is None
-    assert speed.why_not(found, "attention", "", "cpu") is None
-    reason = "slower in training than triton: 1.50 x its time"
-    assert speed.why_not(found, "attention", "training", "cpu").startswith(reason)
-    times = tuple(each._replace(ms=1.5 * each.other_ms) for each in found.times)
-    first, second = speed.why_never("attention", "cpu", times).split("; ")
-    assert first.startswith("slower in forward than triton: 1.50 x its time")
-    assert second.startswith(reason)
-    # as on a GPU
-    for op, kind in (("linear", "activation"), ("layer_norm", ""), ("feed_forward", ""), ("attention", "")):
-        assert speed.why_not(found, op, kind, "cuda") is None
-        assert speed.why_not(found, op, f"{kind} training".lstrip(), "cuda").startswith(reason)
-    assert speed.why_not(found, "embedding", "training", "cuda") is None
-
-
 def test_the_places_are_those_of_the_backend_that_serves(monkeypatch, clock):
     from fastbert.ops.attention_places import attention_places
 
