@@ -48,16 +48,6 @@ def test_lines_come_back_in_order_and_a_torn_one_is_counted(tmp_path):
     }
 
 
-def test_a_line_is_on_the_disk_before_the_next_is_made(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(lines.os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
-    path = tmp_path / "a.jsonl"
-    for n in range(3):
-        lines.append(path, "row", {"n": n})
-        assert synced[-1] == path.stat().st_size
-    assert len(synced) == 3
-
-
 # --- steps --------------------------------------------------------------------------------------------------
 
 
@@ -170,21 +160,6 @@ def test_one_archive_has_everything_after_each_step(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--only", "probe,nothing"], "--only: got nothing, expected some of build, probe, "),
-        (["--budget", "0"], "got 0, expected a number of seconds above 0"),
-    ],
-)
-def test_bad_arguments_are_named(options, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as left:
-        prove.main(["--out", str(tmp_path / "out"), *options])
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
     """Each script of a step takes the arguments that it is given."""
     run = prove.Run(tmp_path, "cuda")
@@ -214,19 +189,6 @@ def test_the_steps_need_neither_pytest_nor_jsonschema(tmp_path):
     code += f"for name in {names}: importlib.import_module(name)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_make_gpu_passes_its_arguments_on():
-    command = ["make", "-n", "gpu", "VENV=", "PYTHON=some-python", "OUT=somewhere", "ARGS=--only probe"]
-    command += ["PART=b"]
-    # as from a shell, though the tests themselves may run under make
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=60)
-    assert done.stdout.splitlines() == [
-        "some-python bench/gpu/prove.py --out somewhere --part b --only probe"
-    ], done.stderr
 
 
 # --- the whole command, without a GPU -----------------------------------------------------------------------

@@ -27,17 +27,6 @@ def test_the_gpu_engines_have_the_same_weights():
     assert last["cosine"] < 0.99
 
 
-def test_an_engine_that_is_not_to_be_had_on_a_gpu_bank_says_why(monkeypatch):
-    bank = gpu_engines.Bank(TINY, "cpu")
-    bank.forward("transformers_sdpa-bf16")  # transformers itself is found
-    monkeypatch.setattr(gpu_engines.importlib.util, "find_spec", lambda name: None)
-    found = encoder.build(bank, ("transformers_sdpa_cudnn-bf16", "transformers_flash2-bf16", "other-bf16"))
-    reasons = iter(found.values())
-    assert next(reasons) == "RuntimeError: cuDNN's attention runs on cuda, not on cpu"
-    assert next(reasons) == "RuntimeError: flash_attn is not installed"
-    assert next(reasons).startswith("ValueError: name: got 'other-bf16', expected one of fastbert-bf16")
-
-
 def test_graphs_that_are_not_replayed_are_an_error(monkeypatch):
     monkeypatch.setattr(gpu_engines, "MOST_TOKENS", 4)
     bank = gpu_engines.Bank(TINY, "cpu")
@@ -75,44 +64,6 @@ def test_the_floor_counts_bytes_where_they_take_longer():
     slow = roofs.Roofs(ROOFS.gflops, 0.1)
     moved = 2 * (12 * 12 * 768 * 768 + 4 * 128 * 768)  # bf16: 12 layers of 12 hidden², and the tokens' rows
     assert encoder.floor_seconds(workloads.BASE, one, slow, "bf16", whole=True) == pytest.approx(moved / 1e8)
-
-
-def planned(*options: str) -> list[groups.Group]:
-    args = gpu_encoder.parse(["--device", "cpu", *options])
-    return list(gpu_encoder.plan(args, ROOFS, lambda: 1e9))
-
-
-def test_torch_compile_is_timed_last_and_beside_ours():
-    found = planned("--workloads", "full", "latency")
-    plain = [(group.model, group.workload) for group in found if not group.compiled]
-    assert plain == [
-        (model, batch) for model in ("base", "large") for batch in ("full", "latency-128", "latency-384")
-    ]
-    assert [group.compiled for group in found] == [False] * 6 + [True] * 6
-    beside = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16")
-    assert found[-1].candidates == (*beside, "torch_compile-bf16")
-    assert all("torch_compile-bf16" not in group.candidates for group in found[:6])
-    alone = planned("--models", "base", "--workloads", "full", "--engines", "torch_compile")
-    assert [group.candidates for group in alone] == [found[-1].candidates]
-
-
-def test_what_is_compiled_is_built_anew_for_each_batch():
-    class Bank:
-        def __init__(self):
-            self.asked = []
-
-        def forward(self, name):
-            self.asked.append(name)
-            return name
-
-    bank = Bank()
-    engines = encoder.Engines(lambda model: bank)
-    for _ in range(2):
-        assert list(engines.of(TINY, ("fastbert-bf16", "torch_compile-bf16"))) == [
-            "fastbert-bf16",
-            "torch_compile-bf16",
-        ]
-    assert bank.asked == ["fastbert-bf16", "torch_compile-bf16", "torch_compile-bf16"]
 
 
 @pytest.mark.sweep
@@ -170,16 +121,3 @@ def test_ratios_are_of_engines_timed_together():
         ("fastbert_graphs-bf16", "transformers_sdpa_graphs-bf16", 1.5),
         ("fastbert_graphs-bf16", "torch_compile-bf16", 3.0),
     ]
-
-
-def test_bad_encoder_arguments_are_named(capsys):
-    for options, message in (
-        (
-            ["--engines", "tensorrt"],
-            "--engines: got tensorrt, expected the beginning of one of fastbert-bf16",
-        ),
-        (["--budget", "-1"], "--budget: got -1.0, expected seconds"),
-    ):
-        with pytest.raises(SystemExit):
-            gpu_encoder.main(["--device", "cpu", *options])
-        assert message in capsys.readouterr().err

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from bench.gpu import prove, records
-from bench.lib import lines, roofs
+from bench.lib import lines
 
 ENVIRONMENT = {
     "device_type": "cuda",
@@ -99,13 +98,6 @@ def test_merge_keeps_a_run_with_commit_date_and_versions(finished, tmp_path):
         ("fastbert-bf16", "transformers_eager-bf16"): 3.667,
         ("fastbert_graphs-bf16", "torch_compile-bf16"): 1.5,
     }
-
-
-def test_a_commit_of_the_run_itself_stays(finished, tmp_path):
-    lines.append(finished / "checks.jsonl", "head", {"commit": "a" * 40, "changed": False})
-    records.merge(finished, tmp_path / "results", tmp_path / "tuned.json")
-    data = json.loads((tmp_path / "results" / "nvidia-h999" / "checks.json").read_text())
-    assert (data["commit"], data["changed"], "commit_of" in data) == ("a" * 40, False, False)
 
 
 def test_commits_can_be_stated_and_rows_say_whose_they_are(finished, tmp_path):
@@ -299,26 +291,8 @@ def test_proven_kernels_are_marked_in_the_matrix(finished, tmp_path, pages):
     assert prove.main(["readme", "--check", *options]) == 1
 
 
-def test_a_readme_with_its_markers_twice_is_an_error(pages, capsys):
-    pages[0].write_text(text := MARKED + MARKED)
-    assert prove.main(["readme", *pages[2]]) == 2
-    assert "expected <!-- " in capsys.readouterr().err
-    assert pages[0].read_text() == text
-    assert pages[1].read_text() == MATRIX
-
-
 def test_the_committed_readme_is_what_bench_results_say():
     text = records.PAGE.read_text()
     assert records.filled(text, records.sections()) == text, "run `python bench/gpu/prove.py readme`"
     text = records.MATRIX.read_text()
     assert records.filled(text, records.matrix()) == text, "run `python bench/gpu/prove.py readme`"
-
-
-def test_the_page_says_whose_roofs_a_share_is_of():
-    """A device that was not probed has its shares by another one's roofs."""
-    captions = [line for line in records.sections()["gpu numbers"] if "TB/s measured" in line]
-    of = {line.split(",")[0]: line.split(" measured ")[1].split(";")[0] for line in captions}
-    assert of == {"NVIDIA H100 80GB HBM3": "there", "NVIDIA H200": "there"}
-    probe = records.RESULTS / "nvidia-h100-80gb-hbm3" / "probe.json"
-    unprobed = records.RESULTS / "nvidia-h999" / "encoder.json"
-    assert records._whose_roofs(asdict(roofs.of_file(probe)), unprobed) == "on an NVIDIA H100 80GB HBM3"

@@ -243,13 +243,6 @@ def test_the_promise_is_beside_the_best_peer_of_the_precision(ours, spread, peer
     assert told in list(turns.told(mine | found))
 
 
-def test_peers_and_rows_without_a_peer_have_no_verdict():
-    mine, peer = row("fastbert-fp32", 1.5), row("openvino-fp32", 1.6)
-    assert load.judge(peer, [mine, peer]) == {}
-    assert load.judge(mine, [mine, row("openvino-int8", 1.6)]) == {}
-    assert "loss 1.60" in list(turns.told(peer))
-
-
 # ---- the processes ----
 
 

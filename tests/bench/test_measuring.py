@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 
 import pytest
@@ -105,27 +104,7 @@ def test_register_loops_do_the_work_they_count(tmp_path):
         assert row["gflops"] == pytest.approx(counted)
 
 
-@pytest.mark.sweep
-def test_without_a_compiler_the_roofs_are_torchs(monkeypatch):
-    monkeypatch.setenv("CXX", str(ROOT / "no" / "such" / "compiler"))
-    rows: list[dict] = []
-    found = roofs.measure("cpu", True, rows.append)
-    [failed] = [row for row in rows if row["status"] == "error"]
-    assert failed["name"] == "peak-registers"
-    assert found.gflops["fp32"] > 0
-    assert found.gflops["fp32"] == max(r["gflops"] for r in rows if "fp32" in r["name"] and "gflops" in r)
-
-
 # --- timing -------------------------------------------------------------------------------------------------
-
-
-def test_without_warm_up_a_sample_is_a_call(monkeypatch):
-    log: list[str] = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: log.append(f"pause {seconds}"))
-    calls = {name: lambda name=name: log.append(name) for name in "ab"}
-    found = timing.interleave(calls, "cpu", seconds=0.0, samples=(2, 2), warmup=0, pause=0.5)
-    assert log == ["pause 0.5", "a", "pause 0.5", "b"] * 2
-    assert all((t.n, t.inner) == (2, 1) for t in found.values())
 
 
 def test_events_measure_the_device_alone(monkeypatch):

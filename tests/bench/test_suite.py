@@ -27,17 +27,6 @@ def row(candidate: str, ms: float = 1.0, **facts: object) -> dict:
     return {"candidate": candidate, "status": "ok", "samples_ms": samples} | timed | facts
 
 
-def test_the_replayed_clock_returns_what_was_measured():
-    clock = turns.ReplayClock([0.5, 1e-9, 3.0])
-    found = []
-    for _ in range(3):
-        start = clock()
-        found.append(clock() - start)
-    assert found == [0.5, 1e-9, 3.0]
-    with pytest.raises(RuntimeError, match="every measured duration has been read"):
-        clock()
-
-
 def test_each_sample_is_taken_within_its_candidates_context():
     events = []
 
@@ -112,12 +101,6 @@ def test_a_group_is_measured_once_and_a_failure_costs_no_row_before_it():
 def test_what_counts_as_wrong(facts, why):
     found = turns.wrong(row("fastbert-fp32", **facts))
     assert found is None if why is None else found.startswith(why)
-
-
-def test_the_parts_of_a_line():
-    plain = row("cpu-fp32", 0.5, gflops=12.0, of_roof=0.5, over={"aten-fp32": 2.0, "torch-fp32": "error"})
-    expected = "500.0 us | 12.0 GFLOP/s | 50% of roof | ±0% | 2.00 x aten-fp32, torch-fp32: error"
-    assert " | ".join(part.strip() for part in turns.told(plain)) == expected
 
 
 def raises(*_, **__):
@@ -208,27 +191,6 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
     (kept,) = (tmp_path / "kept").rglob("*.json")
     assert kept.parent.name == data["machine_info"]["slug"]
     assert data["fastbert"]["commit"] is None or len(data["fastbert"]["commit"]) == 40
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("options", "candidates"),
-    [
-        (["--peers=none"], ["fastbert-bf16", "fastbert-fp32"]),
-        (["--peers=openv", "--dtype=fp32"], ["fastbert-fp32", "openvino-fp32"]),
-    ],
-)
-def test_options_choose(tmp_path, options, candidates):
-    names = ("fastbert-fp32", "fastbert-bf16", "transformers-fp32", "openvino-fp32")
-    _, data = run_suite(tmp_path, [row(name) for name in names], *options)
-    assert sorted(each["extra_info"]["candidate"] for each in data["benchmarks"]) == candidates
-
-
-@pytest.mark.sweep
-def test_a_wrong_name_is_named(tmp_path):
-    text, data = run_suite(tmp_path, [row("fastbert-bf16"), row("openvino-fp32")], "--peers=openwino")
-    assert "--peers: got openwino, expected none or the beginning of one of openvino-fp32" in text
-    assert not data
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.sweep)])
@@ -370,14 +332,3 @@ def test_several_runs_per_side_are_one(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "at best beside them 1.25" in out
     assert "beside its peers 1.33" in out
-
-
-def test_bad_files_are_named(tmp_path, capsys):
-    good = str(file_of(tmp_path / "good.json", {"cpu-fp32": 1.0}))
-    other = str(file_of(tmp_path / "other.json", {"cpu-bf16": 1.0}))
-    (tmp_path / "bad.json").write_text("{}")
-    for path in ("bad.json", "none.json"):
-        assert compare.main([good, str(tmp_path / path)]) == 2
-        assert f"{path}: expected a JSON file of the benchmark suite" in capsys.readouterr().err
-    assert compare.main([good, other]) == 2
-    assert "have no benchmark in common" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 
 import pytest
@@ -11,10 +9,9 @@ import torch
 from torch import nn
 
 from bench import footprint, memory
-from bench.gpu import groups, records
+from bench.gpu import groups
 from bench.gpu import training as gpu_training
-from bench.lib import attention, lines, report, roofs, timing, training, workloads
-from fastbert.models.heads import masked_lm
+from bench.lib import attention, report, roofs, training, workloads
 from fastbert.ops import linear
 from fastbert.runtime import dispatch
 from tests.support import launchers
@@ -71,25 +68,6 @@ def test_the_worst_matrix_gradient_counts():
     name = "bert.encoder.layer.0.attention.self.query.weight"
     assert training.cosine({**truth, name: truth[name].roll(1)}, truth) < 0.9
     assert training.cosine({k: g for k, g in truth.items() if k != name}, truth) == 0.0
-
-
-def test_a_training_candidate_that_fails_is_a_row(monkeypatch):
-    real = training.modules
-
-    class Breaks(torch.nn.Linear):
-        def forward(self, **inputs):
-            raise MemoryError("too large")
-
-    def planted(*arguments):
-        found = real(*arguments)
-        return {**found, "transformers": "transformers is not installed", "torch_compile": Breaks(2, 2)}
-
-    monkeypatch.setattr(training, "modules", planted)
-    rows = list(training.bench_training(TINY, "a", "fp32", samples=1, lengths=LENGTHS))
-    assert [row["status"] for row in rows] == ["ok", "error", "error"]
-    assert rows[0]["grad_cosine"] == pytest.approx(1.0)
-    assert "transformers is not installed" in rows[1]["error"]
-    assert "MemoryError: too large" in rows[2]["error"]
 
 
 def test_the_parts_are_medians_of_the_last_steps(monkeypatch):
@@ -175,17 +153,6 @@ def test_what_autograd_saves_is_counted_once_and_while_it_lives():
     assert saved.total() == 128  # x itself
 
 
-def test_dropout_keeps_a_byte_an_element_as_on_a_gpu():
-    x, saved = torch.ones(64, 8, requires_grad=True), footprint.Saved([])
-    with footprint.FusedDropout(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
-        y = nn.functional.dropout(x, 0.25)
-        assert nn.functional.dropout(x, 0.25, training=False) is x
-    assert saved.largest(2) == [{"what": "bool 64x8", "tensors": 1, "mib": 512 / 2**20}]
-    y.sum().backward()
-    assert sorted(x.grad.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
-    assert torch.equal(x.grad, y.detach())
-
-
 @pytest.mark.parametrize("tag", ["fp32", "bf16"])
 @pytest.mark.parametrize("head", training.HEADS)
 @pytest.mark.parametrize("candidate", footprint.CANDIDATES)
@@ -205,20 +172,6 @@ def test_fake_tensors_tell_what_real_ones_take(candidate, head, tag):
             more += 2 * sum(m.weight.numel() for m in linears)
             more += 2 * model.vocab if head == "pretraining" else 0  # the bias of the logits
     assert fake - real == pytest.approx(more, abs=2048)  # lengths and seeds
-
-
-def test_nothing_stays_patched_and_nothing_is_computed():
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    before, own = (torch.compiler.is_compiling, masked_lm.check_classes), "is_cuda" in vars(FakeTensor)
-    with contextlib.suppress(RuntimeError), footprint._as_on_a_gpu(7):
-        assert torch.compiler.is_compiling()
-        assert masked_lm.check_classes("labels", None, 3, None) == 7
-        raise RuntimeError("planted")
-    assert (torch.compiler.is_compiling, masked_lm.check_classes) == before
-    assert ("is_cuda" in vars(FakeTensor)) == own
-    huge = workloads.Model("huge", 8192, 2, 64, 32768)  # would be 6 GiB of weights
-    assert footprint.count("fastbert", huge, (512,) * 64)["peak_mib"] > 4 * 6000
 
 
 @pytest.mark.sweep
@@ -264,16 +217,6 @@ def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
     assert attention.flops((3, 5), workloads.BASE) == 14 * (9 + 25) * 768
 
 
-def test_attention_is_beside_the_floor_of_its_products(monkeypatch):
-    timed = timing.summarise([2.0, 2.0, 2.0], 1, "event")
-    monkeypatch.setattr(attention, "calls", lambda *_: {})
-    monkeypatch.setattr(attention, "interleave", lambda *_, **__: {"fastbert": timed})
-    lengths = workloads.lengths("full")
-    [row] = attention.rows(workloads.BASE, "full", lengths, "bf16", "cuda", 3, ROOFS)
-    assert row["gflops"] == pytest.approx(attention.flops(lengths, workloads.BASE) / 2e-3 * 1e-9)
-    assert row["of_floor"] == pytest.approx(row["gflops"] / ROOFS.gflops["bf16"])
-
-
 # ---- the command ----
 
 
@@ -283,26 +226,9 @@ def arguments(monkeypatch, *options: str):
     return gpu_training.parse([*options])
 
 
-def planned(args, left=lambda: 1e9) -> list[groups.Group]:
-    return list(gpu_training.plan(args, ROOFS, left))
-
-
 def rows_of(args) -> list[dict]:
     left = groups.timer(args)
     return list(groups.measured(gpu_training.plan(args, ROOFS, left), left, args.device, args.budget))
-
-
-def test_a_gpu_measures_pretraining_first_and_torch_compile_last(monkeypatch):
-    everything = planned(arguments(monkeypatch))
-    alone = [g for g in everything if g.step == "attention"]
-    both = [("base", "full"), ("large", "train")]
-    assert [(g.model, g.workload, g.candidates[0]) for g in alone] == [(*b, "fastbert-bf16") for b in both]
-    assert everything.index(alone[-1]) < 8  # before the other head
-    found = [g for g in everything if g.step != "attention"]
-    first = [(g.step, g.model, g.workload, g.head) for g in found[:4]]
-    assert first == [(s, *b, "pretraining") for s in ("training", "training_memory") for b in both]
-    assert [g.compiled for g in found] == [False] * (len(found) - 8) + [True] * 8
-    assert all(g.seconds > 0 for g in everything)
 
 
 def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
@@ -331,20 +257,6 @@ def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
     rows = rows_of(args)
     assert [(row["step"], row["status"]) for row in rows] == [("training", "error"), ("footprint", "ok")]
     assert rows[0]["error"] == "MemoryError: planted"
-
-
-def test_a_step_and_its_memory_are_measured_on_the_gpu(monkeypatch):
-    asked = []
-    for module, name in ((training, "bench_training"), (memory, "bench_memory")):
-        monkeypatch.setattr(module, name, lambda *a, **k: asked.append((a, k)) or iter(()))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    options = ("--models", "base", "--heads", "pretraining", "--steps", "training", "training_memory")
-    assert rows_of(arguments(monkeypatch, *options, "--samples", "5", "--candidates", "fastbert")) == []
-    lengths = (512,) * 32
-    what = {"wanted": ("fastbert",), "head": "pretraining", "samples": 5, "lengths": lengths}
-    assert asked[0] == ((workloads.BASE, "full", "bf16"), what | {"device": "cuda", "roofs": ROOFS})
-    options = {"timeout": memory.TIMEOUT_SECONDS, "what": "pretraining", "device": "cuda"}
-    assert asked[1] == (("base", "full", ("fastbert-bf16",), torch.get_num_threads(), lengths), options)
 
 
 def test_ratios_are_speeds_or_shares_of_memory():
@@ -376,45 +288,3 @@ def test_ratios_are_speeds_or_shares_of_memory():
     }
     text = [groups.ratio_line(r) for r in groups.ratios(measured)]
     assert any("0.65 of the peak_mib of transformers-bf16" in t for t in text)
-
-
-def test_a_gpu_run_is_kept_and_told(tmp_path):
-    folder, results = tmp_path / "out", tmp_path / "results"
-    environment = {
-        "device": "NVIDIA H999",
-        "slug": "nvidia-h999",
-        "device_type": "cuda",
-        "torch": "2.11.0",
-        "triton": "3.6.0",
-        "driver": "580.1",
-    }
-    head = {"schema": 1, "date": "2026-11-30T10:00:00+00:00", "commit": "a" * 40, "changed": False}
-    row = {"status": "ok", "model": "base", "workload": "full", "head": "pretraining"}
-    timed = row | {"step": "training", "of_floor": 0.5}
-    for name in ("encoder", "training"):
-        lines.append(folder / f"{name}.jsonl", "head", head | {"environment": environment})
-    for name, ms, group in (
-        ("fastbert", 20.0, "plain"),
-        ("transformers", 50.0, "plain"),
-        ("fastbert", 21.0, "compile"),
-        ("torch_compile", 31.5, "compile"),
-    ):
-        values = {"candidate": f"{name}-bf16", "name": f"training-{name}", "median_ms": ms, "group": group}
-        lines.append(folder / "training.jsonl", "row", timed | values)
-    values = {"step": "training_memory", "candidate": "fastbert-bf16", "name": "m", "peak_mib": 6144.0}
-    lines.append(folder / "training.jsonl", "row", row | values)
-    records.merge(folder, results)
-    data = json.loads((results / "nvidia-h999" / "training.json").read_text())
-    assert [(r["theirs"], r["ratio"]) for r in data["ratios"]] == [
-        ("transformers-bf16", 2.5),
-        ("torch_compile-bf16", 1.5),
-    ]
-    text = records.sections(results)["gpu numbers"]
-    assert [
-        line for line in text if "**fastbert**" in line or "transformers" in line or "32x512" in line
-    ] == [
-        "| | base 32x512 pretraining |",
-        "| **fastbert** | 20.0 (50%); 6.0 GiB |",
-        "| transformers sdpa | 50.0 (50%) |",
-        "| transformers, torch.compile | 31.5 (50%) |",
-    ]
