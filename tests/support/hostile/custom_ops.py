@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,12 @@ class Op(NamedTuple):
     backends: tuple = ("cpu", "aten", "reference")
 
 
+def named(name, values):
+    """Values in the order of the op's schema, by the schema's names."""
+    arguments = getattr(torch.ops.fastbert, name).default._schema.arguments
+    return dict(zip([a.name for a in arguments], values(), strict=False))  # the last ones may have defaults
+
+
 def dropped():
     return {"dropout_p": 0.25, "seed": ints(7), "offset": 1}
 
@@ -57,20 +64,15 @@ def attention_operands():
     }
 
 
-NEEDS = {"need_dx": True, "need_dweight": True, "need_dbias": True}
-
-
 def attention_table():
     return places_op.places_ref(ints(*ENDS, dtype=INT32), TOTAL, LONGEST)
 
 
 def attention_saved():
-    operands = attention_operands()
-    out, lse, _, bits = attention_op.attention_fwd(*operands.values(), False, True)
-    saved = {"keep_bits": bits, **{f"need_{n}": True for n in ("dq", "dk", "dv", "dbias", "dgate")}}
-    first = {name: operands.pop(name) for name in ("q", "k", "v")}
-    saved |= {"places": attention_table()}
-    return {"dout": torch.ones(TOTAL, HEADS, DIM), **first, "out": out, "lse": lse, **operands, **saved}
+    q, k, v, *rest = attention_operands().values()
+    out, lse, _, bits = attention_op.attention_fwd(q, k, v, *rest, False, True)
+    dout = torch.ones(TOTAL, HEADS, DIM)
+    return dout, q, k, v, out, lse, *rest, bits, *[True] * 5, attention_table()
 
 
 def embedding_operands():
@@ -91,24 +93,16 @@ def embedding_operands():
     }
 
 
-def loss_operands(**saved):
-    operands = {"logits": floats(4, 5), "labels": ints(0, 4, -100, 2), **saved}
-    return {**operands, "ignore_index": -100, "label_smoothing": 0.1}
+def loss_operands(*saved):
+    return floats(4, 5), ints(0, 4, -100, 2), *saved, -100, 0.1
 
 
-def linear_loss_operands(some=range(8)):
-    operands = {
-        "x": floats(4, 5),
-        "weight": floats(5, 5),
-        "bias": floats(5),
-        "labels": ints(0, 2, -100, 1),
-        "labelled": 3,
-        "ignore_index": -100,
-        "label_smoothing": 0.1,
-        "chunk_rows": 2,
-    }
-    names = list(operands)
-    return {names[i]: operands[names[i]] for i in some}
+def linear_loss_operands(*saved):
+    return floats(4, 5), floats(5, 5), floats(5), ints(0, 2, -100, 1), *saved, 3, -100, 0.1, 2
+
+
+def ffn_operands(*between):
+    return floats(40, 5), floats(7, 5), *between, floats(3, 7)
 
 
 LENGTHS = [
@@ -123,243 +117,132 @@ WRONG_PLACES = [
     {"places": attention_table()[1:].contiguous()},
     {"places": attention_table().long()},
 ]
+POOLED = [
+    *({"cu_seqlens": ints(*ends)} for ends, words in WRONG_ENDS if words == "cu_seqlens"),
+    {"cu_seqlens": ints()},
+]
+MISH, WRONG_COUNTS = {"activation": "mish"}, [{"labelled": 4}, {"labelled": 2}, {"chunk_rows": 0}]
+PACKED = [row for row in WRONG_INDICES if "indices" in row]
+
+
+def absent(*names):
+    return [{name: None} for name in names]
+
+
 OPS = {
-    "attention_fwd": Op(
-        lambda: {
-            **attention_operands(),
-            "return_probs": True,
-            "save_bits": True,
-            "places": attention_table(),
-        },
+    "attention_fwd": (
+        lambda: (*attention_operands().values(), True, True, attention_table()),
         [
-            *LENGTHS,
-            *BIASES,
-            *WRONG_PLACES,
-            {"bias": floats(HEADS, LONGEST, LONGEST)},
-            {"seed": None},
-            {"dropout_p": 1.5},
+            *(*LENGTHS, *BIASES, *WRONG_PLACES, {"bias": floats(HEADS, LONGEST, LONGEST)}),
+            *({"seed": None}, {"dropout_p": 1.5}),
         ],
         ("cu_seqlens", "max_seqlen"),
     ),
-    "attention_bwd": Op(
+    "attention_bwd": (
         attention_saved,
         [
-            *LENGTHS,
-            *BIASES,
-            *WRONG_PLACES,
-            {"seed": None},
-            {"keep_bits": floats(HEADS, TOTAL, 1)},
-            {"bias": None},
-            {"gate": None},
+            *(*LENGTHS, *BIASES, *WRONG_PLACES, {"keep_bits": floats(HEADS, TOTAL, 1)}),
+            *absent("seed", "bias", "gate"),
         ],
         ("cu_seqlens",),
     ),
-    "attention_places": Op(
-        lambda: {
-            "cu_seqlens": ints(*ENDS, dtype=INT32),
-            "total": TOTAL,
-            "max_seqlen": LONGEST,
-            "dtype": torch.float32,
-        },
+    "attention_places": (
+        lambda: (ints(*ENDS, dtype=INT32), TOTAL, LONGEST, torch.float32),
         [*LENGTHS, {"total": 7}],
         ("cu_seqlens", "max_seqlen"),
     ),
-    "cross_entropy_fwd": Op(
-        loss_operands,
+    "cross_entropy_fwd": (loss_operands, WRONG_LABELS, ("logits", "ignore_index")),
+    "cross_entropy_bwd": (
+        lambda: (torch.tensor(1.0), *loss_operands(torch.ones(2, 4), torch.tensor(3))),
         WRONG_LABELS,
         ("logits", "ignore_index"),
     ),
-    "cross_entropy_bwd": Op(
-        lambda: {"dloss": torch.tensor(1.0), **loss_operands(lse=torch.ones(2, 4), count=torch.tensor(3))},
-        WRONG_LABELS,
-        ("logits", "ignore_index"),
-    ),
-    "embedding_fwd": Op(
-        embedding_operands,
-        [
-            *WRONG_IDS,
-            {"word": None},
-            {"position": None},
-            {"segment": None},
-        ],
+    "embedding_fwd": (
+        lambda: embedding_operands().values(),
+        [*WRONG_IDS, *absent("word", "position", "segment")],
         ("word", "position", "segment", "padding_idx"),
     ),
-    "embedding_bwd": Op(
-        lambda: {
-            "dy": floats(4, 5),
-            "z": floats(4, 5),
-            "ln_weight": floats(5),
-            "mean": floats(4),
-            "rstd": floats(4),
-            "input_ids": ints(*IDS),
-            "position_ids": ints(0, 1, 2, 3),
-            "token_type_ids": ints(0, 0, 1, 1),
-            "word_rows": 7,
-            "position_rows": 6,
-            "segment_rows": 2,
-            "padding_idx": 0,
-            **dropped(),
-            "need_dinputs_embeds": True,
-            "need_dln": True,
-        },
-        [
-            *WRONG_IDS,
-            {"input_ids": None},
-        ],
+    "embedding_bwd": (
+        lambda: (
+            *(floats(4, 5), floats(4, 5), floats(5), floats(4), floats(4)),
+            *(ints(*IDS), ints(0, 1, 2, 3), ints(0, 0, 1, 1), 7, 6, 2, 0),
+            *(*dropped().values(), True, True),
+        ),
+        [*WRONG_IDS, *absent("input_ids")],
         ("padding_idx",),
     ),
-    "layer_norm_fwd": Op(
-        lambda: {
-            "x": floats(4, 5),
-            "weight": floats(5),
-            "bias": floats(5),
-            "residual": floats(4, 5),
-            "x_bias": floats(5),
-            "eps": 1e-5,
-            **dropped(),
-            "save": True,
-        }
+    "layer_norm_fwd": (
+        lambda: (
+            *(floats(4, 5), floats(5), floats(5), floats(4, 5), floats(5), 1e-5),
+            *(*dropped().values(), True),
+        ),
     ),
-    "layer_norm_bwd": Op(
-        lambda: {
-            "dy": floats(4, 5),
-            "z": floats(4, 5),
-            "weight": floats(5),
-            "mean": floats(4),
-            "rstd": floats(4),
-            **dropped(),
-            **{f"need_{n}": True for n in ("dx", "dweight", "dxbias", "dresidual")},
-        }
+    "layer_norm_bwd": (
+        lambda: (
+            *(floats(4, 5), floats(4, 5), floats(5), floats(4), floats(4)),
+            *(*dropped().values(), *[True] * 4),
+        ),
     ),
-    "feed_forward_fwd": Op(
-        lambda: {
-            "x": floats(40, 5),
-            "up_weight": floats(7, 5),
-            "up_bias": floats(7),
-            "down_weight": floats(3, 7),
-            "activation": "gelu",
-            "save": True,
-        },
-        [{"activation": "mish"}],
+    "feed_forward_fwd": (
+        lambda: (*ffn_operands(floats(7)), "gelu", True),
+        [MISH],
         ("x", "down_weight"),
     ),
-    "feed_forward_bwd": Op(
-        lambda: {
-            "dy": floats(40, 3),
-            "x": floats(40, 5),
-            "up_weight": floats(7, 5),
-            "down_weight": floats(3, 7),
-            "pre": floats(40, 7),
-            "inner": floats(40, 7),
-            "activation": "gelu",
-            **{f"need_d{n}": True for n in ("x", "up_weight", "up_bias", "down_weight")},
-        },
-        [
-            {"x": None},
-            {"up_weight": None},
-            {"down_weight": None},
-            {"pre": None},
-            {"inner": None},
-            {"activation": "mish"},
-        ],
+    "feed_forward_bwd": (
+        lambda: (floats(40, 3), *ffn_operands(), floats(40, 7), floats(40, 7), "gelu", *[True] * 4),
+        [*absent("x", "up_weight", "down_weight", "pre", "inner"), MISH],
     ),
-    "linear_fwd": Op(
-        lambda: {
-            "x": floats(40, 5),
-            "weight": floats(3, 5),
-            "bias": floats(3),
-            "activation": "gelu",
-            "residual": floats(40, 3),
-            "save": True,
-        },
-        [{"activation": "mish"}],
+    "linear_fwd": (
+        lambda: (floats(40, 5), floats(3, 5), floats(3), "gelu", floats(40, 3), True),
+        [MISH],
     ),
-    "linear_bwd": Op(
-        lambda: {
-            "dy": floats(40, 3),
-            "x": floats(40, 5),
-            "weight": floats(3, 5),
-            "pre": floats(40, 3),
-            "activation": "gelu",
-            **NEEDS,
-        },
-        [{"x": None}, {"weight": None}, {"pre": None}, {"activation": "mish"}],
+    "linear_bwd": (
+        lambda: (floats(40, 3), floats(40, 5), floats(3, 5), floats(40, 3), "gelu", *[True] * 3),
+        [*absent("x", "weight", "pre"), MISH],
         ("x", "weight"),
     ),
-    "linear_cross_entropy_fwd": Op(
+    "linear_cross_entropy_fwd": (
         linear_loss_operands,
-        [*WRONG_LABELS, {"labelled": 4}, {"labelled": 2}, {"labelled": -2}, {"chunk_rows": 0}],
+        [*WRONG_LABELS, *WRONG_COUNTS, {"labelled": -2}],
         ("chunk_rows", "ignore_index"),
     ),
-    "linear_cross_entropy_bwd": Op(
-        lambda: {
-            "dloss": torch.tensor(1.0),
-            **linear_loss_operands(range(4)),
-            "lse": torch.ones(2, 4),
-            "count": torch.tensor(3),
-            "logits": torch.empty(0),
-            **linear_loss_operands(range(4, 8)),
-            **NEEDS,
-        },
-        [
-            *WRONG_LABELS,
-            {"labelled": 4},
-            {"labelled": 2},
-            {"chunk_rows": 0},
-            {"logits": floats(3, 3)},
-            {"x": None},
-            {"weight": None},
-            {"bias": None},
-        ],
+    "linear_cross_entropy_bwd": (
+        lambda: (
+            torch.tensor(1.0),
+            *linear_loss_operands(torch.ones(2, 4), torch.tensor(3), torch.empty(0)),
+            *[True] * 3,
+        ),
+        [*WRONG_LABELS, *WRONG_COUNTS, {"logits": floats(3, 3)}, *absent("x", "weight", "bias")],
         ("chunk_rows", "ignore_index"),
     ),
-    "linear_int8_fwd": Op(
-        lambda: {
-            "x": floats(4, 5),
-            "weight": torch.ones(3, 5, dtype=torch.int8),
-            "scale": torch.ones(3),
-            "bias": floats(3),
-            "activation": "gelu",
-            "panels": bytes_of(panels_size(5, 3, True)),
-        },
-        [{"activation": "mish"}],
+    "linear_int8_fwd": (
+        lambda: (
+            *(floats(4, 5), torch.ones(3, 5, dtype=torch.int8), torch.ones(3), floats(3)),
+            *("gelu", bytes_of(panels_size(5, 3, True))),
+        ),
+        [MISH],
         ("x", "panels"),
     ),
-    "packing_fwd": Op(
-        lambda: {"x": floats(6, 5), "indices": ints(1, 2, 5)},
-        [row for row in WRONG_INDICES if "indices" in row],
+    "packing_fwd": (lambda: (floats(6, 5), ints(1, 2, 5)), PACKED, ("x", "indices")),
+    "packing_bwd": (
+        lambda: (floats(3, 5), ints(1, 2, 5), 6),
+        [*PACKED, {"rows": 5}, {"rows": -1}],
         ("x", "indices"),
     ),
-    "packing_bwd": Op(
-        lambda: {"x": floats(3, 5), "indices": ints(1, 2, 5), "rows": 6},
-        [*(row for row in WRONG_INDICES if "indices" in row), {"rows": 5}, {"rows": -1}],
-        ("x", "indices"),
-    ),
-    "pooling_fwd": Op(
-        lambda: {"hidden": floats(TOTAL, 4), "cu_seqlens": ints(*ENDS), "mode": "max"},
-        [
-            *({"cu_seqlens": ints(*ends)} for ends, words in WRONG_ENDS if words == "cu_seqlens"),
-            {"cu_seqlens": ints()},
-            {"mode": "sum"},
-        ],
+    "pooling_fwd": (
+        lambda: (floats(TOTAL, 4), ints(*ENDS), "max"),
+        [*POOLED, {"mode": "sum"}],
         ("hidden", "cu_seqlens"),
     ),
-    "pooling_bwd": Op(
-        lambda: {
-            "dy": floats(BATCH, 4),
-            "hidden": floats(TOTAL, 4),
-            "y": floats(BATCH, 4),
-            "cu_seqlens": ints(*ENDS),
-            "mode": "max",
-        },
-        [
-            *({"cu_seqlens": ints(*ends)} for ends, words in WRONG_ENDS if words == "cu_seqlens"),
-            {"cu_seqlens": ints()},
-        ],
+    # the reference differentiates by autograd, which it cannot within a custom op
+    "pooling_bwd": (
+        lambda: (floats(BATCH, 4), floats(TOTAL, 4), floats(BATCH, 4), ints(*ENDS), "max"),
+        POOLED,
         ("hidden",),
         ("aten",),
-    ),  # the reference differentiates by autograd, which it cannot within a custom op
+    ),
 }
+OPS = {name: Op(partial(named, name, values), *rest) for name, (values, *rest) in OPS.items()}
 
 
 def misshaped(t):
