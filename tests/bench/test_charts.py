@@ -103,17 +103,6 @@ def test_history_is_a_multiple_of_the_first_run(tmp_path):
     assert [axes.get_title() for axes in ops.axes] == ["linear forward", "packing forward"]
 
 
-def test_the_newest_runs_of_a_device_have_all_kinds(tmp_path):
-    whole, part, again = runs_in(tmp_path / "x", 1.0, 1.0, 1.0)
-    data = json.loads(part.path.read_text())
-    data["benchmarks"] = [each for each in data["benchmarks"] if each["group"].startswith("ops")][:1]
-    for path, group in ((part.path, "load-neighbour-base"), (again.path, "ops-again")):
-        data["benchmarks"][0]["group"] = group
-        data["benchmarks"][0]["extra_info"]["over"] = {}
-        path.write_text(json.dumps(data))
-    assert [run.path for run in results.newest(tmp_path)] == [whole.path, part.path]
-
-
 # --- the command --------------------------------------------------------------------------------------------
 
 

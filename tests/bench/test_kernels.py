@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 
 import pytest
 import torch
@@ -89,32 +88,3 @@ def test_packed_weights_are_used_where_a_backend_packs(monkeypatch):
     assert torch.equal(seen[0]["panels"], inputs["weight"].view(torch.uint8))
     assert seen[0]["activation"] == case.activation
     assert set(inputs) < set(seen[0])
-
-
-def test_a_backend_that_fails_is_a_row(monkeypatch):
-    [case] = testing.bench_cases("packing", (5, 3))
-
-    def fails(self, **inputs):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(type(case), "call", fails)
-    rows = list(kernels.bench_case(case, "w", torch.float32, torch.device("cpu"), False, ROOFS))
-    assert rows
-    assert all((row["status"], row["error"]) == ("error", "RuntimeError: planted") for row in rows)
-    assert "planted" in report.row_line(rows[0])
-
-
-def test_roofs_that_a_file_does_not_tell_are_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
-    for file in (None, tmp_path / "nothing.jsonl"):
-        assert roofs.known_or_measured(file, "cpu", True, print) is ROOFS
-    assert "nothing.jsonl: FileNotFoundError" in capsys.readouterr().out
-
-
-def test_a_spent_kernel_budget_leaves_rows_that_say_so():
-    args = Namespace(device="cpu", workload=["1x128"], op=["packing", "linear"], dtype=["bfloat16"])
-    args.passes = ["forward"]
-    rows = list(step.rows(args, ROOFS, lambda: 0.0))
-    assert [row["status"] for row in rows] == ["skipped"] * 5
-    assert all(row["error"] == "the budget is spent" for row in rows)
-    assert all("skipped: the budget is spent" in report.row_line(row) for row in rows)

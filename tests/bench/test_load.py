@@ -247,26 +247,6 @@ def test_the_promise_is_beside_the_best_peer_of_the_precision(ours, spread, peer
 
 
 @linux
-def test_the_neighbour_stops_and_runs_when_told():
-    beside = load.Neighbour()
-    state = pathlib.Path("/proc", str(beside.process.pid), "stat")
-
-    def is_one_of(states: str) -> bool:
-        return state.read_text().split(") ")[1][0] in states
-
-    try:
-        assert os.getsid(beside.process.pid) != os.getsid(0)
-        wait_until(lambda: is_one_of("T"))
-        beside.resume()
-        wait_until(lambda: is_one_of("RS"))
-        beside.pause()
-        wait_until(lambda: is_one_of("T"))
-    finally:
-        beside.close()
-    assert ended(beside.process.pid)
-
-
-@linux
 def test_a_neighbour_ends_with_a_benchmark_that_is_killed():
     """A paused one too."""
     script = "import time; from bench.lib import load; both = [load.Neighbour() for _ in range(2)]; "

@@ -247,10 +247,3 @@ def test_candidates_take_turns_and_buffers_rotate():
     result = timing.interleave(candidates, "cpu", seconds=0.0, samples=(4, 4), warmup=1)
     assert log[2:] == ["x1", "y", "x0", "y", "x1", "y", "x0", "y"]
     assert {name: t.n for name, t in result.items()} == {"x": 4, "y": 4}
-
-
-def test_rotation_exceeds_the_cache_twice(monkeypatch):
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 60 << 20)
-    assert timing.rotations(40 << 20, "cpu") == 3
-    assert timing.rotations(1 << 30, "cpu") == 1
-    assert timing.rotations(1, "cpu", limit=16) == 16

@@ -88,11 +88,6 @@ def test_a_peer_without_a_ratio_has_the_reason(folder):
     assert quoted.label(memory) == "BERT-base, `ragged64`, fp32"
 
 
-def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path}: expected a run of the suite"):
-        quoted.newest(tmp_path)
-
-
 def test_the_readme_has_each_of_its_rows():
     lines = quoted.readme(quoted.newest())
     for words, _, _ in quoted.README:

@@ -122,21 +122,3 @@ def test_on_a_gpu_tritons_kernels_serve_unchecked():
         assert proving.is_proven("triton", *facts)
         assert not proving.is_proven("cuda", *facts)
     assert dispatch.pins() == ()
-
-
-@pytest.mark.parametrize("fault", ["raises", "hangs"])
-def test_a_unit_that_fails_costs_the_others_nothing(monkeypatch, capfd, fault):
-    import time
-
-    def compiled(unit, device):
-        if unit.model == "large":
-            time.sleep(60 if fault == "hangs" else 0)
-            raise RuntimeError("does not compile")
-
-    monkeypatch.setattr(precompile, "compiled", compiled)
-    units = [precompile.Unit("large", "full"), precompile.Unit("base", "full")]
-    assert precompile.run(units, torch.device("cpu"), 2, 3.0) == 1
-    printed = capfd.readouterr().out
-    assert "base full forward: 0.0 s" in printed
-    said = "large full forward: stopped after 3 s" if fault == "hangs" else "does not compile"
-    assert said in printed

@@ -32,12 +32,3 @@ def test_paragraphs_are_prose_distinct_and_the_same_again():
     assert max(len(text.split()) for text in many) > 60
     with pytest.raises(ValueError, match=r"^paragraphs: expected at most .*, got 100000$"):
         texts.paragraphs(100000)
-
-
-def test_sentences_are_cut_from_prose_only():
-    text = """One line of prose here. And another,\nwhich goes on (see below)!
-
-    >>> This is code. It does not count.
-
-    too short a start. X = {1: 2} is code as well."""
-    assert texts.split(text) == ["One line of prose here.", "And another, which goes on (see below)!"]

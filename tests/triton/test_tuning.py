@@ -133,12 +133,6 @@ def test_a_gpu_without_a_table_reads_that_of_its_processor(monkeypatch, tmp_path
     tuning._table.cache_clear()
 
 
-def test_buckets_and_files():
-    assert [tuning.bucket(n) for n in (0, 1, 2, 3, 4, 5, 512, 513, 2**31)] == [0, 0, 1, 2, 2, 3, 9, 10, 31]
-    assert tuning.file_of("NVIDIA RTX 6000 Ada (Max-Q)").name == "nvidia-rtx-6000-ada-max-q.json"
-    assert tuning.device_of(CPU) == ("cpu", (0, 0), 2)
-
-
 # --- what is tuned ------------------------------------------------------------------------------------------
 
 
@@ -363,28 +357,6 @@ def test_what_is_wrong_or_does_not_run_cannot_win(task, few, monkeypatch, fault,
     assert bad[0]["error"].startswith(text)
 
 
-@interpreted
-def test_where_the_heuristics_config_does_not_run_another_is_taken(task, few, monkeypatch):
-    configs = few(0.1, 0.9, 0.8, 0.7)
-    plant(monkeypatch, configs[0], raising(RuntimeError("no")))
-    monkeypatch.setattr(linear, "heuristic", lambda *args: configs[1])  # the public op must run once
-    linear.config_for.cache_clear()
-    _, entry = run_one(task)
-    assert entry["config"] == configs[3]._asdict()
-    assert entry["gain"] is None
-
-
-@interpreted
-def test_the_budget_ends_an_entry_after_its_first_good_config(task, few):
-    few(1.0, 0.9, 0.5, 0.7)
-    left = itertools.chain([5.0], itertools.repeat(-1.0))
-    rows, entry = run_one(task, lambda: next(left))
-    assert (entry["tried"], entry["of"]) == (2, 4)
-    assert len(rows) == 2
-    _, entry = run_one(task, lambda: -1.0)
-    assert entry["tried"] == 1
-
-
 # Cases whose shapes have few tiles, and every candidate of real GPUs.
 DRAWN = {
     "attention": (
@@ -537,55 +509,3 @@ def test_entries_are_merged_into_what_the_file_held(tmp_path, monkeypatch, task,
     text = out.read_text()
     assert tune.main(["--device", "cpu", "--out", str(out)]) == 0
     assert out.read_text() == text
-
-
-@interpreted
-def test_an_entry_without_a_config_is_an_exit_status(tmp_path, monkeypatch, task, few):
-    few(1.0, 0.9, 0.5, 0.7)
-    only_one_task(monkeypatch, task)
-    monkeypatch.setattr(tune.testing, "compare", lambda *args: (0, 0, 0, 0, "never right"))
-    out = tmp_path / "cpu.json"
-    assert tune.main(["--device", "cpu", "--out", str(out)]) == 1
-    assert not out.exists()
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (json.dumps({"device": "NVIDIA H200"}), "is the table of 'NVIDIA H200', not of 'cpu'"),
-        ("[]", "is the table of None, not of 'cpu'"),
-        ("{", "is no JSON"),
-    ],
-)
-def test_a_table_that_is_not_ours_is_not_touched(tmp_path, capsys, content, message):
-    out = tmp_path / "cpu.json"
-    out.write_text(content)
-    assert tune.main(["--device", "cpu", "--out", str(out)]) == 2
-    assert message in capsys.readouterr().err
-    assert out.read_text() == content
-
-
-def test_a_record_from_another_machine_is_merged(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned")
-    config = linear.ladder(BF16, True, (9, 0))[1]._asdict()
-    row = {"step": "tuning", "name": "n", "status": "ok"}
-    rows = [
-        row | {"entry": ["linear", "bfloat16 768x3072 gelu", 14], "config": {"older": 1}},
-        row | {"entry": ["linear", "bfloat16 768x3072 gelu", 14], "config": config},
-        row | {"entry": ["linear", "bfloat16 768x3072 gelu", 7], "status": "error", "error": "none"},
-        row | {"median_ms": 1.0},
-    ]
-    record = tmp_path / "tuning.jsonl"
-    head = {"environment": {"device_type": "cuda", "device": "NVIDIA H200"}}
-    record.write_text("\n".join(json.dumps(each) for each in ({"head": head}, *({"row": r} for r in rows))))
-    assert tune.main(["--merge", str(record)]) == 0
-    assert "# 2 entries of" in capsys.readouterr().out
-    table = json.loads((tmp_path / "tuned" / "nvidia-h200.json").read_text())
-    assert table == {"device": "NVIDIA H200", "linear": {"bfloat16 768x3072 gelu": {"14": config}}}
-    plain = tmp_path / "tuning.json"
-    plain.write_text(json.dumps(head | {"rows": rows[1:2]}))
-    assert tune.merge(plain, tmp_path / "other.json") == (tmp_path / "other.json", 1)
-    plain.write_text(json.dumps({"environment": {"device_type": "cpu", "device": "x"}, "rows": rows}))
-    assert tune.main(["--merge", str(plain)]) == 2
-    assert "is of no run on a GPU" in capsys.readouterr().err
