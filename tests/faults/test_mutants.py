@@ -50,22 +50,6 @@ def test_planted_mutants_parse_and_go(tmp_path):
         assert file.read_text() == text
 
 
-def test_an_edit_elsewhere_keeps_the_keys():
-    keys = {m.key for m in mutants.mutants("ops", "sums.py", TEXT)}
-    assert len(keys) == len(found(TEXT))
-    edited = mutants.mutants("ops", "sums.py", "def other():\n    return least() + 1\n" + TEXT)
-    assert keys < {m.key for m in edited}
-    assert keys.isdisjoint(m.key for m in mutants.mutants("ops", "sums.py", TEXT, seed=1))
-
-
-def test_the_sample_takes_the_rooms_in_turns():
-    chosen = mutants.sample(2 * len(mutants.ROOMS), seed=0)
-    assert [m.room for m in chosen] == [*mutants.ROOMS, *mutants.ROOMS]
-    for mutant in chosen:
-        text = (mutation.ROOT / mutant.file).read_bytes()
-        assert text[mutant.start : mutant.end].decode() == mutant.old
-
-
 @pytest.mark.sweep
 def test_a_mutant_is_killed_and_the_run_resumes(tmp_path):
     command = ("mutants.py", "--sample", "3", "--room", "masking", "--out", str(tmp_path / "rows.jsonl"))
