@@ -45,23 +45,6 @@ def test_lanes_leave_a_loop_one_by_one():
     assert counted == [i ^ 1 for i in range(32)]
 
 
-def test_loops_within_loops():
-    counted = run(
-        """mov.u32 %r9, 0; mov.u32 %r2, 0;
-    $L__outer:
-        setp.ge.u32 %p1, %r2, %r1; @%p1 bra $L__out;
-        mov.u32 %r3, 0;
-    $L__inner:
-        setp.gt.u32 %p2, %r3, %r2; @%p2 bra $L__next;
-        add.u32 %r9, %r9, 1; add.u32 %r3, %r3, 1; bra $L__inner;
-    $L__next:
-        add.u32 %r2, %r2, 1; bra $L__outer;
-    $L__out:
-        bar.warp.sync -1;"""
-    )
-    assert counted == [i * (i + 1) // 2 for i in range(32)]
-
-
 def test_both_sides_of_a_branch():
     """And a guard that is negated; the sides meet before the barrier."""
     found = run(
@@ -136,11 +119,6 @@ def test_the_order_of_blocks_is_the_seeds():
         assert sorted(y.tolist()[1:]) == list(range(6))
         orders.add(tuple(y.tolist()))
     assert len(orders) > 4
-
-
-def test_warps_and_lanes():
-    found = run("mov.u32 %r2, %warpid; mov.u32 %r3, %laneid; mad.lo.u32 %r9, %r2, 1000, %r3;", threads=(64,))
-    assert found == [i // 32 * 1000 + i % 32 for i in range(64)]
 
 
 # --- memory -------------------------------------------------------------------------------------------------

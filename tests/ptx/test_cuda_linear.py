@@ -471,15 +471,3 @@ def test_refusals(emulated, changes, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         cuda.device.extension.cuda_linear_product(*(own | changes).values())
     assert emulated.launches == []
-
-
-def test_exact_gelu_by_the_environment(monkeypatch):
-    for value, exact in ((None, False), ("", False), ("0", False), ("1", True)):
-        if value is None:
-            monkeypatch.delenv("FASTBERT_EXACT_GELU", raising=False)
-        else:
-            monkeypatch.setenv("FASTBERT_EXACT_GELU", value)
-        assert launchers._wants_exact_gelu() is exact
-    monkeypatch.setenv("FASTBERT_EXACT_GELU", "yes")
-    with pytest.raises(ValueError, match="FASTBERT_EXACT_GELU: expected 0, 1 or nothing, got 'yes'"):
-        launchers._wants_exact_gelu()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
+from fastbert.backends.cuda import linear as cuda_linear
 from fastbert.ops.activation import ACTIVATIONS, activate_ref
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.triton_fixtures import (
@@ -205,8 +206,9 @@ def test_cheap_gelu_at_its_ends(dtype):
     assert (y - truth(z.to(dtype).to(DEVICE), "gelu")).abs().max() <= 1e-6
 
 
-def test_exact_gelu_is_asked_for_by_the_environment(monkeypatch):
-    wants = kernels.activation_kernels._wants_exact_gelu
+@pytest.mark.parametrize("module", [kernels.activation_kernels, cuda_linear], ids=["triton", "cuda"])
+def test_exact_gelu_is_asked_for_by_the_environment(monkeypatch, module):
+    wants = module._wants_exact_gelu
     for value, wanted in ((None, False), ("", False), ("0", False), ("1", True)):
         if value is None:
             monkeypatch.delenv("FASTBERT_EXACT_GELU", raising=False)
