@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,9 +65,13 @@ WRAPPERS = {
 }
 
 
-def expected(ranks: list[int]) -> tuple[list[list[float]], list[dict[str, torch.Tensor]]]:
-    """The losses of the ranks' batches, and the mean gradients, by an untouched model in one process."""
-    model, losses, gradients = tiny(), [], []
+def expected(ranks: Sequence[int] = range(WORLD)) -> tuple[list, list, list]:
+    """The truth, by an untouched transformers model in one process.
+
+    The losses of the ranks' batches at each step, the mean gradients, and the logits in eval after the last
+    step and after one more of the optimizer.
+    """
+    model, losses, gradients, logits = tiny(), [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -75,12 +80,17 @@ def expected(ranks: list[int]) -> tuple[list[list[float]], list[dict[str, torch.
         losses.append([loss.item() for loss in each])
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
-    return losses, gradients
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            logits.append(model(**part(0, STEPS)).logits)
+            optimizer.step()
+    return losses, gradients, logits
 
 
 def found(rank: int, model: torch.nn.Module, ranks: list[int]) -> dict:
     """Distances of a wrapped model's losses and gradients from the untouched one's, and which paths ran."""
-    losses, gradients = expected(ranks)
+    losses, gradients, _ = expected(ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loss_error, gradient_error, compared = 0.0, (0.0, ""), 0
     for step in range(STEPS):

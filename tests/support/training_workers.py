@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import fastbert
 from fastbert.ops.linear import linear
-from tests.support.accelerate_workers import STEPS, WORLD, part, tiny
+from tests.support.accelerate_workers import STEPS, WORLD, expected, part, tiny
 from tests.support.accelerated_models import full, worst_gradient
 from tests.support.processes import as_rank
 
@@ -72,29 +72,6 @@ def backward(model: torch.nn.Module, inputs: dict[str, torch.Tensor], cuts: int)
             loss.backward()
         total += loss.item()
     return total
-
-
-def expected() -> tuple[list[list[float]], list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """The truth, by an untouched transformers model in one process.
-
-    The losses of both ranks' batches at each step, the mean gradients, and the logits in eval after the last
-    step and after one more of the optimizer.
-    """
-    model, losses, gradients, logits = tiny(), [], [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        each = [model(**part(rank, step)).loss for rank in range(WORLD)]
-        (sum(each) / WORLD).backward()
-        losses.append([loss.item() for loss in each])
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        for _ in range(2):
-            logits.append(model(**part(0, STEPS)).logits)
-            optimizer.step()
-    return losses, gradients, logits
 
 
 def overall(actual: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
