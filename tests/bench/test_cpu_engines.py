@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import types
-
 import pytest
 import torch
 
@@ -92,36 +88,6 @@ def test_the_threads_reach_the_peers(monkeypatch, tmp_path):
             make(tmp_path / "model.onnx", 3, False)
     engines.openvino_core.cache_clear()
     assert given == [(3, 1), (3, False)]
-
-
-class FakeCore:
-    """Of OpenVINO: counts its instances, and compiles to itself."""
-
-    made = freed = 0
-
-    def __init__(self):
-        FakeCore.made += 1
-
-    def __del__(self):
-        FakeCore.freed += 1
-
-    def compile_model(self, path, device, config):
-        return types.SimpleNamespace(
-            get_property=lambda name: types.SimpleNamespace(
-                to_string=lambda: config["INFERENCE_PRECISION_HINT"]
-            )
-        )
-
-
-def test_openvino_has_one_core_that_is_never_freed(monkeypatch, tmp_path):
-    """A second one would leave a dangling signal stack behind: the whole suite died of it at its end."""
-    monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Core=FakeCore))
-    engines.openvino_core.cache_clear()
-    for precision in ("f32", "bf16"):
-        engines.openvino_forward(tmp_path / "model.onnx", 1, precision)
-    gc.collect()
-    assert (FakeCore.made, FakeCore.freed) == (1, 0)
-    engines.openvino_core.cache_clear()
 
 
 @pytest.mark.slow

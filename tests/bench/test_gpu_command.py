@@ -139,27 +139,6 @@ def test_no_step_of_a_part_is_shortened_for_a_later_one(part):
         assert prove.share(step, list(steps[index + 1 :]), left, 1.0) == step.most
 
 
-def test_one_archive_has_everything_after_each_step(tmp_path):
-    names = ["planted-failure", "planted-good"]
-    prove.main(["--out", str(tmp_path), "--only", ",".join(names)])
-    (archive,) = tmp_path.glob("*.tar")
-    assert archive.name == "run-some.tar"
-    for _ in range(2):
-        with tarfile.open(archive) as file:
-            assert file.getnames() == ["log.txt", "steps.jsonl"]
-            assert file.extractfile("log.txt").read() == (tmp_path / "log.txt").read_bytes()
-            assert file.extractfile("steps.jsonl").read() == (tmp_path / "steps.jsonl").read_bytes()
-        # the second archive does not hold the first one
-        prove.pack(tmp_path, "run-b.tar")
-        archive = tmp_path / "run-b.tar"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "log.txt",
-        "run-b.tar",
-        "run-some.tar",
-        "steps.jsonl",
-    ]
-
-
 def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
     """Each script of a step takes the arguments that it is given."""
     run = prove.Run(tmp_path, "cuda")

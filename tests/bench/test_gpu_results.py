@@ -125,23 +125,6 @@ def test_commits_can_be_stated_and_rows_say_whose_they_are(finished, tmp_path):
         records.merge([finished, other], tmp_path / "results", tmp_path / "tuned.json", commits[:1])
 
 
-def test_merge_refuses_what_is_no_result(finished, tmp_path, pages, capsys):
-    results = tmp_path / "results"
-    options = ["--results", str(results), *pages[2]]
-    assert prove.main(["merge", str(tmp_path / "nothing"), *options]) == 2
-    assert "nothing: no steps.jsonl, probe.jsonl" in capsys.readouterr().err
-    (finished / "checks.jsonl").unlink()
-    (finished / "encoder.jsonl").unlink()
-    (finished / "tuning.jsonl").unlink()
-    assert prove.main(["merge", str(finished), *options]) == 2
-    assert "nothing there says on which device it ran" in capsys.readouterr().err
-    on_cpu = {"environment": {"device_type": "cpu", "device": "a CPU", "slug": "cpu"}}
-    lines.append(finished / "checks.jsonl", "head", on_cpu)
-    assert prove.main(["merge", str(finished), *options]) == 2
-    assert "ran on a CPU: a dry run on a CPU is no result" in capsys.readouterr().err
-    assert not results.exists()
-
-
 MARKED = """# Title
 <!-- gpu numbers: made by `python bench/gpu/prove.py readme` -->
 old

@@ -16,31 +16,6 @@ from tests.support.benches import ROOFS, ROOT, TINY
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def memory_row(candidate: str, peak: float, **facts: object) -> dict:
-    return {"candidate": candidate, "status": "ok", "peak_mib": peak, "above_mib": peak - 30.0} | facts
-
-
-def measured(*rows: dict) -> dict[str, dict]:
-    group = turns.Group("memory", [row["candidate"] for row in rows])
-    group.measure(lambda wanted: rows)
-    return group.rows
-
-
-def test_memory_is_told_as_a_share_of_the_peers():
-    rows = measured(
-        memory_row("fastbert-fp32", 50.0),
-        memory_row("transformers-fp32", 200.0),
-        memory_row("transformers-bf16", 100.0),
-        {"candidate": "openvino-fp32", "status": "error", "error": "killed"},
-    )
-    assert rows["fastbert-fp32"]["over"] == {"transformers-fp32": 0.25, "openvino-fp32": "error"}
-    assert rows["transformers-fp32"]["over"] == {}
-    told = "  ".join(turns.told(rows["fastbert-fp32"]))
-    assert "50 MiB at most, 20 MiB above the loaded model" in told
-    assert "0.25 x the memory of transformers-fp32" in told
-    assert turns.facts(rows["fastbert-fp32"])["noisy"] is False
-
-
 # --- MLPerf -------------------------------------------------------------------------------------------------
 
 

@@ -124,20 +124,6 @@ def test_a_fault_is_named(where, value, message):
         schema.check(changed(good, where, value))
 
 
-def test_a_files_error_names_the_file(tmp_path):
-    path = tmp_path / "0001_x.json"
-    for text, message in (
-        ("{", "Expecting property name"),
-        ('{"datetime": NaN}', "NaN is no JSON"),
-        ("[]", r"the file: \[\] is not of type 'object'"),
-        ("{}", "the file: 'machine_info' is a required property"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message) as error:
-            results.read(path)
-        assert str(error.value).startswith(f"{path}: ")
-
-
 # --- the tables ---------------------------------------------------------------------------------------------
 
 
