@@ -7,7 +7,6 @@ from tests.support.mutation import faults_of, of_op
 _fault = faults_of("kernels/cross_entropy.py")
 
 _FWD_LOAD = 'x = tl.load(x_ptr + cols, mask=cols < classes, other=float("-inf")).to(tl.float32)'
-_BWD_LOAD = 'x = tl.load(x_at, mask=inside, other=float("-inf")).to(tl.float32)'
 
 FAULTS = (
     _fault("ignored rows computed", "    if label != ignore_index:\n        x_ptr +=", "    if label != ignore_index - 1:\n        x_ptr +="),

@@ -24,19 +24,8 @@ torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
 # names of operations that return a value or a size from the device to the host
 _WAITING = {
-    "_local_scalar_dense",
-    "item",
-    "equal",
-    "is_nonzero",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "_unique",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "unique_dim_consecutive",
-    "bincount",
+    *("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique", "_unique"),
+    *("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount"),
 }
 _seen: list[str] = []
 

@@ -293,47 +293,42 @@ def test_a_step_of_the_training_loop_waits_only_where_it_is_logged(kind, tmp_pat
 def test_ids_on_the_host_are_checked():
     _, device = pair()
     inputs = batch("bert")
+    ids, cu_seqlens, longest, _ = packed_batch("bert")
+    packed = device.forward_packed
     with waits() as seen:
-        with pytest.raises(ValueError, match=r"input_ids: token id \d+ is outside \[0, 120\)"):
-            device(**{**inputs, "input_ids": inputs["input_ids"] + 100})
-        with pytest.raises(ValueError, match=r"token_type_ids: token type 7 is outside"):
-            device(**{**inputs, "token_type_ids": inputs["token_type_ids"] * 0 + 7})
-        ids, cu_seqlens, longest, _ = packed_batch("bert")
-        with pytest.raises(ValueError, match=r"input_ids: token id -3 is outside"):
-            device.forward_packed(ids * 0 - 3, cu_seqlens, longest)
-        with pytest.raises(ValueError, match=r"max_seqlen: 29 is below the longest sequence, 30"):
-            device.forward_packed(fake(ids), cu_seqlens, 29)
-        with pytest.raises(ValueError, match=r"cu_seqlens: expected to rise from 0 to total = 47"):
-            device.forward_packed(fake(ids), cu_seqlens + 1, 30)
+        for message, call in (
+            (r"input_ids: token id \d+ is outside \[0, 120\)", lambda: device(inputs["input_ids"] + 100)),
+            (r"token_type_ids: token type 7 is", lambda: device(ids[None], token_type_ids=ids[None] * 0 + 7)),
+            (r"input_ids: token id -3 is outside", lambda: packed(ids * 0 - 3, cu_seqlens, longest)),
+            (r"max_seqlen: 29 is below the longest sequence, 30", lambda: packed(fake(ids), cu_seqlens, 29)),
+            (r"cu_seqlens: expected to rise from 0 to .* 47", lambda: packed(fake(ids), cu_seqlens + 1, 30)),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
         assert seen == []
         with pytest.raises(ValueError, match=r"input_ids: token id -3 is outside"):  # on the device: one wait
-            device.forward_packed(fake(ids * 0 - 3), fake(cu_seqlens), longest)
+            packed(fake(ids * 0 - 3), fake(cu_seqlens), longest)
         assert len(seen) == 1
 
 
 def test_other_mixtures_of_devices_are_refused():
     _, device = pair()
     inputs = batch("bert")
+    padded, mask, segments = (inputs[name] for name in ("input_ids", "attention_mask", "token_type_ids"))
     ids, cu_seqlens, longest, types = packed_batch("bert")
-    with waits():
-        with pytest.raises(
-            ValueError, match=r"token_type_ids: expected a tensor on fakegpu:0.*got one on cpu"
-        ):
-            device(fake(inputs["input_ids"]), token_type_ids=inputs["token_type_ids"])
-        with pytest.raises(ValueError, match=r"attention_mask: expected a tensor on cpu.*fakegpu:0"):
-            device(inputs["input_ids"], fake(inputs["attention_mask"]))
-        with pytest.raises(
-            ValueError, match=r"attention_mask: expected a tensor on fakegpu:0.*got one on cpu"
-        ):
-            device(fake(inputs["input_ids"]), torch.zeros(4, 1, 40, 40))
-        with pytest.raises(ValueError, match=r"cu_seqlens: expected a tensor on cpu.*fakegpu:0"):
-            device.forward_packed(ids, fake(cu_seqlens), longest)
-        with pytest.raises(
-            ValueError, match=r"token_type_ids: expected a tensor on fakegpu:0.*got one on cpu"
-        ):
-            device.forward_packed(fake(ids), fake(cu_seqlens), longest, types)
+    on_device, packed = r"expected a tensor on fakegpu:0.*got one on cpu", device.forward_packed
+    on_host = "expected a tensor on cpu.*fakegpu:0"
+    for message, call in (
+        (f"token_type_ids: {on_device}", lambda: device(fake(padded), token_type_ids=segments)),
+        (f"attention_mask: {on_host}", lambda: device(padded, fake(mask))),
+        (f"attention_mask: {on_device}", lambda: device(fake(padded), torch.zeros(4, 1, 40, 40))),
+        (f"cu_seqlens: {on_host}", lambda: packed(ids, fake(cu_seqlens), longest)),
+        (f"token_type_ids: {on_device}", lambda: packed(fake(ids), fake(cu_seqlens), longest, types)),
+    ):
+        with waits(), pytest.raises(ValueError, match=message):
+            call()
     with pytest.raises(ValueError, match=r"input_ids: expected a tensor on meta"):
-        model_of("bert").to("meta")(inputs["input_ids"])
+        model_of("bert").to("meta")(padded)
 
 
 @pytest.mark.parametrize("name", ["bert", "mpnet"])

@@ -1,4 +1,4 @@
-"""The launchers of a backend, called with the flat arguments that the custom ops take.
+"""The launchers of a backend, called with the flat arguments that `torch.ops.fastbert` takes.
 
 A launcher takes the arguments that travel together as one NamedTuple (fastbert/ops). Tests name and change
 them one by one, so they call these functions.
@@ -21,7 +21,6 @@ def flat(args: tuple) -> tuple:
 
 
 def attention_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
-    """`backend`'s forward of attention by the arguments of `torch.ops.fastbert.attention_fwd`."""
     return backend.attention_fwd(AttentionInputs(*args[:12]), *args[12:])
 
 
@@ -35,29 +34,22 @@ def attention_bwd(
     lse: Tensor,
     *rest,
 ) -> tuple[Tensor, ...]:
-    """`backend`'s backward of attention by the arguments of `torch.ops.fastbert.attention_bwd`."""
     options, keep_bits, need, places = rest[:9], rest[9], AttentionNeeds(*rest[10:15]), rest[15:]
     return backend.attention_bwd(dout, AttentionInputs(q, k, v, *options), out, lse, keep_bits, need, *places)
 
 
 def layer_norm_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
-    """`backend`'s forward of layer_norm by the arguments of `torch.ops.fastbert.layer_norm_fwd`."""
     return backend.layer_norm_fwd(LayerNormInputs(*args[:-1]), args[-1])
 
 
 def layer_norm_bwd(backend: ModuleType | SimpleNamespace, dy: Tensor, *args) -> tuple[Tensor, ...]:
-    """`backend`'s backward of layer_norm by the arguments of `torch.ops.fastbert.layer_norm_bwd`."""
     return backend.layer_norm_bwd(dy, LayerNormSaved(*args[:-4]), LayerNormNeeds(*args[-4:]))
 
 
 def embedding_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
-    """`backend`'s forward of embedding by the arguments of `torch.ops.fastbert.embedding_fwd`.
-
-    All but `padding_idx`, which no forward reads.
-    """
+    """Without `padding_idx`, which no forward reads."""
     return backend.embedding_fwd(EmbeddingInputs(*args[:9], -1, *args[9:-1]), args[-1])
 
 
 def embedding_bwd(backend: ModuleType | SimpleNamespace, dy: Tensor, *args) -> tuple[Tensor, ...]:
-    """`backend`'s backward of embedding by the arguments of `torch.ops.fastbert.embedding_bwd`."""
     return backend.embedding_bwd(dy, EmbeddingSaved(*args[:-2]), *args[-2:])

@@ -48,7 +48,6 @@ def title(*parts: object) -> str:
 
 
 def by(*sizes: int) -> str:
-    """Sizes as a part of a name."""
     return "x".join(map(str, sizes))
 
 
@@ -62,7 +61,6 @@ def empty(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
 
 
 def of_kernels(op: str):
-    """The module of kernels of an op."""
     return importlib.import_module(f"fastbert.kernels.{op}")
 
 
@@ -79,7 +77,6 @@ def call_layer_norm_plain(kernels, dtype, hidden: int) -> None:
 
 
 def call_layer_norm_all(kernels, dtype, hidden: int) -> None:
-    """Launch LayerNorm with everything."""
     t = empty(dtype)
     x, weight, rstd = t(TOKENS, hidden), t(hidden, dtype=FP32), t(TOKENS, dtype=FP32)
     seed = t(1, dtype=I64)
@@ -145,13 +142,11 @@ def attention_inputs(
 
 
 def call_attention(config, *sizes, save_bits: bool = False, probs: bool = False, **options) -> None:
-    """Launch attention; `sizes` and `options` are those of `attention_inputs`."""
     inputs, places = attention_inputs(*sizes, **options)
     of_kernels("attention").attention_fwd_with(config, inputs, probs, save_bits, places)
 
 
 def call_attention_bwd(configs, *sizes, saved: bool = False, **options) -> None:
-    """Launch attention's backward; `sizes` and `options` are those of `attention_inputs`."""
     inputs, places = attention_inputs(*sizes, **options)
     total, nheads, _ = inputs.q.shape
     t = empty(inputs.q.dtype)
@@ -173,7 +168,6 @@ def call_linear(
     residual: bool = False,
     save: bool = False,
 ) -> None:
-    """Launch a product."""
     t = empty(dtype)
     x, weight = t(rows, in_features), t(out_features, in_features)
     extras = t(out_features) if bias else None, activation, t(rows, out_features) if residual else None
@@ -181,7 +175,6 @@ def call_linear(
 
 
 def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str | None) -> None:
-    """Launch backward's pass."""
     dy = empty(dtype)(rows, out_features)
     of_kernels("linear_backward").activation_bwd_with(config, dy, dy, activation, True, True)
 
@@ -189,7 +182,6 @@ def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str
 def call_feed_forward(
     arch: int, config, dtype, rows: int, out: int, inner: int, activation: str, sums: bool
 ) -> None:
-    """Launch the gradient between two products."""
     kernels, t = of_kernels("feed_forward"), empty(dtype)
     by_product = kernels.sums_by_product(config, dtype, divmod(arch, 10))
     tensors = t(rows, out), t(out, inner), t(rows, inner)
@@ -197,7 +189,6 @@ def call_feed_forward(
 
 
 def call_linear_norm(config, dtype, rows: int, in_features: int, out_features: int, one_launch: bool) -> None:
-    """Launch a product with its norm, with every bias."""
     t = empty(dtype)
     inputs = LinearNormInputs(
         t(rows, in_features),
@@ -251,7 +242,6 @@ def call_first_attention(
 
 
 def call_packing(kernels, dtype, inner: int) -> None:
-    """Launch pack and unpack."""
     t = empty(dtype)
     indices = t(8000, dtype=I64)
     kernels.packing_fwd(t(TOKENS, inner), indices)
@@ -259,14 +249,12 @@ def call_packing(kernels, dtype, inner: int) -> None:
 
 
 def call_cross_entropy(kernels, dtype, classes: int, smoothing: float) -> None:
-    """Launch the loss and its backward."""
     logits, labels = empty(dtype)(2500, classes), empty(I64)(2500)
     loss, lse, count = kernels.cross_entropy_fwd(logits, labels, -100, smoothing)
     kernels.cross_entropy_bwd(loss, logits, labels, lse, count, -100, smoothing)
 
 
 def call_pooling(kernels, dtype, width: int, mode: str) -> None:
-    """Launch pooling and its backward."""
     hidden, ends = empty(dtype)(TOKENS, width), empty(I32)(65)
     y = kernels.pooling_fwd(hidden, ends, mode)
     kernels.pooling_bwd(y, hidden, y, ends, mode)
@@ -749,7 +737,6 @@ def results(
 
 
 def main() -> None:
-    """Command line of this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     from bench import tune
 
