@@ -13,9 +13,6 @@ import pytest
 from bench.lib import analysis, mlperf, mlperf_records, turns, workloads
 from tests.support.benches import ROOFS, ROOT, TINY
 
-# --- memory -------------------------------------------------------------------------------------------------
-
-
 # --- MLPerf -------------------------------------------------------------------------------------------------
 
 
