@@ -1,4 +1,4 @@
-"""The stand-in for the CUDA runtime: reports leave the op's call, and bad launches are refused."""
+"""The stand-in for the CUDA runtime: guards, inputs that stay as they are, reports that leave the call."""
 
 from __future__ import annotations
 
