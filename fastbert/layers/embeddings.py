@@ -109,7 +109,7 @@ class Embeddings(nn.Module):
         self.pad_positions = family.pad_positions
 
     def dropout_rate(self) -> float:
-        """The current probability of the dropout module; 0 if another module stands there, which is called."""
+        """The probability of the dropout module now; 0 if another module stands there, which is called."""
         module = self.dropout
         return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 

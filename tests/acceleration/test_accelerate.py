@@ -353,6 +353,7 @@ def test_saved_model_is_vanilla(name, dtype, tmp_path):
         close(again(**inputs).logits, slow(**inputs).logits)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )

@@ -493,6 +493,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
 
 
+@pytest.mark.sweep
 def test_sentence_transformer(minilm):
     st = pytest.importorskip("sentence_transformers")
     model = st.SentenceTransformer(str(minilm), device="cpu", local_files_only=True)

@@ -36,6 +36,7 @@ def encoded(minilm) -> torch.Tensor:
     return sentence_model(minilm).encode(SENTENCES, batch_size=4, convert_to_tensor=True)
 
 
+@pytest.mark.sweep
 def test_a_sentence_model_is_copied_pickled_saved_and_restored(minilm, encoded, tmp_path):
     model = sentence_model(minilm)
     assert fastbert.accelerate(model) is model

@@ -78,6 +78,7 @@ def test_shared_prefixes_change_nothing(labelled, family, unit, tokens):
         np.testing.assert_allclose(found.loss[:, layer, head], expected, **CLOSE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_prefixes_have_the_bits_of_one_by_one(labelled, backend, dtype):
@@ -184,6 +185,7 @@ def test_the_best_head_alone(labelled):
 # -- importance ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_importance_is_the_central_difference(labelled, family):
     ours = both(family)[1]

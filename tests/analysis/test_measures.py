@@ -133,6 +133,7 @@ def cases(asked, rated, couples):
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_heads_out_one_by_one(asked, rated, couples, tokens):
     """In batches only an example's own tokens compete, and both texts of a pair lose a head."""

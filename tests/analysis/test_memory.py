@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -63,6 +64,7 @@ def whole_model():
     return model, Examples(ids, starts, zeros, zeros, kinds, np.arange(TOKENS), np.array([1]))
 
 
+@pytest.mark.sweep
 def test_no_map_is_made_on_the_way():
     model, texts = whole_model()
     with Counted() as live:

@@ -260,6 +260,7 @@ def test_a_code_learns_from_all_before_the_block_and_no_more(monkeypatch):
     assert learned == [4 * known for known in found.blocks[:-1]]
 
 
+@pytest.mark.sweep
 def test_a_label_of_the_word_type_is_not_selective():
     """Where vectors say the word type alone the control task is as easy; a label by context is another."""
     draw = np.random.default_rng(0)

@@ -48,6 +48,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("text", STRANGE, ids=ascii)
 def test_any_text_can_be_drawn(tmp_path, name, text):

@@ -64,6 +64,7 @@ def by_hand(model, examples, recipe: Recipe, seed: int) -> int:
     return steps
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("batch_tokens", [4096, 30], ids=["whole batches", "cut batches"])
 def test_the_training_is_that_of_a_loop_by_hand(batch_tokens):
     theirs, ours = (copy.deepcopy(each) for each in both("bert", num_labels=2, **STILL))
@@ -103,6 +104,7 @@ def others_in_the_sweep(family: str):
     return family if family in ("bert", "roberta") else pytest.param(family, marks=pytest.mark.sweep)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [others_in_the_sweep(name) for name in FAMILY_NAMES])
 def test_what_each_start_changes(seen, family):
     model = classifier(family)
@@ -177,6 +179,7 @@ def test_numbers(seen):
     np.testing.assert_allclose(found.baseline, -((held_out - known.mean()) ** 2), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_one_seed_one_result():
     model, examples = classifier(), labelled(20)
     state = torch.get_rng_state()

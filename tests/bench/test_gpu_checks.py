@@ -140,6 +140,7 @@ def test_a_hang_a_crash_and_an_ending_process_are_rows(check, monkeypatch):
     }
 
 
+@pytest.mark.sweep
 @interpreted
 def test_a_failed_row_makes_the_exit_status(tmp_path, monkeypatch):
     monkeypatch.setitem(checks.CHECKS, "stream", (checks.correctness, lambda tiny: [LINEAR]))

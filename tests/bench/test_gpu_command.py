@@ -156,6 +156,7 @@ def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
     assert prove.environment(prove.Run(tmp_path, "cpu"))["TRITON_INTERPRET"] == "1"
 
 
+@pytest.mark.sweep
 def test_the_steps_need_neither_pytest_nor_jsonschema(tmp_path):
     """A GPU machine has torch, Triton and transformers, but neither of these nor a network; the parent of the
     steps needs not even torch.

@@ -246,6 +246,7 @@ def test_the_promise_is_beside_the_best_peer_of_the_precision(ours, spread, peer
 # ---- the processes ----
 
 
+@pytest.mark.sweep
 @linux
 def test_a_neighbour_ends_with_a_benchmark_that_is_killed():
     """A paused one too."""

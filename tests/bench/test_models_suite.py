@@ -28,6 +28,7 @@ def test_squad_rows_have_the_records_rate_and_the_remarks(tmp_path):
         assert "samples/s" in " ".join(turns.told(row))
 
 
+@pytest.mark.sweep
 def test_train_rows_have_packs_per_second_and_failed_ones_none(monkeypatch):
     wanted = ("fastbert-fp32", "fastbert-bf16", "transformers-bf16")
     monkeypatch.setitem(sys.modules, "transformers", None)

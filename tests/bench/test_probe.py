@@ -57,6 +57,7 @@ def test_the_whole_command(tmp_path):
         assert any(line.startswith(row["name"]) for line in done.stdout.splitlines()), row["name"]
 
 
+@pytest.mark.sweep
 def test_a_step_that_fails_is_recorded_with_its_rows(tmp_path, monkeypatch):
     def bad(bench):
         bench.row("good")

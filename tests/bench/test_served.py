@@ -94,6 +94,7 @@ def test_every_kernel_is_checked_before_anything_is_timed(monkeypatch):
 # --- compiling ahead ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @interpreted
 @pytest.mark.parametrize("unit", precompile.units(tiny=True), ids=lambda unit: unit.name)
 def test_what_is_compiled_ahead_is_what_a_gpu_runs(unit, monkeypatch):

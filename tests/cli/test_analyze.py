@@ -420,6 +420,7 @@ def test_a_probe(folder, tmp_path, capsys, kind):
     assert len(numbers["intervals"]) == 4
 
 
+@pytest.mark.sweep
 def test_the_numbers_of_a_probe(folder, tmp_path, capsys):
     output = tmp_path / "out"
     assert call(folder, "probe", "encoder", "trees.conllu", output, "--label", "relation") == 0
@@ -517,6 +518,7 @@ def test_a_number_among_those_that_are_kept_names_no_line_of_the_file(folder):
 SHORT = ["--epochs", "1", "--batch-size", "8", "--lr", "1e-3"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "more", "labels", "score"),
     [
@@ -547,6 +549,7 @@ def test_three_starts(folder, tmp_path, capsys, model, more, labels, score):
     assert "intervals over 4 examples, seed 3" in said
 
 
+@pytest.mark.sweep
 def test_one_seed_one_result_of_starts(folder, tmp_path):
     for name in ("a", "b"):
         torch.manual_seed(len(name))

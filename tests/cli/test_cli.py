@@ -457,6 +457,7 @@ SWALLOW = f"try:\n    {INTERRUPT}\nexcept BaseException as error:\n    raise Imp
 SCRIPT = re.search(r'^fastbert = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).groups()
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
 @pytest.mark.parametrize(
     ("start", "module", "code", "arguments"),
@@ -697,6 +698,7 @@ def test_bench_lists_and_runs_the_scripts(checkout, capfd):
     assert "bench nothing: not among ops, kernels, all" in capfd.readouterr().err
 
 
+@pytest.mark.sweep
 def test_bench_runs_the_suite(checkout, tmp_path):
     file = tmp_path / "found.json"
     options = ["--benchmark-min-rounds=1", "--benchmark-max-time=0.001"]

@@ -97,6 +97,7 @@ def made(folder, tmp_path_factory):
     return get
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", RUNS)
 def test_a_page_is_whole_and_asks_for_nothing(made, name):
     text, page, numbers, _ = made(name)
@@ -264,6 +265,7 @@ def test_one_call_one_result(folder, made, tmp_path):
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == numbers
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["roberta", "distilbert", "electra", "albert-groups", "mpnet"])
 def test_all_families(folder, tmp_path, family):
     """Numbers, texts and maps of each."""

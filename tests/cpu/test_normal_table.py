@@ -11,6 +11,7 @@ import pytest
 CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
 
 
+@pytest.mark.sweep
 def test_the_committed_table_is_the_scripts_output():
     pytest.importorskip("mpmath")
     made = subprocess.run(

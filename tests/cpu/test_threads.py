@@ -154,6 +154,7 @@ def test_a_thread_that_works_alone_and_one_that_lends_give_the_same_bits(dtype, 
     assert str(os.getpid()) in after
 
 
+@pytest.mark.sweep
 def test_a_forked_child_works_alone():
     """The parent's threads are lost to it, and with them an open team."""
     code = (

@@ -42,6 +42,7 @@ def assert_one_caught(*names: str) -> None:
     assert [row for row in rows if row["verdict"] != "failed"] == []
 
 
+@pytest.mark.sweep
 def test_one_fault_of_two_suites_is_caught():
     assert_one_caught(*QUICK)
 

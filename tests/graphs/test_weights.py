@@ -54,6 +54,7 @@ def in_inference_mode(model):
         model.encoder.layer[0].attention.self.query.weight.mul_(1.5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "change",
     [

@@ -53,6 +53,7 @@ def test_kernels_is_a_symlink_without_init():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+@pytest.mark.sweep
 def test_import_starts_no_process_and_import_kernels_finds_huggingfaces(tmp_path):
     """From the repository's root, which is first on the path, and after our own kernels were imported.
 

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from tests.support import tiers
+from tests.support.hf_models import FAMILY_NAMES
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 
@@ -69,3 +70,14 @@ def test_of_a_long_list_of_numbers_or_of_a_sampled_parameter_few_are_kept():
     sets = [{"case": f"case {i}", "dtype": dtype} for i in range(20) for dtype in ("fp32", "bf16")]
     assert len(kept_of(sets, "case")) == tiers.SOME
     assert len(kept_of(sets)) == 20
+
+
+def test_of_all_families_four_are_kept_and_each_test_has_its_own():
+    def kept(test):
+        ids = [f"{test}[{family}-{dtype}]" for family, dtype in itertools.product(FAMILY_NAMES, "ab")]
+        sets = [{"name": name, "dtype": dtype} for name, dtype in itertools.product(FAMILY_NAMES, "ab")]
+        return {name.partition("[")[2].rpartition("-")[0] for name in tiers.cover(ids, sets)}
+
+    found = [kept(f"test_{i}") for i in range(20)]
+    assert {len(names) for names in found} == {tiers.SOME}
+    assert set().union(*found) == {*FAMILY_NAMES}

@@ -134,6 +134,7 @@ HOOKED = [(name, "Model", kind) for name in LAYOUTS for kind in HOOKS]
 HOOKED += [(name, task, "forward") for name, task in CASES if name in (*LAYOUTS, "roberta")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "task", "kind"), HOOKED)
 def test_hooks_on_every_module(name, task, kind):
     """They change what they change in transformers' model; in an accelerated one they see the same, too."""
@@ -574,6 +575,7 @@ def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
             assert (x - y).abs().max() <= 1e-9
 
 
+@pytest.mark.sweep
 def test_every_module_of_transformers_is_there():
     for name, task in CASES:
         stock, own = build(name, task)

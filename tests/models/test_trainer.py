@@ -75,6 +75,7 @@ def test_checkpoints_reload_and_resume(tmp_path, fresh_accelerator, tokenizer):
     trainer.create_model_card(model_name="x")
 
 
+@pytest.mark.sweep
 def test_masked_lm_with_the_data_collator(tmp_path, fresh_accelerator, tokenizer, caplog):
     model = native("ForMaskedLM")
     trainer = trainer_of(model, tmp_path, tokenizer, bf16=True, save_strategy="steps", save_steps=4)

@@ -151,6 +151,7 @@ def test_a_compiled_model_draws_a_new_mask_at_every_call():
 # -- the graph -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_gradcheck_of_a_layer():
     sizes = {"hidden_size": 4, "num_attention_heads": 2, "intermediate_size": 5}
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.25)
@@ -200,6 +201,7 @@ def test_micro_batches_add_up(task):
     assert worst_gradient(accumulated, gradients(hf))[0] <= 1e-4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
 @pytest.mark.parametrize("dtype", [None, *HALF])
 def test_checkpointing_changes_no_bit(task, dtype):
@@ -376,6 +378,7 @@ def pins(backend: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aten", "cpu", "triton"])
 def test_every_backend_trains_with_the_masks_of_the_reference(backend):
     """All backends draw the same dropout bits, so a whole step with dropout can be compared."""

@@ -126,6 +126,7 @@ def test_deferred_logits_say_what_they_are_without_being_computed():
         assert not model(**inputs).logits.requires_grad
 
 
+@pytest.mark.sweep
 def test_deferred_logits_are_those_of_the_forward_however_they_are_touched():
     model, inputs, expected = masked_lm()
     labels, flat = inputs["labels"], expected.detach().flatten(0, 1)

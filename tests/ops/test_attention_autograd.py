@@ -90,6 +90,7 @@ def _same_compiled(function, dropout: bool, lengths):
     assert not actual[1].requires_grad
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dropout", [False, True])
 def test_compiled_equals_eager(dropout):
     torch._dynamo.reset()

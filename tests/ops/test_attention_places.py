@@ -123,6 +123,7 @@ def test_the_lengths_of_a_table_are_checked():
         table(ends_of(LENGTHS), 2**31, LONGEST, torch.float32)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("grad", [False, True])
 def test_in_a_compiled_graph_the_table_is_an_operand(grad):
     """As it is on CUDA, where the op that makes the table is in the graph too."""

@@ -93,6 +93,7 @@ def test_reference_is_what_pytorch_defines():
     )
 
 
+@pytest.mark.sweep
 def test_compiled_is_eager():
     seed = torch.tensor([5])
 

@@ -129,6 +129,7 @@ def test_a_row_of_one_column_is_its_bias(backend, dropout_p, dtype):
         assert not grad.any()
 
 
+@pytest.mark.sweep
 def test_compiled_is_eager():
     seed = torch.tensor([5])
 

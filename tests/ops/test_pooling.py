@@ -123,6 +123,7 @@ def test_tokens_that_share_the_maximum_share_its_gradient(backend):
     assert torch.equal(hidden.grad, torch.tensor([[0.5, 0.0], [0.5, 0.5], [0.0, 0.5], [1.0, 1.0]]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", POOLINGS)
 def test_compiled_is_eager(mode):
     compiled = torch.compile(pool, fullgraph=True, backend="aot_eager")

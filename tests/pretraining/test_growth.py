@@ -42,6 +42,7 @@ def stack(root: nn.Module, path: str, times: int) -> None:
     attach(root, path, nn.ModuleList(list(part(root, path)) * times))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("task", ["", "ForMaskedLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_layer_i_has_the_weights_of_layer_i_mod_l(family, task):
@@ -194,6 +195,7 @@ def test_moments_are_copied_as_the_weights_are(family):
 # --- what trains --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("task", ["", "ForMaskedLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name != "albert"])
 def test_new_layers_pooler_and_heads_train(family, task):

@@ -159,6 +159,7 @@ def test_stages_of_entities_are_options(corpus, plain, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -411,6 +412,7 @@ def unbroken(corpus, tmp_path_factory):
     return of
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("growth", [GROWN, COPIED, FROZEN], ids=["fresh", "copied", "frozen"])

@@ -47,6 +47,7 @@ def test_equals_transformers(directory, embeddings, oracle):
 # --- order and batching -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_order_is_kept_whatever_the_batches(encoder, embeddings):
     reverse = encoder.encode(SENTENCES[::-1], batch_tokens=256)
     assert np.abs(reverse[::-1] - embeddings).max() < 2e-6

@@ -135,6 +135,7 @@ def test_inputs_are_taken_as_sentence_transformers_takes_them(encoder, stock, se
     assert np.array_equal(function, ours)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("precision", ["float32", "int8", "uint8", "binary", "ubinary"])
 def test_precisions_are_sentence_transformers(encoder, precision):
     from sentence_transformers.util import quantize_embeddings
@@ -192,6 +193,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("settings", SETTINGS, ids=("mean", "cls", "max"))
 def test_what_it_saves_sentence_transformers_and_it_load(encoder, tmp_path, settings):
     from sentence_transformers import SentenceTransformer

@@ -5,7 +5,8 @@ needs a list of its own. The chosen sets cover
 
 - each combination of backend, instruction set, op, pass, dtype and family that the test's parameters have,
 - each value of every other parameter (each case, each bad input, each option),
-- of a long list of numbers, such as all lengths from 1 to 130, its ends and two numbers between.
+- of a long list of numbers, such as all lengths from 1 to 130, its ends and two numbers between,
+- of all families of models, four; each test has its own four.
 
 All others get the marker `sweep`. Two markers beside a test say more: `sweep` leaves all its parameter sets
 to `make sweep`, because they are exhaustive or take seconds; `sweep_of("triton")` those whose id begins so.
@@ -23,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
+
+from fastbert.models.families import FAMILIES
 
 # Parameters of which `make test` needs every combination.
 COMBINED = frozenset({"backend", "dtype", "every_isa", "family", "isa", "op", "task", "which"})
@@ -84,18 +87,23 @@ def is_numeric(value: object) -> bool:
 
 
 def left_out(
-    sets: Sequence[dict[str, object]], sampled: frozenset[str] = frozenset()
+    sets: Sequence[dict[str, object]], sampled: frozenset[str] = frozenset(), turn: int = 0
 ) -> dict[str, set[Hashable]]:
-    """By parameter: the values that need no covering, of a long list of numbers or of one of `sampled`."""
+    """By parameter: the values that need no covering, of a long list of numbers, families or `sampled` ones.
+
+    `turn` decides which families are covered.
+    """
     values: dict[str, dict[Hashable, object]] = defaultdict(dict)
     for parameters in sets:
         for name, value in parameters.items():
             values[name].setdefault(identity(value), value)
     found = {}
     for name, named in values.items():
-        long = len(named) > MANY and name not in COMBINED
-        if long and (name in sampled or all(map(is_numeric, named.values()))):
+        families = all(str(value).startswith((*FAMILIES,)) for value in named.values())
+        few = name not in COMBINED and (name in sampled or all(map(is_numeric, named.values())))
+        if len(named) > MANY and (families or few):
             kept = {round(i * (len(named) - 1) / (SOME - 1)) for i in range(SOME)}
+            kept = {(i + turn) % len(named) for i in kept} if families else kept
             found[name] = {key for i, key in enumerate(named) if i not in kept}
     return found
 
@@ -113,12 +121,14 @@ def cover(
     Greedy: the set that covers the most comes first. A checksum of the id decides between equals, so that the
     cases spread over backends and dtypes, in the same way on every machine.
     """
-    skipped = left_out(sets, sampled)
+    skipped = left_out(sets, sampled, zlib.crc32(ids[0].partition("[")[0].encode()))
     needs: dict[str, set[Need]] = {}
     for name, parameters in zip(ids, sets, strict=True):
         keys = {key: identity(value) for key, value in parameters.items()}
         found: set[Need] = {(k, v) for k, v in keys.items() if v not in skipped.get(k, ())}
-        found.add(tuple((k, keys[k]) for k in sorted(COMBINED & keys.keys())))
+        combined = sorted(COMBINED & keys.keys())
+        if not any(keys[k] in skipped.get(k, ()) for k in combined):
+            found.add(tuple((k, keys[k]) for k in combined))
         needs[name] = found
     missing, kept = set().union(*needs.values()), set()
     left = sorted(ids, key=lambda name: zlib.crc32(name.encode()))

@@ -229,6 +229,7 @@ def test_where_a_process_of_its_own_can_check(monkeypatch):
     assert not checking.possible(CPU)
 
 
+@pytest.mark.sweep
 def test_the_real_process_finds_this_package_and_not_the_users_files(tmp_path, monkeypatch):
     """It is started as users' processes start it."""
     (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")

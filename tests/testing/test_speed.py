@@ -281,6 +281,7 @@ def attend(grad):
     return attention(*qkv.unbind(1), cu_seqlens, 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("cuda", "triton", "inference", "training"),
     [
@@ -393,6 +394,7 @@ def few_rows_kernel(monkeypatch, clock, op, milliseconds, aten_ms=1.0):
     return module
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("few", "some", "many"), [(0.5, 2, 2), (2, 0.5, 2), (2, 2, 0.5), (0.5, 0.5, 0.5), (2, 2, 2)]
 )

@@ -68,6 +68,7 @@ def test_an_order_has_every_number_once(size):
         assert isinstance(order[3], int)
 
 
+@pytest.mark.sweep
 def test_orders_are_random_and_differ_by_key():
     size, count = 12, 6000
     firsts = np.array([Order(size, key_of("k", i))[np.arange(size)] for i in range(count)])

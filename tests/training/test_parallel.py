@@ -67,6 +67,7 @@ def read_by_one(tmp_path_factory):
 # -- data ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("workers", [0, 2, 5])
 def test_ranks_and_workers_read_the_same(tmp_path, read_by_one, world, workers):

@@ -37,6 +37,7 @@ def norms(run) -> list[float | None]:
 # -- the same bits -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("clip", [None, 0.7, 100.0])
 @pytest.mark.parametrize("kind", ["adamw", "adamw-google", "lamb"])
 def test_the_bits_of_a_host_that_waits(kind, clip, tmp_path):

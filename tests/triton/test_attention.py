@@ -35,7 +35,7 @@ kernels = kernels_of("attention")
 makers = kernels_of("attention_places")
 slots = pytest.importorskip("fastbert.kernels.attention_slots")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
-pytestmark = pytest.mark.usefixtures("checked_memory")
+pytestmark = [pytest.mark.usefixtures("checked_memory"), pytest.mark.sweep]
 
 
 def cut(block_m: int, block_n: int, split: bool, chunk: int | None = None):

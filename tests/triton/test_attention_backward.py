@@ -35,7 +35,7 @@ kernels = kernels_of("attention_backward")
 makers = kernels_of("attention_places")
 slots = pytest.importorskip("fastbert.kernels.attention_slots")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
-pytestmark = pytest.mark.usefixtures("checked_memory")
+pytestmark = [pytest.mark.usefixtures("checked_memory"), pytest.mark.sweep]
 NAMES = ("dq", "dk", "dv", "dbias", "dgate")
 WANTED = tuple(f"need_{name}" for name in NAMES)
 

@@ -105,6 +105,7 @@ def test_every_head_dimension(headdim):
     check(case, torch.float32, backward=backward)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("causal", "bias"), [(False, "sequence"), (True, "")])
 def test_all_cuts(tiles, causal, bias):
     options = {"causal": causal, "bias": bias, "masked": bool(bias), "lse": True}

@@ -115,6 +115,7 @@ def model(**more) -> fastbert.BertModel:
     return fastbert.BertModel(config).to(DEVICE).train()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("recompute", [False, True])
 def test_one_table_per_forward_of_a_model(launches, recompute):
     """All layers read it, backward and recomputed layers too."""

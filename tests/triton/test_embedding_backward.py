@@ -23,7 +23,7 @@ from tests.support.triton_fixtures import (
 from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("embedding")
-pytestmark = pytest.mark.usefixtures("checked_memory")
+pytestmark = [pytest.mark.usefixtures("checked_memory"), pytest.mark.sweep]
 ONE_BLOCK = ("BWD_ONE_BLOCK",)
 WORDS, POSITIONS, SEGMENTS = 13, 7, 3  # heights of the tables, so that none can be swapped unseen
 

@@ -142,6 +142,7 @@ def samples() -> torch.Tensor:
     return torch.cat([torch.randn(3072, generator=g), torch.rand(1024, generator=g) * 15 - 9]).to(DEVICE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_correctly_rounded(dtype, activation, exact_gelu):
@@ -155,6 +156,7 @@ def test_activations_are_correctly_rounded(dtype, activation, exact_gelu):
 CHEAP = {torch.bfloat16: (0.95, 5.2e-4, 5.2e-4), torch.float16: (0.87, 4.1e-4, 2.7e-3)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_cheap_gelu(dtype):
     """Off by little where gelu is not tiny, and nearer to the truth than PyTorch's two ops."""
@@ -185,6 +187,7 @@ def gelu_errors(pre: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return (ours - exact).abs(), (eager - exact).abs()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_cheap_gelu_in_every_stretch(dtype):
     """The fit spends its error where PyTorch's is large too: down to -4.5 ours is nowhere larger."""
@@ -230,6 +233,7 @@ def test_float32_adds_the_bias_last():
     assert ((y - exact).abs() <= 0.52 * step + 4e-6).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_in_float32(activation):
     z = samples()

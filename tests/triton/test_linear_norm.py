@@ -25,7 +25,7 @@ from tests.support.triton_fixtures import (
 )
 
 kernels = kernels_of("linear_norm")
-pytestmark = pytest.mark.usefixtures("checked_memory")
+pytestmark = [pytest.mark.usefixtures("checked_memory"), pytest.mark.sweep]
 LAUNCHES = pytest.mark.parametrize("one_launch", [True, False], ids=["one_launch", "two_launches"])
 H100 = tuning.Device("NVIDIA H100", (9, 0), 132)
 

@@ -148,6 +148,7 @@ def test_pack_of_an_index_out_of_range(dtype, bad, bad_ids):
     assert torch.equal(bits(kernels.packing_fwd(x, indices)), bits(expected))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inner", [3, 700])
 @pytest.mark.parametrize(("at", "bad"), [(0, -1), (0, -(2**63)), (-1, 200), (-1, 2**40)])
 def test_unpack_of_an_index_out_of_range(inner, at, bad, bad_ids):

@@ -49,6 +49,7 @@ def assert_right(hidden, ends, mode):
     assert not actual[int(ends[-1]) :].any()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_edges_of_tiles(mode, integer):
