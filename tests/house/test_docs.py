@@ -36,7 +36,8 @@ THIS = Path(__file__).name
 # names from other projects, and made-up ones
 FOREIGN = """
     MaskedLM MultipleChoice NextSentencePrediction PreTraining QuestionAnswering TokenClassification
-    XyzForMaskedLM XyzModel cross_encoder editable_mode multiple_of sched_autogroup_enabled tensor_mask
+    XyzForMaskedLM XyzModel always_call cross_encoder editable_mode multiple_of sched_autogroup_enabled
+    start_multi_process_pool tensor_mask
 """
 REASONS = ("needs a GPU", "needs the network", "takes minutes", "is a part of a file")
 LANGUAGES = ("python", "sh", "text")

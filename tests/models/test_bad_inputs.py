@@ -226,6 +226,7 @@ FILES = [
         lambda path: save_file({}, path / "model.safetensors")),
     damaged("dangling-link", r"model\.safetensors: is not a file, or a link to one that is gone", dangling),
     damaged("none", r"no weights; expected model\.safetensors.*pytorch_model\.bin", only()),
+    damaged("only-tensorflow", r"no weights; .*tf_model\.h5 is of a format", only("tf_model.h5")),
     damaged("only-an-adapter", r"adapter_model\.safetensors is a PEFT adapter",
         only("adapter_model.safetensors")),
     file("missing-key", r"model\.safetensors: missing keys: bert\.encoder\.layer\.1\.output\.dense\.bias$",
