@@ -1,6 +1,6 @@
 # demo · test · sweep · exhaustive · lint · docs · bench · gpu
 #
-#   make test        minutes: every op, backend, pass, dtype, family and head; bad inputs; one fault per suite
+#   make test        five minutes: every op, backend, dtype and head, four families per test; bad inputs
 #   make sweep       all lengths, shapes, options and seeds; builds under sanitizers; more faults. PART=2/4: a quarter, as in CI
 #   make exhaustive  hours: every planted fault, 400 mutants, a thousand killed saves, whole builds, the oldest Triton
 # Each test belongs to one of the three, by the markers beside it and the rule of tests/support/tiers.py.

@@ -323,6 +323,7 @@ def test_arguments_of_the_attention_function_reach_it():
         assert not torch.allclose(expected[0], slow(ids)[0], atol=0.1)
 
 
+@pytest.mark.sweep
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_mask(data):

@@ -106,6 +106,7 @@ def test_checkpointed_layers_drop_the_same_elements_again(name, reentrant):
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 def test_autocast(train):
     """Errors of all gradients, or of the hidden states, are no larger than the stock model's."""

@@ -152,6 +152,7 @@ def test_onnx_export_takes_the_stock_path():
     assert_close(torch.from_numpy(logits), expected, 1e-4)
 
 
+@pytest.mark.sweep
 def test_fake_tensors_and_make_fx_take_the_stock_path():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -30,6 +30,7 @@ class Counted(Live):
         super()._add(storage)
 
 
+@pytest.mark.sweep
 def test_no_layer_outlives_its_statistics(monkeypatch):
     """On fake tensors: all identities of 24 layers of BERT-large, for 8 sequences of 512 tokens."""
     # fake tensors have no values: the ops are called as torch.compile traces them

@@ -175,6 +175,7 @@ def test_losses_in_closed_form():
 # -- edge probes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", module.LOSSES)
 def test_an_edge_probe_finds_the_layer(loss):
     states, labels = known(1)
@@ -221,6 +222,7 @@ def test_the_expected_layer_is_the_papers():
 # -- description length, control task ------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_labels_that_are_seen_are_compressed():
     states, labels = known(2)
     found = online_code(states, targets_of(labels), recipe=SHORT)

@@ -131,6 +131,7 @@ def test_what_each_start_changes(seen, family):
         assert matrices - {name for name in matrices if "position" in name or "token_type" in name} <= learned
 
 
+@pytest.mark.sweep
 def test_scores_are_those_of_the_others(seen):
     """Split, scores and baseline, by the models' own forward."""
     model, examples = classifier(), labelled(23)

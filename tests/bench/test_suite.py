@@ -155,6 +155,7 @@ def run_suite(folder: Path, rows: list[dict], *options: str) -> tuple[str, dict]
     return done.stdout + done.stderr, json.loads(file.read_text()) if file.exists() else {}
 
 
+@pytest.mark.sweep
 def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
     rows = [
         row("fastbert-fp32", 2.0, samples_ms=[1.0, 2.0, 4.0], tokens_per_s=7.0, step="encoder"),
@@ -193,7 +194,8 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
     assert data["fastbert"]["commit"] is None or len(data["fastbert"]["commit"]) == 40
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_files_of_the_suite_are_collected_with_unique_names(device):
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "bench/suite", "--everything"]
     command += ["--device", device]

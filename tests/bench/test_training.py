@@ -24,6 +24,7 @@ ROOFS = roofs.Roofs({"fp32": 100.0, "bf16": 200.0, "fp16": 100.0, "int8": 400.0}
 # ---- the step ----
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("head", training.HEADS)
 def test_training_rows(head):
     wanted = ("fastbert", "transformers")
@@ -153,6 +154,7 @@ def test_what_autograd_saves_is_counted_once_and_while_it_lives():
     assert saved.total() == 128  # x itself
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tag", ["fp32", "bf16"])
 @pytest.mark.parametrize("head", training.HEADS)
 @pytest.mark.parametrize("candidate", footprint.CANDIDATES)

@@ -403,6 +403,7 @@ PROBES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", PROBES)
 def test_a_probe(folder, tmp_path, capsys, kind):
     pictures, says = PROBES[kind]

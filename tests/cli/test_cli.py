@@ -415,9 +415,8 @@ def test_an_error_midway_leaves_the_old_file(model, text, tmp_path, monkeypatch,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
-@pytest.mark.parametrize(
-    ("name", "kind"), [("SIGTERM", "npy"), pytest.param("SIGINT", "jsonl", marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "kind"), [("SIGTERM", "npy"), ("SIGINT", "jsonl")])
 def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
     output = tmp_path / f"o.{kind}"
     output.write_bytes(b"precious")

@@ -26,6 +26,7 @@ from tests.support.hf_models import hf_model
 from tests.support.pages import Page, is_rounding, value_at
 from tests.support.treebank import TREES, conllu
 
+pytestmark = pytest.mark.sweep
 LINES = [
     *LINES,
     'the <b>cat</b> & "the $mat$ {dog}" sat .',
@@ -97,7 +98,6 @@ def made(folder, tmp_path_factory):
     return get
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", RUNS)
 def test_a_page_is_whole_and_asks_for_nothing(made, name):
     text, page, numbers, _ = made(name)
@@ -265,7 +265,6 @@ def test_one_call_one_result(folder, made, tmp_path):
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == numbers
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["roberta", "distilbert", "electra", "albert-groups", "mpnet"])
 def test_all_families(folder, tmp_path, family):
     """Numbers, texts and maps of each."""

@@ -176,6 +176,7 @@ SIZES = {  # (tokens, hidden)
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_size(isa, dtype, sizes, guarded):

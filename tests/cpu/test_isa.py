@@ -140,6 +140,7 @@ def reports():
     return {value: (gap, report) for value, gap, report in map(json.loads, run.stdout.splitlines())}
 
 
+@pytest.mark.sweep
 def test_without_a_wish_the_preferred_one_serves(reports):
     assert _C.best_cpu_isa() in NAMES
     assert NAMES.index(_C.preferred_cpu_isa()) <= NAMES.index(_C.best_cpu_isa())

@@ -20,6 +20,7 @@ from tests.support.hf_models import batch
 # --- threads ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_many_threads():
     g = Graphed(shared(), max_graphs=3)
     inputs = [lengths_batch([(7 * i) % 60 + 1, (11 * i) % 50, 5], 64, seed=i) for i in range(12)]

@@ -39,6 +39,7 @@ def test_every_public_name_resolves():
         exec("from fastbert import nothing_of_this_name")
 
 
+@pytest.mark.sweep
 def test_every_model_class_is_public_and_named_as_transformers_names_it():
     prefixes = {family.class_prefix for family in FAMILIES.values()}
     paths = pkgutil.walk_packages(models.__path__, "fastbert.models.")

@@ -84,19 +84,15 @@ def test_which_layers_are_recomputed(monkeypatch):
     assert not model.is_gradient_checkpointing
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "task", "training"),
     [
         ("bert", "ForMaskedLM", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.sweep)
-            for case in (
-                ("bert", "ForPreTraining", True),
-                ("bert", "ForQuestionAnswering", False),
-                ("roberta", "ForMultipleChoice", False),
-                ("electra", "ForPreTraining", False),
-            )
-        ),
+        ("bert", "ForPreTraining", True),
+        ("bert", "ForQuestionAnswering", False),
+        ("roberta", "ForMultipleChoice", False),
+        ("electra", "ForPreTraining", False),
     ],
 )
 def test_compiled_in_one_graph(name, task, training):

@@ -39,6 +39,7 @@ def test_reference_is_what_pytorch_defines(smoothing):
     )
 
 
+@pytest.mark.sweep
 def test_compiled_is_eager():
     def inputs(rows):
         return randn(7, rows, grad=True), (torch.arange(rows) % 7).where(torch.arange(rows) != 1, -100)

@@ -148,6 +148,7 @@ def test_every_embedding_draws_the_golden_bits(seed, offset):
     assert {"reference", "aten"} <= set(seen)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize(("seed", "offset"), SEEDS)
 def test_every_attention_draws_the_golden_bits(seed, offset, p):

@@ -50,6 +50,7 @@ def test_reference_is_what_pytorch_defines(smoothing):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("chunk_rows", [2, 100])
 def test_compiled_is_eager(chunk_rows):
     def step(x, weight, bias, labels):

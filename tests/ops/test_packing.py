@@ -82,6 +82,7 @@ def test_gradcheck_twice(backend):
         assert torch.autograd.gradgradcheck(function, argument)
 
 
+@pytest.mark.sweep
 def test_compiled_is_eager():
     def step(x, indices):
         packed = pack(x.transpose(0, 1), indices)

@@ -263,6 +263,7 @@ def agrees(tokens: torch.Tensor, shares: torch.Tensor) -> bool:
     return stats.chisquare(observed, expected).pvalue > 0.001
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_draws_have_the_probabilities_of_the_softmax(dtype):
     torch.manual_seed(11)
@@ -282,6 +283,7 @@ def test_draws_have_the_probabilities_of_the_softmax(dtype):
     assert drawn(one).eq(7).all()
 
 
+@pytest.mark.sweep
 def test_the_generator_draws_from_its_softmax(monkeypatch):
     """Chunk by chunk, at two positions; V columns are never made for more rows than a chunk has."""
     monkeypatch.setitem(replaced_tokens.CHUNK_BYTES, "cpu", 8 * VOCAB * 10_000)

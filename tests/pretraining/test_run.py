@@ -291,6 +291,7 @@ def whole_run(corpus, tmp_path_factory):
     return of
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bert", "bert-lamb", "electra-small", "spanbert"])
 def test_a_run_that_goes_on_from_any_checkpoint_has_the_same_bits(name, step, whole_run, corpus, tmp_path):
@@ -427,9 +428,8 @@ def test_a_run_that_breaks_at_a_border_goes_on_to_the_same_bits(
     assert digests(tmp_path) == unbroken(growth)
 
 
-@pytest.mark.parametrize(
-    "name", ["electra-small", "spanbert", pytest.param("albert", marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["electra-small", "spanbert", "albert"])
 def test_other_objectives_grow(name, corpus, tmp_path):
     """All exported models, and heads of the objective are kept."""
     groups = {"num_hidden_groups": 1} if name == "albert" else {}

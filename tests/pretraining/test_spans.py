@@ -245,6 +245,7 @@ def phrases_of(corpus: Corpus, least: Fraction, min_count: int) -> dict[tuple, i
     return good
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("min_pmi", "min_count"), [(5, 4), (3, 5), (8, 2)])
 def test_collocations_beside_exact_fractions(plain, min_pmi, min_count, monkeypatch):
     expected = phrases_of(plain, Fraction(2**min_pmi), min_count)

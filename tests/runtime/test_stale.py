@@ -205,6 +205,7 @@ def unmarked(dtype, home, rows=96):
     return model, inner.weight
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", (in_numpy, shared_between_processes))
 def test_a_weight_whose_memory_has_no_mark(home, layers):
     """Writes to whole tensors are noticed, and to rows of matrices that are not large."""

@@ -50,6 +50,7 @@ def key(dtype=torch.float32):
     return verdict_keys.key_of("layer_norm", "triton", CPU, dtype)
 
 
+@pytest.mark.sweep
 def test_a_good_kernel_serves_and_is_not_run_here_before(planted, monkeypatch):
     served, checks = planted("good"), inside(monkeypatch)
     run()

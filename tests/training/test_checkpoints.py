@@ -381,6 +381,7 @@ def test_what_must_not_change(whole, tmp_path):
     assert digests(run) == whole[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "values"),
     [

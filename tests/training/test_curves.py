@@ -44,6 +44,7 @@ def drawn(run, monkeypatch) -> list:
     return kept[0].axes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("steps", [1, 30, 200])
 def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
     lines = written(tmp_path, steps)

@@ -21,7 +21,7 @@ from tests.support import lives, tiny_training
 from tests.support.lives import copied, finished, life, newest_step
 from tests.support.tiny_training import Classes, Numbered, trainer
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="cannot fork"), pytest.mark.sweep]
 
 
 def plain(run: Path):
@@ -92,7 +92,6 @@ def test_a_run_that_is_killed_twice(tmp_path):
         assert finished(run, plain) == expected
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "kills"), [("plain", 30), ("half", 8), ("bfloat", 8), ("ahead", 8), ("growth", 16)]
 )
@@ -131,7 +130,6 @@ def two_saves(run: Path):
     return trainer(run, 2, save_every=1, keep=1)
 
 
-@pytest.mark.sweep
 def test_a_kill_at_every_file_operation(tmp_path):
     """Of a run with two checkpoints, the second of which removes the first, and of the run after the kill."""
     expected = finished(tmp_path / "unbroken", two_saves)
@@ -246,7 +244,6 @@ def wait_for_the_log(run: Path) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.sweep
 def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent(tmp_path):
     """As torchrun and terminals send it."""
     expected = finished(tmp_path / "unbroken", long)
@@ -285,7 +282,6 @@ def alive(group: int) -> list[int]:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_workers_end_after_a_parent_that_was_killed(tmp_path):
     """Though nobody reads what they have made; and they do not hinder the next life."""
@@ -302,7 +298,6 @@ def test_workers_end_after_a_parent_that_was_killed(tmp_path):
     assert alive(pid) == []
 
 
-@pytest.mark.sweep
 def test_a_full_disk_at_every_writing_operation(tmp_path):
     """Each is one line that names a file; what was there stays, nothing is left behind, the run goes on."""
     expected = finished(tmp_path / "unbroken", two_saves)

@@ -51,7 +51,8 @@ print(plain[0], kept[0], inside - before, resident() - before)
 LIMITS = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=100000"}
 
 
-@pytest.mark.parametrize("limits", [{}, pytest.param(LIMITS, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("limits", [{}, LIMITS])
 def test_a_step_takes_what_the_last_one_freed(limits):
     """Unless the user has set limits, which stay."""
     plain, kept, inside, after = map(int, python(SCRIPT, **limits).stdout.split())

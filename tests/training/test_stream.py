@@ -97,6 +97,7 @@ def test_any_number_can_be_asked_for_first(size):
     assert set(source.planned) == {epoch for epoch, _ in expected[39]}
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 5")
 @pytest.mark.parametrize("size", [{"sequences": 5}, {"tokens": 31}])
 def test_workers_change_nothing(size):

@@ -50,6 +50,7 @@ def test_the_bits_of_a_host_that_waits(kind, clip, tmp_path):
         assert min(norms(tmp_path / "a")) < clip < max(norms(tmp_path / "a"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("log_every", [1, 5])
 def test_the_bits_of_fp16_that_skips(log_every, tmp_path):
     """The count of skips and the scale of the gradients too; a resumed run has them."""

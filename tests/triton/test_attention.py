@@ -223,7 +223,6 @@ def test_what_forward_returns(dtype, return_probs):
     assert len({t.untyped_storage().data_ptr() for t in outputs if t.numel()}) == 2 + return_probs
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_inputs_with_poisoned_gaps(tiles, dtype):
     args = forward_args((20, 2, 17), headdim=24, dtype=dtype, bias=randn(3, 2, 20, 20), return_probs=True)
@@ -236,7 +235,6 @@ def test_strided_inputs_with_poisoned_gaps(tiles, dtype):
     assert_bit_equal(run(args | dict(zip("qkv", packed.unbind(1), strict=True))), expected)
 
 
-@pytest.mark.sweep
 def test_neighbours_and_unused_cells_may_be_nan(tiles):
     nan = float("nan")
     args = forward_args((35, 7, 20), capacity=9, bias=randn(3, 2, 35, 35), return_probs=True)
@@ -293,7 +291,6 @@ class FarOutputs(HugeStrides):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-@pytest.mark.sweep
 @needs_lazy_memory
 def test_bits_beyond_2_to_31_words(monkeypatch):
     args = dropped((3, 1, 2), nheads=3)
@@ -306,7 +303,6 @@ def test_bits_beyond_2_to_31_words(monkeypatch):
     assert (actual[:, :3, :1] & 7 != 7).any()
 
 
-@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
@@ -359,7 +355,6 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
     assert grid(600, 4, 512, probs=True) == (12, 4 * 5, 1)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("capacity", "causal"), [(37, False), (0, True)])
 def test_more_sequences_than_are_ranked(small_tiles, monkeypatch, capacity, causal):
     g = torch.Generator().manual_seed(2)

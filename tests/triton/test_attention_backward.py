@@ -215,7 +215,6 @@ def test_a_gate_of_0_has_a_gradient(small_tiles):
 # --- dropout ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("tiles_", CUTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
@@ -241,7 +240,6 @@ def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
     assert not any(torch.equal(a, b) for a, b in zip(other, drawn, strict=True))
 
 
-@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("cut_", ["high-wide", "two-words"])
 def test_bits_beyond_2_to_31_words(monkeypatch, cut_):
@@ -305,7 +303,6 @@ def test_what_backward_returns(small_tiles, monkeypatch, needs):
     ]
 
 
-@pytest.mark.sweep
 def test_strided_inputs_with_poisoned_gaps(tiles):
     args = backward_args((17, 2, 5), headdim=24, bias=randn(3, 2, 17, 17))
     expected = run(args)
@@ -320,7 +317,6 @@ def test_strided_inputs_with_poisoned_gaps(tiles):
     assert_bit_equal(run(args | others), expected)
 
 
-@pytest.mark.sweep
 def test_neighbours_and_unused_cells_may_be_nan(tiles):
     nan = float("nan")
     args = backward_args((18, 3, 17), capacity=9, bias=randn(3, 2, 18, 18), gate=randn(2))
@@ -343,7 +339,6 @@ def test_neighbours_and_unused_cells_may_be_nan(tiles):
     assert torch.equal(dirty[3][[0, 2]], clean[3][[0, 2]])
 
 
-@pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):

@@ -96,6 +96,7 @@ def test_every_length_of_small_tiles(small_tiles, first, dtype, causal):
     check(AttentionCase(tuple(range(first, first + 17)), 1, 16, causal=causal, lse=True), dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("headdim", [1, 7, 8, 16, 24, 32, 40, 48, 72, 80, 96, 112, 120, 128])
 def test_every_head_dimension(headdim):
     backward = headdim in (7, 24, 80, 128)

@@ -57,6 +57,7 @@ def assert_right(logits, labels, smoothing=0.0, ignore_index=IGNORE):
     assert (error <= slack + (0.51 * step if logits.dtype != torch.float32 else 0)).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 def test_edges_of_blocks(smoothing):
     """Numbers of classes around a block, and of several blocks."""

@@ -88,12 +88,14 @@ def run(args):
 WIDTHS = [*range(1, 35), 63, 64, 65, 127, 128, 129, 384, kernels.ONE_BLOCK, kernels.ONE_BLOCK + 4, 1025, 768]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths(width):
     """Around the tile heights too: 64 tokens of 16 columns, one of 1024."""
     check(EmbeddingCase({16: 65, 17: 64, 18: 129}.get(width, 3), 5, width, dropout_p=0.25), DTYPES[width % 3])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_outputs_are_correctly_rounded(dtype):
     args = forward_args(64, 768, dtype, p=0.0)

@@ -86,7 +86,6 @@ def failures(case: EmbeddingCase, dtype: torch.dtype, seed: int = 0) -> list[str
     return [f"{r.quantity}: {r.reason}" for r in rows if not r.passed]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_runs_of_many_chunks_by_the_error_rule(dtype):
     """600 tokens with two ids, 300 per position, in chunks of the normal length."""
@@ -94,7 +93,6 @@ def test_runs_of_many_chunks_by_the_error_rule(dtype):
     assert failures(EmbeddingCase(600, 2, 20), dtype) == []
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_wide_tokens_by_the_error_rule(dtype, hidden, short_chunks):
     assert failures(EmbeddingCase(41, 5, hidden, padding_idx=1, dropout_p=0.1), dtype) == []
@@ -250,7 +248,6 @@ def test_no_tokens(hidden):
     assert_bit_equal(run(args), embedding_bwd(reference, *args.values()))
 
 
-@pytest.mark.sweep
 @fuzz(10)
 @given(
     st.integers(1, 90),

@@ -261,6 +261,7 @@ def test_cases(op, dtype, case):
     assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", [op for op in OPS if op != "linear_norm"])
 def test_the_table_serves_the_same_bits_each_time(op, monkeypatch, checked_memory):
     """After the self-check. No sum is atomic, as on a GPU the order of such sums changes."""

@@ -119,6 +119,7 @@ def test_edges_of_tiles(rows, inner):
     assert_right(arguments(rows, out, inner, DTYPES[rows % 3], tuple(ACTIVATIONS)[which % len(ACTIVATIONS)]))
 
 
+@pytest.mark.sweep
 def test_sums_are_kept_in_float32():
     """96 tiles of 32 rows whose sum, 32.125, bfloat16 does not have."""
     config = kernels.linear.ladder(torch.bfloat16, True, (0, 0))[0]

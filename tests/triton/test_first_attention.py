@@ -17,7 +17,7 @@ from fastbert.testing.op_cases.first_attention import FirstAttentionCase
 from tests.support.triton_fixtures import DEVICE, HALF, counted, fuzz, interpreted, kernels_of, padded
 
 kernels = kernels_of("first_attention")
-pytestmark = pytest.mark.usefixtures("checked_memory")
+pytestmark = [pytest.mark.usefixtures("checked_memory"), pytest.mark.sweep]
 
 
 def operands(lengths=(20, 0, 33, 1), dtype=torch.bfloat16, seed=0, **options):
@@ -145,7 +145,6 @@ def test_more_sequences_than_a_product_has_rows():
     assert_near(run(made), made)
 
 
-@pytest.mark.sweep
 def test_strided_inputs_with_poisoned_gaps():
     made = operands(bias="full", gate=True)
     expected = run(made)
@@ -252,7 +251,6 @@ def test_lengths_by_the_error_rule(longest):
         assert_rule(FirstAttentionCase((longest, 2, longest), 2, 32, tail=1), dtype)
 
 
-@pytest.mark.sweep
 @fuzz(20)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=5),

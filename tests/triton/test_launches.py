@@ -20,7 +20,7 @@ from fastbert.runtime import dispatch
 from fastbert.testing import proving
 from tests.support.triton_fixtures import DEVICE, HALF, interpreted, kernels_of
 
-pytestmark = interpreted
+pytestmark = [interpreted, pytest.mark.sweep]
 MODULES = ("attention", "attention_places", "layer_norm", "linear", "linear_norm")
 KERNELS = {name: kernels_of(name) for name in MODULES}
 # Operations that launch nothing: views, and memory without values.

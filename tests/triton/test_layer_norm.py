@@ -131,6 +131,7 @@ def test_row_counts(rows):
     check(everything(rows, 16), DTYPES[rows % 3])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_outputs_are_correctly_rounded(dtype):
     args = forward_args(64, 768, dtype)

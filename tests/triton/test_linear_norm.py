@@ -294,7 +294,6 @@ def test_many_lengths_meet_few_configs():
     assert len(found) <= 8
 
 
-@pytest.mark.sweep
 @fuzz(20)
 @given(
     st.integers(1, 70),

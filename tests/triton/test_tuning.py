@@ -36,6 +36,7 @@ from fastbert.testing.op_cases.linear_norm import LinearNormCase
 
 H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = pytest.mark.sweep
 CPU = torch.device("cpu")
 # Kernel -> the fields of its entries.
 CONFIGS = {
@@ -468,7 +469,7 @@ def test_a_wrong_gradient_cannot_win(monkeypatch, op):
 
 
 @interpreted
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("every", [False, True])
 def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys, every):
     out, record = tmp_path / "cpu.json", tmp_path / "tuning.jsonl"
     arguments = ["--device", "cpu", "--dtype", "bfloat16", "--out", str(out), "--json", str(record)]
