@@ -1,6 +1,6 @@
 // The processor's arithmetic peak, without memory: independent multiply-adds on registers.
 //
-// bench/roofs.py compiles this file, calls `peak_run` from as many threads as the benchmark uses and takes
+// bench/lib/roofs.py compiles this file, calls `peak_run` from as many threads as the benchmark uses and takes
 // the time. The accumulators are more than the latency of two pipes can use. The instructions are inline
 // assembly, or the compiler would copy accumulators between them. AMX is not here: where a machine has it,
 // the matrix product of torch shows it, and the roof is the larger of the two.

@@ -1,7 +1,7 @@
 """Builds for the PTX emulator: CUDA sources as nvcc compiles them, with a stand-in for the CUDA runtime.
 
 The host code and the PTX are of one compilation: nvcc puts the PTX, uncompressed, into the object, and the
-stand-in (tests/ptx/emulator/cudart.cpp) finds it there. Results are kept in build/tests.
+stand-in (tests/ptx/cuda/cudart.cpp) finds it there. Results are kept in build/tests.
 """
 
 from __future__ import annotations
