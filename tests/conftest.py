@@ -75,10 +75,10 @@ def own_seed(request):
 def one_thread(request):
     """A second thread costs tiny models more than it does.
 
-    Several threads run in tests/cpu, in tests/ops and where a test sets their number.
+    Several threads run in tests/cpu and where a test sets their number.
     """
     threads = torch.get_num_threads()
-    if request.path.parent.name not in ("cpu", "ops"):
+    if request.path.parent.name != "cpu":
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

@@ -376,6 +376,7 @@ def with_lora(model: nn.Module, layer: int | None = 1) -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", ["lora-first", "int8-first"])
 def test_an_unmerged_adapter_keeps_its_layer_in_floating_point(order):
     inputs = first_kept("bert")

@@ -127,6 +127,7 @@ def test_probes_learn_as_if_alone():
         torch.testing.assert_close(alone.logits(states, test.bounds)[0], found[number], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sweep
 def test_patience_is_for_epochs_in_which_no_probe_got_better():
     """Those of noise end at once; beside them a probe learns as long as alone."""
     states, labels = known(0)

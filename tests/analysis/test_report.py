@@ -144,6 +144,7 @@ def test_colours_and_ids_in_a_text_are_text():
     assert '#000000 id="x" url(#x)' in inlined(figure, "a", "a")
 
 
+@pytest.mark.sweep
 def test_worse_is_red():
     """Red is where the numbers are low, or high, as the caller says."""
     values = np.array([[-1.0, 0.0, 1.0]])

@@ -167,6 +167,7 @@ def test_the_baseline_is_of_what_was_learned_from():
     np.testing.assert_array_equal(numbers, [-4.0])
 
 
+@pytest.mark.sweep
 def test_numbers(seen):
     """A regression: squared errors, and the mean for a baseline."""
     model = copy.deepcopy(both("bert", num_labels=1)[1]).float()

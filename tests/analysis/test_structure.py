@@ -143,6 +143,7 @@ def trees_of(sentences):
     return module._Trees(sentences, ends - sizes, ends, np.cumsum(counts) - counts)
 
 
+@pytest.mark.sweep
 def test_a_tree_that_is_there_is_found():
     sentences, examples, states = treebank(0)
     found = structural_probe(states, sentences, examples, **SCHOOL)

@@ -157,6 +157,7 @@ def test_a_failed_row_makes_the_exit_status(tmp_path, monkeypatch):
     assert data["environment"]["device_type"] == "cpu"
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_a_check_fails_and_says_why(tmp_path):
     file = tmp_path / "checks.jsonl"

@@ -85,6 +85,7 @@ def test_no_roof_is_below_a_wider_dtypes():
             roofs.from_rows(missing)
 
 
+@pytest.mark.sweep
 def test_register_loops_do_the_work_they_count(tmp_path):
     try:
         library = roofs.build(tmp_path)

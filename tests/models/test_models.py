@@ -222,6 +222,7 @@ def test_every_backend_gives_the_same_model(bert, backend):
         close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept])
 
 
+@pytest.mark.sweep
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(FAMILY_NAMES),

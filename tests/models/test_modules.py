@@ -599,6 +599,7 @@ def test_modules_may_be_called_by_themselves(name, task):
             assert (own.pooler(a) - stock.pooler(a)).abs().max() <= 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
 def test_transforms_and_derivatives_are_transformers(task):
     both = trio("bert", task, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

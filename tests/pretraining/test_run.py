@@ -345,6 +345,7 @@ def constant(name: str = "roberta", steps: int = 6) -> Recipe:
     return small(name, steps, schedule={"kind": "constant"})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("growth", [GROWN, COPIED], ids=["fresh", "copied"])
 def test_layers_are_added_at_the_border(growth, corpus, tmp_path):
     """What is saved there is the deep model, stacked from the shallow one; the log and the order go on."""

@@ -164,6 +164,7 @@ def test_a_dimension_without_a_range_has_one_step():
     assert quantized(np.ones((2, 3), np.float32), "uint8").tolist() == [[0] * 3] * 2
 
 
+@pytest.mark.sweep
 def test_prompts_by_name(copy, stock):
     path = copy / "config_sentence_transformers.json"
     rewrite(path, prompts={"query": "find: ", "passage": "read: ", "none": ""}, default_prompt_name="passage")
@@ -242,6 +243,7 @@ def test_saving_replaces_what_was_there(encoder, tmp_path, monkeypatch):
         other.save_pretrained(folder)
 
 
+@pytest.mark.sweep
 def test_a_quantised_one_is_saved_as_it_is(directory, tmp_path):
     one = SentenceEncoder.from_pretrained(directory, device="cpu").quantize()
     one.save_pretrained(tmp_path)

@@ -406,6 +406,7 @@ def groups_at_rest(module, decay):
     return [{**group, "lr_scale": 0.5} for group in decay_groups(module, decay)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "second",
     [

@@ -57,6 +57,7 @@ def random_argument(rng: random.Random, memory: dict) -> object:
     return rng.choice((None, 0.5, 1.0, True, False, *NUMBERS))
 
 
+@pytest.mark.sweep
 def test_a_key_tells_apart_what_triton_does():
     rng, function = random.Random(0), kernel()
     backend = make_backend(GPUTarget("cuda", 90, 32))
