@@ -31,7 +31,7 @@ BUILT := $(VENV)/built
 PEERS := $(VENV)/peers
 PAGES := $(VENV)/docs
 endif
-SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f ! -name '*.md' 2>/dev/null)
 
 .PHONY: demo test sweep exhaustive lint docs bench gpu
 .DELETE_ON_ERROR:
