@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501 (a table)
 
+from dataclasses import replace
+
 from tests.support.mutation import faults_of, of_op
 
 _KERNEL = "kernels/embedding.py"
@@ -54,4 +56,4 @@ FAULTS = (
     _fault("position's rows for the segments", "(token_type_ids, segment_rows, -1)", "(token_type_ids, position_rows, -1)"),
 )  # fmt: skip
 
-SUITE = of_op(FAULTS, "embedding_backward")
+SUITE = replace(of_op(FAULTS, "embedding_backward"), quick="not slow")
