@@ -1,8 +1,8 @@
 """A kernel's self-check: the error rule on a few Cases, then its times on a GPU.
 
 `check` runs it in this process. `checked` starts a process of its own for all kernels that it is asked for,
-where one that hangs or destroys the CUDA context harms nobody, and hands over their verdicts as they come.
-After a crash or a hang, which costs one kernel, a new process checks the rest.
+where one that hangs or destroys the CUDA context leaves this process whole, and returns their verdicts one by
+one. After a crash or a hang, which costs one kernel, a new process checks the rest.
 
 That process is `python -P -m fastbert.testing.checking REQUEST`. REQUEST is JSON: {"device", "uuid", "units":
 [[op, backend, dtype, the verdict's file], …]}. What it finds is printed, a JSON object per line: first

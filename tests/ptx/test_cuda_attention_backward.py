@@ -512,7 +512,7 @@ def test_rows_among_poison(kernels):
 
 @pytest.mark.parametrize("kernels", ("hopper-64",), indirect=True)
 def test_gradients_lie_side_by_side_where_the_inputs_do(kernels):
-    """As one (total, 3, nheads, 64) tensor, so that nobody copies them there; by all kernels."""
+    """As one (total, 3, nheads, 64) tensor, so that no copy is made; by all kernels."""
     own = kernels.call((70,), capacity=3)
     aside = own.run()
     whole = aside[0]._base
