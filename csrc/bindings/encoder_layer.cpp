@@ -51,12 +51,16 @@ EncoderLayer layer_of(int dtype, const py::tuple& sizes) {
     args.total = size.next<std::int64_t>();
     args.max_seqlen = size.next<std::int64_t>();
     args.inner = size.next<std::int64_t>();
+    args.hidden = size.next<std::int64_t>();
     size.end("sizes");
     check_size("nheads", args.nheads, 1);
     check_size("headdim", args.headdim, 1);
-    check_shape(args.total, elements_of("hidden", {args.nheads, args.headdim}));
-    check_shape(args.total, args.inner);
-    check_shape(args.nheads * args.headdim, args.inner);
+    const std::int64_t width = elements_of("width", {args.nheads, args.headdim});
+    for (const std::int64_t columns : {width, args.inner}) {
+        check_shape(args.total, columns);
+        check_shape(args.hidden, columns);
+    }
+    check_shape(args.total, args.hidden);
     check_size("batch", args.batch);
     check_size("max_seqlen", args.max_seqlen);
     return args;
@@ -99,7 +103,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
     args.gate = pointer<const float>(gate);
     args.y = pointer(y);
     check_lengths(args.cu_seqlens, args.batch, args.total, args.max_seqlen);
-    check_rows("x", args.x, args.total, args.nheads * args.headdim, x_stride);
+    check_rows("x", args.x, args.total, args.hidden, x_stride);
     check_given("y", args.y, args.total);
     check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
     // With 8 bits, query holds all three.

@@ -139,14 +139,15 @@ struct Places {
     std::int64_t plane, wide;
     Places(const EncoderLayer& layer, std::int64_t rows) {
         const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-        plane = (rows * layer.nheads * layer.headdim * size + 63) / 64 * 64;
+        plane = (rows * std::max(layer.nheads * layer.headdim, layer.hidden) * size + 63) / 64 * 64;
         wide = (rows * layer.inner * size + 63) / 64 * 64;
     }
     std::int64_t bytes() const { return 2 * plane + std::max(2 * plane, wide); }
 };
 
 const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
-    const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t hidden = layer.hidden, width = layer.nheads * layer.headdim;
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
     const std::int64_t plane = Places(layer, layer.total).plane;
     char* const base = memory;
     char* const context = base + 3 * plane;
@@ -170,26 +171,26 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};
     Heads* const heads[] = {&attention.q, &attention.k, &attention.v};
     for (int i = 0; i < 3; ++i)
-        *heads[i] = joined ? Heads{base + i * hidden * size, 3 * hidden, layer.headdim}
-                           : Heads{base + i * plane, hidden, layer.headdim};
+        *heads[i] = joined ? Heads{base + i * width * size, 3 * width, layer.headdim}
+                           : Heads{base + i * plane, width, layer.headdim};
     const char* failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
         if (joined)
-            return multiply(layer, rows, layer.query, layer.x, layer.x_stride, 3 * hidden, hidden, true,
+            return multiply(layer, rows, layer.query, layer.x, layer.x_stride, 3 * width, hidden, true,
                             Activation::kNone, base, team);
         const char* why = nullptr;
         for (int i = 0; i < 3 && why == nullptr; ++i)
-            why = multiply(layer, rows, *weights[i], layer.x, layer.x_stride, hidden, hidden, true,
+            why = multiply(layer, rows, *weights[i], layer.x, layer.x_stride, width, hidden, true,
                            Activation::kNone, base + i * plane, team);
         return why;
     });
     if (failed == nullptr) failed = cpu_attention_fwd(attention, threads);
     if (failed != nullptr) return failed;
     const std::int64_t end = layer.cu_seqlens[layer.batch];
-    std::memset(context + end * hidden * size, 0, (layer.total - end) * hidden * size);
+    std::memset(context + end * width * size, 0, (layer.total - end) * width * size);
 
     failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
-        const char* why = multiply(layer, rows, layer.attention_output, context, hidden, hidden, hidden,
-                                   false, Activation::kNone, sum, team);
+        const char* why = multiply(layer, rows, layer.attention_output, context, width, hidden, width, false,
+                                   Activation::kNone, sum, team);
         if (why == nullptr)
             why = add_norm(layer, rows, layer.attention_norm, hidden, sum, layer.attention_output.bias,
                            layer.x, layer.x_stride, attended, team);
@@ -218,7 +219,7 @@ const char* run_all(const EncoderLayer& layer, int threads, bool own_rows) {
     if (work == nullptr) return kOutOfMemory;
     if (firsts.empty()) return run(layer, threads, own_rows, work);
     // Each thread takes its own sequences through the whole layer, without waiting.
-    const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t hidden = layer.hidden, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     std::vector<std::int64_t> memory{0};
     std::vector<std::int32_t> ends;
     for (int i = 0; i < threads; ++i) {

@@ -23,18 +23,18 @@ struct LayerNormParams {
 
 struct EncoderLayer {
     DType dtype;
-    std::int64_t batch, nheads, headdim, total, max_seqlen, inner;
+    std::int64_t batch, nheads, headdim, total, max_seqlen, inner, hidden;
     const std::int32_t* cu_seqlens;  // batch + 1
-    const void* x;                   // (total, nheads * headdim)
+    const void* x;                   // (total, hidden); attention is nheads * headdim wide
     std::int64_t x_stride;
-    LayerLinear query, key, value;  // with 8 bits, query holds all three: one product of 3 * hidden columns
+    LayerLinear query, key, value;  // with 8 bits, query holds all three: one product of three
     LayerLinear attention_output, intermediate, output;
     LayerNormParams attention_norm, output_norm;
     Activation activation;
     float softmax_scale;
     Bias bias;
     const float* gate;  // (nheads,), null: none
-    void* y;            // (total, nheads * headdim), contiguous
+    void* y;            // (total, hidden), contiguous
     void* work;         // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call
 };
 

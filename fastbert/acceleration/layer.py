@@ -1,14 +1,13 @@
 """One transformers encoder layer on our kernels, and when it must run as stock.
 
-The layer keeps its parameters in its own sub-modules, and `LayerMath` (layers/encoder.py) reads them at every
-call. So each of them is checked before every call: `gap` says why a layer cannot be fused now. `run_encoder`
-calls the layer with packed tokens and `Sequences`; everyone else calls it like the stock layer, with a padded
+The layer keeps its parameters in its own sub-modules, and our mathematics (layers/encoder.py) reads them at
+every call. So each of them is checked before every call: `gap` says why a layer cannot be fused now.
+`run_encoder` runs the layer on packed tokens; everyone else calls it like the stock layer, with a padded
 batch and a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +23,16 @@ from fastbert.acceleration.watching import (
     is_sharded,
     uncompiled,
 )
-from fastbert.layers.encoder import LayerMath
-from fastbert.layers.form import LayerForm
+from fastbert.execution.call import Call
+from fastbert.execution.plan import run as run_layers
+from fastbert.execution.plan import survey
+from fastbert.layers import encoder
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder_layer import PackedLayer
+from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.modules import is_hooked, plain_dropout, watched
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
-from fastbert.layers.sequences import Sequences
 from fastbert.models.families import FAMILIES
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
@@ -42,7 +45,7 @@ class LayerState:
     Attributes:
         model_type: the family.
         name: of the layer in the model that was accelerated.
-        form: see `LayerMath`; its activation is None if fastbert does not have it.
+        form: see `PackedLayer`; its activation is None if fastbert does not have it.
         act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
         fused_calls, stock_calls: calls that ran fused, and as stock. Not counted under torch.compile.
@@ -227,17 +230,17 @@ def _identity(act: Any) -> Any:
     return type(act) if isinstance(act, nn.Module) else act
 
 
-class AcceleratedLayer(LayerMath, Accelerated):
+class AcceleratedLayer(PackedLayer, Accelerated):
     """Mixin of an accelerated encoder layer."""
 
     @property
     def form(self) -> LayerForm:
-        """See `LayerMath`."""
+        """See `PackedLayer`."""
         return self.fastbert_state.form
 
     @property
     def fuses_norm(self) -> bool:
-        """See `LayerMath`."""
+        """See `PackedLayer`."""
         return self.fastbert_state.options.layer_norm
 
     def fastbert_how(self) -> str:
@@ -247,16 +250,28 @@ class AcceleratedLayer(LayerMath, Accelerated):
 
     @property
     def int8(self) -> bool:
-        """See `LayerMath`."""
+        """See `PackedLayer`."""
         return self.fastbert_state.options.int8 and int8_gap(self) is None
 
     @property
     def label(self) -> str:
-        """See `LayerMath`."""
+        """See `PackedLayer`."""
         return self.fastbert_state.name
 
+    def gap(self) -> str | None:
+        """See `PackedLayer`."""
+        return gap(self)
+
+    def look(self, everything: str | None) -> Parts:
+        """See `PackedLayer`. `gap` of the model has looked at the layer, or `forward` has."""
+        return self.parts()
+
+    def is_called(self) -> bool:
+        """See `PackedLayer`: the call of transformers' class recomputes activations in backward."""
+        return is_hooked(self) or (self.training and getattr(self, "gradient_checkpointing", False))
+
     def may_skip_rows(self) -> bool:
-        """See `LayerMath`. `gap` has looked for hooks."""
+        """See `PackedLayer`. `gap` has looked for hooks."""
         return True
 
     def fuses_ffn(self) -> bool:
@@ -264,18 +279,22 @@ class AcceleratedLayer(LayerMath, Accelerated):
         state = self.fastbert_state
         return state.options.ffn and _knows_activation(self, state)
 
-    def run(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """See `LayerMath`."""
-        if self.fastbert_state.options.int8:
-            self._check_int8(hidden)
-        return super().run(hidden, *args, **kwargs)
+    def parts(self) -> Parts:
+        """See `PackedLayer`."""
+        parts = super().parts()
+        return parts if self.fuses_ffn() else parts._replace(feed=self.feed_by_modules)
 
-    def _check_int8(self, hidden: Tensor) -> None:
-        """Raise RuntimeError if 8-bit weights cannot serve the call.
+    def begin(self, hidden: Tensor) -> None:
+        """See `PackedLayer`.
 
-        With `strict` that is if floating-point ones would serve it, and always if a gradient is wanted.
+        Raises:
+            RuntimeError: 8-bit weights were asked for and cannot serve the call. With `strict` that is if
+                floating-point ones would serve it, and always if a gradient is wanted.
         """
+        self._count(True)
         state, gradients = self.fastbert_state, torch.is_grad_enabled()
+        if not state.options.int8:
+            return
         reason = int8_gap(self) if state.options.strict or gradients else None
         if reason is not None and state.options.strict:
             raise RuntimeError(f"{state.name}: {reason}; it would run in floating point (strict=True)")
@@ -289,29 +308,6 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 "first, and with it afterwards"
             )
 
-    def _may_run_directly(self) -> bool:
-        return self.fuses_ffn() and super()._may_run_directly()
-
-    def _fused(self, x: Tensor, sequences: Sequences) -> Any:
-        if not (self.fuses_norm and self.fuses_ffn()):
-            return None
-        return super()._fused(x, sequences)
-
-    def _feed(
-        self,
-        hidden: Tensor,
-        seed: Tensor | None,
-        site: int,
-        arrivals: list[Tensor] | None = None,
-        rounded: Tensor | None = None,
-        tap: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        if self.fuses_ffn():
-            return super()._feed(hidden, seed, site, arrivals, rounded, tap)
-        if tap is not None:
-            raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
-        return self.feed_by_modules(hidden)
-
     def _count(self, fused: bool) -> None:
         # A counter would be a constant of the compiled code
         if not torch.compiler.is_compiling():
@@ -322,20 +318,16 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 state.stock_calls += 1
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The stock layer's call, or that of `run_encoder`.
-
-        The latter takes packed tokens (rows, hidden), `Sequences`, gate and dropout site, and returns
-        ((rows, hidden), None).
-        """
-        if args and type(args[0]) is Sequences:
+        """The stock layer's call; with a `PackedBatch`, that of `EncoderLayer.forward`."""
+        if args and type(args[0]) is PackedBatch:
             # FSDP gathers the parameters only now
             reason = gap(self) if is_sharded(self) else None
             if reason is not None:
                 raise RuntimeError(
                     f"{self.fastbert_state.name}: {reason}; accelerate(…, unpad=False) avoids this"
                 )
-            self._count(True)
-            return self.run(hidden_states, *args)
+            self.begin(hidden_states)
+            return encoder.layer(self.form, self.parts(), hidden_states, *args)
         if exporting() or self.fastbert_state is None:
             return super().forward(hidden_states, *args, **kwargs)
         state = self.fastbert_state
@@ -351,19 +343,20 @@ class AcceleratedLayer(LayerMath, Accelerated):
             if state.options.strict:
                 raise RuntimeError(f"{state.name}: {reason}; it would run as stock (strict=True)")
             return super().forward(hidden_states, *args, **kwargs)
-        self._count(True)
         seed = None
         if any(self.dropout_rates()):
             seed = torch.randint(2**62, (1,), dtype=torch.int64, device=hidden_states.device)
         batch, seqlen, width = hidden_states.shape
-        rows = hidden_states
+        rows = hidden_states.reshape(batch * seqlen, width)
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_states.device) * seqlen
+        packed = PackedBatch(ends, seqlen, bias, seed)
         if state.options.attention:
-            ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_states.device) * seqlen
-            rows = hidden_states.reshape(batch * seqlen, width)
-            out = self.run(rows, Sequences(ends, seqlen, bias, seed))[0].reshape(hidden_states.shape)
+            out = run_layers(survey([self], inside=True), rows, Call(packed, 0))
         else:
             attended = self.attend_by_modules(hidden_states, *args, **kwargs)[0]
-            out = self._feed(attended.reshape(batch * seqlen, width), seed, 1).reshape(hidden_states.shape)
+            self.begin(rows)
+            out = encoder.feed_forward(self.form, self.parts(), attended.reshape(rows.shape), packed)
+        out = out.reshape(hidden_states.shape)
         return (out,) if stock.returns_tuple else out
 
     def _bias(self, hidden: Tensor, given: dict[str, Any]) -> tuple[Tensor | None, str | None]:

@@ -13,7 +13,7 @@ from fastbert.acceleration import layer as layers
 from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated
 from fastbert.acceleration.parts import OWN, encoders, other_models, own_models
-from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.runtime.prepared import module_of
 from fastbert.testing.serving import Choice, choices
 

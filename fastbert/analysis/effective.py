@@ -27,9 +27,9 @@ from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, estimate, ratio_interval
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.encoder import LayerMath
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.modules import part
-from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
@@ -135,7 +135,7 @@ def effective_attention(
     return found
 
 
-def _output(layer: LayerMath) -> Tensor | None:
+def _output(layer: PackedLayer) -> Tensor | None:
     """W_O of each head, (nheads, d, hidden), if that of one lacks full row rank; else None."""
     weight = part(layer, layer.form.names.attention_output).weight
     heads = weight.t().reshape(layer.form.nheads, layer.form.head_dim, -1).double()
@@ -154,7 +154,7 @@ class _Effective(Taps):
         self.groups = torch.stack([kinds == kind for kind in range(len(KINDS))], 1)
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         batch, found = self.batch, self.found

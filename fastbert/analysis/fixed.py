@@ -28,6 +28,7 @@ from fastbert.analysis.examples import FIRST, SEPARATOR, Examples
 from fastbert.analysis.intervals import Interval, mean_interval, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.patterns import (
     BACKWARD,
     CURRENT,
@@ -40,7 +41,6 @@ from fastbert.layers.patterns import (
     Rows,
     attend,
 )
-from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 
@@ -70,7 +70,7 @@ class FixedPatterns(Taps):
         ]
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         check_assignment(self.assignment, (max(len(self.assignment), layer + 1), q.shape[1]))
@@ -82,7 +82,7 @@ class FixedPatterns(Taps):
         self._values = v
         return q, k, v, sequences.bias
 
-    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+    def context(self, layer: int, context: Tensor, sequences: PackedBatch) -> Tensor:
         """See `Taps`."""
         values, self._values = self._values, None
         rows = Rows.of(sequences.cu_seqlens, values.shape[0], sequences.max_seqlen)

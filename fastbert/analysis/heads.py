@@ -28,8 +28,10 @@ from fastbert.analysis.identities import uniform
 from fastbert.analysis.intervals import Interval, estimate, finite, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
-from fastbert.layers.encoder import LayerMath, together
-from fastbert.layers.sequences import Sequences
+from fastbert.execution.call import Call
+from fastbert.execution.plan import run, survey
+from fastbert.layers import encoder
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import tapped
@@ -156,20 +158,20 @@ class _Kept(Taps):
         self.with_uniform = with_uniform
         self.contexts: list[Tensor] = []
         self.uniform: list[Tensor] = []
-        self.sequences: Sequences | None = None
+        self.sequences: PackedBatch | None = None
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         if self.with_uniform:
             self.uniform.append(uniform(q, k, v, sequences))
         return q, k, v, sequences.bias
 
-    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+    def context(self, layer: int, context: Tensor, sequences: PackedBatch) -> Tensor:
         """See `Taps`."""
         self.contexts.append(context)
-        self.sequences = replace(sequences, taps=None)
+        self.sequences = sequences
         return context
 
 
@@ -195,6 +197,7 @@ def _variants(
 ) -> Iterator[tuple[np.ndarray, Tensor, Inputs]]:
     """(units, last hidden states, inputs) of the variants of one layer, as many at a time as fit."""
     layers = model.base_model.layers()
+    steps, ablated = survey(layers), layers[layer]
     total = len(batch.rows)
     at_once = max(1, batch_tokens // total)
     context = kept.contexts[layer]
@@ -204,23 +207,22 @@ def _variants(
         count = len(some)
         hidden = inputs_of_layers[layer].repeat(count, 1)
         sequences, inputs = _repeated(kept.sequences, batch, count, hidden.dtype)
-        with together(layers, hidden):
-            if mode != "skip":
-                heads = torch.arange(context.shape[1], device=context.device)
-                out = {
-                    "head": heads == torch.from_numpy(some).to(heads)[:, None],
-                    "all-but-one": heads != torch.from_numpy(some).to(heads)[:, None],
-                    "layer": torch.ones(count, len(heads), dtype=torch.bool, device=heads.device),
-                }[unit]
-                mixed = torch.where(out[:, None, :, None], other, context).flatten(0, 1)
-                site = 1 + layer * LayerMath.SITES
-                hidden = layers[layer].after_attention(hidden, mixed, sequences, site)
-            for i in range(layer + 1, len(layers)):
-                hidden = layers[i](hidden, sequences, None, 1 + i * LayerMath.SITES)[0]
+        if mode != "skip":
+            heads = torch.arange(context.shape[1], device=context.device)
+            out = {
+                "head": heads == torch.from_numpy(some).to(heads)[:, None],
+                "all-but-one": heads != torch.from_numpy(some).to(heads)[:, None],
+                "layer": torch.ones(count, len(heads), dtype=torch.bool, device=heads.device),
+            }[unit]
+            mixed = torch.where(out[:, None, :, None], other, context).flatten(0, 1)
+            hidden = encoder.after_attention(ablated.form, ablated.parts(), hidden, mixed, sequences)
+        hidden = run(steps[layer + 1 :], hidden, Call(sequences, len(layers) - 1))
         yield some, hidden, inputs
 
 
-def _repeated(sequences: Sequences, batch: Batch, count: int, dtype: torch.dtype) -> tuple[Sequences, Inputs]:
+def _repeated(
+    sequences: PackedBatch, batch: Batch, count: int, dtype: torch.dtype
+) -> tuple[PackedBatch, Inputs]:
     """What layers and heads need to know about `count` copies of a batch, one after the other."""
     packing, total = batch.inputs.packing, len(batch.rows)
     ends = packing.cu_seqlens
@@ -230,7 +232,7 @@ def _repeated(sequences: Sequences, batch: Batch, count: int, dtype: torch.dtype
     if bias is not None and bias.shape[0] > 1:
         bias = bias.repeat(count, 1, 1, 1)
     places = attention_places(ends, packing.max_seqlen, total * count, dtype)
-    repeated = Sequences(ends, packing.max_seqlen, bias, causal=sequences.causal, places=places)
+    repeated = PackedBatch(ends, packing.max_seqlen, bias, causal=sequences.causal, places=places)
     # its ids are no longer read
     inputs = replace(batch.inputs, packing=replace(packing, batch=packing.batch * count, cu_seqlens=ends))
     return repeated, inputs
@@ -278,7 +280,7 @@ class _Factors(Taps):
         self.case = batch.sequence // per_case
         self.factors: list[Tensor] = []
 
-    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+    def context(self, layer: int, context: Tensor, sequences: PackedBatch) -> Tensor:
         """See `Taps`."""
         shape = self.cases, context.shape[1]
         factors = torch.ones(shape, dtype=context.dtype, device=context.device, requires_grad=True)

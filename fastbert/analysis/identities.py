@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.packing import positions_of
-from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention, attention_bwd
@@ -43,8 +43,8 @@ class Probabilities:
         q, k: (total, nheads, headdim), in float32 or float64.
         cu_seqlens, max_seqlen: of the packed batch.
         scale: of the scores.
-        bias: see `Sequences.bias`.
-        causal: see `Sequences.causal`.
+        bias: see `PackedBatch.bias`.
+        causal: see `PackedBatch.causal`.
         max_bytes: most memory of maps, where a statistic needs them.
     """
 
@@ -58,7 +58,7 @@ class Probabilities:
     max_bytes: int = MAX_BYTES
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, sequences: Sequences, max_bytes: int = MAX_BYTES) -> Probabilities:
+    def of(cls, q: Tensor, k: Tensor, sequences: PackedBatch, max_bytes: int = MAX_BYTES) -> Probabilities:
         """Those of a layer, from what `Taps.qkv` is shown. Half precision is computed in float32."""
         compute = checks.compute_dtype(q)
         bias = sequences.bias
@@ -288,7 +288,7 @@ class Observer(Taps):
         raise NotImplementedError
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         self.seen(layer, Probabilities.of(q, k, sequences, self.max_bytes))
@@ -304,7 +304,7 @@ def check_bytes(max_bytes: int, length: int, cell: int) -> None:
         )
 
 
-def uniform(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+def uniform(q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch) -> Tensor:
     """The context of heads that look at all their keys alike: (total, nheads, headdim).
 
     Any bias but -inf is left out: such heads know no positions.

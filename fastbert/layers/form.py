@@ -1,4 +1,4 @@
-"""What one encoder layer computes, as plain data: its heads, its activation, and where its parts are.
+"""What one encoder layer computes (`LayerForm`, plain data), and with which modules (`Parts`).
 
 The parts' places are dotted paths, HuggingFace's names: those of this package's layers and of transformers'
 alike.
@@ -7,11 +7,19 @@ alike.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.patterns import Heads
+from fastbert.layers.quantized import copy_of
+
+# Dropout call sites of one layer: attention probabilities, attention output, feed-forward output
+SITES = 3
 
 
 @dataclass(frozen=True)
@@ -96,10 +104,12 @@ class LayerForm:
     Attributes:
         names: the paths of its linear layers and norms.
         stock: the paths of its other parts.
-        nheads, head_dim: the number of heads and the size of each.
+        nheads, head_dim: the number of heads, 0 or more, and the size of each. Attention's width, their
+            product, need not be the hidden size.
         activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
             module's own code knows it.
         heads: which heads attend by fixed patterns, if some do: those have no queries and keys.
+        kept: which of the model's heads these are, ascending, if the layer does not have all of them.
         paths: of containers, linear layers, norms, dropouts and the activation, split at the dots; those of
             linear layers and norms with the dotted path.
     """
@@ -110,6 +120,7 @@ class LayerForm:
     head_dim: int
     activation: str | None
     heads: Heads | None = None
+    kept: tuple[int, ...] | None = None
     paths: tuple = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,8 +134,58 @@ class LayerForm:
         )
         object.__setattr__(self, "paths", paths)  # the class is frozen
 
-    @functools.cached_property
-    def steps(self) -> tuple[tuple[list[str], type], ...]:
-        """(path, class) of the linear layers and then of the norms, in execution order, if they are plain."""
-        linears = [(path.split("."), nn.Linear) for path in self.names.linears]
-        return *linears, *((path.split("."), nn.LayerNorm) for path in self.names.norms)
+    def of_own_heads(self, t: Tensor, dim: int) -> Tensor:
+        """The layer's heads of what has all of the model's heads in `dim`, or one entry for all of them."""
+        if self.kept is None or t.shape[dim] == 1:
+            return t
+        return t.index_select(dim, torch.tensor(self.kept, dtype=torch.int64, device=t.device))
+
+    def own_batch(self, batch: PackedBatch) -> PackedBatch:
+        """The batch with the bias of the layer's heads alone."""
+        if self.kept is None or batch.bias is None:
+            return batch
+        return replace(batch, bias=self.of_own_heads(batch.bias, 1))
+
+
+class Parts(NamedTuple):
+    """What a layer computes with.
+
+    Attributes:
+        query, …, output: the linear layers in execution order, or modules in their place.
+        attention_norm, output_norm: the norms, or modules in their place.
+        owner: the layer, which keeps what is derived from several parameters.
+        rates: the probabilities of dropout at the layer's `SITES`.
+        fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
+        feed: (rows, hidden) -> (rows, hidden), the feed-forward block with its sum and norm, if not ours.
+        int8: whether 8-bit copies of the linear layers, all of them plain, run in their place.
+        label: the layer's name in errors.
+    """
+
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    attention_output: nn.Module
+    intermediate: nn.Module
+    output: nn.Module
+    attention_norm: nn.Module
+    output_norm: nn.Module
+    owner: nn.Module
+    rates: tuple[float, float, float]
+    fuses_norm: bool = True
+    feed: Callable[[Tensor], Tensor] | None = None
+    int8: bool = False
+    label: str = "layer"
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        """The six linear layers in execution order."""
+        return self[:6]
+
+    def as_multiplied(self, names: LayerNames) -> Parts:
+        """The parts with 8-bit copies, if those run."""
+        if not self.int8:
+            return self
+        named = zip(self.linears, names.linears, strict=True)
+        return Parts(*(copy_of(m, f"{self.label}.{path}") for m, path in named), *self[6:])._replace(
+            int8=False
+        )

@@ -172,7 +172,20 @@ def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) ->
     kind = None if calls_all() else kind_of(module)
     if kind is None:
         return activate_eager(module(x), activation)
+    if _is_empty(module):
+        return activate_eager(_empty_product(module, x, module.bias), activation)
     return kind.product(x, module, [module], activation)
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a plain linear layer has no inputs or no outputs: no head or no inner column is left."""
+    return module.in_features == 0 or module.out_features == 0
+
+
+def _empty_product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of such a layer: its bias, or nothing."""
+    y = x.new_zeros(*x.shape[:-1], module.out_features, dtype=checks.autocast_dtype(x) or x.dtype)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def apply_activated(module: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
@@ -245,7 +258,7 @@ def feed_forward_norm(
     """
     rounded = x if rounded is None else rounded
     float_ones = kind_of(up) is FLOAT and kind_of(down) is FLOAT
-    one_op = tap is None and activation is not None and pays(rounded) and float_ones
+    one_op = tap is None and activation is not None and pays(rounded) and float_ones and not _is_empty(up)
     if one_op and _is_trained(rounded, up, down):
         y, bias = feed_forward(rounded, up.weight, up.bias, down.weight, activation), down.bias
         return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
@@ -275,6 +288,7 @@ def _joins_norm(dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) 
     return (
         not torch.compiler.is_compiling()
         and kind_of(dense) is FLOAT
+        and not _is_empty(dense)
         and is_plain(norm, nn.LayerNorm)
         and norm.weight is not None
         and dense.weight.dtype == residual.dtype == x.dtype
@@ -307,6 +321,8 @@ def _product_and_bias(dense: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | Non
     kind = kind_of(dense)
     if kind is None:
         return dense(x), None
+    if _is_empty(dense):
+        return _empty_product(dense, x, None), dense.bias
     return kind.product(x, dense, [dense], with_bias=False), dense.bias
 
 
@@ -341,3 +357,34 @@ def _add_norm(
         x = x * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(x.dtype) * (1.0 / (1.0 - dropout_p)))
     y = norm(x + residual)
     return (y, y) if rounded else y
+
+
+class _Split(torch.autograd.Function):
+    """`unbind(1)` whose gradients are not copied where attention's backward has written them side by side."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.unbind(1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        whole = grads[0]._base
+        if (
+            whole is None
+            or torch.is_grad_enabled()
+            or any(g._base is not whole for g in grads)
+            or whole.shape != (grads[0].shape[0], 3, *grads[0].shape[1:])
+            or any(
+                g.data_ptr() != own.data_ptr() or g.stride() != own.stride()
+                for g, own in zip(grads, whole.unbind(1), strict=True)
+            )
+        ):
+            return torch.stack(grads, 1)
+        return whole
+
+
+def split(qkv: Tensor) -> tuple[Tensor, ...]:
+    """(total, 3, nheads, head_dim) -> query, key and value, views of it."""
+    if qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Split.apply(qkv)
+    return qkv.unbind(1)

@@ -39,8 +39,8 @@ class AsMade:
         self.owners = [own for own in self.attributes if own["_modules"]]
         self.children = list(map(list, map(dict.values, map(_MODULES, self.owners))))
         self.dropouts = [m for m in self.modules if type(m) is nn.Dropout]
-        self.parts: tuple | None = None  # kept for `FusedLayer._plain_parts`
-        # Whose modes say whether something drops: see `LayerMath.dropout_rates`
+        self.parts: tuple | None = None  # kept for `EncoderLayer.look`
+        # Whose modes say whether something drops: see `PackedLayer.dropout_rates`
         attentions = [m for m in self.modules if "drops_by_itself" in vars(m)]
         self.droppers = self.dropouts + attentions
         self.heads = [(m, m.heads()) for m in attentions]

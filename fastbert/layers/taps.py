@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastbert.layers.sequences import Sequences
+from fastbert.layers.batch import PackedBatch
 
 
 class Taps:
@@ -16,19 +16,19 @@ class Taps:
     """
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key and value, each (total, nheads, headdim), before attention.
 
         Returns:
-            The three, and the additive bias of attention, as `Sequences.bias` has it.
+            The three, and the additive bias of attention, as `PackedBatch.bias` has it.
         """
         return q, k, v, sequences.bias
 
-    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+    def context(self, layer: int, context: Tensor, sequences: PackedBatch) -> Tensor:
         """The output of attention, (total, nheads, headdim), after gate and dropout."""
         return context
 
-    def inner(self, layer: int, inner: Tensor, sequences: Sequences) -> Tensor:
+    def inner(self, layer: int, inner: Tensor, sequences: PackedBatch) -> Tensor:
         """The feed-forward block between its two products, (total, intermediate), after the activation."""
         return inner

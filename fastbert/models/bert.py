@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
-from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import attach, calls_all, part, watched
 from fastbert.layers.parts import Activation
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
@@ -37,7 +37,7 @@ class BertModel(PreTrainedModel):
         embeddings_class: constructed from the config, and called with (input_ids, position_ids,
             token_type_ids, inputs_embeds, seed), all packed. A module of another class in its place is
             called as in transformers: padded, by name, and without a seed.
-        layer_class: constructed from the config, and called as `run_encoder` says.
+        layer_class: constructed from the config, and called as `EncoderLayer.forward` is on packed tokens.
         taps: who sees what the layers compute inside, or None; see `fastbert.models.encoder.tapped`.
 
     A model with other mathematics subclasses this one in its own file, with its own layer and embeddings.

@@ -11,21 +11,24 @@ every model of this package.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
+from fastbert.execution.call import Call, Padded
+from fastbert.execution.modules import first_of
+from fastbert.execution.plan import drops as layers_drop
+from fastbert.execution.plan import run as run_layers
+from fastbert.execution.plan import survey
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.embeddings import relative_bias
-from fastbert.layers.encoder import EncoderLayer, LayerMath, together
+from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_activated, apply_linear
 from fastbert.layers.modules import calls_all, changed, part, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import Part, activation_of
-from fastbert.layers.sequences import Sequences
 from fastbert.layers.taps import Taps
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
@@ -62,9 +65,8 @@ def run_encoder(
 
     Args:
         root: the encoder, with its parts under the family's names.
-        layers: in execution order (`layers_of`). Each is called with (hidden, Sequences, gate, first dropout
-            site) and returns (hidden, attention probabilities or None). An `EncoderLayer` with hooks or
-            replaced parts (`gap`) is called on a padded batch, as in transformers.
+        layers: in execution order (`layers_of`); fastbert/execution runs them. One with hooks or replaced
+            parts (`gap`) is called on a padded batch, as in transformers.
         embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
         inputs: the batch, on the model's device.
         drops: whether the embeddings drop. A seed is drawn only if they or a layer do.
@@ -80,28 +82,20 @@ def run_encoder(
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
         (batch, hidden). A list that was not asked for is empty.
     """
-    packed, everything = inputs.packing, calls_all()
-    own = LayerMath, getattr(root, "layer_class", LayerMath)
-    gaps = [
-        everything or layer.gap()
-        if isinstance(layer, EncoderLayer)
-        else None
-        if isinstance(layer, own)
-        else f"it is a {type(layer).__name__}"
-        for layer in layers
-    ]
-    drops = drops or any(
-        any(layer.dropout_rates()) if isinstance(layer, LayerMath) else layer.training
-        for layer, reason in zip(layers, gaps, strict=True)
-        if reason is None
-    )
-    seed = dropout_seed(inputs.device) if drops else None
+    packed, container = inputs.packing, family.layers.partition(".")[0]
+    steps = survey(layers, getattr(root, "layer_class", PackedLayer))
+    seed = dropout_seed(inputs.device) if drops or layers_drop(steps) else None
     hidden = embed(seed)
-    if taps is not None and any(gaps):
-        at = next(i for i, reason in enumerate(gaps) if reason)
-        raise ValueError(f"model: layer {at} shows nothing of what it computes inside, because {gaps[at]}")
-    container = family.layers.partition(".")[0]
-    projection, stack = projection_of(root, family), root._modules[container]
+    changed_one = next((step for step in steps if step.reason is not None), None)
+    if taps is not None and changed_one is not None:
+        raise ValueError(
+            f"model: layer {changed_one.number} shows nothing of what it computes inside, because "
+            f"{changed_one.reason}"
+        )
+    projection, stack, everything = projection_of(root, family), root._modules[container], calls_all()
+    inside = projection is not None and family.projection.startswith(f"{container}.")
+    around = type(stack) is Stack and bool(everything or watched(stack))
+    recomputes = recompute_every if root.training and torch.is_grad_enabled() else 0
 
     def project(x: Tensor) -> Tensor:
         if everything or changed(projection):
@@ -109,50 +103,40 @@ def run_encoder(
         return apply_linear(projection, x)
 
     def run(x: Tensor, skips: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        if projection is not None and inside:
+        if inside:
             x = project(x)
         lengths = packed.cu_seqlens, packed.max_seqlen
         places = None
-        if len(layers) > 0:
+        if steps:
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
         bias = attention_bias(root, family, inputs, x.device)
-        sequences = Sequences(
-            *(*lengths, bias, seed, want_attentions),
-            **dict(places=places, causal=causal, taps=taps, looked_at=True),
+        padded = None
+        if changed_one is not None:
+            padded = Padded(packed, padded_mask(root, family, inputs, x, causal))
+        call = Call(
+            PackedBatch(*lengths, bias, seed, causal, places),
+            len(steps) - 1,
+            gates,
+            want_states,
+            want_attentions,
+            skips,
+            recomputes,
+            taps,
+            padded,
         )
-        mask = padded_mask(root, family, inputs, x, causal) if any(gaps) else None
-        attentions: list[Tensor] = []
-        states = [x] if want_states else []
-        with contextlib.nullcontext() if any(gaps) else together(layers, x):
-            for i, (layer, reason) in enumerate(zip(layers, gaps, strict=True)):
-                gate = None if gates is None else gates[i]
-                only = {"first_only": True} if skips and i == last else {}
-                arguments = x, sequences, gate, 1 + i * LayerMath.SITES
-                if reason is not None:
-                    layer = functools.partial(_by_modules, layer, packed, mask, want_attentions)
-                if recomputes and i % recompute_every == 0:
-                    x, probs = recompute(layer, *arguments, **only, use_reentrant=False)
-                else:
-                    x, probs = layer(*arguments, **only)
-                if want_states:
-                    states.append(x)
-                if want_attentions:
-                    attentions.append(probs)
-        return x, states, attentions
+        if want_states:
+            call.states.append(x)
+        x = run_layers(steps, x, call)
+        return x, call.states, call.attentions
 
-    inside = projection is not None and family.projection.startswith(f"{container}.")
     if projection is not None and not inside:
         hidden = project(hidden)
-    last = len(layers) - 1
-    recomputes = recompute_every > 0 and root.training and torch.is_grad_enabled()
-    around = type(stack) is Stack and bool(everything or watched(stack))
     skip = (
         first_only
         and not (want_attentions or want_states or taps is not None or around)
         and hidden.shape[0] > 0
-        and len(layers) > 0
-        and type(layers[-1]) is EncoderLayer
-        and gaps[-1] is None
+        and bool(steps)
+        and steps[-1].parts is not None
         and layers[-1].may_skip_rows()
     )
     if around:
@@ -162,34 +146,6 @@ def run_encoder(
     if first_only:
         hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
     return hidden, states, attentions
-
-
-def _by_modules(
-    layer: EncoderLayer,
-    packed: Packing,
-    mask: Tensor | None,
-    want_attentions: bool,
-    hidden: Tensor,
-    _sequences: Sequences,
-    gate: Tensor | None,
-    _site: int,
-) -> tuple[Tensor, Tensor | None]:
-    """A layer on packed tokens, called on the padded batch; its probabilities as attention returns them."""
-    padded, kept = packed.grid(hidden)
-    given = {} if gate is None else {"gate": gate}
-    if not want_attentions:
-        return packed.from_grid(_first(layer(padded, mask, **given))), None
-    y, probs = layer(padded, mask, **given, output_attentions=True)
-    if kept is not None:
-        probs = torch.where(
-            kept[:, None, :, None], probs, torch.zeros((), dtype=probs.dtype, device=y.device)
-        )
-    return packed.from_grid(y), packed.pack_scores(probs)
-
-
-def _first(output: Any) -> Tensor:
-    """The hidden states in what a module, or a hook of it, has returned."""
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def padded_mask(
@@ -248,7 +204,7 @@ class Stack(nn.Module):
 
         x = packed.grid(hidden)[0]
         y = self(hidden_states=x, run=run_padded) if self.by_name else self(x, run=run_padded)
-        hidden = packed.from_grid(_first(y))
+        hidden = packed.from_grid(first_of(y))
         # another forward need not call ours
         _, states, attentions = found[-1] if found else (None, [], [])
         if states:

@@ -22,9 +22,10 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
         each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.
     sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
-    encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
+    encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, headdim, inner, softmax_scale, bias, gate,
         activation, eps, out) -> y
         x, y: (total, hidden), last dimension contiguous; out: the memory for y, or None;
+        nheads, headdim: their product is the width of attention, whatever hidden is;
         inner: columns of the intermediate layer; eps: of both norms; bias 4-D; the rest as in
         `ops.attention` and `ops.linear`.
 
@@ -109,6 +110,7 @@ def encoder_layer(
     max_seqlen: int,
     *,
     nheads: int,
+    headdim: int,
     inner: int,
     softmax_scale: float,
     bias: Tensor | None,
@@ -123,7 +125,8 @@ def encoder_layer(
         launch, weights: of `launchers`, and what its other function made, for `x`'s device and dtype.
         x: (total, hidden).
         cu_seqlens, max_seqlen, softmax_scale, bias, gate: as `ops.attention.attention`, packed layout.
-        nheads, inner, activation: heads, columns and activation of the intermediate layer.
+        nheads, headdim: heads, and the size of each; their product need not be hidden.
+        inner, activation: columns and activation of the intermediate layer.
         eps: of the norm after attention, and of the one after the feed-forward.
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
 
@@ -134,8 +137,11 @@ def encoder_layer(
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     checks.float_tensor("x", x)
-    if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % nheads:
-        raise ValueError(f"x: expected shape (total, hidden), hidden of {nheads} heads, got {tuple(x.shape)}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"x: expected shape (total, hidden), got {tuple(x.shape)}")
+    for name, size in (("nheads", nheads), ("headdim", headdim), ("inner", inner)):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
     check_lengths(cu_seqlens, max_seqlen, x)
     bias = check_bias(bias, cu_seqlens.shape[0] - 1, nheads, max_seqlen, x)
     if out is not None:
@@ -158,6 +164,7 @@ def encoder_layer(
         cu_seqlens,
         max_seqlen,
         nheads,
+        headdim,
         inner,
         softmax_scale,
         bias,

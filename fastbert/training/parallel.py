@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import LayerMath
+from fastbert.layers.encoder_layer import PackedLayer
 
 KINDS = ("none", "ddp", "fsdp")
 
@@ -123,7 +123,7 @@ class Parallel:
                 param_dtype=None if self.dtype == torch.float32 else self.dtype, reduce_dtype=torch.float32
             )
             for each in module.modules():
-                if isinstance(each, LayerMath):
+                if isinstance(each, PackedLayer):
                     fully_shard(each, mesh=self._mesh, mp_policy=policy)
             fully_shard(module, mesh=self._mesh, mp_policy=policy)
         return module

@@ -15,6 +15,7 @@ from fastbert.analysis.examples import masked
 from fastbert.analysis.heads import PruningCurve, ablate, importance, pruning_curve
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import batches, encode
+from fastbert.layers.batch import PackedBatch
 from fastbert.runtime import dispatch
 from tests.support.analysis import both, inputs_of, losses, without_head
 from tests.support.hf_models import FAMILY_NAMES
@@ -157,7 +158,7 @@ def test_a_copy_of_a_sequence_keeps_its_bias(texts):
     (batch,) = batches(both("bert")[1], texts)
     packing, n = batch.inputs.packing, len(batch)
     bias = torch.arange(float(n)).view(n, 1, 1, 1)
-    sequences = heads.Sequences(packing.cu_seqlens, packing.max_seqlen, bias)
+    sequences = PackedBatch(packing.cu_seqlens, packing.max_seqlen, bias)
     repeated, _ = heads._repeated(sequences, batch, 3, torch.float32)
     assert repeated.bias.flatten().tolist() == [*range(n)] * 3
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastbert.analysis.identities import Probabilities, uniform
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.batch import PackedBatch
 
 LENGTHS = [1, 7, 48, 2, 33]
 HEADS, WIDTH = 3, 16
@@ -141,7 +141,7 @@ def test_divergence(causal):
 def test_uniform(causal):
     p = of(causal=causal)
     v = torch.randn_like(p.q)
-    sequences = Sequences(p.cu_seqlens, p.max_seqlen, torch.randn(1, 1, 48, 48).double(), causal=causal)
+    sequences = PackedBatch(p.cu_seqlens, p.max_seqlen, torch.randn(1, 1, 48, 48).double(), causal=causal)
     found = uniform(p.q, p.k, v, sequences)
     for first, last in zip(p.cu_seqlens.tolist(), p.cu_seqlens.tolist()[1:], strict=False):
         some = v[first:last]
@@ -155,7 +155,7 @@ def test_a_hidden_key_stays_hidden_from_uniform_heads():
     bias = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
     bias[..., 2] = -math.inf
     v = torch.randn_like(p.q)
-    found = uniform(p.q, p.k, v, Sequences(p.cu_seqlens, 4, bias))
+    found = uniform(p.q, p.k, v, PackedBatch(p.cu_seqlens, 4, bias))
     close(found, v[[0, 1, 3]].mean(0).expand_as(v))
 
 
@@ -189,7 +189,7 @@ def test_float32_is_as_near_as_the_note_says(scale):
 
 def test_half_precision_is_computed_in_float32():
     p = of(dtype=torch.bfloat16)
-    sequences = Sequences(p.cu_seqlens, p.max_seqlen)
+    sequences = PackedBatch(p.cu_seqlens, p.max_seqlen)
     made = Probabilities.of(p.q, p.k, sequences)
     assert made.q.dtype == torch.float32
     close(made.entropy(), rows([torch.special.entr(m).sum(-1) for m in maps(p)]), 1e-4)

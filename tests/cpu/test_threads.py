@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import fastbert
-from fastbert.layers import encoder as layers
-from fastbert.layers import fused
+from fastbert.execution import cpu
+from fastbert.execution.call import Call
+from fastbert.execution.plan import survey
+from fastbert.layers.batch import PackedBatch
+from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.runtime import loader
 
 pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension is not built")
@@ -31,9 +34,9 @@ def calls(monkeypatch):
     """The names of the calls that open and close teams, in order."""
     seen = []
     for name in ("open_team", "close_team"):
-        original = getattr(layers, name)
+        original = getattr(cpu, name)
         monkeypatch.setattr(
-            layers, name, lambda *a, name=name, original=original: (seen.append(name), original(*a))[1]
+            cpu, name, lambda *a, name=name, original=original: (seen.append(name), original(*a))[1]
         )
     return seen
 
@@ -55,9 +58,9 @@ def in_parallel(runtime) -> bool:
 
 def test_threads_stand_by_for_the_layers_and_leave_after_them(calls, runtime, monkeypatch):
     model, inside = tiny(), []
-    original = fused.encoder_layer
+    original = cpu.encoder_layer
     monkeypatch.setattr(
-        fused, "encoder_layer", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
+        cpu, "encoder_layer", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
     )
     with torch.no_grad():
         model(IDS)
@@ -77,7 +80,7 @@ def test_no_team_where_a_gradient_or_a_hook_is_wanted(calls):
         handle = model.layers()[1].register_forward_hook(lambda *_: seen.append(list(calls)))
         calls.clear()
         model(IDS)
-        assert seen == [[]]
+        assert seen == [["open_team", "close_team"]]  # of the layer before
         handle.remove()
         model(IDS)
     assert "open_team" in calls
@@ -107,7 +110,7 @@ def test_an_error_in_a_layer_lets_the_threads_go(calls, runtime, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(fused, "encoder_layer", fail)
+    monkeypatch.setattr(cpu, "encoder_layer", fail)
     with torch.no_grad(), pytest.raises(RuntimeError, match="planted"):
         model(IDS)
     assert calls == ["open_team", "close_team"]
@@ -194,12 +197,18 @@ def test_a_result_in_memory_of_the_caller_is_checked():
     model = tiny()
     layer = model.layers()[0]
     x = torch.randn(6, 32)
-    sequences = layers.Sequences(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
+    sequences = PackedBatch(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     with torch.no_grad():
-        fused = layer._fused(x, sequences)
-        wanted = layer._forward_fused(*fused, x, sequences, None)
+        launch, weights = cpu.takes(*survey([layer]), x, Call(sequences, 0))
+        options = {"nheads": 2, "headdim": 16, "inner": 64, "softmax_scale": 0.25, "bias": None, "gate": None}
+
+        def result(out=None):
+            given = launch, x, weights(), sequences.cu_seqlens, 4
+            return encoder_layer(*given, **options, activation="gelu", eps=(1e-12, 1e-12), out=out)
+
+        wanted = result()
         out = torch.full((8, 32), torch.nan)
-        assert torch.equal(layer._forward_fused(*fused, x, sequences, None, out[1:7]), wanted)
+        assert torch.equal(result(out[1:7]), wanted)
         assert torch.equal(out[1:7], wanted)
         assert out[[0, 7]].isnan().all()
         for bad, words in (
@@ -208,4 +217,4 @@ def test_a_result_in_memory_of_the_caller_is_checked():
             (wanted.t().contiguous().t(), "strides"),
         ):
             with pytest.raises((TypeError, ValueError), match=words):
-                layer._forward_fused(*fused, x, sequences, None, bad)
+                result(bad)

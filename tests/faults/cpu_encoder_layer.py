@@ -30,8 +30,8 @@ FAULTS = (
     _fault("half precision takes no less", "? 4 : 2;\n        plane = ", "? 4 : 1;\n        plane = "),
     # attention
     _fault("one weight for all three", "multiply(layer, rows, *weights[i], layer.x", "multiply(layer, rows, *weights[0], layer.x"),
-    _fault("joined rows as single ones", "Heads{base + i * hidden * size, 3 * hidden,", "Heads{base + i * hidden * size, hidden,"),
-    _fault("joined: v is k", "Heads{base + i * hidden * size,", "Heads{base + (i == 2 ? 1 : i) * hidden * size,"),
+    _fault("joined rows as single ones", "Heads{base + i * width * size, 3 * width,", "Heads{base + i * width * size, width,"),
+    _fault("joined: v is k", "Heads{base + i * width * size,", "Heads{base + (i == 2 ? 1 : i) * width * size,"),
     _fault("bias forgotten", "    attention.bias = layer.bias;\n", ""),
     _fault("gate forgotten", "    attention.gate = layer.gate;\n", ""),
     _fault("scale forgotten", "attention.softmax_scale = layer.softmax_scale;", "attention.softmax_scale = 1.0f;"),
@@ -48,6 +48,6 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/layers/test_encoder_layer.py", "-k", "not compiled"),
+    tests=("tests/execution/test_cpu.py", "-k", "not compiled"),
     **IN_PLACE,
 )

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastbert.execution import cpu
 from fastbert.graphs import model as graphs
 from fastbert.graphs import staging, weights
 from fastbert.graphs.staging import rows_in, words
-from fastbert.layers.encoder import EncoderLayer
 from fastbert.models.inputs import check_inputs
 from fastbert.runtime import dispatch
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
@@ -365,7 +365,7 @@ def test_plans_end_with_the_weights_that_they_were_made_for(assign):
 
 def test_weights_derived_by_a_later_recording_are_watched(monkeypatch):
     """The first recording derives nothing, the second one panels of the weights."""
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     for _ in range(2):
         with dispatch.use_backend("aten"):
@@ -380,7 +380,7 @@ def test_weights_derived_by_a_later_recording_are_watched(monkeypatch):
 
 def test_writes_that_samples_alone_show(monkeypatch):
     """A weight in NumPy's memory has no mark. Once it is derived again, calls are quick again."""
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     weight = g.model.encoder.layer[1].attention.self.key.weight
     memory = weight.detach().numpy().copy()
@@ -436,7 +436,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_right_after_a_quick_call(change, monkeypatch):
     """Nothing runs between them that would make the next call look for changes."""
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = called(dtype=torch.float32, times=3)
     with torch.no_grad():
         g.graphed(**PADDED)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastbert.execution import cpu
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import Recording
-from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.modules import part
+from fastbert.layers import encoder
 from fastbert.runtime import dispatch, prepared
 from tests.support.graphed_models import Graphed, GraphLike, fresh, lengths_batch, same
 from tests.support.hf_models import batch
@@ -65,7 +65,7 @@ def in_inference_mode(model):
 def test_weights_changed_in_place_stay_valid(change, monkeypatch):
     """Graphs are not recorded again, and derived weights are rebuilt."""
     # a CPU's fused layer keeps its weights in an object of its own; GPUs derive tensors
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     calls = ({"return_dict": False}, {"return_dict": False, "first_token_only": True}, {"packed": True})
 
@@ -97,7 +97,7 @@ def test_whether_weights_were_written_is_asked_of_the_host_alone(monkeypatch):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError(f"{func} was called")
 
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     g.check(**batch("bert"))
     assert g.graphed._derived
@@ -113,7 +113,7 @@ def test_whether_weights_were_written_is_asked_of_the_host_alone(monkeypatch):
 
 def test_a_write_that_the_model_itself_found_first(monkeypatch):
     """The model then has other derived weights than the graph, and has set the marks again."""
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     g.check(**batch("bert"))
     by_data(g.model)
@@ -125,7 +125,7 @@ def test_a_write_that_the_model_itself_found_first(monkeypatch):
 
 def test_every_kind_of_recording_has_its_derived_weights(monkeypatch):
     """In one bucket of tokens, the recording that needs the fewest weights comes first."""
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     for order in ((True, False), (False, True)):
         for first_only in order:
@@ -136,7 +136,7 @@ def test_every_kind_of_recording_has_its_derived_weights(monkeypatch):
 
 def test_derived_weights_of_a_backend_that_is_not_asked(monkeypatch):
     """They are not rebuilt, so their recordings must be dropped."""
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     g = Graphed(fresh("bert", torch.float32))
     g.check(**batch("bert"))
     scale(g.model)
@@ -152,14 +152,13 @@ def test_derived_weights_that_cannot_be_overwritten(monkeypatch):
         def __init__(self, weight):
             self.weight = weight
 
-    def projected(self, x):
-        form = self.form
-        key = part(self, form.names.key)
-        made = prepared.derived(self, "opaque", (key.weight,), lambda: Opaque(key.weight * 2))
+    def projected(form, parts, x):
+        key = parts.key
+        made = prepared.derived(parts.owner, "opaque", (key.weight,), lambda: Opaque(key.weight * 2))
         return tuple(F.linear(x, made.weight).reshape(-1, form.nheads, form.head_dim) for _ in range(3))
 
-    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
-    monkeypatch.setattr(EncoderLayer, "_qkv", projected)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
+    monkeypatch.setattr(encoder, "queries_keys_values", projected)
     g = Graphed(fresh())
     for recorded in (1, 2):
         g.check(**batch("bert"))

@@ -23,7 +23,7 @@ FLOORS = (
     ("backends",),
     ("testing",),
     ("layers",),
-    ("checkpoint",),
+    ("checkpoint", "execution"),
     ("models",),
     ("graphs", "sentences"),
     ("acceleration", "training"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastbert.layers.encoder import queries_keys_values
 from fastbert.layers.linear import apply_linear, dense_norm
 from fastbert.layers.modules import part
 from fastbert.layers.quantized import QuantizedLinear, is_quantized
@@ -23,6 +24,10 @@ SENTENCES = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").sp
 
 
 # --- the fused paths ----------------------------------------------------------------------------------------
+
+
+def qkv(layer, x):
+    return queries_keys_values(layer.form, layer.parts(), x)
 
 
 def test_watched_parts_are_called(bert):
@@ -46,7 +51,7 @@ def test_fused_and_called_parts_give_the_same(bert):
         if isinstance(module, QuantizedLinear):
             hook(module)
     with torch.no_grad():
-        for a, b in zip(fused._qkv(x), called._qkv(x), strict=True):
+        for a, b in zip(qkv(fused, x), qkv(called, x), strict=True):
             assert a.shape == (7, 3, 16)
             assert torch.equal(a, b)
         for activation in (None, "gelu", "gelu_tanh", "relu", "silu", "tanh"):
@@ -79,7 +84,7 @@ def test_query_key_and_value_without_a_bias(bert, missing):
     bert.quantize()
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
     parts = [module(x).reshape(5, 3, 16) for module in (own.query, own.key, own.value)]
-    for a, b in zip(bert.layers()[0]._qkv(x), parts, strict=True):
+    for a, b in zip(qkv(bert.layers()[0], x), parts, strict=True):
         assert torch.equal(a, b)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastbert.execution import cpu
 from fastbert.layers import encoder as layers
-from fastbert.layers import fused
+from fastbert.layers.batch import PackedBatch
 from fastbert.models.bert import BertModel
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.pooling import pooling as pool
@@ -34,7 +35,7 @@ def bert() -> BertModel:
 @contextlib.contextmanager
 def products():
     """A list of (rows, outputs) of every product with a weight, in the order of the calls of a backend."""
-    seen, launch, found = [], dispatch.call, fused.launchers
+    seen, launch, found = [], dispatch.call, cpu.launchers
 
     def call(function, key, *args):
         result = launch(function, key, *args)
@@ -42,11 +43,11 @@ def products():
             seen.append(tuple((result[0] if isinstance(result, tuple) else result).shape))
         return result
 
-    dispatch.call, fused.launchers = call, lambda *_: None
+    dispatch.call, cpu.launchers = call, lambda *_: None
     try:
         yield seen
     finally:
-        dispatch.call, fused.launchers = launch, found
+        dispatch.call, cpu.launchers = launch, found
 
 
 def inner_rows(seen: list[tuple[int, int]]) -> list[int]:
@@ -245,10 +246,11 @@ def test_dropout_after_attention_and_feed_forward_draws_by_the_rows_that_are_com
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     x = torch.randn(sum(lengths), HIDDEN, dtype=torch.float64)
     seed = torch.tensor([11])
-    sequences = layers.Sequences(cu_seqlens, max(lengths), seed=seed)
+    sequences = PackedBatch(cu_seqlens, max(lengths), seed=seed)
     starts = cu_seqlens[:-1].long()
-    first, _ = layer(x, sequences, None, site, first_only=True)
-    context = layers.attention(*layer._qkv(x), cu_seqlens, max(lengths)).flatten(1)[starts]
+    first, _ = layer(x, sequences, layers.Asked(site=site, first_only=True))
+    qkv = layers.queries_keys_values(layer.form, layer.parts(), x)
+    context = layers.attention(*qkv, cu_seqlens, max(lengths)).flatten(1)[starts]
 
     def drop(y, offset, p):
         return y * keep_mask_2d(seed, offset, *y.shape, p) / (1 - p)

@@ -50,18 +50,18 @@ def test_a_heads_dropout_under_a_hook_is_transformers_own():
 
 
 def test_which_layers_are_recomputed(monkeypatch):
-    from fastbert.models import encoder
+    from fastbert.execution import eager
 
     _, model = build("bert", "ForTokenClassification", num_hidden_layers=5)
     inputs = inputs_for("bert", "ForTokenClassification")
     seen = []
 
-    def recompute(layer, *args, use_reentrant, **kwargs):
+    def recompute(layer, form, parts, *args, use_reentrant):
         assert use_reentrant is False
-        seen.append(model.bert.layers().index(layer))
-        return layer(*args, **kwargs)
+        seen.append(model.bert.layers().index(parts.owner))
+        return layer(form, parts, *args)
 
-    monkeypatch.setattr(encoder, "recompute", recompute)
+    monkeypatch.setattr(eager, "checkpoint", recompute)
     model.train()
     for every, expected in ((1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])):
         seen.clear()

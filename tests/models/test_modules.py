@@ -353,7 +353,7 @@ def test_pruned_heads_without_their_number_are_named():
     layer(model).attention.self.num_attention_heads = model.config.num_attention_heads
     model.train()
     with pytest.raises(
-        ValueError, match=r"query, key, value: expected \d+ outputs each, .* set num_attention_"
+        ValueError, match=r"query, key, value: expected 48, 48 and 48 outputs, .* set num_attention_"
     ):
         model(**batch("bert"))
 

@@ -10,7 +10,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 
-from fastbert.layers.encoder import EncoderLayer, Sequences
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder import Asked
+from fastbert.layers.encoder_layer import EncoderLayer
+from fastbert.layers.form import SITES
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch
 from tests.support import launchers, processes
@@ -71,10 +74,10 @@ def a_layer(dtype: torch.dtype = torch.float32, **config) -> EncoderLayer:
 
 
 def some_tokens(width: int = 24, dtype: torch.dtype = torch.float32, seed: int = 5, **more):
-    """(hidden (14, width), Sequences of lengths 5, 0 and 9)."""
+    """(hidden (14, width), PackedBatch of lengths 5, 0 and 9)."""
     hidden = torch.randn(14, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
     ends = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
-    return hidden, Sequences(ends, 9, seed=torch.tensor([seed]), **more)
+    return hidden, PackedBatch(ends, 9, seed=torch.tensor([seed]), **more)
 
 
 # -- autocast ------------------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ def test_gradcheck_of_a_layer():
     ends, seed = torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([9])
 
     def run(hidden, bias, gate, *values):
-        arguments = (hidden, Sequences(ends, 3, bias=bias, seed=seed), gate)
+        arguments = (hidden, PackedBatch(ends, 3, bias=bias, seed=seed), Asked(gate))
         return functional_call(layer, dict(zip(names, values, strict=True)), arguments)[0]
 
     with dispatch.use_backend("reference"):
@@ -249,7 +252,7 @@ def test_every_dropout_of_a_step_has_a_call_site_of_its_own(launches, name):
     taken, asked = (
         [(op[:-4], args[where[op]]) for op, args in launches if op in where] for where in (forward, backward)
     )
-    assert sorted(offset for _, offset in taken) == list(range(1 + 2 * EncoderLayer.SITES))
+    assert sorted(offset for _, offset in taken) == list(range(1 + 2 * SITES))
     assert sorted(asked) == sorted(taken)
     seeds = {a.item() for op, args in launches if op in forward | backward for a in args if is_seed(a)}
     assert len(seeds) == 1

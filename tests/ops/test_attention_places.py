@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from fastbert.kernels import attention_slots as slots
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.batch import PackedBatch
 from fastbert.ops import attention_places as op
 from fastbert.ops.attention import attention
 from fastbert.ops.attention_places import Places, attention_places, places_ref
@@ -154,8 +154,8 @@ def test_no_table_is_compiled_on_the_cpu():
 
 def test_places_do_not_outlive_their_lengths():
     ends = ends_of(LENGTHS)
-    sequences = Sequences(ends, LONGEST, places=places_of(ends))
+    sequences = PackedBatch(ends, LONGEST, places=places_of(ends))
     assert sequences.fitting_places() is sequences.places
     assert dataclasses.replace(sequences, seed=None).fitting_places() is sequences.places
     assert dataclasses.replace(sequences, cu_seqlens=ends.clone()).fitting_places() is None
-    assert Sequences(ends, LONGEST).fitting_places() is None
+    assert PackedBatch(ends, LONGEST).fitting_places() is None

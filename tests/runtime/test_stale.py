@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import fastbert
-from fastbert.acceleration.layer import AcceleratedLayer
-from fastbert.layers.encoder import LayerMath
+from fastbert.execution import cpu
+from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
@@ -71,7 +71,7 @@ def twice_of(weight):
 
 
 def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, LayerMath)]
+    return [module for module in model.modules() if isinstance(module, PackedLayer)]
 
 
 def dense(model, name="intermediate"):
@@ -113,8 +113,7 @@ IDIOMS = {
 @pytest.fixture(params=["fused", "op by op"])
 def layers(request, monkeypatch):
     if request.param == "op by op":
-        for kind in (LayerMath, AcceleratedLayer):
-            monkeypatch.setattr(kind, "_fused", lambda *_: None)
+        monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     return request.param
 
 
@@ -175,7 +174,7 @@ def test_one_way_through_a_layer_finds_what_another_must_know(monkeypatch):
     run(model)
     dense(model).weight.data[3].neg_()  # not among the samples
     run(model)
-    monkeypatch.setattr(LayerMath, "_fused", lambda *_: None)
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
     assert torch.equal(run(model), fresh(model))
 
 

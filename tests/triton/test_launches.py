@@ -10,14 +10,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fastbert.backends.aten import linear as aten_linear
-from fastbert.layers import direct
-from fastbert.layers import encoder as layers
+from fastbert.execution import gpu
+from fastbert.execution.call import Call
 from fastbert.layers import linear as linear_layers
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import attention as attention_op
 from fastbert.ops import attention_places as places_op
 from fastbert.runtime import dispatch
 from fastbert.testing import proving
+from tests.support.layer_calls import through
 from tests.support.triton_fixtures import DEVICE, HALF, interpreted, kernels_of
 
 pytestmark = [interpreted, pytest.mark.sweep]
@@ -48,7 +51,7 @@ class Counted(TorchDispatchMode):
 @pytest.fixture(params=["op by op", "directly"])
 def counted(monkeypatch, request):
     """The table of GPUs serves this device, all kernels are proven, and launches are counted."""
-    monkeypatch.setattr(direct, "on_gpu", lambda x: request.param == "directly")
+    monkeypatch.setattr(gpu, "on_gpu", lambda x: request.param == "directly")
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "is_proven", lambda *unit: True)
@@ -77,13 +80,13 @@ def layer_of(dtype):
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256, "num_hidden_layers": 1}
     torch.manual_seed(0)
     config = EncoderConfig(model_type="bert", vocab_size=100, **sizes)
-    return layers.EncoderLayer(config).to(dtype).to(DEVICE).eval()
+    return EncoderLayer(config).to(dtype).to(DEVICE).eval()
 
 
 def one_sequence(rows, dtype, **modes):
     """As a model's forward has it: with the table of attention's places, which all layers share."""
     ends = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
-    return layers.Sequences(ends, rows, places=places_op.attention_places(ends, rows, rows, dtype), **modes)
+    return PackedBatch(ends, rows, places=places_op.attention_places(ends, rows, rows, dtype), **modes)
 
 
 def forward(layer, counted, rows=128, **modes):
@@ -92,9 +95,10 @@ def forward(layer, counted, rows=128, **modes):
     x = torch.randn(rows, 64, generator=g).to(next(layer.parameters()).dtype).to(DEVICE)
     sequences = one_sequence(rows, x.dtype, **modes)
     with counted:
-        x = layer(x, sequences)[0]
+        call = Call(sequences, 1)
+        x = through(layer, x, sequences, call=call)
         counted.launches.clear()
-        return layer(x, sequences)[0], list(counted.launches)
+        return through(layer, x, sequences, call=call), list(counted.launches)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -132,16 +136,17 @@ def test_counters_are_made_once_per_forward(counted):
     """By the first layer that needs them; what they are made by is the one launch more."""
     layer = layer_of(torch.bfloat16)
     sequences = one_sequence(5, torch.bfloat16)
+    call = Call(sequences, 1)
     x = torch.randn(5, 64, device=DEVICE).bfloat16()
     forward(layer, counted, rows=5)  # joins the projections' weights
     with counted:
         for more in (1, 0, 0):
             counted.launches.clear()
-            layer(x, sequences)
+            through(layer, x, sequences, call=call)
             assert len(counted.launches) == 5 + more
             assert ("zeros" in counted.launches or "zero_" in counted.launches) == bool(more)
-    assert len(sequences.arrivals) == 1
-    assert not sequences.arrivals[0].any()
+    assert len(call.arrivals) == 1
+    assert not call.arrivals[0].any()
 
 
 @pytest.mark.parametrize("why", ["gradients", "dropout", "hooked", "autocast", "float32", "norm", "pinned"])

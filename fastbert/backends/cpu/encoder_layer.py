@@ -29,10 +29,10 @@ def close_team():
 
 def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit panels were made for, the tensors behind the numbers, `scratch`, and (hidden, inner): panels
-    are rounded up, so their size does not tell.
+    that 8-bit panels were made for, the tensors behind the numbers, `scratch`, and (hidden, width of
+    attention, inner): panels are rounded up, so their size does not tell.
     """
-    sizes = tuple(linears[-1][0].shape)
+    sizes = *linears[-3][0].shape, linears[-1][0].shape[1]
     linears, norms = (
         [[t if t is None else plain(t) for t in one] for one in all_of_them]
         for all_of_them in (_with_panels(linears, scratch), norms)
@@ -73,7 +73,19 @@ def _memory(scratch, place, size, like):
 
 
 def encoder_layer_fwd(
-    x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation, eps, out=None
+    x,
+    weights,
+    cu_seqlens,
+    max_seqlen,
+    nheads,
+    headdim,
+    inner,
+    softmax_scale,
+    bias,
+    gate,
+    activation,
+    eps,
+    out=None,
 ):
     numbers, isa, held, scratch, made_for = weights
     if isa != _C.cpu_isa():
@@ -81,15 +93,22 @@ def encoder_layer_fwd(
     total, hidden = x.shape
     last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
     size_of = _C.cpu_linear_panels_size if scale is None else _C.cpu_linear_int8_panels_size
-    if made_for != (hidden, inner) or norm.shape != (hidden,) or last.numel() != size_of(inner, hidden):
-        raise ValueError(f"weights: expected those of a layer from {hidden} to {inner} columns and back")
+    if (
+        made_for != (hidden, nheads * headdim, inner)
+        or norm.shape != (hidden,)
+        or last.numel() != size_of(inner, hidden)
+    ):
+        raise ValueError(
+            f"weights: expected those of a layer from {hidden} to {nheads} heads of {headdim}, and to "
+            f"{inner} columns, and back"
+        )
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
     bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
     if gate is not None:
         gate = gate.float().contiguous()
     y = x.new_empty(total, hidden) if out is None else out
-    sizes = (batch, nheads, hidden // nheads, total, max_seqlen, inner)
+    sizes = (batch, nheads, headdim, total, max_seqlen, inner, hidden)
     threads, work, room = torch.get_num_threads(), None, 0
     # A large batch: the memory stays until its last layer has run, and leaves no holes in the heap.
     if scratch:

@@ -36,15 +36,17 @@ struct Linear {
 
 int run_one(DType dtype, bool int8, const std::vector<std::int32_t>& ends, std::int64_t capacity,
             std::int64_t nheads, std::int64_t headdim, std::int64_t inner, bool everything) {
-    const std::int64_t hidden = nheads * headdim, total = ends.back() + capacity, x_stride = hidden + 3;
+    // attention is narrower than the rows, or wider
+    const std::int64_t width = nheads * headdim, hidden = everything ? width + 11 : width - 3;
+    const std::int64_t total = ends.back() + capacity, x_stride = hidden + 3;
     const std::int64_t batch = static_cast<std::int64_t>(ends.size()) - 1;
     std::int64_t longest = 0;
     for (std::int64_t b = 0; b < batch; ++b) longest = std::max<std::int64_t>(longest, ends[b + 1] - ends[b]);
     const Buffer x = random_buffer((total - 1) * x_stride + hidden, dtype);
     const Buffer norms = random_buffer(4 * hidden, dtype), gate = random_buffer(nheads, DType::kFloat32);
     const Buffer bias = random_buffer(batch * nheads * longest * longest, DType::kFloat32);
-    const Linear query(dtype, int8, hidden, int8 ? 3 * hidden : hidden), key(dtype, false, hidden, hidden),
-        value(dtype, false, hidden, hidden), output(dtype, int8, hidden, hidden),
+    const Linear query(dtype, int8, hidden, int8 ? 3 * width : width), key(dtype, false, hidden, width),
+        value(dtype, false, hidden, width), output(dtype, int8, width, hidden),
         intermediate(dtype, int8, hidden, inner), last(dtype, int8, inner, hidden);
     const auto norm = [&](std::int64_t i) {
         return Param{static_cast<const char*>(norms.data()) + i * hidden * item_size(dtype), dtype};
@@ -57,6 +59,7 @@ int run_one(DType dtype, bool int8, const std::vector<std::int32_t>& ends, std::
     args.total = total;
     args.max_seqlen = longest;
     args.inner = inner;
+    args.hidden = hidden;
     args.cu_seqlens = ends.data();
     args.x = x.data();
     args.x_stride = x_stride;

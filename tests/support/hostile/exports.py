@@ -58,7 +58,7 @@ def others():
         "set_cpu_isa": ((_C.cpu_isa(),), [(n,) for n in ("", "avx1024", "x" * 10**6, "best\0", "AVX2")]),
         "set_always_alone": ((False, 1000), [(False, -1)]),
         "open_team": ((2,), [(0,), (2**20,), (2**31 - 1,)]),
-        "cpu_encoder_layer_work": ((0, (3, 3, 5, 9, 5, 7), 2), []),
+        "cpu_encoder_layer_work": ((0, (3, 3, 5, 9, 5, 7, 15), 2), []),
         "cpu_linear_panels_size": ((5, 3), [(2**40, 2**40)]),
         **{name: ((), []) for name in ("best_cpu_isa", "cpu_isa", "preferred_cpu_isa", "has_team")},
         "close_team": ((), []),

@@ -12,8 +12,10 @@ from torch import nn
 from fastbert.backends import cpu
 from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
 from fastbert.backends.cpu import sizes as cpu_sizes
-from fastbert.layers import encoder as layers
-from fastbert.layers import fused
+from fastbert.execution import cpu as executor
+from fastbert.execution.call import Call
+from fastbert.execution.plan import survey
+from fastbert.layers.batch import PackedBatch
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
@@ -21,6 +23,7 @@ from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+from tests.support.layer_calls import through
 
 pytestmark = pytest.mark.skipif(
     dispatch.unsupported_reason("cpu", "linear", "cpu", torch.float32) is not None,
@@ -37,7 +40,7 @@ def of(name: str, **overrides) -> BertModel:
 @contextlib.contextmanager
 def fused_calls():
     """A list to which every fused layer appends its number of rows."""
-    seen, found = [], fused.launchers
+    seen, found = [], executor.launchers
 
     def watched(*key):
         if (all_of_them := found(*key)) is None:
@@ -50,21 +53,21 @@ def fused_calls():
 
         return make, call, keeps_panels
 
-    fused.launchers = watched
+    executor.launchers = watched
     try:
         yield seen
     finally:
-        fused.launchers = found
+        executor.launchers = found
 
 
 @contextlib.contextmanager
 def op_by_op():
     """Run without fused layers."""
-    found, fused.launchers = fused.launchers, lambda *_: None
+    found, executor.launchers = executor.launchers, lambda *_: None
     try:
         yield
     finally:
-        fused.launchers = found
+        executor.launchers = found
 
 
 def assert_same_as_op_by_op(call, times: int) -> None:
@@ -105,12 +108,12 @@ def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa
     x = torch.randn(sum(lengths) + capacity, 2 * 192)[:, :192]  # rows that are not next to each other
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
-    for sequences in (layers.Sequences(ends, max(lengths)), layers.Sequences(ends, max(lengths), bias)):
+    for sequences in (PackedBatch(ends, max(lengths)), PackedBatch(ends, max(lengths), bias)):
         torch.set_num_threads(1)
         with torch.no_grad(), fused_calls() as seen:
-            expected = layer(x, sequences)[0]
+            expected = through(layer, x, sequences)
             torch.set_num_threads(count)
-            assert torch.equal(layer(x, sequences)[0], expected)
+            assert torch.equal(through(layer, x, sequences), expected)
         assert len(seen) == 2
 
 
@@ -129,8 +132,8 @@ def test_lengths_capacity_bias_and_gate(lengths, capacity, options, int8):
         bias[torch.rand(bias.shape) < 0.3] = float("-inf")
         gate = torch.rand(6, dtype=torch.float64)[::2]
         layer.attention.output.LayerNorm.eps, layer.output.LayerNorm.eps = 0.3, 0.01
-    sequences = layers.Sequences(cu_seqlens, longest, bias)
-    assert_same_as_op_by_op(lambda: layer(x, sequences, gate)[0], 1)
+    sequences = PackedBatch(cu_seqlens, longest, bias)
+    assert_same_as_op_by_op(lambda: through(layer, x, sequences, gate), 1)
 
 
 @pytest.mark.parametrize("missing", ["query", "all three", "output", "norm"])
@@ -174,15 +177,15 @@ def test_activations(activation):
 def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
     layer = of("bert").layers()[0]
     cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
-    sequences = layers.Sequences(cu_seqlens, 7)
+    sequences = PackedBatch(cu_seqlens, 7)
     memory = torch.full((16, 64), float("nan"))
     x = memory[2:14, 8:56]
     x.normal_()
     with torch.no_grad(), fused_calls() as seen:
-        first = layer(x, sequences)[0]
+        first = through(layer, x, sequences)
         assert first.isfinite().all()
         memory[14:], memory[:, 56:] = 3.0, 3.0
-        assert torch.equal(layer(x, sequences)[0], first)
+        assert torch.equal(through(layer, x, sequences), first)
     assert seen == [12, 12]
 
 
@@ -226,15 +229,15 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
     with torch.no_grad():
         for inner, dtype in ((40, BF16), (40, FLOAT), (90, FLOAT), (40, FLOAT), (90, FP16), (300, FP16)):
             layer = of("bert", intermediate_size=inner).to(dtype).layers()[0]
-            x, sequences = torch.randn(40, 48).to(dtype), layers.Sequences(ends, 40, scratch=scratch)
+            x, call = torch.randn(40, 48).to(dtype), Call(PackedBatch(ends, 40), 0, scratch=scratch)
             with fused_calls() as seen:
-                out = layer(x, sequences)[0]
+                out = through(layer, x, call.batch, call=call)
             assert seen == [40]
             assert not prepared.remembered(layer)
             assert len(scratch) == 2  # the packed weights, and the workspace of the layer
             sizes.append(scratch[0].data_ptr())
             with op_by_op():
-                assert torch.equal(layer(x, sequences)[0], out)
+                assert torch.equal(through(layer, x, call.batch), out)
     assert sizes[2] == sizes[3]
 
 
@@ -330,14 +333,14 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
         prepared.clear(layer)
         lengths = [100] * (rows // 100) + [rows % 100]
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        x, sequences = torch.randn(rows, 48), layers.Sequences(cu_seqlens, 100)
+        x, sequences = torch.randn(rows, 48), PackedBatch(cu_seqlens, 100)
         with torch.no_grad():
             with fused_calls() as seen:
-                out = layer(x, sequences)[0]
+                out = through(layer, x, sequences)
             if rows and not int8:
                 assert bool(prepared.remembered(layer)) == (rows < cpu_sizes.MANY_ROWS)
             with op_by_op():
-                assert torch.equal(layer(x, sequences)[0], out)
+                assert torch.equal(through(layer, x, sequences), out)
         assert seen == calls
         assert len(made) == bool(calls)
     dispatch._resolved.clear()
@@ -351,8 +354,8 @@ def test_bad_input_is_named():
     _make, launch, _keeps = launchers(torch.device("cpu"), FLOAT, "linear")
     with torch.no_grad():
         x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
-        _, weights = layer._fused(x, layers.Sequences(ends, 4))
-        options = {"nheads": 3, "inner": 80, "softmax_scale": 0.25, "bias": None, "gate": None}
+        weights = executor.takes(*survey([layer]), x, Call(PackedBatch(ends, 4), 0)).weights()
+        options = {"nheads": 3, "headdim": 16, "inner": 80, "softmax_scale": 0.25, "bias": None, "gate": None}
         options |= {"activation": "gelu", "eps": (0.1, 0.1)}
 
         def call(x=x, cu_seqlens=ends, max_seqlen=4, **changed):
@@ -360,12 +363,14 @@ def test_bad_input_is_named():
 
         assert call().shape == (6, 48)
         for match, changed in (
-            ("x: expected", {"x": torch.randn(6, 47)}),
+            ("weights: expected those of a layer from 47", {"x": torch.randn(6, 47)}),
             ("x: expected", {"x": torch.randn(2, 3, 48)}),
             ("cu_seqlens: expected to end", {"cu_seqlens": torch.tensor([0, 7], dtype=torch.int32)}),
             ("cu_seqlens: expected to start", {"cu_seqlens": torch.tensor([1, 6], dtype=torch.int32)}),
             ("max_seqlen: expected at least", {"max_seqlen": 3}),
             ("bias: expected", {"bias": torch.zeros(2, 3, 5, 4)}),
+            ("headdim: expected at least 1", {"headdim": 0}),
+            ("weights: expected those of a layer", {"headdim": 8}),
             ("gate: expected", {"gate": torch.zeros(2)}),
             ("activation: expected", {"activation": "gelu_fast"}),
             ("eps: expected", {"eps": (1e-12, -1.0)}),
@@ -380,12 +385,12 @@ def test_weights_for_another_instruction_set_are_refused():
     module = loader.extension
     layer, before = of("bert").layers()[0], module.cpu_isa()
     other = "avx2" if before != "avx2" else "none"
-    x, sequences = torch.randn(6, 48), layers.Sequences(torch.tensor([0, 6], dtype=torch.int32), 6)
+    x, sequences = torch.randn(6, 48), PackedBatch(torch.tensor([0, 6], dtype=torch.int32), 6)
     with torch.no_grad():
-        layer(x, sequences)
+        through(layer, x, sequences)
         module.set_cpu_isa(other)
         try:
             with pytest.raises(RuntimeError, match=f"panels made for {before}, and {other} is in use"):
-                layer(x, sequences)
+                through(layer, x, sequences)
         finally:
             module.set_cpu_isa(before)

@@ -5,9 +5,12 @@ import torch
 
 from fastbert import BertModel, EncoderConfig, MPNetModel
 from fastbert.backends.cpu import sizes
-from fastbert.layers import fused
+from fastbert.execution import cpu
+from fastbert.execution.blocks import blocks_of
+from fastbert.execution.call import Call
+from fastbert.execution.plan import survey
 from fastbert.layers import linear as linear_layers
-from fastbert.layers.encoder import Sequences
+from fastbert.layers.batch import PackedBatch
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import dispatch
 
@@ -25,9 +28,8 @@ SMALL = dict(
 def small_blocks(monkeypatch):
     monkeypatch.setattr(sizes, "BLOCK_ROWS", 40)
     monkeypatch.setattr(sizes, "MANY_ROWS", 30)
-    monkeypatch.setattr(
-        fused, "launchers", lambda *_: None
-    )  # fused layers: tests/layers/test_encoder_layer.py
+    # whole layers: tests/execution/test_cpu.py
+    monkeypatch.setattr(cpu, "launchers", lambda *_: None)
 
 
 @pytest.fixture
@@ -111,13 +113,13 @@ def test_layers_that_run_whole_and_op_by_op_have_blocks_of_their_own(monkeypatch
     monkeypatch.setattr(sizes, "FUSED_ROWS", 20)
     layer = model().layers()[0]
     x, ends = torch.randn(80, 32), torch.arange(0, 81, 10, dtype=torch.int32)
-    sequences = Sequences(ends, 10)
+    call, (step,) = Call(PackedBatch(ends, 10), 0), survey([layer])
     for fused_layer, expected in (
         (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
         (False, [(0, 4), (4, 8)]),
         (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
     ):
-        assert layer._blocks(x, sequences, fused_layer) == expected
+        assert blocks_of(step, x, call, fused_layer) == expected
 
 
 def test_a_gate_reaches_every_block(rows):

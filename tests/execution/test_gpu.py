@@ -1,4 +1,4 @@
-"""A layer by the launchers themselves: the bits of its ops one by one, and only where that is allowed.
+"""A layer by executor `gpu`: the bits of its ops one by one, and only where that is allowed.
 
 On a CPU with `on_gpu` saying yes: the code looks at no device otherwise.
 """
@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 import fastbert
-from fastbert.layers import direct
-from fastbert.layers import encoder as layers
+from fastbert.execution import gpu
+from fastbert.execution.call import Call
 from fastbert.layers import linear as linear_layers
+from fastbert.layers.batch import PackedBatch
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import linear_norm as linear_norm_op
 from fastbert.runtime import dispatch
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+from tests.support.layer_calls import through
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,17 +44,17 @@ def as_on_a_gpu(monkeypatch):
 @contextlib.contextmanager
 def direct_calls(allowed: bool = True):
     """A list to which every layer that runs directly appends its number of rows."""
-    seen, run, on_gpu = [], direct._run, direct.on_gpu
+    seen, run, on_gpu = [], gpu._layer, gpu.on_gpu
 
     def watched(layer, form, x, *args):
         seen.append(x.shape[0])
         return run(layer, form, x, *args)
 
-    direct._run, direct.on_gpu = watched, lambda x: allowed
+    gpu._layer, gpu.on_gpu = watched, lambda x: allowed
     try:
         yield seen
     finally:
-        direct._run, direct.on_gpu = run, on_gpu
+        gpu._layer, gpu.on_gpu = run, on_gpu
 
 
 def both_ways(call):
@@ -83,15 +85,14 @@ def test_every_family(name, dtype):
 def test_causal(causal):
     layer, x = of("bert").layers()[0], torch.randn(20, 48)
     ends = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-    sequences = layers.Sequences(ends, 13, causal=causal)
-    expected, actual, seen = both_ways(lambda: layer(x, sequences)[0])
+    sequences = PackedBatch(ends, 13, causal=causal)
+    expected, actual, seen = both_ways(lambda: through(layer, x, sequences))
     assert seen == [20]
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("counters", [0, 1])
 @torch.no_grad()
-def test_product_and_norm_as_one_op(monkeypatch, counters):
+def test_product_and_norm_as_one_op(monkeypatch):
     """Where that pays, with the counters of the call."""
     asked = []
 
@@ -102,12 +103,10 @@ def test_product_and_norm_as_one_op(monkeypatch, counters):
     monkeypatch.setattr(linear_norm_op, "pays", pays)
     monkeypatch.setattr(linear_layers, "joining_pays", pays)
     layer, x = of("bert").layers()[0], torch.randn(9, 48)
-    arrivals = [linear_norm_op.new_arrivals(x.device) for _ in range(counters)]
-    sequences = layers.Sequences(torch.tensor([0, 9], dtype=torch.int32), 9, arrivals=arrivals)
-    expected, actual, seen = both_ways(lambda: layer(x, sequences)[0])
+    sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
+    expected, actual, seen = both_ways(lambda: through(layer, x, sequences))
     assert seen == [9]
     assert len(asked) == 4
-    assert len(arrivals) == 1
     assert torch.equal(actual, expected)
 
 
@@ -171,13 +170,13 @@ CHANGES = {
 def test_what_a_layer_has_that_the_ops_must_see(change, when):
     layer, x = of("bert", intermediate_size=64).layers()[0], torch.randn(9, 48)
     seed = torch.tensor([5])
-    sequences = layers.Sequences(torch.tensor([0, 9], dtype=torch.int32), 9, seed=seed)
+    sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9, seed=seed)
     if when == "after a call":
         with direct_calls() as seen:
-            layer(x, sequences)
+            through(layer, x, sequences)
         assert seen == [9]
     CHANGES[change](layer)
-    expected, actual, seen = both_ways(lambda: layer(x, sequences)[0])
+    expected, actual, seen = both_ways(lambda: through(layer, x, sequences))
     assert seen == []
     assert torch.equal(actual, expected)
 
@@ -187,22 +186,22 @@ def test_what_a_layer_has_that_the_ops_must_see(change, when):
 )
 def test_what_a_call_has_that_the_ops_must_see(what):
     layer, x = of("bert").layers()[0], torch.randn(9, 48)
-    sequences = layers.Sequences(torch.tensor([0, 9], dtype=torch.int32), 9)
+    sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     options, scope = {}, contextlib.nullcontext()
     if what == "bias":
         sequences = replace(sequences, bias=torch.randn(1, 9, 9, dtype=torch.complex64).conj().imag)
     elif what == "probs":
-        sequences = replace(sequences, return_probs=True)
+        options = {"call": Call(sequences, 0, wants_attentions=True)}
     elif what == "gate":
         options = {"gate": torch.ones(layer.form.nheads)}
     elif what == "first only":
-        options = {"first_only": True}
+        options = {"call": Call(sequences, 0, first_only=True)}
     elif what == "autocast":
         scope = torch.autocast("cpu", torch.bfloat16)
     elif what == "rows":
         x = torch.randn(9, 96)[:, ::2]
     with torch.set_grad_enabled(what == "gradients"), scope:
-        expected, actual, seen = both_ways(lambda: layer(x, sequences, **options)[0])
+        expected, actual, seen = both_ways(lambda: through(layer, x, sequences, **options))
     assert seen == ([9] if what in ("none", "bias") else [])
     assert torch.equal(actual, expected)
 
@@ -211,24 +210,24 @@ def test_what_a_call_has_that_the_ops_must_see(what):
 def test_new_values_are_read():
     """Also of query, key and value, whose joined copy is derived again."""
     layer, x = of("bert").layers()[0], torch.randn(9, 48)
-    sequences = layers.Sequences(torch.tensor([0, 9], dtype=torch.int32), 9)
+    sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     with direct_calls() as seen:
-        before = layer(x, sequences)[0]
+        before = through(layer, x, sequences)
         for module in (layer.attention.self.query, layer.output.dense):
             module.weight.data = torch.randn_like(module.weight)
-            after = layer(x, sequences)[0]
+            after = through(layer, x, sequences)
             assert not torch.allclose(after, before)
             before = after
     assert seen == [9] * 3
     with direct_calls(allowed=False):
-        assert torch.equal(layer(x, sequences)[0], after)
+        assert torch.equal(through(layer, x, sequences), after)
 
 
 @torch.no_grad()
 def test_a_wrong_batch_raises_as_from_the_op():
     """Also a batch that comes after a right one, and shares its lists."""
     layer, x = of("bert").layers()[0], torch.randn(9, 48)
-    right = layers.Sequences(torch.tensor([0, 9], dtype=torch.int32), 9)
+    right = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     wrong = {
         "cu_seqlens: expected int32": replace(right, cu_seqlens=torch.tensor([0, 9])),
         "cu_seqlens: expected to end within": replace(right, cu_seqlens=torch.tensor([0, 10]).int()),
@@ -236,14 +235,14 @@ def test_a_wrong_batch_raises_as_from_the_op():
         "bias: expected": replace(right, bias=torch.zeros(1, 1, 8, 8)),
     }
     with direct_calls() as seen:
-        layer(x, right)
+        through(layer, x, right)
         for message, sequences in wrong.items():
             with pytest.raises((TypeError, ValueError), match=message):
-                layer(x, sequences)
+                through(layer, x, sequences)
         with pytest.raises(ValueError, match="to end within"):
-            layer(x[:8], right)
-        layer(x, right)
+            through(layer, x[:8], right)
+        through(layer, x, right)
     assert seen == [9, 9]
     layer.output.LayerNorm.eps = float("nan")
     with direct_calls(), pytest.raises(ValueError, match="eps: expected a finite number"):
-        layer(x, right)
+        through(layer, x, right)

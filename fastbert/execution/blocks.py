@@ -1,0 +1,49 @@
+"""Large batches in blocks of sequences, one after the other, for inference on a CPU.
+
+So q, k, v and the feed-forward rows of a large batch, which take most of its memory, never exist as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from fastbert.execution.call import Call, Step
+from fastbert.layers.batch import PackedBatch
+from fastbert.ops.encoder_layer import sequence_blocks
+
+
+def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int, int]]:
+    """(first, last) sequence of each block; empty if all rows run at once.
+
+    There are none under a hook, which would see one call per block.
+
+    Args:
+        fused: whether a layer runs as one `encoder_layer`, or op by op.
+    """
+    if call.batch.bias is not None or call.taps is not None or call.wants_attentions or not call.inference:
+        return []
+    if fused not in call.blocks:
+        call.blocks[fused] = sequence_blocks(call.batch.cu_seqlens, x, fused)
+    return call.blocks[fused] if call.blocks[fused] and step.layer.may_skip_rows() else []
+
+
+def by_blocks(
+    blocks: list[tuple[int, int]],
+    x: Tensor,
+    batch: PackedBatch,
+    run: Callable[[Tensor, PackedBatch, Tensor | None], Tensor],
+) -> Tensor:
+    """`run(x, batch, None)`, or on each block of it, where the third argument is memory for the result."""
+    if not blocks:
+        return run(x, batch, None)
+    y = x.new_empty(x.shape)
+    for first, last in blocks:
+        ends = batch.cu_seqlens[first : last + 1]
+        rows = slice(int(ends[0]), int(ends[-1]))
+        found = run(x[rows], replace(batch, cu_seqlens=ends - ends[0]), y[rows])
+        if found.data_ptr() != y[rows].data_ptr():
+            y[rows] = found
+    return y

@@ -1,0 +1,102 @@
+"""What executors get: the layers of a call, what is asked of them, and memory that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder import Asked
+from fastbert.layers.form import SITES, LayerForm, Parts
+from fastbert.layers.packing import Packing
+from fastbert.layers.taps import Taps
+
+
+class Step(NamedTuple):
+    """One layer of a call; a layer that runs twice has two steps.
+
+    Attributes:
+        number: from 0 in execution order.
+        layer: the module.
+        form, parts: what it computes, and with what. No form: a layer with other mathematics, which is
+            called on packed tokens as `EncoderLayer.forward` is.
+        reason: why the layer must be called on a padded batch, where it has no parts; or None.
+        called: whether packed tokens must pass through the module's own call, which something looks at.
+    """
+
+    number: int
+    layer: nn.Module
+    form: LayerForm | None
+    parts: Parts | None
+    reason: str | None
+    called: bool
+
+
+class Padded(NamedTuple):
+    """The padded batch, for layers that are called on it: how to make it, and its attention mask."""
+
+    packing: Packing
+    mask: Tensor | None
+
+
+@dataclass
+class Call:
+    """One call of an encoder's layers.
+
+    Attributes:
+        batch: the packed batch.
+        last: the number of the last layer.
+        gates: (layers, nheads) factors of the heads' outputs, or None.
+        wants_states, wants_attentions: fill `states` and `attentions`.
+        first_only: the last layer computes the first token of each sequence alone.
+        recompute_every: recompute every n-th layer in backward; 0 recomputes none.
+        taps: sees what the layers compute inside, or None.
+        padded: the padded batch, where a layer needs it.
+        inference: neither gradients are recorded nor code is compiled.
+        states, attentions: output of each layer, and its probabilities, as far as they are wanted.
+        arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
+        scratch: memory that a backend uses for one layer after the other, for panels and results.
+        blocks: see `blocks.py`; asked once per call.
+    """
+
+    batch: PackedBatch
+    last: int
+    gates: Tensor | None = None
+    wants_states: bool = False
+    wants_attentions: bool = False
+    first_only: bool = False
+    recompute_every: int = 0
+    taps: Taps | None = None
+    padded: Padded | None = None
+    inference: bool = field(init=False)
+    states: list[Tensor] = field(default_factory=list)
+    attentions: list[Tensor] = field(default_factory=list)
+    arrivals: list[Tensor] = field(default_factory=list)
+    scratch: list[Tensor] = field(default_factory=list)
+    blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+    def asked(self, step: Step) -> Asked:
+        """What is asked of one layer."""
+        gate = None if self.gates is None else self.gates[step.number]
+        if gate is not None and step.form is not None:
+            gate = step.form.of_own_heads(gate, 0)
+        only = self.first_only and step.number == self.last
+        return Asked(gate, 1 + step.number * SITES, only, self.wants_attentions, self.taps, self.arrivals)
+
+    def batch_of(self, form: LayerForm | None) -> PackedBatch:
+        """The batch as a layer of this form sees it: with the bias of its own heads."""
+        return self.batch if form is None else form.own_batch(self.batch)
+
+    def keep(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
+        """Take note of a layer's results, as far as they are wanted; returns `x`."""
+        if self.wants_states:
+            self.states.append(x)
+        if self.wants_attentions:
+            self.attentions.append(probabilities)
+        return x

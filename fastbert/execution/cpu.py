@@ -1,0 +1,152 @@
+"""Executor of inference on a CPU: a whole layer in one call of the backend (ops/encoder_layer.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fastbert.execution.blocks import blocks_of, by_blocks
+from fastbert.execution.call import Call, Step
+from fastbert.layers.form import Parts
+from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
+from fastbert.layers.modules import is_plain
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.ops import checks
+from fastbert.ops.encoder_layer import close_team, encoder_layer, launchers, open_team
+from fastbert.runtime import prepared
+
+
+class Taken(NamedTuple):
+    """How a layer runs.
+
+    Attributes:
+        launch: the backend's function.
+        weights: () -> the layer's weights as it takes them.
+    """
+
+    launch: Callable
+    weights: Callable[[], object]
+
+
+def serves(x: Tensor, call: Call) -> str | None:
+    """See `plan`."""
+    if x.device.type != "cpu":
+        return f"the tokens are on {x.device}"
+    if not call.inference:
+        return "gradients are recorded, or torch.compile traces the call"
+    if x.shape[0] == 0:
+        return "there are no tokens"
+    if call.batch.causal:
+        return "a token sees only those before it"
+    if call.wants_attentions or call.taps is not None:
+        return "what attention computes inside is asked for"
+    return None if checks.autocast_dtype(x) is None else "autocast is on"
+
+
+def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
+    """See `plan`."""
+    form, parts, layer = step.form, step.parts, step.layer
+    if parts is None:
+        return step.reason or "the layer has mathematics of its own"
+    if layer.training or any(parts.rates):
+        return "the layer is in training mode, or drops"
+    if form.heads is not None:
+        return "some heads attend by patterns"
+    if call.first_only and step.number == call.last:
+        return "only the first token of each sequence is wanted"
+    if not parts.fuses_norm or parts.feed is not None:
+        return "the norms or the feed-forward block are not ours"
+    if step.called:
+        return "something looks at the layer's calls"
+    dense, norms = parts.linears, (parts.attention_norm, parts.output_norm)
+    own = type(dense[0])
+    if own not in LINEAR_KINDS or not all(is_plain(m, own) for m in dense):
+        return "a linear layer was replaced, or has hooks"
+    if not all(is_plain(m, nn.LayerNorm) for m in norms):
+        return "a norm was replaced, or has hooks"
+    if not all(m.in_features and m.out_features for m in dense):
+        return "the layer has no heads or no inner columns"
+    kind = INT8 if parts.int8 else LINEAR_KINDS[own]
+    found = launchers(x.device, x.dtype, kind.op)
+    if found is None:
+        return "another backend than cpu serves an op of the layer"
+    make, launch, keeps_panels = found
+    if not keeps_panels(kind.op, x.shape[0]):
+        if _another_kind(parts, kind, x):
+            return "a parameter has another dtype or device than the tokens"
+        return Taken(launch, lambda: _weights(kind, make, parts, dense, x, call.scratch))
+    tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
+    sources = tuple([t for d in tables for t in d.values() if t is not None])
+
+    def build() -> object | None:
+        if _another_kind(parts, kind, x):
+            return None
+        if not parts.int8:
+            return _weights(kind, make, parts, dense, x)
+        # Temporary copies: only their panels are kept
+        named = zip(dense, form.names.linears, strict=True)
+        copies = [QuantizedLinear.from_linear(m, f"{parts.label}.{path}") for m, path in named]
+        return _weights(kind, make, parts, copies, x)
+
+    weights = prepared.derived(layer, ("layer", kind.op, x.dtype, launch), sources, build)
+    if weights is None:
+        return "a parameter has another dtype or device than the tokens, or biases are missing"
+    return Taken(launch, lambda: weights)
+
+
+def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
+    """See `plan`. Meanwhile the threads wait for the next layer without sleeping."""
+    try:
+        open_team(x)
+        for step, (launch, make_weights) in group:
+            step.layer.begin(x)
+            form, parts, gate, weights = step.form, step.parts, call.asked(step).gate, make_weights()
+            how = {
+                "nheads": form.nheads,
+                "headdim": form.head_dim,
+                "inner": parts.intermediate.out_features,
+                "softmax_scale": form.head_dim**-0.5,
+                "gate": gate,
+                "activation": form.activation,
+                "eps": (parts.attention_norm.eps, parts.output_norm.eps),
+            }
+
+            def layer(x, batch, out, launch=launch, weights=weights, how=how):
+                lengths = batch.cu_seqlens, batch.max_seqlen
+                return encoder_layer(launch, x, weights, *lengths, bias=batch.bias, out=out, **how)
+
+            blocks = blocks_of(step, x, call, fused=True)
+            x = call.keep(by_blocks(blocks, x, call.batch_of(form), layer))
+    finally:
+        close_team()
+    return x
+
+
+def _another_kind(parts: Parts, kind: LinearKind, x: Tensor) -> bool:
+    """Whether a parameter has another dtype or device than `x`, which is for the ops to see."""
+    norms = parts.attention_norm, parts.output_norm
+    for module in (*parts.linears, *norms):
+        for name, t in module._parameters.items():
+            if t is not None:
+                checks.own_elements(name, t)
+    of_norms = [t for m in norms for t in (m.weight, m.bias)]
+    of_linears = [t for m in parts.linears for t in ((m.weight, m.bias) if kind is FLOAT else (m.bias,))]
+    known = [t for t in (*of_norms, *of_linears) if t is not None]
+    return any(t.dtype != x.dtype or t.device != x.device for t in known)
+
+
+def _weights(
+    kind: LinearKind,
+    make: Callable,
+    parts: Parts,
+    dense: tuple[nn.Module, ...] | list[nn.Module],
+    x: Tensor,
+    scratch: list[Tensor] | None = None,
+) -> object | None:
+    """The layer's weights as `make` prepares them; None if they cannot run as a whole layer."""
+    # The first argument after `x` keeps what is derived. For temporary copies that must not be the layer.
+    linears = kind.layer_operands(x, dense[0] if parts.int8 else parts.owner, list(dense))
+    norms = [(norm.weight, norm.bias) for norm in (parts.attention_norm, parts.output_norm)]
+    return None if linears is None else make(linears, norms, scratch)

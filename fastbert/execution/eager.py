@@ -1,0 +1,51 @@
+"""Executor of every layer: op by op, as `fastbert.layers.encoder` has it. The only one that trains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastbert.execution.blocks import blocks_of, by_blocks
+from fastbert.execution.call import Call, Step
+from fastbert.layers import encoder
+
+
+def serves(x: Tensor, call: Call) -> str | None:
+    """See `plan`: it serves any call."""
+    return None
+
+
+def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
+    """See `plan`."""
+    return () if step.reason is None else step.reason
+
+
+def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
+    """See `plan`."""
+    for step, _ in group:
+        asked, batch = call.asked(step), call.batch_of(step.form)
+        if not step.called:
+            step.layer.begin(x)
+        by_parts = not (step.called or asked.first_only or step.layer.training or any(step.parts.rates))
+        blocks = blocks_of(step, x, call, fused=False) if by_parts else []
+        if blocks:
+            layer = functools.partial(encoder.layer, step.form, step.parts, asked=asked)
+            x = call.keep(
+                by_blocks(blocks, x, batch, lambda rows, some, _, layer=layer: layer(rows, some)[0])
+            )
+        elif step.called:
+            x = call.keep(*recomputed(step, call, step.layer, x, batch, asked))
+        else:
+            x = call.keep(*recomputed(step, call, encoder.layer, step.form, step.parts, x, batch, asked))
+    return x
+
+
+def recomputed(step: Step, call: Call, layer: Callable, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """`layer(*args)`; its results are computed again in backward if the call says so."""
+    if call.recompute_every > 0 and step.number % call.recompute_every == 0:
+        return checkpoint(layer, *args, use_reentrant=False)
+    return layer(*args)

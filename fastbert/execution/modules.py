@@ -1,0 +1,56 @@
+"""Executor of layers that something looks at or has changed: module by module, on a padded batch.
+
+As in transformers, with PyTorch's own operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.execution.call import Call, Padded, Step
+from fastbert.execution.eager import recomputed
+
+
+def serves(x: Tensor, call: Call) -> str | None:
+    """See `plan`: any call may have such a layer."""
+    return None
+
+
+def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
+    """See `plan`."""
+    return () if step.reason is not None else "nothing looks at the layer's modules"
+
+
+def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
+    """See `plan`."""
+    for step, _ in group:
+        layer = functools.partial(
+            _on_grid, step.layer, call.padded, call.asked(step).gate, call.wants_attentions
+        )
+        x = call.keep(*recomputed(step, call, layer, x))
+    return x
+
+
+def _on_grid(
+    layer: nn.Module, padded: Padded, gate: Tensor | None, wants_attentions: bool, hidden: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A layer on packed tokens, called on the padded batch; its probabilities as attention returns them."""
+    packing, mask = padded
+    x, kept = packing.grid(hidden)
+    given = {} if gate is None else {"gate": gate}
+    if not wants_attentions:
+        return packing.from_grid(first_of(layer(x, mask, **given))), None
+    y, probs = layer(x, mask, **given, output_attentions=True)
+    if kept is not None:
+        zero = torch.zeros((), dtype=probs.dtype, device=y.device)
+        probs = torch.where(kept[:, None, :, None], probs, zero)
+    return packing.from_grid(y), packing.pack_scores(probs)
+
+
+def first_of(output: Any) -> Tensor:
+    """The hidden states in what a module, or a hook of it, has returned."""
+    return output if isinstance(output, Tensor) else output[0]

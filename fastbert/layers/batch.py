@@ -1,0 +1,35 @@
+"""The packed batch: what every layer of a call needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastbert.ops.attention_places import Places
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Where the sequences of packed tokens `[total, hidden]` are, and what their attention needs.
+
+    Attributes:
+        cu_seqlens, max_seqlen: see `fastbert.layers.packing.Packing`.
+        bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
+        seed: int64 tensor with one element, for all dropout of the call; None if nothing is dropped.
+        causal: whether a token sees only those up to itself.
+        places: where attention's kernels work, made once per call by `ops.attention_places` for these very
+            cu_seqlens, or None.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    bias: Tensor | None = None
+    seed: Tensor | None = None
+    causal: bool = False
+    places: Places | None = None
+
+    def fitting_places(self) -> Places | None:
+        """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
+        places = self.places
+        return places if places is not None and places.cu_seqlens is self.cu_seqlens else None

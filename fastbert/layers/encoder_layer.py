@@ -1,0 +1,258 @@
+"""The modules that are encoder layers: HuggingFace's parameters and names, our mathematics (encoder.py).
+
+`PackedLayer` is what an executor (fastbert/execution) asks of any of them: of this package's `EncoderLayer`
+and of an accelerated layer of transformers alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers import encoder
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder import NOTHING_MORE, Asked
+from fastbert.layers.form import LayerForm, Parts
+from fastbert.layers.modules import attach, changed, is_hooked, part, plain_dropout, watched
+from fastbert.layers.parts import (
+    PARTS,
+    Activation,
+    AsMade,
+    Attention,
+    Part,
+    SelfAttention,
+    activation_of,
+    two,
+)
+from fastbert.layers.patterns import Heads
+
+
+class PackedLayer:
+    """An encoder layer: a module with a `form`, and with parts under the form's names.
+
+    Attributes:
+        form: see `LayerForm`.
+        fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
+        int8: whether 8-bit copies of the linear layers run. The layers stay floating-point ones; all six must
+            be plain.
+        label: the layer's name in errors.
+    """
+
+    form: LayerForm
+    fuses_norm = True
+    int8 = False
+    label = "layer"
+
+    def gap(self) -> str | None:
+        """Why the layer must be called module by module on a padded batch; None if our ops may run it."""
+        raise NotImplementedError
+
+    def is_called(self) -> bool:
+        """Whether packed tokens must pass through the module's own call, which something looks at."""
+        return is_hooked(self)
+
+    def may_skip_rows(self) -> bool:
+        """Whether the layer may skip rows that nobody asked for.
+
+        Not if a hook watches the layer or a part of it, because it would miss tokens. A replaced part (LoRA,
+        quantised) is called on fewer rows. It cannot mix rows, which belong to different sequences anyway.
+        """
+        return not any(is_hooked(module) for module in self.modules())
+
+    def parts(self) -> Parts:
+        """What the layer computes with now, if `gap` finds nothing."""
+        names = self.form.names
+        modules = [part(self, path) for path in (*names.linears, *names.norms)]
+        return Parts(*modules, self, self.dropout_rates(), self.fuses_norm, int8=self.int8, label=self.label)
+
+    def look(self, everything: str | None) -> Parts | str:
+        """What the layer computes with now; or why it must be called module by module on a padded batch.
+
+        Args:
+            everything: why all modules must be called (`calls_all`), or None.
+        """
+        return everything or self.gap() or self.parts()
+
+    def begin(self, hidden: Tensor) -> None:
+        """Called once before the layer computes `hidden`, whichever executor does; may raise."""
+
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """The probabilities of the layer's dropout modules, each by its own mode.
+
+        As in transformers, one in training mode drops in an eval model too (Gal and Ghahramani 2016).
+        """
+        rates, by_itself = [], self.form.stock.attention_drops_by_itself
+        for path in self.form.paths[3]:
+            rate = 0.0
+            if path is not None:
+                above, module = None, self
+                for name in path:
+                    above, module = module, module._modules[name]
+                asked = above if by_itself and not rates else module
+                rate = module.p if asked.training else 0.0
+            rates.append(rate)
+        return tuple(rates)
+
+    def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
+        attended, probs = two(self.attention(hidden, *args, **kwargs))
+        if self.form.stock.norms_attention:
+            attended = part(self, self.form.names.attention_norm)(attended + hidden)
+        return attended, probs
+
+    def feed_by_modules(self, hidden: Tensor) -> Tensor:
+        """The feed-forward block's output, as transformers' layer calls its modules."""
+        block = self.form.stock.feed_forward
+        if (own := self.__dict__.get("feed_forward_chunk")) is not None:
+            return own(hidden)
+        if block is None:
+            return self.output(self.intermediate(hidden), hidden)
+        return part(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
+
+
+class EncoderLayer(PackedLayer, nn.Module):
+    """One encoder layer with parameters of its own, and the modules of transformers' layer.
+
+    Args:
+        config: the model's `EncoderConfig`.
+        heads: which heads attend by fixed patterns, if some do.
+    """
+
+    def __init__(self, config: Any, heads: Heads | None = None):
+        super().__init__()
+        self.as_made: AsMade | None = None
+        family, hidden = config.family, config.hidden_size
+        names, nheads, stock = family.layer, config.num_attention_heads, family.stock_layer
+        self.form = LayerForm(names, stock, nheads, config.head_dim, config.activation_name, heads)
+        for path in stock.containers:
+            attach(self, path, self._container(path))
+        columns = hidden if heads is None else len(heads.learned) * config.head_dim
+        for path in (names.query, names.key):
+            attach(self, path, nn.Linear(hidden, columns))
+        for path in (names.value, names.attention_output):
+            attach(self, path, nn.Linear(hidden, hidden))
+        attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+        attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))
+        attach(self, stock.activation, Activation(config.activation_name))
+        attach(self, names.output, nn.Linear(config.intermediate_size, hidden))
+        attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+        rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * 2)
+        for path, rate in zip(stock.dropouts, rates, strict=True):
+            if path is not None:
+                attach(self, path, nn.Dropout(rate))
+
+    def _container(self, path: str) -> Part:
+        """The module at a path of the form's containers: what is below it, in transformers' order."""
+        form = self.form
+        names, stock = form.names, form.stock
+
+        def below(*paths: str | None) -> list[str]:
+            return [p.rpartition(".")[2] for p in paths if p is not None and p.rpartition(".")[0] == path]
+
+        after = below(names.attention_output, stock.dropouts[1])
+        norm = next(iter(below(*names.norms)), None)
+        if path == names.query.rpartition(".")[0]:
+            return SelfAttention(form, *after, norm=norm)
+        inside = below(names.query.rpartition(".")[0])
+        if inside:
+            return Attention(*inside, *after, norm=norm)
+        feeds = below(names.intermediate, stock.activation, names.output, stock.dropouts[2])
+        return Part(*(after or feeds), norm=norm)
+
+    def ff_chunk(self, hidden: Tensor) -> Tensor:
+        """ALBERT's feed-forward block, which has no module of its own."""
+        return self.ffn_output(self.activation(self.ffn(hidden)))
+
+    def gap(self) -> str | None:
+        """Why the layer must be called module by module on a padded batch; None if our ops may run it."""
+        if torch.compiler.is_compiling():
+            return self._gap()
+        made = self.as_made
+        if made is not None and made.holds(self):
+            return None
+        reason = self._gap()
+        self.as_made = AsMade(self) if reason is None else None
+        return reason
+
+    def _gap(self) -> str | None:
+        if watched(self):
+            return "it has hooks or another forward"
+        containers, linears, norms, dropouts, activation = self.form.paths
+        for path in containers:
+            module = self
+            for name in path:
+                module = module._modules.get(name)
+                if module is None:
+                    return f"{'.'.join(path)} is gone"
+            if type(module) not in PARTS or watched(module):
+                return f"{'.'.join(path)} was replaced, or has hooks or another forward"
+            if type(module) is SelfAttention and module.heads() != (
+                self.form.nheads,
+                self.form.head_dim,
+                self.form.head_dim**-0.5,
+            ):
+                return f"{'.'.join(path)} has other heads"
+        if (self.form.stock.feed_forward or "feed_forward_chunk") in self.__dict__:
+            return "it has another feed-forward block"
+        for path, dotted in (*linears, *norms):
+            module = self
+            for name in path:
+                module = module._modules[name]
+            reason = changed(module)
+            if reason is not None:
+                return f"{dotted} {reason}"
+        for path in dropouts:
+            if path is not None and not plain_dropout(part(self, ".".join(path))):
+                return f"{'.'.join(path)} is not a plain dropout"
+        if activation_of(part(self, ".".join(activation))) != self.form.activation:
+            return f"{'.'.join(activation)} was replaced, or has hooks"
+        return None
+
+    def look(self, everything: str | None) -> Parts | str:
+        """See `PackedLayer`."""
+        reason, made = everything or self.gap(), self.as_made
+        if reason is not None or made is None:
+            return reason or self.parts()
+        if made.parts is None:
+            made.parts = self.parts()[:8]
+        drops = any(m.training for m in made.droppers)
+        return Parts(*made.parts, self, self.dropout_rates() if drops else (0.0, 0.0, 0.0))
+
+    def is_called(self) -> bool:
+        """See `PackedLayer`: also a subclass with another forward is called."""
+        return is_hooked(self) or type(self).forward is not EncoderLayer.forward
+
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch | Tensor | None = None,
+        asked: Asked = NOTHING_MORE,
+        *,
+        gate: Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> Any:
+        """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
+
+        On a padded batch (batch, seqlen, hidden), with an attention mask in place of `batch`, every module is
+        called by itself, as in transformers, and the output is (batch, seqlen, hidden).
+
+        Args:
+            hidden: packed tokens.
+            batch: where the sequences are; of a padded one the mask that `SelfAttention` takes.
+            asked: of packed tokens: what else is asked for.
+            gate: of a padded batch: (nheads,) factor of each head's output, or None.
+            output_attentions: of a padded batch: return (output, probabilities).
+        """
+        if isinstance(batch, PackedBatch):
+            return encoder.layer(self.form, self.parts(), hidden, batch, asked)
+        if self.form.heads is not None:
+            raise ValueError(
+                "model: layers with fixed heads (config fixed_heads) cannot be called module by module"
+                + (f", but {reason}" if (reason := self.gap()) else "")
+            )
+        given = {} if gate is None else {"head_mask": gate}
+        attended, probs = self.attend_by_modules(hidden, batch, **given)
+        y = self.feed_by_modules(attended)
+        return (y, probs) if output_attentions else y
