@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -13,9 +13,18 @@ from fastbert.acceleration import layer as layers
 from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated
 from fastbert.acceleration.parts import OWN, encoders, other_models, own_models
-from fastbert.layers.encoder_layer import EncoderLayer
+from fastbert.execution.call import Call
+from fastbert.execution.plan import explain as explain_steps
+from fastbert.execution.plan import survey
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder_layer import EncoderLayer, PackedLayer
+from fastbert.models.encoder import layers_of
+from fastbert.models.families import FAMILIES
 from fastbert.runtime.prepared import module_of
 from fastbert.testing.serving import Choice, choices
+
+# Of the batch for which executors are asked
+ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,29 @@ class LayerReport:
     stock_calls: int
     int8: bool = False
     float_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ExecutorReport:
+    """Who would run layers of one encoder in inference now: `fastbert/execution`.
+
+    Attributes:
+        model: name of the encoder; "" for the model itself.
+        first, last: numbers of the layers.
+        executor: "cpu", "gpu", "eager", or "modules" for module by module on a padded batch.
+        refused: for each executor that would come before it, one sentence on why it does not run them.
+    """
+
+    model: str
+    first: int
+    last: int
+    executor: str
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        others = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+        which = f"layer {self.first}" if self.first == self.last else f"layers {self.first} to {self.last}"
+        return f"{self.model or 'model'}  {which} by executor {self.executor}" + (others and f" ({others})")
 
 
 @dataclass(frozen=True)
@@ -70,12 +102,14 @@ class Explanation:
         models: one report per encoder.
         layers: one report per layer, but none for layers of fastbert's own models.
         fused_layers, total_layers: how many encoder layers run fused now, and how many there are.
+        executors: who would run the layers of encoders that take packed tokens now, in inference.
     """
 
     models: list[ModelReport]
     layers: list[LayerReport]
     fused_layers: int
     total_layers: int
+    executors: list[ExecutorReport] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
@@ -106,6 +140,7 @@ class Explanation:
             elif x.float_reason is not None:
                 how += f", not int8: {x.float_reason}"
             lines.append(f"{x.name}  {how}  (calls: {x.fused_calls} fused, {x.stock_calls} stock)")
+        lines += map(str, self.executors)
         return "\n".join(lines)
 
 
@@ -143,7 +178,7 @@ def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Expla
 
 def _explain_model(model: Any) -> Explanation:
     root = module_of(model)
-    reports, rows = [], []
+    reports, rows, executors = [], [], []
     for name, module, (_, kind), _ in encoders(root):
         state = module.fastbert_state if isinstance(module, Accelerated) else None
         if kind == "layer":
@@ -160,6 +195,9 @@ def _explain_model(model: Any) -> Explanation:
             reason = "not accelerated" if state is None else models.gap(module)
             counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
             reports.append(ModelReport(name, reason is None, reason, *counts))
+            if reason is None:
+                stack = layers_of(module, module.config, FAMILIES[state.model_type])
+                executors += _executors(name, module, stack)
     for name, module in other_models(root):
         reason = interface.allows(module)
         if reason is None:
@@ -168,9 +206,31 @@ def _explain_model(model: Any) -> Explanation:
     fused, total = sum(row.fused for row in rows), len(rows)
     for name, module in own_models(root):
         reports.append(ModelReport(name, True, None, 0, 0, "own"))
+        executors += _executors(name, module, module.layers())
         own = sum(isinstance(child, EncoderLayer) for child in module.modules())
         fused, total = fused + own, total + own
-    return Explanation(reports, rows, fused, total)
+    return Explanation(reports, rows, fused, total, executors)
+
+
+def _executors(name: str, encoder: nn.Module, layers: list[nn.Module]) -> list[ExecutorReport]:
+    """Who would run the layers of an encoder on a batch of many tokens, without gradients."""
+    steps = survey(layers, getattr(encoder, "layer_class", PackedLayer))
+    parameter = next((p for p in layers[0].parameters() if p.dim() == 1), None) if layers else None
+    if parameter is None or parameter.is_meta:
+        return []
+    device = parameter.device
+    with torch.no_grad():
+        # rows without memory of their own, so many that nothing is kept for them
+        x = parameter.new_zeros(1, 1).expand(ROWS, encoder.config.hidden_size)
+        x = x if device.type == "cpu" else x.contiguous()
+        lengths = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
+        found = explain_steps(steps, x, Call(PackedBatch(lengths, ROWS), len(steps) - 1))
+    return [ExecutorReport(name, first, last, by, shown(refused)) for first, last, by, refused in found]
+
+
+def shown(refused: dict[str, str]) -> dict[str, str]:
+    """Without what is no news: that nothing looks at the modules."""
+    return {name: why for name, why in refused.items() if name != "modules"}
 
 
 def _calls_of(module: nn.Module) -> str:

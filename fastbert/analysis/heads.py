@@ -27,7 +27,7 @@ from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import uniform
 from fastbert.analysis.intervals import Interval, estimate, finite, paired_p
 from fastbert.analysis.measures import Measure
-from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, encode
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, check_heads, encode
 from fastbert.execution.call import Call
 from fastbert.execution.plan import run, survey
 from fastbert.layers import encoder
@@ -178,6 +178,7 @@ class _Kept(Taps):
 def _with_inputs(model: PreTrainedModel, batch: Batch, kept: _Kept) -> tuple[Tensor, list[Tensor]]:
     """(last hidden states, the input of each layer) of a batch, (total, hidden) each."""
     encoder = model.base_model
+    check_heads(model)
     with tapped(encoder, kept):
         hidden, states, _ = encoder.encode_inputs(batch.inputs, None, False, True, False)
     batch.check(hidden)

@@ -124,10 +124,18 @@ def encode(
         ValueError: the model's numbers are not finite; the message names an example.
     """
     encoder = model.base_model
+    if taps is not None:
+        check_heads(model)
     with contextlib.nullcontext() if taps is None else tapped(encoder, taps):
         hidden = encoder.encode_inputs(batch.inputs, gates, False, False, False)[0]
     batch.check(hidden.detach())
     return hidden
+
+
+def check_heads(model: PreTrainedModel) -> None:
+    """Raise ValueError if layers have other heads than the config's: arrays have one place per head."""
+    if any(kept is not None for kept in model.config.kept_heads()):
+        raise ValueError("model: expected all heads in all layers, but it has config pruned_heads")
 
 
 def encoded(model: TaskModel, hidden: Tensor, inputs: Inputs) -> Encoded:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.execution.call import Call, Padded, Step
+from fastbert.execution.call import Call, Step
 from fastbert.execution.eager import recomputed
+from fastbert.layers.packing import Packing
 
 
 def serves(x: Tensor, call: Call) -> str | None:
@@ -28,18 +29,24 @@ def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
 def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     for step, _ in group:
-        layer = functools.partial(
-            _on_grid, step.layer, call.padded, call.asked(step).gate, call.wants_attentions
-        )
+        packing, mask = call.padded
+        if mask is not None and step.form is not None:
+            mask = step.form.of_own_heads(mask, 1)
+        gate = call.asked(step).gate
+        layer = functools.partial(_on_grid, step.layer, packing, mask, gate, call.wants_attentions)
         x = call.keep(*recomputed(step, call, layer, x))
     return x
 
 
 def _on_grid(
-    layer: nn.Module, padded: Padded, gate: Tensor | None, wants_attentions: bool, hidden: Tensor
+    layer: nn.Module,
+    packing: Packing,
+    mask: Tensor | None,
+    gate: Tensor | None,
+    wants_attentions: bool,
+    hidden: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer on packed tokens, called on the padded batch; its probabilities as attention returns them."""
-    packing, mask = padded
     x, kept = packing.grid(hidden)
     given = {} if gate is None else {"gate": gate}
     if not wants_attentions:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -87,18 +88,36 @@ def _choose(serving: list[ModuleType], step: Step, x: Tensor, call: Call) -> tup
     raise RuntimeError(f"layer {step.number}: no executor takes it: {taken}")
 
 
-def name(executor: ModuleType) -> str:
-    """An executor's name."""
-    return executor.__name__.rpartition(".")[2]
+class Served(NamedTuple):
+    """Which executor runs some layers in a row.
+
+    Attributes:
+        first, last: numbers of the layers.
+        executor: its name.
+        refused: of those that come before it, name -> one sentence on why it does not run these.
+    """
+
+    first: int
+    last: int
+    executor: str
+    refused: dict[str, str]
 
 
-def reasons(step: Step, x: Tensor, call: Call) -> tuple[str, dict[str, str]]:
-    """Which executor runs a layer, and for each that is asked before it, why it does not."""
-    refused = {}
-    for executor in EXECUTORS:
-        reason = executor.serves(x, call)
-        taken = executor.takes(step, x, call) if reason is None else reason
-        if not isinstance(taken, str):
-            return name(executor), refused
-        refused[name(executor)] = taken
-    raise RuntimeError(f"layer {step.number}: no executor takes it: {refused}")
+def explain(steps: list[Step], x: Tensor, call: Call) -> list[Served]:
+    """Which executors would run the layers of a call, and why not the others."""
+    found: list[Served] = []
+    for step in steps:
+        refused: dict[str, str] = {}
+        for executor in EXECUTORS:
+            reason, name = executor.serves(x, call), executor.__name__.rpartition(".")[2]
+            taken = executor.takes(step, x, call) if reason is None else reason
+            if not isinstance(taken, str):
+                break
+            refused[name] = taken
+        if step.reason is not None:
+            refused = {"eager": step.reason}
+        if found and found[-1][2:] == (name, refused):
+            found[-1] = found[-1]._replace(last=step.number)
+        else:
+            found.append(Served(step.number, step.number, name, refused))
+    return found

@@ -6,6 +6,7 @@ and of an accelerated layer of transformers alike.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -112,31 +113,48 @@ class PackedLayer:
         return part(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
 
 
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """nn.Linear, which warns of weights without elements."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element")
+        return nn.Linear(inputs, outputs)
+
+
 class EncoderLayer(PackedLayer, nn.Module):
     """One encoder layer with parameters of its own, and the modules of transformers' layer.
 
     Args:
         config: the model's `EncoderConfig`.
         heads: which heads attend by fixed patterns, if some do.
+        kept: which of the config's heads the layer has; None: all.
+        inner: columns of the feed-forward block; None: the config's.
     """
 
-    def __init__(self, config: Any, heads: Heads | None = None):
+    def __init__(
+        self,
+        config: Any,
+        heads: Heads | None = None,
+        kept: tuple[int, ...] | None = None,
+        inner: int | None = None,
+    ):
         super().__init__()
         self.as_made: AsMade | None = None
         family, hidden = config.family, config.hidden_size
-        names, nheads, stock = family.layer, config.num_attention_heads, family.stock_layer
-        self.form = LayerForm(names, stock, nheads, config.head_dim, config.activation_name, heads)
+        names, size, stock = family.layer, config.head_dim, family.stock_layer
+        nheads = config.num_attention_heads if kept is None else len(kept)
+        inner = config.intermediate_size if inner is None else inner
+        self.form = LayerForm(names, stock, nheads, size, config.activation_name, heads, kept)
         for path in stock.containers:
             attach(self, path, self._container(path))
-        columns = hidden if heads is None else len(heads.learned) * config.head_dim
+        columns = size * (nheads if heads is None else len(heads.learned))
         for path in (names.query, names.key):
-            attach(self, path, nn.Linear(hidden, columns))
-        for path in (names.value, names.attention_output):
-            attach(self, path, nn.Linear(hidden, hidden))
+            attach(self, path, linear(hidden, columns))
+        attach(self, names.value, linear(hidden, nheads * size))
+        attach(self, names.attention_output, linear(nheads * size, hidden))
         attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
-        attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))
+        attach(self, names.intermediate, linear(hidden, inner))
         attach(self, stock.activation, Activation(config.activation_name))
-        attach(self, names.output, nn.Linear(config.intermediate_size, hidden))
+        attach(self, names.output, linear(inner, hidden))
         attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
         rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * 2)
         for path, rate in zip(stock.dropouts, rates, strict=True):

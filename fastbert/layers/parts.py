@@ -146,7 +146,7 @@ class SelfAttention(Part):
             attention_mask: broadcasts to the probabilities; bool (True = attend), or added to the scores.
             head_mask: (nheads,) factors of the heads' outputs, or None.
         """
-        heads = (-1, self.attention_head_size)
+        heads = (-1 if self.num_attention_heads else 0, self.attention_head_size)
         q, k, v = (
             self._modules[name](hidden_states).unflatten(-1, heads).transpose(1, 2) for name in self.inputs
         )

@@ -94,7 +94,10 @@ class QuantizedLinear(nn.Module):
         weight, bias = linear.weight, linear.bias
         out, width = weight.shape
         made = cls(width, out, bias is not None, dtype=weight.dtype, device=weight.device)
-        if weight.is_meta:
+        if weight.is_meta or weight.numel() == 0:
+            if bias is not None and not bias.is_meta:
+                check_finite(weight, bias, name)
+                made.bias.copy_(bias)
             return made
         wide = weight.float()
         scale = wide.abs().amax(1) / wide.new_tensor(127.0)

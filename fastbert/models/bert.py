@@ -404,10 +404,14 @@ class BertModel(PreTrainedModel):
 def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
     inside, heads = config.family.group_layers, config.fixed_patterns()
     if inside is None:
-        count = config.num_hidden_layers
-        # a family's own class need not know of fixed heads
-        each = [()] * count if heads is None else [(Heads(patterns),) for patterns in heads]
-        return nn.ModuleList(layer_class(config, *which) for which in each)
+        made = []
+        for number, (kept, size) in enumerate(zip(config.kept_heads(), config.inner_sizes(), strict=True)):
+            # a family's own class need not know of these
+            own = {} if heads is None else {"heads": Heads(heads[number])}
+            own |= {} if kept is None else {"kept": kept}
+            own |= {} if size == config.intermediate_size else {"inner": size}
+            made.append(layer_class(config, **own))
+        return nn.ModuleList(made)
     alike = (Heads(heads[0]),) if heads else ()
     groups = []
     for _ in range(config.num_hidden_groups):

@@ -24,7 +24,9 @@ _ABSENT: dict[str, Any] = {
     "dtype": None,
     "eos_token_id": None,
     "fixed_heads": None,
+    "intermediate_sizes": None,
     "is_encoder_decoder": False,
+    "pruned_heads": None,
     "sep_token_id": None,
     "torch_dtype": None,
 }
@@ -126,6 +128,21 @@ class EncoderConfig(Keys):
         rows = [given] * self.num_hidden_layers if isinstance(given[0], str) else given
         return [tuple(NAMES.index(name) for name in row) for row in rows]
 
+    def kept_heads(self) -> list[tuple[int, ...] | None]:
+        """The heads that each layer has, ascending; None: all of them.
+
+        The key `pruned_heads` lists the heads that a layer has not, by the layer's number, as transformers up
+        to version 4 wrote it. A layer may have none left.
+        """
+        gone = {int(layer): heads for layer, heads in (self.pruned_heads or {}).items() if heads}
+        every = range(self.num_attention_heads)
+        layers = range(self.num_hidden_layers)
+        return [tuple(h for h in every if h not in gone[i]) if i in gone else None for i in layers]
+
+    def inner_sizes(self) -> list[int]:
+        """The columns of each layer's feed-forward block: `intermediate_sizes`, or `intermediate_size`."""
+        return list(self.intermediate_sizes or [self.intermediate_size] * self.num_hidden_layers)
+
     def mathematics(self) -> dict[str, Any]:
         """The values that change the result of a forward in eval mode and that no weight's shape shows.
 
@@ -149,6 +166,8 @@ class EncoderConfig(Keys):
             alike = all(row == patterns[0] for row in patterns)
             names = [[NAMES[pattern] for pattern in row] for row in patterns]
             values["fixed_heads"] = names[0] if alike else names
+        if any(kept is not None for kept in self.kept_heads()):
+            values["kept_heads"] = [None if kept is None else list(kept) for kept in self.kept_heads()]
         return values
 
     # -- checks ----------------------------------------------------------------------------------------------

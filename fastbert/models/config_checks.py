@@ -91,6 +91,8 @@ class Keys:
     tie_word_embeddings: bool
     chunk_size_feed_forward: int
     fixed_heads: list[str] | list[list[str]] | None
+    pruned_heads: dict[int, list[int]] | None
+    intermediate_sizes: list[int] | None
     output_hidden_states: bool
     output_attentions: bool
     return_dict: bool
@@ -159,6 +161,8 @@ def check_config(config: Keys) -> None:
         raise TypeError(f"config architectures: expected a list of class names, got {brief(named)}")
     _refuse_other_mathematics(config)
     _check_fixed_heads(config)
+    _check_pruned_heads(config)
+    _check_inner_sizes(config)
 
 
 def _check_fixed_heads(config: Keys) -> None:
@@ -192,6 +196,52 @@ def _check_fixed_heads(config: Keys) -> None:
     if config.family.shared_layers and any(list(row) != list(rows[0]) for row in rows):
         raise ValueError(
             f"config fixed_heads: {config.model_type} shares its layers' weights, so all layers must be alike"
+        )
+
+
+def _check_pruned_heads(config: Keys) -> None:
+    """See `EncoderConfig.kept_heads`."""
+    given, layers, heads = config.pruned_heads, config.num_hidden_layers, config.num_attention_heads
+    if not given:
+        return
+    if not isinstance(given, dict):
+        raise TypeError(f"config pruned_heads: expected lists of heads by layer, got {brief(given)}")
+    for layer, gone in given.items():
+        if not (isinstance(layer, int) or (isinstance(layer, str) and layer.isdecimal())) or not (
+            0 <= int(layer) < layers
+        ):
+            raise ValueError(
+                f"config pruned_heads: expected numbers of {layers} layers as keys, got {brief(layer)}"
+            )
+        if (
+            not isinstance(gone, (list, tuple))
+            or any(type(head) is not int or not 0 <= head < heads for head in gone)
+            or len(set(gone)) < len(gone)
+        ):
+            raise ValueError(
+                f"config pruned_heads[{layer}]: expected different heads below {heads}, got {brief(gone)}"
+            )
+    if config.family.shared_layers or config.fixed_heads is not None:
+        why = "shares its layers" if config.family.shared_layers else "has config fixed_heads"
+        raise ValueError(f"config pruned_heads: expected none, as {config.model_type} {why}")
+
+
+def _check_inner_sizes(config: Keys) -> None:
+    given, layers = config.intermediate_sizes, config.num_hidden_layers
+    if given is None:
+        return
+    if (
+        not isinstance(given, (list, tuple))
+        or len(given) != layers
+        or any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in given)
+    ):
+        raise ValueError(
+            f"config intermediate_sizes: expected None or {layers} integers from 0 to {MAX_SIZE}, one per "
+            f"layer, got {brief(given)}"
+        )
+    if config.family.shared_layers:
+        raise ValueError(
+            f"config intermediate_sizes: expected None, as {config.model_type} shares its layers"
         )
 
 

@@ -301,7 +301,17 @@ class Loadable:
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
     family = family_of(overrides.get("model_type", content.get("model_type")))
-    known = {*DEFAULTS, *content, "fixed_heads", "model_type", "num_labels", "id2label", "label2id"}
+    known = {
+        *DEFAULTS,
+        *content,
+        "fixed_heads",
+        "pruned_heads",
+        "intermediate_sizes",
+        "model_type",
+        "num_labels",
+        "id2label",
+        "label2id",
+    }
     known |= {*family.aliases, *family.defaults}
     unknown = sorted(set(overrides) - known)
     if unknown:

@@ -268,11 +268,12 @@ def test_fastberts_own_models_need_no_accelerate(kind):
     report = fastbert.explain(model)
     assert [(m.kind, m.unpads) for m in report.models] == [("own", True)]
     assert (report.fused_layers, report.total_layers) == (LAYERS, LAYERS)
-    first, second = str(report).splitlines()
+    first, second, third = str(report).splitlines()
     assert first.startswith(
         f"{LAYERS} of {LAYERS} encoder layers run fused, padding taken out; fastbert's own"
     )
     assert "calls" not in second
+    assert f"layers 0 to {LAYERS - 1} by executor " in third
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a stock model beside it is accelerated without a warning
         beside = nn.ModuleList([model, stock("bert")])
