@@ -42,7 +42,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise, starmap
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,12 @@ from fastbert.graphs.calls import by_grid, is_usual, raise_bad_ids, unfit, unfit
 from fastbert.graphs.plans import Plan, make_plan
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
 from fastbert.graphs.staging import Rows, Stage, rows_in, words
+from fastbert.graphs.task import GraphedTask
 from fastbert.graphs.weights import Weights
 from fastbert.layers.packing import Packing, send
-from fastbert.models.base import PreTrainedModel
 from fastbert.models.bert import BertModel
 from fastbert.models.encoder import pool
+from fastbert.models.heads.task_model import TaskModel
 from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared
@@ -65,19 +66,23 @@ _TRIES = 3  # replays of one call, while another thread changes the weights
 _PLANS = 1024  # to keep
 
 
+@overload
+def graph(model: BertModel, **options: Any) -> GraphedModel: ...
+@overload
+def graph(model: TaskModel, **options: Any) -> GraphedTask: ...
 def graph(
-    model: BertModel,
+    model: BertModel | TaskModel,
     *,
     max_tokens: int = 16384,
     max_batch: int = 512,
     buckets: Sequence[int] | None = None,
     max_graphs: int = 128,
     recorder: Callable[[torch.device], Recorder | None] = recorder_for,
-) -> GraphedModel:
+) -> GraphedModel | GraphedTask:
     """The model, with its inference forward replayed from CUDA graphs that are recorded when first needed.
 
     Args:
-        model: an encoder (of a model with a head: `model.base_model`). Shared, not copied.
+        model: an encoder, or a model with a head, whose head runs after the graph. Shared, not copied.
         max_tokens: most tokens of a batch, padding not counted; the model itself computes larger batches.
         max_batch: most sequences of a batch; the model itself computes larger batches.
         buckets: sizes of a batch in tokens, ascending; the last one overrides `max_tokens`. Default:
@@ -88,12 +93,14 @@ def graph(
             default, `recorder_for`, only models on a CUDA device are recorded.
 
     Returns:
-        A `GraphedModel`, to be called like the model.
+        A `GraphedModel`, with a head a `GraphedTask`, to be called like the model.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    return GraphedModel(model, max_tokens, max_batch, buckets, max_graphs, recorder)
+    encoder = model.base_model if isinstance(model, TaskModel) else model
+    graphed = GraphedModel(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
+    return graphed if encoder is model else GraphedTask(model, graphed)
 
 
 class GraphedModel:
@@ -122,7 +129,7 @@ class GraphedModel:
         recorder: Callable[[torch.device], Recorder | None],
     ):
         if not isinstance(model, BertModel):
-            hint = "; give model.base_model, its encoder" if isinstance(model, PreTrainedModel) else ""
+            hint = ""
             if any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
                 hint = (
                     " of transformers; save it, and load that folder by fastbert.AutoModel.from_pretrained. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +29,9 @@ from fastbert.ops.packing import pack
 if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
+
+# (an encoder, what is called in its place), for the calls of this context: `fastbert.graph`
+served_by: ContextVar[tuple[nn.Module, Callable] | None] = ContextVar("served_by", default=None)
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,9 @@ class TaskModel(PreTrainedModel):
                 output.pooler_output,
             )
         first_only = self.reads_first_only and not whole
-        hidden, states, probs, inputs = encoder(**given, **asked, first_token_only=first_only, packed=True)
+        served, call = served_by.get() or (None, None)
+        call = call if served is encoder else encoder
+        hidden, states, probs, inputs = call(**given, **asked, first_token_only=first_only, packed=True)
         return Encoded(hidden, inputs, states, probs, first_only, by_modules)
 
     def _calls_modules(self) -> bool:

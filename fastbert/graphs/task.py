@@ -1,0 +1,57 @@
+"""Models with a head: the encoder's forward is replayed from CUDA graphs, then the head runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from fastbert.models.heads.task_model import TaskModel, served_by
+
+if TYPE_CHECKING:
+    from fastbert.graphs.model import GraphedModel
+
+
+class GraphedTask:
+    """A model with a head whose encoder is served by graphs; made by `fastbert.graph`.
+
+    Calls take and return what the model's calls do. What graphs cannot serve, the model computes itself.
+
+    Attributes:
+        model: the model.
+        encoder: the `GraphedModel` of its encoder, which has the counts of replays and fallbacks.
+    """
+
+    def __init__(self, model: TaskModel, encoder: GraphedModel):
+        self.model, self.encoder = model, encoder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, its encoder by a graph if one can serve."""
+        token = served_by.set((self.encoder.model, self.encoder))
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            served_by.reset(token)
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: its graphs are of this process and cannot be copied or pickled; copy or "
+            "pickle the model and call fastbert.graph again"
+        )
+
+    config = property(attrgetter("model.config"), doc="The model's.")
+    device = property(attrgetter("model.device"), doc="The model's.")
+    dtype = property(attrgetter("model.dtype"), doc="The model's.")
+    training = property(attrgetter("model.training"), doc="The model's; in training nothing is replayed.")
+    last_fallback = property(attrgetter("encoder.last_fallback"), doc="See `GraphedModel`.")
+    replays = property(attrgetter("encoder.replays"), doc="See `GraphedModel`.")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's."""
+        return self.model.parameters()
+
+    def clear(self) -> None:
+        """See `GraphedModel.clear`."""
+        self.encoder.clear()
