@@ -93,6 +93,12 @@ class Case:
     def __repr__(self) -> str:
         return f"{self.op}-{self.id}"
 
+    def named(self, shape: str, **marks: str) -> str:
+        """An id: the shape, and the mark of each option that is not at its default, such as "tail{}"."""
+        options = {name: getattr(self, name) for name in marks}
+        others = (name for name in marks if options[name] != getattr(type(self), name))
+        return "-".join([shape, *(marks[name].format(options[name]) for name in others)])
+
 
 def draws(seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Generator, Callable]:
     """(a generator of random numbers, `randn(*shape, scale=1.0)`: normal ones in the dtype on the device)."""

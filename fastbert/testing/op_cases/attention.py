@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -53,21 +53,14 @@ class AttentionCase(Case):
         lengths = self.lengths
         uniform = len(set(lengths)) == 1 and len(lengths) > 1
         shape = f"{len(lengths)}x{lengths[0]}" if uniform else "_".join(map(str, lengths))
-        options = [
-            n
-            for n in ("padded", "causal", "masked", "gate", "packed_qkv", "lse", "probs")
-            if getattr(self, n)
-        ]
-        options += [f"bias_{self.bias}"] if self.bias else []
-        options += [f"capacity{self.capacity}"] if self.capacity else []
-        options += [f"slack{self.slack}"] if self.slack else []
-        options += ["dropout"] if self.dropout_p else []
-        options += [f"sharp{self.sharpness:g}"] if self.sharpness != 1 else []
-        return "-".join([f"{shape}x{self.nheads}x{self.headdim}", *options])
+        marks = {n: n for n in ("padded", "causal", "masked", "gate", "packed_qkv", "lse", "probs")}
+        marks |= {"bias": "bias_{}", "capacity": "capacity{}", "slack": "slack{}"}
+        marks |= {"dropout_p": "dropout", "sharpness": "sharp{:g}"}
+        return self.named(f"{shape}x{self.nheads}x{self.headdim}", **marks)
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        return ("out", *(("lse",) if self.lse else ()), *(("probs",) if self.probs else ()))
+        return self._pick("out", "lse", "probs")
 
     @property
     def max_seqlen(self) -> int:
@@ -97,12 +90,9 @@ class AttentionCase(Case):
     def _bias(self, randn, g):
         if not self.bias:
             return None
-        batch, size = len(self.lengths), self.max_seqlen
-        shape = {
-            "shared": (self.nheads, size, size),
-            "sequence": (batch, self.nheads, size, size),
-            "keys": (batch, 1, 1, size),
-        }[self.bias]
+        batch, grid = len(self.lengths), (self.nheads, self.max_seqlen, self.max_seqlen)
+        shapes = {"shared": grid, "sequence": (batch, *grid), "keys": (batch, 1, 1, self.max_seqlen)}
+        shape = shapes[self.bias]
         bias = randn(*shape)
         if self.masked:
             bias = bias.masked_fill((torch.rand(shape, generator=g) < 0.25).to(bias.device), -math.inf)
@@ -119,20 +109,14 @@ class AttentionCase(Case):
     def _pick(self, out, lse, probs):
         return (out, *((lse,) if self.lse else ()), *((probs,) if self.probs else ()))
 
+    def _by(self, function, qkv, cu_seqlens, **options):
+        options |= {"causal": self.causal, "dropout_p": self.dropout_p}
+        longest = None if self.padded else self.max_seqlen
+        return function(*self._split(qkv), cu_seqlens, longest, **options)
+
     def call(self, cu_seqlens, bias, gate, seed, **qkv):
-        return attention(
-            *self._split(qkv),
-            cu_seqlens,
-            None if self.padded else self.max_seqlen,
-            causal=self.causal,
-            bias=bias,
-            gate=gate,
-            dropout_p=self.dropout_p,
-            seed=seed,
-            offset=5,
-            return_lse=self.lse,
-            return_probs=self.probs,
-        )
+        options = {"seed": seed, "offset": 5, "return_lse": self.lse, "return_probs": self.probs}
+        return self._by(attention, qkv, cu_seqlens, bias=bias, gate=gate, **options)
 
     def _keep(self, seed):
         """Dropout bits of every sequence, (batch, nheads, S, S)."""
@@ -143,22 +127,16 @@ class AttentionCase(Case):
 
     def eager(self, cu_seqlens, bias, gate, seed, **qkv):
         q, k, v = self._split(qkv)
-        if self.padded:
-            return self._pick(*self._eager_batch(q, k, v, bias, gate, self._keep(seed)))
         keep = self._keep(seed)
-        outs, lses, all_probs, start = [], [], [], 0
-        for b, n in enumerate(self.lengths):
-            rows = slice(start, start + n)
-            start += n
-            part = bias
-            if bias is not None:
-                part = (bias if bias.dim() == 3 else bias[b])[:, :n, :n]
-            out, lse, probs = self._eager_batch(
-                *(t[rows].unsqueeze(0) for t in (q, k, v)),
-                part,
-                gate,
-                None if keep is None else keep[b, :, :n, :n],
-            )
+        if self.padded:
+            return self._pick(*self._eager_batch(q, k, v, bias, gate, keep))
+        outs, lses, all_probs = [], [], []
+        for b, (start, end) in enumerate(pairwise(accumulate(self.lengths, initial=0))):
+            n = end - start
+            part = None if bias is None else (bias if bias.dim() == 3 else bias[b])[:, :n, :n]
+            kept = None if keep is None else keep[b, :, :n, :n]
+            rows = (t[start:end].unsqueeze(0) for t in (q, k, v))
+            out, lse, probs = self._eager_batch(*rows, part, gate, kept)
             outs.append(out[0])
             lses.append(lse[0])
             all_probs.append(torch.nn.functional.pad(probs[0], (0, self.max_seqlen - n) * 2))
@@ -187,17 +165,8 @@ class AttentionCase(Case):
         return out, lse, probs
 
     def oracle(self, cu_seqlens, bias, gate, seed, **qkv):
-        outputs = attention_ref(
-            *self._split(qkv),
-            cu_seqlens,
-            None if self.padded else self.max_seqlen,
-            causal=self.causal,
-            bias=bias,
-            gate=gate,
-            dropout_p=self.dropout_p,
-            keep_mask=self._keep(seed),
-        )
-        return self._pick(*outputs)
+        options = {"bias": bias, "gate": gate, "keep_mask": self._keep(seed)}
+        return self._pick(*self._by(attention_ref, qkv, cu_seqlens, **options))
 
     def floor(self, inputs, name):
         # A score of size s carries s roundings into exp; dS then multiplies by ‖dout‖‖v‖ and by ‖q‖ or ‖k‖.
@@ -224,12 +193,11 @@ class AttentionCase(Case):
         return 4 * pairs * self.nheads * self.headdim
 
     def bytes(self, dtype):
-        elements = 4 * sum(self.lengths) * self.nheads * self.headdim
         batch, size = len(self.lengths), self.max_seqlen
-        elements += {"": 0, "keys": batch * size, "shared": self.nheads * size * size}.get(
-            self.bias, batch * self.nheads * size * size
-        )
-        elements += batch * self.nheads * size * size if self.probs else 0
+        grid = self.nheads * size * size
+        of_bias = {"": 0, "keys": batch * size, "shared": grid, "sequence": batch * grid}[self.bias]
+        elements = 4 * sum(self.lengths) * self.nheads * self.headdim + of_bias
+        elements += batch * grid if self.probs else 0
         return elements * dtype.itemsize + (4 * self.nheads * self.total if self.lse else 0)
 
 
@@ -271,11 +239,9 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [AttentionCase(lengths, 12, 64, packed_qkv=True)]
 
 
 def training(lengths: tuple[int, ...]) -> list[Case]:
-    """The calls of this op in a training step of BERT-base, for sequences of these lengths."""
     plain = AttentionCase(lengths, 12, 64, packed_qkv=True, dropout_p=0.1)
     return [plain, replace(plain, bias="keys")]

@@ -29,10 +29,8 @@ class CrossEntropyCase(Case):
 
     @property
     def id(self) -> str:
-        options = [] if self.labelled == 1.0 else [f"labelled{self.labelled:g}"]
-        options += [f"smoothing{self.label_smoothing:g}"] if self.label_smoothing else []
-        options += [] if self.scale == 2.0 else [f"scale{self.scale:g}"]
-        return "-".join([f"{self.rows}x{self.classes}", *options])
+        options = {"label_smoothing": "smoothing{:g}", "scale": "scale{:g}"}
+        return self.named(f"{self.rows}x{self.classes}", labelled="labelled{:g}", **options)
 
     def inputs(self, dtype, device, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -82,5 +80,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [CrossEntropyCase(max(1, sum(lengths) * 15 // 100), 30522)]

@@ -33,12 +33,9 @@ class EmbeddingCase(Case):
 
     @property
     def id(self) -> str:
-        options = [] if self.position else ["no_position"]
-        options += [] if self.segment else ["no_segment"]
-        options += ["inputs_embeds"] if self.inputs_embeds else []
-        options += [] if self.padding_idx is None else ["padding"]
-        options += ["dropout"] if self.dropout_p else []
-        return "-".join([f"{self.tokens}x{self.vocab}x{self.hidden}", *options])
+        options = {"inputs_embeds": "inputs_embeds", "padding_idx": "padding", "dropout_p": "dropout"}
+        shape = f"{self.tokens}x{self.vocab}x{self.hidden}"
+        return self.named(shape, position="no_position", segment="no_segment", **options)
 
     def inputs(self, dtype, device, seed=0):
         g, randn = draws(seed, dtype, device)
@@ -65,9 +62,8 @@ class EmbeddingCase(Case):
         return embedding(input_ids, word, ln_weight, ln_bias, **options, seed=seed, offset=OFFSET)
 
     def _keep(self, seed):
-        return (
-            keep_mask_2d(seed, OFFSET, self.tokens, self.hidden, self.dropout_p) if self.dropout_p else None
-        )
+        shape = self.tokens, self.hidden
+        return keep_mask_2d(seed, OFFSET, *shape, self.dropout_p) if self.dropout_p else None
 
     def _sum(self, input_ids, word, position_ids, position, token_type_ids, segment, inputs_embeds, **_):
         z = inputs_embeds if word is None else F.embedding(input_ids, word, self.padding_idx)
@@ -103,9 +99,7 @@ class EmbeddingCase(Case):
     def bytes(self, dtype):
         reads = 1 + self.position + self.segment
         ids = 8 * self.tokens * (reads - self.inputs_embeds)
-        return (
-            ids + (reads + 1) * self.tokens * self.hidden * dtype.itemsize + 2 * self.hidden * dtype.itemsize
-        )
+        return ids + ((reads + 1) * self.tokens + 2) * self.hidden * dtype.itemsize
 
 
 SMALL = [
@@ -131,10 +125,8 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0)]
 
 
 def training(lengths: tuple[int, ...]) -> list[Case]:
-    """The calls of this op in a training step of BERT-base, for sequences of these lengths."""
     return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0, dropout_p=0.1)]

@@ -28,8 +28,9 @@ class FeedForwardCase(Case):
 
     @property
     def id(self) -> str:
-        options = [self.activation] + ([] if self.bias else ["no_bias"])
-        return "-".join([f"{self.rows}x{self.hidden}x{self.inner}x{self.out}", *options])
+        return self.named(
+            f"{self.rows}x{self.hidden}x{self.inner}x{self.out}-{self.activation}", bias="no_bias"
+        )
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
@@ -97,5 +98,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [FeedForwardCase(sum(lengths), 768, 3072, 768)]

@@ -33,13 +33,16 @@ class FirstAttentionCase(Case):
 
     @property
     def id(self) -> str:
-        options = [f"bias_{self.bias}"] if self.bias else []
-        options += ["gate"] if self.gate else []
-        options += [] if self.value_bias else ["no_value_bias"]
-        options += [f"tail{self.tail}"] if self.tail else []
-        options += ["cancelling"] if self.cancelling else []
-        shape = f"{len(self.lengths)}x{max(self.lengths)}x{self.nheads}x{self.head_dim}"
-        return "-".join([shape, f"total{sum(self.lengths)}", *options])
+        shape = (
+            f"{len(self.lengths)}x{max(self.lengths)}x{self.nheads}x{self.head_dim}-total{sum(self.lengths)}"
+        )
+        options = {
+            "gate": "gate",
+            "value_bias": "no_value_bias",
+            "tail": "tail{}",
+            "cancelling": "cancelling",
+        }
+        return self.named(shape, bias="bias_{}", **options)
 
     @property
     def scale(self) -> float:
@@ -49,13 +52,11 @@ class FirstAttentionCase(Case):
     def inputs(self, dtype, device, seed=0):
         g, randn = draws(seed, dtype, device)
         width, batch, longest = self.nheads * self.head_dim, len(self.lengths), max(self.lengths)
-        x, weights = (
-            randn(sum(self.lengths) + self.tail, width),
-            [randn(width, width, scale=width**-0.5) for _ in range(2)],
-        )
+        x = randn(sum(self.lengths) + self.tail, width)
+        weights = [randn(width, width, scale=width**-0.5) for _ in range(2)]
         if self.cancelling:
             # of norm 1, times 128 or -128
-            large = torch.nn.functional.normalize(torch.randn(width, generator=g), dim=0).to(device)
+            large = F.normalize(torch.randn(width, generator=g), dim=0).to(device)
             signs = torch.where(torch.rand(len(x), 1, generator=g) < 0.5, -128, 128).to(device)
             x = (x.float() + signs * large).to(dtype)
             weights = [(w.float() - torch.outer(w.float() @ large, large)).to(dtype) for w in weights]
@@ -143,5 +144,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [FirstAttentionCase(lengths, nheads=12, head_dim=64)]

@@ -27,9 +27,8 @@ def largest_x_hat(z: torch.Tensor) -> float:
     """The largest |x_hat| of rows that deviate, at least 1."""
     z = z.double()
     std, centred = z.std(-1, correction=0, keepdim=True), z - z.mean(-1, keepdim=True)
-    return max(
-        1.0, torch.where(std > 0, centred / std, 0.0).abs().nan_to_num(nan=1.0, posinf=1.0).max().item()
-    )
+    sizes = torch.where(std > 0, centred / std, 0.0).abs().nan_to_num(nan=1.0, posinf=1.0)
+    return max(1.0, sizes.max().item())
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,11 +49,8 @@ class LayerNormCase(Case):
 
     @property
     def id(self) -> str:
-        options = [n for n in ("residual", "x_bias") if getattr(self, n)]
-        options += ["dropout"] if self.dropout_p else []
-        options += [] if self.bias else ["no_bias"]
-        options += [n for n in ("half_x", "rounded") if getattr(self, n)]
-        return "-".join([f"{self.rows}x{self.hidden}", *options])
+        marks = {"residual": "residual", "x_bias": "x_bias", "dropout_p": "dropout", "bias": "no_bias"}
+        return self.named(f"{self.rows}x{self.hidden}", **marks, half_x="half_x", rounded="rounded")
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -73,18 +69,8 @@ class LayerNormCase(Case):
         }
 
     def call(self, x, weight, bias, residual, x_bias, seed):
-        return layer_norm(
-            x,
-            weight,
-            bias,
-            residual=residual,
-            x_bias=x_bias,
-            eps=1e-12,
-            dropout_p=self.dropout_p,
-            seed=seed,
-            offset=3,
-            rounded=self.rounded,
-        )
+        options = {"eps": 1e-12, "dropout_p": self.dropout_p, "offset": 3, "rounded": self.rounded}
+        return layer_norm(x, weight, bias, residual=residual, x_bias=x_bias, seed=seed, **options)
 
     def _keep(self, x, seed):
         return keep_mask_2d(seed, 3, *x.shape, self.dropout_p) if self.dropout_p else None
@@ -116,8 +102,7 @@ class LayerNormCase(Case):
             eps *= steep
         if name in ("dweight", "dbias", "dx_bias"):
             # sums over rows: a few roundings of their largest partial sum; dweight's terms have x_hat's size
-            if name == "dweight":
-                eps *= largest_x_hat(z)
+            eps *= largest_x_hat(z) if name == "dweight" else 1.0
             return 4 * eps * max(1.0, self.rows**0.5)
         return 4 * eps / (1 - self.dropout_p)
 
@@ -125,8 +110,7 @@ class LayerNormCase(Case):
         return 8 * self.rows * self.hidden
 
     def bytes(self, dtype):
-        tensors = 2 + self.residual
-        return tensors * self.rows * self.hidden * dtype.itemsize + 2 * self.hidden * dtype.itemsize
+        return ((2 + self.residual) * self.rows + 2) * self.hidden * dtype.itemsize
 
 
 SMALL = [
@@ -163,11 +147,9 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     tokens = sum(lengths)
     return [LayerNormCase(tokens, 768), LayerNormCase(tokens, 768, residual=True, x_bias=True)]
 
 
 def training(lengths: tuple[int, ...]) -> list[Case]:
-    """The calls of this op in a training step of BERT-base, for sequences of these lengths."""
     return [LayerNormCase(sum(lengths), 768, residual=True, x_bias=True, dropout_p=0.1)]

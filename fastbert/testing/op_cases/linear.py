@@ -36,10 +36,8 @@ class LinearCase(Case):
 
     @property
     def id(self) -> str:
-        options = [self.activation] if self.activation else []
-        options += [] if self.bias else ["no_bias"]
-        options += ["residual"] if self.residual else []
-        return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
+        shape = f"{self.rows}x{self.in_features}x{self.out_features}"
+        return self.named(shape, activation="{}", bias="no_bias", residual="residual")
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
@@ -110,7 +108,6 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     tokens = sum(lengths)
     return [
         LinearCase(tokens, 768, 2304),

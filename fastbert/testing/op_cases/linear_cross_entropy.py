@@ -30,11 +30,9 @@ class LinearCrossEntropyCase(Case):
 
     @property
     def id(self) -> str:
-        options = [] if self.labelled == 1.0 else [f"labelled{self.labelled:g}"]
-        options += [f"smoothing{self.label_smoothing:g}"] if self.label_smoothing else []
-        options += [] if self.bias else ["no_bias"]
-        options += [f"chunk{self.chunk_rows}"] if self.chunk_rows else []
-        return "-".join([f"{self.rows}x{self.in_features}x{self.classes}", *options])
+        options = {"label_smoothing": "smoothing{:g}", "bias": "no_bias", "chunk_rows": "chunk{}"}
+        shape = f"{self.rows}x{self.in_features}x{self.classes}"
+        return self.named(shape, labelled="labelled{:g}", **options)
 
     @property
     def count(self) -> int:
@@ -101,5 +99,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [LinearCrossEntropyCase(max(1, sum(lengths) * 15 // 100), 768, 30522)]

@@ -31,10 +31,8 @@ class LinearInt8Case(Case):
 
     @property
     def id(self) -> str:
-        options = [self.activation] if self.activation else []
-        options += [] if self.bias else ["no_bias"]
-        options += [f"offset{self.offset:g}"] if self.offset else []
-        return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
+        shape = f"{self.rows}x{self.in_features}x{self.out_features}"
+        return self.named(shape, activation="{}", bias="no_bias", offset="offset{:g}")
 
     def inputs(self, dtype, device, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -94,6 +92,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """The calls of this op of a quantised BERT-base for a batch of sequences of these lengths, in tokens."""
     calls = linear.bench(lengths)
     return [LinearInt8Case(c.rows, c.in_features, c.out_features, c.activation, c.bias) for c in calls]

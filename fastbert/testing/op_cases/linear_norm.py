@@ -34,11 +34,9 @@ class LinearNormCase(Case):
 
     @property
     def id(self) -> str:
-        options = [] if self.arrivals else ["two_launches"]
-        options += [] if self.bias else ["no_bias"]
-        options += [] if self.norm_bias else ["no_norm_bias"]
-        options += [] if self.eps == 1e-12 else [f"eps{self.eps:g}"]
-        return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
+        options = {"bias": "no_bias", "norm_bias": "no_norm_bias", "eps": "eps{:g}"}
+        shape = f"{self.rows}x{self.in_features}x{self.out_features}"
+        return self.named(shape, arrivals="two_launches", **options)
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
@@ -118,9 +116,6 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens.
-
-    Models call it for at most 256 rows: of more, the first ones are timed.
-    """
+    # models call it for at most 256 rows: of more, the first ones are timed
     rows = min(256, sum(lengths))
     return [LinearNormCase(rows, 768, 768), LinearNormCase(rows, 3072, 768)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fastbert.ops.packing import pack, pack_ref, unpack, unpack_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,28 +32,20 @@ class PackingCase(Case):
         return f"{len(self.lengths)}x{self.seqlen}x{inner}-total{sum(self.lengths)}"
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
+        _, randn = draws(seed, dtype, device)
         mask = torch.arange(self.seqlen)[None, :] < torch.tensor(self.lengths)[:, None]
-        shapes = (len(self.lengths), self.seqlen, *self.inner), (sum(self.lengths), *self.inner)
-        padded, packed = (torch.randn(*shape, generator=g).to(dtype).to(device) for shape in shapes)
-        return {
-            "padded": padded.masked_fill(
-                ~mask.to(device).view(*mask.shape, *(1,) * len(self.inner)),
-                torch.nan if dtype.is_floating_point else 1,
-            ),
-            "packed": packed,
-            "indices": mask.flatten().nonzero().flatten().to(device),
-        }
+        padded = randn(len(self.lengths), self.seqlen, *self.inner)
+        padded[~mask.to(device)] = torch.nan if dtype.is_floating_point else 1
+        packed = randn(sum(self.lengths), *self.inner)
+        return {"padded": padded, "packed": packed, "indices": mask.flatten().nonzero().flatten().to(device)}
 
     def call(self, padded, packed, indices):
         return pack(padded, indices), unpack(packed, indices, len(self.lengths), self.seqlen)
 
     def eager(self, padded, packed, indices):
-        flat = padded.flatten(0, 1)[indices]
-        out = torch.zeros(
-            len(self.lengths) * self.seqlen, *self.inner, dtype=packed.dtype, device=packed.device
-        )
-        return flat, out.index_put((indices,), packed).unflatten(0, (len(self.lengths), self.seqlen))
+        grid = len(self.lengths), self.seqlen
+        out = packed.new_zeros(math.prod(grid), *self.inner).index_put((indices,), packed)
+        return padded.flatten(0, 1)[indices], out.unflatten(0, grid)
 
     def oracle(self, padded, packed, indices):
         return pack_ref(padded, indices), unpack_ref(packed, indices, len(self.lengths), self.seqlen)
@@ -79,5 +71,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [PackingCase(lengths, (768,))]

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from fastbert.ops.pooling import MODES, pooling, pooling_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,17 +25,15 @@ class PoolingCase(Case):
 
     @property
     def id(self) -> str:
-        tail = f"-tail{self.tail}" if self.tail else ""
-        return (
-            f"{len(self.lengths)}x{max(self.lengths)}x{self.width}-total{sum(self.lengths)}-{self.mode}{tail}"
-        )
+        shape = f"{len(self.lengths)}x{max(self.lengths)}x{self.width}"
+        return self.named(f"{shape}-total{sum(self.lengths)}-{self.mode}", tail="tail{}")
 
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(sum(self.lengths) + self.tail, self.width, generator=g)
+        _, randn = draws(seed, dtype, device)
+        hidden = randn(sum(self.lengths) + self.tail, self.width)
         hidden[sum(self.lengths) :] = torch.nan
-        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-        return {"hidden": hidden.to(dtype).to(device), "cu_seqlens": ends.to(device)}
+        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return {"hidden": hidden, "cu_seqlens": ends}
 
     def call(self, hidden, cu_seqlens):
         return pooling(hidden, cu_seqlens, self.mode)
@@ -79,5 +77,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [PoolingCase(lengths, mode, 768) for mode in MODES]
