@@ -24,7 +24,7 @@ from bench.lib.report import write_atomically
 from bench.lib.roofs import TAGS, of_file
 from bench.lib.tables import table
 from fastbert.runtime import dispatch
-from fastbert.testing import known
+from fastbert.testing import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -125,7 +125,7 @@ def merge(
     results: Path = RESULTS,
     tuned: Path | None = None,
     commits: Sequence[str] = (),
-    proofs: Path = known.FOLDER,
+    proofs: Path = verdicts.FOLDER,
 ) -> list[Path]:
     """Write one JSON file per kind of file of the runs, what they tuned and proved; returns their paths.
 
@@ -400,7 +400,7 @@ def main(argv: list[str]) -> int:
         "--commit", action="append", default=[], help="of a DIR's tree, once for each, where it does not say"
     )
     merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
-    merging.add_argument("--proofs", type=Path, default=known.FOLDER, help="instead of the shipped folder")
+    merging.add_argument("--proofs", type=Path, default=verdicts.FOLDER, help="instead of the shipped folder")
     making = commands.add_parser("readme", help="the docs' tables from bench/results")
     making.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if it would change"

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from bench.lib import proven  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
 from bench.lib.report import Report  # noqa: E402
-from fastbert.testing import warmup  # noqa: E402
+from fastbert.testing import proving  # noqa: E402
 
 
 def line(row: dict) -> str:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(args.json, {"device": args.device}, None, line)
     report.data["environment"] = describe(device)
     report.save()
-    for unit, found in warmup.run(device, dtypes=(torch.bfloat16, torch.float32), seconds=args.budget):
+    for unit, found in proving.warm_up(device, dtypes=(torch.bfloat16, torch.float32), seconds=args.budget):
         report.row(proven.row_of(unit, found, device))
     return int(any(row["status"] == "failed" for row in report.data["rows"]))
 

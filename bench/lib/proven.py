@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bench.lib.roofs import TAGS
-from fastbert.testing import known, verdict_keys
+from fastbert.testing import verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import PASSED, SLOWER, Verdict
 
@@ -19,7 +19,7 @@ _CONTENT = ("source", "tuned")
 
 def row_of(unit: Unit, found: Verdict, device: torch.device) -> dict:
     """The row of a run's file: the verdict, and the key of the proof that it is, if it may be one."""
-    key = verdict_keys.proof_key_of(unit.op, unit.backend, device, unit.dtype)
+    key = verdict_keys.proof_key_of(unit, device)
     facts = {name: getattr(found, name) for name in ("outcome", "reason", "date", "seconds")}
     return {
         "step": "selfcheck",
@@ -32,7 +32,7 @@ def row_of(unit: Unit, found: Verdict, device: torch.device) -> dict:
     }
 
 
-def merge(rows: Iterable[dict], commit: str | None, folder: Path = known.FOLDER) -> list[Path]:
+def merge(rows: Iterable[dict], commit: str | None, folder: Path = verdicts.FOLDER) -> list[Path]:
     """Put the proofs of a run into the tables of their GPUs; returns the files that were written.
 
     A proof replaces the earlier one of the same kernel, GPU and compilers.
@@ -47,7 +47,7 @@ def merge(rows: Iterable[dict], commit: str | None, folder: Path = known.FOLDER)
         proven = row.get("step") == "selfcheck" and row["outcome"] in (PASSED, SLOWER)
         if proven and row["key"] and (row.get("commit") or commit):
             proof = {name: row[name] for name in ("outcome", "reason", "date", "times", "key")}
-            path = folder / known.file_of(row["key"]["device"]).name
+            path = folder / verdicts.table_of(row["key"]["device"]).name
             found.setdefault(path, []).append({"commit": row.get("commit") or commit, **proof})
     for path, proofs in found.items():
         before = json.loads(path.read_text())["proofs"] if path.is_file() else []

@@ -9,7 +9,7 @@ import torch
 from bench.lib.roofs import TAGS
 from bench.lib.turns import precision
 from fastbert.runtime import dispatch
-from fastbert.testing import warmup
+from fastbert.testing import proving
 from fastbert.testing.verdict_keys import name_of
 
 # Candidates whose ops dispatch.py serves.
@@ -29,7 +29,7 @@ def prove(device: torch.device | str) -> list[dict]:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     found = []
-    for unit, verdict in warmup.run(device, dtypes=(torch.bfloat16, torch.float32)):
+    for unit, verdict in proving.warm_up(device, dtypes=(torch.bfloat16, torch.float32)):
         facts = {"op": unit.op, "backend": unit.backend, "dtype": name_of(unit.dtype)}
         facts |= {"outcome": verdict.outcome, "reason": verdict.reason}
         found.append(facts | {"times": [time._asdict() for time in verdict.times]})

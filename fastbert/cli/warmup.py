@@ -14,7 +14,7 @@ import torch
 
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
-from fastbert.testing import serving, verdicts, warmup
+from fastbert.testing import checking, proving, serving, verdicts
 from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED, Verdict
 
@@ -52,18 +52,19 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    timeout = warmup.SECONDS if args.timeout is None else args.timeout
+    timeout = checking.SECONDS if args.timeout is None else args.timeout
     if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout {timeout}: expected a number of seconds above 0")
     dtypes = [DTYPES[name] for name in args.dtype] if args.dtype else None
     rows: list[dict[str, Any]] = []
-    where, wanted, now = verdicts.folder(), warmup.wanted(device, args.op, dtypes), _Now()
+    where, wanted, now = verdicts.folder(), proving.to_check(device, args.op, dtypes), _Now()
     if not args.json and wanted:
         print(
             f"verdicts on {device} are kept in {where}" if where else "verdicts are not kept: FASTBERT_CACHE="
         )
         print(_LINE.format("", "op", "backend", "dtype", "ms", "verdict"), flush=True)
-    for unit, found in warmup.run(device, args.op, dtypes, again=args.again, seconds=timeout, telling=now):
+    options = {"again": args.again, "seconds": timeout, "telling": now}
+    for unit, found in proving.warm_up(device, args.op, dtypes, **options):
         row = _row(unit, device, found)
         rows.append(row)
         now.clear()

@@ -1,12 +1,12 @@
 """A kernel's self-check: the error rule on a few Cases, then its times on a GPU.
 
-`check` runs it in this process. `checked` starts a process of its own for all kernels that it is asked for,
-where one that hangs or destroys the CUDA context leaves this process whole, and returns their verdicts one by
-one. After a crash or a hang, which costs one kernel, a new process checks the rest.
+`checked` starts a process of its own for all kernels that it is asked for, where one that hangs or destroys
+the CUDA context leaves this process whole, and returns their verdicts one by one. After a crash or a hang,
+which costs one kernel, a new process checks the rest. `check` runs a check in this process.
 
-That process is `python -P -m fastbert.testing.checking REQUEST`. REQUEST is JSON: {"device", "uuid", "units":
-[[op, backend, dtype, the verdict's file], …]}. What it finds is printed, a JSON object per line: first
-{"ready": true}, or {"cannot": reason}, then a verdict for each unit.
+The process of its own is `python -P -m fastbert.testing.checking REQUEST`. REQUEST is JSON: {"device",
+"uuid", "units": [[op, backend, dtype, the verdict's file], …]}. What it finds is printed, a JSON object per
+line: first {"ready": true}, or {"cannot": reason}, then a verdict for each unit.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, known, speed, verdict_keys, verdicts
-from fastbert.testing.verdict_keys import Unit, name_of
+from fastbert.testing import error_rule, speed, verdicts
+from fastbert.testing.verdict_keys import PACKAGE, Unit, key_of, name_of
 from fastbert.testing.verdicts import DIED, FAILED, KILLED, SLOWER, UNDECIDED, Verdict
 
 # A self-check that takes longer is reported by a warning: it may hang.
@@ -42,32 +41,25 @@ SLOW_SECONDS = 60.0
 TIMED = ("cuda",)
 
 
-def _key(unit: Unit, device: torch.device) -> verdict_keys.Key:
-    return verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)
-
-
 def check(unit: Unit, device: torch.device) -> Verdict:
-    """Run the self-check of a kernel now, keep its verdict on disk, and return it.
+    """Run the self-check of a kernel in this process, keep its verdict on disk, and return it.
 
     The check runs in a thread of its own, which has PyTorch's default state even where the caller is in
-    inference mode, under autocast, within a checkpoint's hooks or on a side stream. Failures of the kernel
-    are kept on disk: wrong results, a broken CUDA context, code that does not compile; and that it is
-    slower than the next backend. Other errors may be the machine's (out of memory, no C compiler): their
-    verdict is "undecided", and is not kept.
+    inference mode, under autocast, within a checkpoint's hooks or on a side stream.
 
     Raises:
         BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
         KeyboardInterrupt: the check was stopped; it may still run.
     """
-    key = _key(unit, device)
+    key = key_of(unit, device)
     what = f"the {unit.backend} kernel of {unit.op!r}"
     where = f"in {name_of(unit.dtype)} on {device}"
-    found: list[tuple[Verdict, bool]] = []
+    results: list[tuple[Verdict, bool]] = []
 
     def run() -> None:
         before = verdicts.attempt(key)
-        found.append(_found(unit, device))
-        verdicts.settle(key, before, found[0][0])
+        results.append(_found(unit, device))
+        verdicts.settle(key, before, results[0][0])
 
     thread = threading.Thread(target=run, name=f"fastbert-check-{unit.op}", daemon=True)
     thread.start()
@@ -85,9 +77,9 @@ def check(unit: Unit, device: torch.device) -> Verdict:
         # Ctrl-C: a check that is about to end may still keep its verdict
         thread.join(1.0)
         raise
-    if not found:
+    if not results:
         raise dispatch.BackendError(f"the self-check of {what} ended without a verdict")
-    verdict, lost = found[0]
+    verdict, lost = results[0]
     if lost:
         raise dispatch.BackendError(
             f"{what} broke the CUDA context of this process at its self-check {where}: {verdict.reason}. "
@@ -97,7 +89,11 @@ def check(unit: Unit, device: torch.device) -> Verdict:
 
 
 def _found(unit: Unit, device: torch.device) -> tuple[Verdict, bool]:
-    """(the verdict, whether the CUDA context is lost)."""
+    """(the verdict, whether the CUDA context is lost).
+
+    Failures of the kernel are wrong results, a broken CUDA context, code that does not compile. Other errors
+    may be the machine's (out of memory, no C compiler): their verdict is "undecided".
+    """
     begin = time.perf_counter()
     reason, outcome, times, lost = None, "", (), False
     try:
@@ -199,13 +195,10 @@ class _Worker:
 
     def __init__(self, device: torch.device, units: list[Unit], waiting: Callable[[], None]) -> None:
         self.device, self.waiting, self.pending = device, waiting, b""
-        keys = {unit: _key(unit, device) for unit in units}
-        # what was kept before its checks
-        self.before = {unit: verdicts.load(key) for unit, key in keys.items()}
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
-        rows = [[u.op, u.backend, name_of(u.dtype), verdicts.stem(key)] for u, key in keys.items()]
+        rows = [[u.op, u.backend, name_of(u.dtype), verdicts.stem(key_of(u, device))] for u in units]
         request = json.dumps({"device": str(device), "uuid": uuid_of(device), "units": rows})
-        paths = filter(None, [str(verdict_keys.PACKAGE.parent), os.environ.get("PYTHONPATH")])
+        paths = filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
         try:
             # a session of its own: the compilers that it starts end with it
             self.process = subprocess.Popen(
@@ -245,31 +238,25 @@ class _Worker:
 
     def verdict(self, unit: Unit, seconds: float) -> tuple[Verdict, bool]:
         """(the next kernel's verdict, whether the process has not ended)."""
-        key, begin, before = _key(unit, self.device), time.monotonic(), self.before[unit]
-        message, hangs = None, False
+        key, begin, problem = key_of(unit, self.device), time.monotonic(), ""
+        before = verdicts.attempt(key)
         try:
             message = self.receive(begin + seconds)
         except TimeoutError:
-            hangs = True
+            message, problem = None, f"no verdict within {seconds:.0f} s: it hangs"
         except BaseException:
             # stopped by the user: no fault of the kernel
             self.end()
             verdicts.settle(key, before)
             raise
         if message is not None:
-            found, kept = verdicts.verdict_of(message), verdicts.load(key)
-            if found.passed and kept is not None and kept.outcome in (FAILED, SLOWER):
-                # another process has found that in the meantime
-                found = kept
-            return found, not message["broken"]
-        problem = f"no verdict within {seconds:.0f} s: it hangs" if hangs else self.ended()
-        found = Verdict(problem, time.monotonic() - begin, verdicts.now())
+            return verdicts.settle(key, before, verdicts.verdict_of(message)), not message["broken"]
+        found = Verdict(problem or self.ended(), time.monotonic() - begin, verdicts.now())
         # this ends what it has started, too
-        if -self.end() in _FROM_OUTSIDE and not hangs:
+        if -self.end() in _FROM_OUTSIDE and not problem:
             deaths = 1 + (before.deaths if before else 0)
-            found = replace(found, reason=DIED, outcome=KILLED, deaths=deaths)
-        verdicts.store(key, found)
-        return found, False
+            found = Verdict(DIED, found.seconds, found.date, outcome=KILLED, deaths=deaths)
+        return verdicts.settle(key, before, found), False
 
     def receive(self, deadline: float) -> dict | None:
         """The next line; None where the process has ended. Raises TimeoutError at the deadline."""
@@ -279,14 +266,11 @@ class _Worker:
             if remaining <= 0:
                 raise TimeoutError
             ready, _, _ = select.select([reading], [], [], min(remaining, 1.0))
-            if ready:
-                chunk = os.read(reading, 1 << 16)
-                if not chunk:
-                    return None
-                self.pending += chunk
-            elif self.process.poll() is not None:
-                # what it has started may hold the pipe open
+            # what it has started may hold the pipe open after its end
+            chunk = os.read(reading, 1 << 16) if ready else b""
+            if not chunk and (ready or self.process.poll() is not None):
                 return None
+            self.pending += chunk
             self.waiting()
         line, _, self.pending = self.pending.partition(b"\n")
         return json.loads(line)
@@ -311,13 +295,12 @@ class _Worker:
 
 def uuid_of(device: torch.device) -> str:
     """What tells GPUs of the same kind apart; "" where torch does not know."""
-    if device.type != "cuda":
-        return ""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return str(getattr(facts, "uuid", ""))
 
 
 def main(request: str) -> None:
-    """Check what the request asks for."""
+    """Check what the request asks for. The process that has asked keeps the verdicts on disk."""
     wanted = json.loads(request)
     # what anything else prints is no verdict
     channel = os.fdopen(os.dup(1), "w")
@@ -328,34 +311,30 @@ def main(request: str) -> None:
 
     _end_with(os.getppid())
     device = torch.device(wanted["device"])
-    try:
-        # fails where the device admits one process only
-        torch.zeros(1, device=device).add_(1).cpu()
-    except Exception as error:
-        send({"cannot": f"{type(error).__name__}: {error}"})
-        return
-    if uuid_of(device) != wanted["uuid"]:
-        send({"cannot": f"{device} is another device there"})
-        return
     units = [Unit(op, backend, getattr(torch, dtype)) for op, backend, dtype, _ in wanted["units"]]
-    for unit, (*_, file) in zip(units, wanted["units"], strict=True):
-        own = verdicts.stem(_key(unit, device))
-        if own != file:
-            send({"cannot": f"it would check {own}"})
-            return
-    send({"ready": True})
-    for unit in units:
-        try:
-            found, broken = check(unit, device), False
-        except dispatch.BackendError as error:
-            found, broken = Verdict(str(error), date=verdicts.now(), outcome=FAILED), True
+    cannot = _why_cannot(device, wanted["uuid"], units, [file for *_, file in wanted["units"]])
+    send({"cannot": cannot} if cannot else {"ready": True})
+    for unit in [] if cannot else units:
         # the kernels that rank above it are timed beside it
-        known.found[unit, device] = found
-        send(verdicts.facts_of(found) | {"broken": broken})
+        verdicts.found[unit, device], broken = _found(unit, device)
+        send(verdicts.facts_of(verdicts.found[unit, device]) | {"broken": broken})
         if broken:
             return
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _why_cannot(device: torch.device, uuid: str, units: list[Unit], files: list[str]) -> str:
+    """Why this process cannot check the kernels for the one that has asked; "" if it can."""
+    try:
+        # fails where the device admits one process only
+        torch.zeros(1, device=device).add_(1).cpu()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if uuid_of(device) != uuid:
+        return f"{device} is another device there"
+    own = (verdicts.stem(key_of(unit, device)) for unit in units)
+    return next((f"it would check {stem}" for stem, file in zip(own, files, strict=True) if stem != file), "")
 
 
 def _end_with(parent: int) -> None:

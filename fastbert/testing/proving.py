@@ -1,11 +1,11 @@
 """Whether a GPU kernel may serve on a device: by a shipped proof, or by a self-check at its first use.
 
-`known` says what is known: by the shipped table, or from an earlier check here. A kernel of which nothing is
-known is checked at its first use in a dtype, with all others of that dtype that are due: a few tiny Cases of
-its op against the reference, then its times beside the backend that would serve without it. They are checked
-in one process of its own; where that cannot be (a GPU in exclusive mode, for example), in this process.
-During the capture of a CUDA graph no check can run, so only verdicts that are known already count. Of several
-processes, such as the ranks of a training run, one checks at a time, and the others wait for its verdict.
+A kernel of which nothing is known (`verdicts`) is checked at its first use in a dtype, with all others of
+that dtype that are due: a few tiny Cases of its op against the reference, then its times beside the backend
+that would serve without it. They are checked in one process of its own; where that cannot be (a GPU in
+exclusive mode, for example), in this process. During the capture of a CUDA graph no check can run, so only
+verdicts that are known already count. Of several processes, such as the ranks of a training run, one checks
+at a time, and the others wait for its verdict.
 
 A kernel that failed, or whose check was killed, is reported by one warning. A killed check is tried again,
 `MOST_DEATHS` times in all and only in a process of its own. A kernel that is right but slower does not serve
@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, error_rule, known, speed, verdict_keys, verdicts
-from fastbert.testing.verdict_keys import Unit, name_of
+from fastbert.testing import checking, error_rule, speed, verdicts
+from fastbert.testing.verdict_keys import Unit, key_of, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
 # How often a kernel is checked whose checks are killed.
@@ -43,27 +44,32 @@ def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype, kind
     None where no verdict is known and no check can run now. `kind` is that of the calls, such as "training":
     a kernel may be fast enough for some of an op's calls alone.
     """
-    verdict = _verdict(name, op, device, dtype)
+    verdict = _verdict(Unit(op, name, dtype), device)
     return None if verdict is None else speed.why_not(verdict, op, kind, device.type) is None
 
 
-def to_check(op: str, device_type: str) -> Iterator[tuple[str, torch.dtype]]:
-    """(backend, dtype) of every kernel of the op that must pass a self-check before it serves there.
+def to_check(
+    device: torch.device, ops: Iterable[str] | None = None, dtypes: Iterable[torch.dtype] | None = None
+) -> list[Unit]:
+    """The kernels that must pass a self-check before they serve on the device.
 
     Of two backends, the one that ranks lower comes first.
     """
-    for name in dispatch.SELF_CHECKED:
-        for dtype in dispatch.backend_module(name).DTYPES.get(op, ()):
-            if dispatch.unsupported_reason(name, op, device_type, dtype) is not None:
-                continue
-            if is_ranked(name, op, device_type, dtype):
-                yield name, dtype
+    return [
+        Unit(op, name, dtype)
+        for op in ops or dispatch.OPS
+        for name in dispatch.SELF_CHECKED
+        for dtype in dispatch.backend_module(name).DTYPES.get(op, ())
+        if (dtypes is None or dtype in dtypes)
+        and dispatch.unsupported_reason(name, op, device.type, dtype) is None
+        and is_ranked(Unit(op, name, dtype), device.type)
+    ]
 
 
-def is_ranked(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the dispatch table names the backend for any kind of call of the op."""
-    calls = (f"{op}_fwd {kind}".rstrip() for kind in dispatch.call_kinds(op, device_type))
-    return any(name in dispatch.ranking(call, device_type, dtype) for call in calls)
+def is_ranked(unit: Unit, device_type: str) -> bool:
+    """Whether the dispatch table names the kernel's backend for any kind of call of its op."""
+    calls = (f"{unit.op}_fwd {kind}".rstrip() for kind in dispatch.call_kinds(unit.op, device_type))
+    return any(unit.backend in dispatch.ranking(call, device_type, unit.dtype) for call in calls)
 
 
 def is_due(verdict: Verdict | None, device: torch.device) -> bool:
@@ -74,26 +80,25 @@ def is_due(verdict: Verdict | None, device: torch.device) -> bool:
     return verdict.outcome == KILLED and verdict.deaths < MOST_DEATHS and apart
 
 
-def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
+def _verdict(unit: Unit, device: torch.device) -> Verdict | None:
     """The verdict on a kernel, by a check if one is due; None where it is and cannot run now."""
-    unit = Unit(op, name, dtype)
-    verdict = known.found.get((unit, device))
+    verdict = verdicts.found.get((unit, device))
     if verdict is not None and _told.get((unit, device)) is verdict:
         return verdict
     only_look = dispatch.in_trial() or _capturing(device)
     with contextlib.nullcontext() if only_look else _checking:
         # another thread may have found it while this one waited
-        verdict = known.verdict(unit, device)
+        verdict = verdicts.known(unit, device)
         if is_due(verdict, device) or (verdict.outcome == KILLED and verdict.kept):
             # where it is "killed", its check may be under way elsewhere
             if only_look:
                 return None
-            with verdicts.turn(verdict_keys.key_of(op, name, device, dtype), _tell_of(device)):
+            with verdicts.turn(key_of(unit, device), _tell_of(device)):
                 # another process may have found it while this one waited
-                verdict = known.verdict(unit, device)
+                verdict = verdicts.known(unit, device)
                 if is_due(verdict, device):
                     verdict = _check(unit, device)
-        verdict = known.found.setdefault((unit, device), verdict)
+        verdict = verdicts.found.setdefault((unit, device), verdict)
         if _told.get((unit, device)) is not verdict:
             _told[unit, device] = verdict
             if not verdict.passed and verdict.outcome != SLOWER:
@@ -105,24 +110,24 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
     """Check a kernel behind those beside which it is timed, and in a process of its own all that are due."""
     wanted = [*_lower(unit, device), unit]
     if checking.possible(device) and device not in _alone:
-        others = [each for each in _due(unit.dtype, device) if each not in wanted]
+        units = dict.fromkeys([*wanted, *_due(unit.dtype, device)])
         try:
-            for each, verdict in checking.checked(device, wanted + others, waiting=_tell_of(device)):
+            for each, verdict in checking.checked(device, units, waiting=_tell_of(device)):
                 if verdict.outcome != UNDECIDED:
-                    known.found[each, device] = verdict
+                    verdicts.found[each, device] = verdict
         except checking.CannotStart:
             _alone.add(device)
     # what could not be decided there may be decided here: that process lacks memory that this one has
     for each in wanted:
-        if (each, device) not in known.found and is_due(known.verdict(each, device), device):
+        if (each, device) not in verdicts.found and is_due(verdicts.known(each, device), device):
             try:
-                known.found[each, device] = checking.check(each, device)
+                verdicts.found[each, device] = checking.check(each, device)
             except (KeyboardInterrupt, SystemExit):
                 # Ctrl-C. The check may hang, so this process does without the kernel
                 stopped = Verdict("its self-check was stopped before it ended", outcome=UNDECIDED)
-                known.found[each, device] = stopped
+                verdicts.found[each, device] = stopped
                 raise
-    return known.verdict(unit, device)
+    return verdicts.known(unit, device)
 
 
 def _lower(unit: Unit, device: torch.device) -> list[Unit]:
@@ -131,26 +136,15 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
     It is timed beside the best that passed: of those of its op that rank below it, the lowest first, or of
     the ops that models call instead.
     """
-    found: list[Unit] = []
-    for op in (*error_rule.parts(unit.op), unit.op):
-        for name, dtype in to_check(op, device.type):
-            each = Unit(op, name, dtype)
-            if each == unit:
-                break
-            if dtype == unit.dtype and is_due(known.verdict(each, device), device):
-                found.append(each)
-    return found
+    ranked = to_check(device, (*error_rule.parts(unit.op), unit.op), [unit.dtype])
+    before = takewhile(lambda each: each != unit, ranked)
+    return [each for each in before if is_due(verdicts.known(each, device), device)]
 
 
 def _due(wanted: torch.dtype, device: torch.device) -> list[Unit]:
     """The kernels of a dtype that are due, each behind those beside which it is timed."""
-    found: list[Unit] = []
-    for op in dispatch.OPS:
-        for name, dtype in to_check(op, device.type):
-            unit = Unit(op, name, dtype)
-            if dtype == wanted and is_due(known.verdict(unit, device), device):
-                found += [each for each in (*_lower(unit, device), unit) if each not in found]
-    return found
+    due = [u for u in to_check(device, dtypes=[wanted]) if is_due(verdicts.known(u, device), device)]
+    return list(dict.fromkeys(each for unit in due for each in (*_lower(unit, device), unit)))
 
 
 def _tell_of(device: torch.device) -> Callable[[float], None]:
@@ -186,3 +180,45 @@ def _warn(unit: Unit, device: torch.device, verdict: Verdict) -> None:
         RuntimeWarning,
         stacklevel=6,
     )
+
+
+def warm_up(
+    device: torch.device,
+    ops: Iterable[str] | None = None,
+    dtypes: Iterable[torch.dtype] | None = None,
+    *,
+    again: bool = False,
+    seconds: float = checking.SECONDS,
+    telling: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[Unit, Verdict]]:
+    """Run the checks that first use on a device would run; the verdicts are handed over one at a time.
+
+    Args:
+        device: the device to check on; "cuda" with its index.
+        ops, dtypes: check only these; None = all.
+        again: check also the kernels that are proven or have a verdict.
+        seconds: limit for one check.
+        telling: called with what is done now, such as "linear of triton in float32 is checked".
+    """
+    left = []
+    for unit in to_check(device, ops, dtypes):
+        if again:
+            verdicts.found.pop((unit, device), None)
+            verdicts.forget(key_of(unit, device))
+        known = None if again else verdicts.known(unit, device)
+        if is_due(known, device):
+            left.append(unit)
+        else:
+            yield unit, known
+    if not left:
+        return
+    say = lambda waited: telling(f"another process checks; waited for {waited:.0f} s")  # noqa: E731
+    with verdicts.turn(key_of(left[0], device), say):
+        try:
+            for unit, verdict in checking.checked(device, list(left), seconds=seconds, telling=telling):
+                left.remove(unit)
+                yield unit, verdict
+        except checking.CannotStart as error:
+            # the machine's fault, so nothing is kept
+            missing = Verdict(f"not checked: {error}", date=verdicts.now(), outcome=UNDECIDED)
+            yield from ((unit, missing) for unit in left)

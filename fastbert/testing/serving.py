@@ -11,9 +11,8 @@ import torch
 
 from fastbert.runtime import dispatch
 from fastbert.runtime.devices import device_of
-from fastbert.testing import known, proving, speed, verdict_keys, verdicts
-from fastbert.testing.proving import is_ranked
-from fastbert.testing.verdict_keys import Unit, name_of
+from fastbert.testing import proving, speed, verdicts
+from fastbert.testing.verdict_keys import Unit, key_of, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, Verdict
 
 UNCHECKED = "to be self-checked at first use"
@@ -25,7 +24,7 @@ class Choice:
     """One row of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no other.
 
     Attributes:
-        op: the op, or the kind of its calls that the table ranks apart, such as "linear activation".
+        op: the op, or a kind of its calls such as "linear activation".
         device: the device type.
         why: why each backend that ranks higher does not serve.
     """
@@ -62,8 +61,7 @@ class Proof:
 def choices(device: str | torch.device = "cpu") -> list[Choice]:
     """Which backend serves every op and dtype on a device now, and why the better ones do not.
 
-    Pins made by `use_backend` are not counted. A GPU kernel that has not been checked yet is reported as
-    unverified. Calls that the table ranks apart from the rest of their op have rows of their own.
+    Pins made by `use_backend` are not counted. Calls that the table ranks apart have rows of their own.
     """
     device = _with_index(device_of(device, "target"))
     return [
@@ -87,7 +85,7 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
     for name in dispatch.ranking(f"{op}_fwd {kind}".rstrip(), device.type, dtype):
         reason = dispatch.unsupported_reason(name, op, device.type, dtype)
         if reason is None and name in dispatch.SELF_CHECKED:
-            verdict = known.verdict(Unit(op, name, dtype), device)
+            verdict = verdicts.known(Unit(op, name, dtype), device)
             due = proving.is_due(verdict, device)
             reason = UNCHECKED if due else speed.why_not(verdict, op, kind, device.type)
         if reason is None:
@@ -115,15 +113,14 @@ def _proof(unit: Unit, device: torch.device) -> tuple[str, str, tuple[verdicts.T
     reason = dispatch.unsupported_reason(unit.backend, unit.op, device.type, unit.dtype)
     if reason is not None:
         return "cannot run here", reason, ()
-    verdict = known.verdict(unit, device)
-    if verdict is None or proving.is_due(verdict, device):
-        served = is_ranked(unit.backend, unit.op, device.type, unit.dtype)
+    verdict = verdicts.known(unit, device)
+    if proving.is_due(verdict, device):
+        served = proving.is_ranked(unit, device.type)
         again = "" if verdict is None else f" again: {verdict.reason}"
         return "unverified", f"checked at first use{again}" if served else UNRANKED, ()
     where, since = "here", verdict.date
     if verdict.commit:
-        gpu = verdict_keys.key_of(unit.op, unit.backend, device, unit.dtype)["device"]
-        where, since = f"on {gpu}", f"at {verdict.commit[:9]}, {verdict.date[:10]}"
+        where, since = f"on {key_of(unit, device)['device']}", f"at {verdict.commit[:9]}, {verdict.date[:10]}"
     if verdict.passed:
         state = f"{'proven' if verdict.commit else 'checked'} {where}"
         return state, since + beside(verdict, unit.op, device.type), verdict.times
@@ -132,10 +129,7 @@ def _proof(unit: Unit, device: torch.device) -> tuple[str, str, tuple[verdicts.T
 
 
 def beside(verdict: Verdict, op: str, device_type: str) -> str:
-    """The kernel's time beside the next backend's, to be put behind something; "" without times.
-
-    Where calls in training are judged apart, their time stands beside that of forward alone.
-    """
+    """The kernel's time beside the next backend's in all that is judged apart, behind a comma; or ""."""
     found = ""
     for passes in speed.judged_passes(op, device_type):
         ratio = verdicts.ratio_of(verdict.times, passes)

@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, known
+from fastbert.testing import error_rule, verdicts
 from fastbert.testing.device_time import DeviceClock, Sample
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import FORWARD, TRAINING, Time, Verdict, ratio_of
@@ -48,18 +48,24 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     A call that does not fit into the device's memory is left out.
     """
     found: list[Time] = []
-    for case, training in timed_calls(op, backend, device.type, dtype):
-        other = _next(backend, case, device, dtype, training)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            if other is not None:
-                ours, theirs = _times(case, (backend, other), device, dtype, training)
-                passes = _passes(case, training, device.type)
-                found.append(Time(case.id, passes, ours[0], other, theirs[0], ours[1], theirs[1]))
+    seen = set()
+    by_rows = any(_of_rows(word) in judged_passes(op, device.type) for word in dispatch.ROWS)
+    for lengths in (FEWEST, *SIZES) if by_rows else SIZES:
+        for case, training in _calls(op, lengths, dtype):
+            passes = TRAINING if training else passes_of(op, _kind(case, False), device.type) or FORWARD
+            other = _next(backend, case, device, dtype, training)
+            if other is None or (case.id, passes) in seen or (training and lengths is FEWEST):
+                continue
+            seen.add((case.id, passes))
+            with contextlib.suppress(torch.OutOfMemoryError):
+                (ms, host_ms), (other_ms, other_host_ms) = _times(
+                    case, (backend, other), device, dtype, training
+                )
+                found.append(Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms))
     return tuple(found)
 
 
 def _of_rows(word: str) -> str:
-    """What the forward of calls with "few" rows is called beside "forward" and "training"."""
     return f"{FORWARD} of {word} rows"
 
 
@@ -92,10 +98,9 @@ def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
     ratio = ratio_of(times, passes)
     if ratio is None or ratio <= SLOWER:
         return None
-    counted = [t for t in times if passes in ("", t.passes)]
-    others = ", ".join(dict.fromkeys(t.other for t in counted))
-    of = f" in {passes}" if passes else ""
-    return f"slower{of} than {others}: {ratio:.2f} x its time (geometric mean of {len(counted)})"
+    others = [t.other for t in times if passes in ("", t.passes)]
+    of, names = f" in {passes}" if passes else "", ", ".join(dict.fromkeys(others))
+    return f"slower{of} than {names}: {ratio:.2f} x its time (geometric mean of {len(others)})"
 
 
 def why_never(op: str, device_type: str, times: tuple[Time, ...]) -> str | None:
@@ -109,31 +114,6 @@ def why_not(verdict: Verdict, op: str, kind: str, device_type: str) -> str | Non
     """Why a kernel of that verdict may not serve a kind of the op's calls; None if it may."""
     passes = passes_of(op, kind, device_type)
     return verdict.reason or (why_slower(verdict.times, passes) if passes else None)
-
-
-def timed_calls(
-    op: str, backend: str, device_type: str, dtype: torch.dtype
-) -> Iterator[tuple[error_rule.Case, bool]]:
-    """(case, whether it is timed as in training) of all calls that the table gives to the backend."""
-    seen = set()
-    by_rows = any(_of_rows(word) in judged_passes(op, device_type) for word in dispatch.ROWS)
-    for lengths in (FEWEST, *SIZES) if by_rows else SIZES:
-        for case, training in _calls(op, lengths, dtype):
-            key = case.id, _passes(case, training, device_type)
-            if key in seen or (training and lengths is FEWEST):
-                continue
-            if backend in _ranking(case, device_type, dtype, training):
-                seen.add(key)
-                yield case, training
-
-
-def _passes(case: error_rule.Case, training: bool, device_type: str) -> str:
-    """What a time of the case counts for."""
-    return TRAINING if training else passes_of(case.op, _kind(case, False), device_type) or FORWARD
-
-
-def _ranking(case: error_rule.Case, device_type: str, dtype: torch.dtype, training: bool) -> tuple[str, ...]:
-    return dispatch.ranking(f"{case.op}_fwd {_kind(case, training)}".rstrip(), device_type, dtype)
 
 
 def _calls(op: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[error_rule.Case, bool]]:
@@ -154,7 +134,7 @@ def _next(
     A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
     """
     kind = _kind(case, training)
-    ranking = _ranking(case, device.type, dtype, training)
+    ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
     if backend not in ranking:
         return None
     if case.parts and not training:
@@ -162,7 +142,7 @@ def _next(
     for name in ranking[ranking.index(backend) + 1 :]:
         if dispatch.unsupported_reason(name, case.op, device.type, dtype) is None:
             if name in dispatch.SELF_CHECKED:
-                verdict = known.verdict(Unit(case.op, name, dtype), device)
+                verdict = verdicts.known(Unit(case.op, name, dtype), device)
                 if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:
                     continue
             both = all(dispatch.has_backward(each, case.op) for each in (backend, name))
@@ -199,14 +179,11 @@ class _DrawnThere(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(0) if device.type == "cuda" else None
+        generator = torch.Generator(device).manual_seed(0) if device.type == "cuda" else None
+        self.there = {"device": device, "generator": generator}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.randn:
-            kwargs |= {"device": self.device, "generator": self.generator}
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}) | (self.there if func is torch.randn else {}))
 
 
 def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:

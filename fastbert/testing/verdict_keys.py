@@ -1,12 +1,8 @@
 """The keys of a self-check's verdict: all that the verdict depends on.
 
-On a user's disk (`key_of`): op, backend and dtype; the device's name, compute capability and driver; the
-versions of torch, Triton and fastbert; the source of the kernel, of what it imports and of its check; the
-op's tuned configs in that dtype; options that change the kernel.
-
-In the shipped table (`proof_key_of`): op, backend and dtype; the source of the kernel alone and its tuned
-configs; the device's name and compute capability; what compiles it there. For Triton's kernels that is
-Triton's version and torch's major and minor; for CUDA's, nvcc's version and the architecture in the
+On a user's disk (`key_of`) the source is that of the kernel, of what it imports and of its check. In the
+shipped table (`proof_key_of`) it is that of the kernel alone, with what compiles it. For Triton's kernels
+that is Triton's version and torch's major and minor; for CUDA's, nvcc's version and the architecture in the
 extension. The extension knows the hash of the sources that it was built from.
 """
 
@@ -15,13 +11,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
-import importlib
 import importlib.metadata
 import json
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,8 +41,9 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Key:
+def key_of(unit: Unit, device: torch.device) -> Key:
     """All that a verdict depends on."""
+    op, backend, dtype = unit
     name, capability, driver = _device_facts(device)
     return {
         "op": op,
@@ -65,8 +61,9 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
     }
 
 
-def proof_key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Key | None:
+def proof_key_of(unit: Unit, device: torch.device) -> Key | None:
     """All that a shipped proof depends on; None where none can count, as of a kernel with options."""
+    op, backend, dtype = unit
     name, capability, _ = _device_facts(device)
     compilers = _compilers(backend, capability)
     if compilers is None or _options(op, backend):
@@ -89,28 +86,26 @@ def _compilers(backend: str, capability: str) -> Key | None:
     return {"nvcc": loader.extension.nvcc, "arch": ";".join(found or archs)}
 
 
-def _triton_module(name: str) -> Any:
-    """A module beside Triton's kernels; None where there is no Triton."""
-    try:
-        return importlib.import_module(f"fastbert.kernels.{name}")
-    except ImportError:
-        return None
-
-
 def _options(op: str, backend: str) -> str:
     """What the user has asked of the kernel."""
-    if op not in ("feed_forward", "linear") or backend not in ("triton", "cuda"):
-        return ""
-    options = _triton_module("activation")
-    if backend == "cuda":
-        from fastbert.backends.cuda import linear as options
-    return "exact gelu" if options is not None and options.EXACT_GELU else ""
+    exact = False
+    # there may be no Triton
+    with contextlib.suppress(ImportError):
+        if backend == "triton":
+            from fastbert.kernels.activation import EXACT_GELU as exact
+        elif backend == "cuda":
+            from fastbert.backends.cuda.linear import EXACT_GELU as exact
+    return "exact gelu" if exact and op in ("feed_forward", "linear") else ""
 
 
 def _tuned(op: str, backend: str, device_name: str, dtype: torch.dtype) -> str:
     """Hash of the configs in the device's table that the op's kernels use in that dtype; "" without any."""
-    tuning = _triton_module("tuning") if backend == "triton" else None
-    entries = tuning and tuning.entries(device_name, op, dtype)
+    entries = None
+    if backend == "triton":
+        with contextlib.suppress(ImportError):
+            from fastbert.kernels import tuning
+
+            entries = tuning.entries(device_name, op, dtype)
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest() if entries else ""
 
 
@@ -160,10 +155,9 @@ def _hash(files: Iterable[Path], more: str = "") -> str:
     return digest.hexdigest()
 
 
-# The files in ops/ that make the contract and the reference, where they are not the one named after the op.
+# Where they are not named after the op: the files in ops/ that make the contract and the reference, and those
+# in kernels/ that the launchers import by name, at the first launch.
 _CONTRACTS = {"attention": ("attention", "attention_grid", "attention_inputs", "attention_places")}
-# The files in kernels/ that the launchers import by name, at the first launch, where they are not named after
-# the op.
 _KERNELS = {
     "attention": ("attention", "attention_backward"),
     "linear": ("linear", "linear_backward"),
@@ -195,10 +189,9 @@ def _with_imports(starts: list[Path], package: Path) -> set[Path]:
     left = list(starts)
     while left:
         path = left.pop()
-        if path in found or not path.is_file():
-            continue
-        found.add(path)
-        left += [package.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in _imports(path)]
+        if path not in found and path.is_file():
+            found.add(path)
+            left += [package.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in _imports(path)]
     return found
 
 
@@ -211,6 +204,5 @@ def _imports(path: Path) -> tuple[str, ...]:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-    return tuple(
-        name for name in names if name.startswith(("fastbert.kernels.", "fastbert.backends.triton."))
-    )
+    rooms = "fastbert.kernels.", "fastbert.backends.triton."
+    return tuple(name for name in names if name.startswith(rooms))

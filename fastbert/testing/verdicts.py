@@ -1,14 +1,19 @@
-"""Verdicts of self-checks, kept on disk: which GPU kernels are proven on this machine, and which failed.
+"""What is known of GPU kernels: by this process, by its user's disk, or by the shipped table of proofs.
 
-One small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default `~/.cache/fastbert/self_checks`;
-if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of the verdict's key: all that the
-verdict depends on (`fastbert.testing.verdict_keys`). If anything in the key changes, there is no verdict.
+On disk it is one small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default
+`~/.cache/fastbert/self_checks`; if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of
+the verdict's key: all that the verdict depends on (`verdict_keys.key_of`). If anything in the key changes,
+there is no verdict.
+
+`proven/<gpu>.json` has the verdicts of runs on our GPUs, each with its date, commit and times, under a key of
+all that a proof depends on (`verdict_keys.proof_key_of`). A kernel that is in the table is not checked again.
+A verdict on the user's own disk overrides the table; `fastbert warmup --again` makes one.
 
 A kernel may crash the process, or hang until somebody kills it; and a healthy check may be killed with its
 job. So `attempt` writes "killed" before a check begins, and counts how often it did; the check's end replaces
-it. Who may try the kernel again, and how often, is decided in `fastbert.testing.proving`. Processes on the
-same kind of device take turns (`turn`). Where they cannot, several may check the same kernel at once; a
-failure overrides a success.
+it. Who may try the kernel again, and how often, is decided in `proving`. Processes on the same kind of device
+take turns (`turn`). Where they cannot, several may check the same kernel at once; a failure overrides a
+success.
 
 Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
 is a plain file, no link, that belongs to this user and that nobody else may write. The same holds for the
@@ -25,16 +30,20 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastbert.testing.verdict_keys import Key
+import torch
+
+from fastbert.testing.verdict_keys import Key, Unit, key_of, proof_key_of
 
 DIED = "a process ended while the kernel was being checked: it crashed, or it was killed"
 
@@ -110,7 +119,44 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-# --- where they are -----------------------------------------------------------------------------------------
+# --- what is known ------------------------------------------------------------------------------------------
+
+# The shipped tables.
+FOLDER = Path(__file__).with_name("proven")
+# Verdicts of this process's checks, and those from elsewhere that it has used.
+found: dict[tuple[Unit, torch.device], Verdict] = {}
+
+
+def known(unit: Unit, device: torch.device) -> Verdict | None:
+    """What is known of a kernel; None where nothing has been found, neither here nor elsewhere."""
+    if (unit, device) in found:
+        return found[unit, device]
+    return load(key_of(unit, device)) or _shipped(proof_key_of(unit, device))
+
+
+def table_of(device_name: str) -> Path:
+    """The shipped table of a GPU, such as "NVIDIA H200"."""
+    return FOLDER / f"{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
+
+
+def _shipped(key: Key | None) -> Verdict | None:
+    return None if key is None else _table(table_of(key["device"])).get(_text(key))
+
+
+@cache
+def _table(path: Path) -> dict[str, Verdict]:
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["proofs"]
+    both = ((_text(row["key"]), verdict_of(row)) for row in rows)
+    return {key: each for key, each in both if each is not None}
+
+
+def _text(key: Key) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+# --- the folder on disk -------------------------------------------------------------------------------------
 
 
 def folder() -> Path | None:
@@ -131,17 +177,24 @@ def folder() -> Path | None:
 def _trusted_folder() -> Path | None:
     """The folder, unless somebody else could have written what is in it."""
     where = folder()
-    if where is None:
-        return None
-    try:
-        problem = _distrust(os.lstat(where), stat.S_ISDIR)
-    except OSError:
-        # not there yet; if something else is wrong, the first write reports it
-        return where
-    if problem is not None:
-        _tell(f"{where} is ignored: it {problem}")
-        return None
+    # where it is not there yet, or something else is wrong, the first write reports it
+    with contextlib.suppress(OSError):
+        problem = where and _distrust(os.lstat(where), stat.S_ISDIR)
+        if problem:
+            _tell(f"{where} is ignored: it {problem}")
+            return None
     return where
+
+
+def _file_of(key: Key) -> Path | None:
+    where = _trusted_folder()
+    return where and where / f"{stem(key)}.json"
+
+
+def stem(key: Key) -> str:
+    """The name of the verdict's file, without its ending."""
+    digest = hashlib.sha256(_text(key).encode()).hexdigest()
+    return f"{key['op']}-{key['backend']}-{key['dtype']}-{digest[:32]}"
 
 
 def _distrust(facts: os.stat_result, kind: Callable[[int], bool]) -> str | None:
@@ -155,12 +208,6 @@ def _distrust(facts: os.stat_result, kind: Callable[[int], bool]) -> str | None:
     if facts.st_mode & 0o022:
         return f"may be written by others (mode {stat.S_IMODE(facts.st_mode):o}; chmod go-w)"
     return None
-
-
-def stem(key: Key) -> str:
-    """The name of the verdict's files, without what follows the first dot."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return f"{key['op']}-{key['backend']}-{key['dtype']}-{digest[:32]}"
 
 
 _warned = False
@@ -178,8 +225,13 @@ def _tell(problem: str) -> None:
         )
 
 
-def _cannot_keep(file: Path, error: OSError) -> None:
-    _tell(f"verdicts of self-checks cannot be kept in {file.parent} ({file.name}: {error})")
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Report by a warning that the block could not change the file."""
+    try:
+        yield
+    except OSError as error:
+        _tell(f"verdicts of self-checks cannot be kept in {path.parent} ({path.name}: {error})")
 
 
 def _make(where: Path) -> None:
@@ -195,7 +247,7 @@ def _make(where: Path) -> None:
 def _write(path: Path, data: dict[str, Any]) -> None:
     """Replace the file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
+    with _writing(path):
         _make(path.parent)
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -204,8 +256,6 @@ def _write(path: Path, data: dict[str, Any]) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        _cannot_keep(path, error)
 
 
 def _read_own(path: Path) -> dict[str, Any]:
@@ -217,13 +267,14 @@ def _read_own(path: Path) -> dict[str, Any]:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     data, problem = None, None
     try:
-        with contextlib.ExitStack() as stack:
-            descriptor = os.open(path, flags)
-            stack.callback(os.close, descriptor)
+        descriptor = os.open(path, flags)
+        try:
             problem = _distrust(os.fstat(descriptor), stat.S_ISREG)
             if problem is None:
                 with open(descriptor, "rb", closefd=False) as file:
                     data = json.loads(file.read())
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         pass  # a decoding error is a ValueError too
     except OSError as error:
@@ -233,17 +284,15 @@ def _read_own(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-# --- verdicts -----------------------------------------------------------------------------------------------
+# --- verdicts on disk ---------------------------------------------------------------------------------------
 
 
 def load(key: Key) -> Verdict | None:
     """The verdict on disk; "killed" also while a check is under way."""
-    where = _trusted_folder()
-    if where is None:
-        return None
-    data = _read_own(where / f"{stem(key)}.json")
-    found = verdict_of(data) if data.get("key") == key else None
-    return replace(found, kept=True) if found else None
+    path = _file_of(key)
+    data = _read_own(path) if path else {}
+    kept = verdict_of(data) if data.get("key") == key else None
+    return replace(kept, kept=True) if kept else None
 
 
 def facts_of(verdict: Verdict) -> dict[str, Any]:
@@ -274,35 +323,37 @@ def verdict_of(data: dict[str, Any]) -> Verdict | None:
 
 def times_of(rows: Any) -> tuple[Time, ...]:
     """The times in a JSON list of lists; those that are not such a row are left out."""
-    found = []
+    times = []
     for row in rows if isinstance(rows, list) else []:
         with contextlib.suppress(TypeError, ValueError):
             case, passes, ms, other, other_ms, *host = row
             hosts = [None if each is None else float(each) for each in host]
-            time = Time(str(case), str(passes), float(ms), str(other), float(other_ms), *hosts)
-            if 0 < time.ms < math.inf and 0 < time.other_ms < math.inf:
-                found.append(time)
-    return tuple(found)
+            one = Time(str(case), str(passes), float(ms), str(other), float(other_ms), *hosts)
+            if 0 < one.ms < math.inf and 0 < one.other_ms < math.inf:
+                times.append(one)
+    return tuple(times)
 
 
-def store(key: Key, verdict: Verdict) -> None:
-    """Keep a verdict. A success does not replace a failure that another process found in the meantime."""
-    where = _trusted_folder()
-    found = load(key) if verdict.passed else None
-    stands = found is not None and not found.passed and found.outcome != KILLED
-    if where is not None and not stands:
-        _write(where / f"{stem(key)}.json", facts_of(verdict) | {"key": key})
+def store(key: Key, verdict: Verdict) -> Verdict:
+    """Keep a verdict, unless it is a success and another process has found a failure in the meantime.
+
+    Returns the one that counts.
+    """
+    path = _file_of(key)
+    kept = load(key) if verdict.passed else None
+    if kept is not None and kept.outcome in (FAILED, SLOWER):
+        return kept
+    if path is not None:
+        _write(path, facts_of(verdict) | {"key": key})
+    return verdict
 
 
 def forget(key: Key) -> None:
     """Drop the verdict, so that the kernel is checked anew."""
-    where = _trusted_folder()
-    if where is not None:
-        path = where / f"{stem(key)}.json"
-        try:
+    path = _file_of(key)
+    if path is not None:
+        with _writing(path):
             path.unlink(missing_ok=True)
-        except OSError as error:
-            _cannot_keep(path, error)
 
 
 def attempt(key: Key) -> Verdict | None:
@@ -313,14 +364,18 @@ def attempt(key: Key) -> Verdict | None:
     return before
 
 
-def settle(key: Key, before: Verdict | None, verdict: Verdict | None = None) -> None:
-    """Keep what a check has found; where it decided nothing, what was there before it."""
+def settle(key: Key, before: Verdict | None, verdict: Verdict | None = None) -> Verdict | None:
+    """Keep what a check has found; where it decided nothing, what was there before it.
+
+    Returns the verdict that counts: `verdict`, or a failure that another process has found.
+    """
     if verdict is not None and verdict.outcome != UNDECIDED:
-        store(key, verdict)
-    elif before is not None:
+        return store(key, verdict)
+    if before is not None:
         store(key, before)
     else:
         forget(key)
+    return verdict
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -342,12 +397,12 @@ def turn(key: Key, waiting: Callable[[float], None] = lambda seconds: None) -> I
         # Windows has no fcntl; and where a file cannot be made, the first write of a verdict says so
         with contextlib.suppress(ImportError, OSError):
             if where is not None:
-                stack.callback(os.close, _locked(where, key, waiting))
+                _lock(where, key, waiting, stack)
         yield
 
 
-def _locked(where: Path, key: Key, waiting: Callable[[float], None]) -> int:
-    """An open file, which is locked unless another process has held it for `TURN_SECONDS`."""
+def _lock(where: Path, key: Key, waiting: Callable[[float], None], stack: contextlib.ExitStack) -> None:
+    """Lock a file until the stack ends, unless another process holds it for `TURN_SECONDS`."""
     import fcntl
 
     device = hashlib.sha256(f"{key['device']} {key['capability']}".encode()).hexdigest()[:16]
@@ -355,17 +410,11 @@ def _locked(where: Path, key: Key, waiting: Callable[[float], None]) -> int:
     # beside the folder, in which files are verdicts
     path = where.with_name(f"{where.name}-{device}.turn")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    stack.callback(os.close, descriptor)
     begin = time.monotonic()
-    try:
-        while (waited := time.monotonic() - begin) < TURN_SECONDS:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waiting(waited)
-                time.sleep(_TURN_POLL_SECONDS)
-    except BaseException:
-        # Ctrl-C
-        os.close(descriptor)
-        raise
-    return descriptor
+    while (waited := time.monotonic() - begin) < TURN_SECONDS:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting(waited)
+            time.sleep(_TURN_POLL_SECONDS)

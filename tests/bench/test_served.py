@@ -8,7 +8,7 @@ import torch
 from bench.gpu import precompile
 from bench.lib import served
 from fastbert.runtime import dispatch
-from fastbert.testing import warmup
+from fastbert.testing import proving
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Time, Verdict
 from tests.support.triton_fixtures import interpreted
@@ -74,7 +74,7 @@ def test_every_kernel_is_checked_before_anything_is_timed(monkeypatch):
         times = (Time("5x96", "forward", 1.0, "aten", 2.0),)
         yield Unit("linear", "triton", torch.bfloat16), Verdict(None, times=times)
 
-    monkeypatch.setattr(warmup, "run", run)
+    monkeypatch.setattr(proving, "warm_up", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     (row,) = served.prove("cuda")
     assert asked == [(torch.device("cuda", 1), None, {torch.bfloat16, torch.float32})]
@@ -116,8 +116,6 @@ def test_what_is_compiled_ahead_is_what_a_gpu_runs(unit, monkeypatch):
 
 
 def test_on_a_gpu_tritons_kernels_serve_unchecked():
-    from fastbert.testing import proving
-
     with precompile.unproven(torch.device("cuda", 0)):
         facts = "attention", torch.device("cuda", 0), torch.bfloat16, "training"
         assert proving.is_proven("triton", *facts)

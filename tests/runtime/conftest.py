@@ -3,7 +3,7 @@
 import pytest
 
 from fastbert.runtime import dispatch
-from fastbert.testing import known, proving, verdicts
+from fastbert.testing import proving, verdicts
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def clean_tables(tmp_path, monkeypatch):
     """Drop verdicts and resolved launchers after each test."""
     monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(verdicts, "_warned", False)
-    monkeypatch.setattr(known, "found", {})
+    monkeypatch.setattr(verdicts, "found", {})
     monkeypatch.setattr(proving, "_alone", set())
     dispatch._resolved.clear()
     yield

@@ -14,7 +14,8 @@ from fastbert.backends import aten, cpu, reference
 from fastbert.ops.layer_norm import LayerNormInputs, layer_norm, storage_dtype
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, error_rule, known, proving, serving, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, proving, serving, verdict_keys, verdicts
+from fastbert.testing.verdict_keys import Unit
 from tests.support.fake_backends import fake_backend, run
 
 pytestmark = pytest.mark.usefixtures("clean_tables")
@@ -88,7 +89,7 @@ def counted(monkeypatch):
 
 def next_process():
     """Forget everything that a new process would not know: only the disk counts."""
-    known.found.clear()
+    verdicts.found.clear()
     proving._alone.clear()
     dispatch._resolved.clear()
 
@@ -243,7 +244,7 @@ def test_a_check_runs_whatever_state_the_caller_is_in(monkeypatch):
     assert states
     assert set(states) == {(False, False, False)}
     next_process()
-    verdicts.forget(verdict_keys.key_of("layer_norm", "triton", torch.device("cpu"), torch.float32))
+    verdicts.forget(verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), torch.device("cpu")))
     states.clear()
     w.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
@@ -375,7 +376,7 @@ def test_a_stopped_wait_leaves_the_death_of_a_hanging_kernel(monkeypatch):
         patched.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
-    key = verdict_keys.key_of("layer_norm", "triton", torch.device("cpu"), torch.float32)
+    key = verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), torch.device("cpu"))
     assert (verdicts.load(key).outcome, verdicts.load(key).deaths) == ("killed", 1)
     run()  # by another backend, without a second check that would hang too
     line = next(c for c in serving.choices("cpu") if c.op == "layer_norm" and c.dtype == "float32")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from fastbert.runtime import dispatch
-from fastbert.testing import known, triton_interpreter
+from fastbert.testing import triton_interpreter, verdicts
 from tests.support.triton_sanitizer import lazy_rows
 
 DEVICE = triton_interpreter.device()
@@ -62,7 +62,7 @@ def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> No
     """Make these the backends of `op` on this device, best first, and forget all verdicts."""
     monkeypatch.setitem(dispatch.TABLE[DEVICE.type], op, backends)
     monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(known, "found", {})
+    monkeypatch.setattr(verdicts, "found", {})
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType, name: str) -> list[str]:

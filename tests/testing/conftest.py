@@ -7,7 +7,7 @@ import pytest
 
 from fastbert.backends import aten
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, known, proving, verdicts
+from fastbert.testing import checking, proving, verdicts
 from tests.support.fake_backends import fake_backend
 from tests.support.planted_kernel import FLOATS
 
@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(known, "found", {})
+    monkeypatch.setattr(verdicts, "found", {})
     monkeypatch.setattr(proving, "_alone", set())
     monkeypatch.setattr(dispatch, "_resolved", {})
 

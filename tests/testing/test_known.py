@@ -11,8 +11,7 @@ import torch
 
 from bench.lib import proven
 from fastbert.runtime import dispatch, loader
-from fastbert.testing import checking, error_rule, known, proving, serving, speed, verdict_keys, verdicts
-from fastbert.testing import warmup as warm
+from fastbert.testing import checking, error_rule, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
 from tests.support.fake_backends import fake_backend, run
@@ -27,21 +26,21 @@ TIMES = [["5x96", "forward", 1.0, "aten", 2.0], ["5x96", "training", 3.0, "aten"
 @pytest.fixture
 def table(nothing_known, tmp_path, monkeypatch):
     """A function that ships a verdict on layer_norm; a kernel that runs before it serves fails the test."""
-    monkeypatch.setattr(known, "FOLDER", tmp_path)
-    known._table.cache_clear()
+    monkeypatch.setattr(verdicts, "FOLDER", tmp_path)
+    verdicts._table.cache_clear()
     monkeypatch.setattr(checking, "DEVICES", ("cpu",))
     monkeypatch.setattr(checking, "checked", lambda *args, **options: pytest.fail("checked"))
     monkeypatch.setattr(error_rule, "self_check", lambda *args: pytest.fail("checked"))
     fake_backend(monkeypatch)
 
     def ship(outcome="passed", reason=None, times=(), **changes):
-        key = verdict_keys.proof_key_of("layer_norm", "triton", CPU, torch.float32) | changes
+        key = verdict_keys.proof_key_of(Unit("layer_norm", "triton", torch.float32), CPU) | changes
         row = {"step": "selfcheck", "outcome": outcome, "reason": reason, "date": "2026-11-27T18:40:30Z"}
         proven.merge([row | {"times": times, "key": key}], COMMIT, tmp_path)
-        known._table.cache_clear()
+        verdicts._table.cache_clear()
 
     yield ship
-    known._table.cache_clear()
+    verdicts._table.cache_clear()
 
 
 def served_by(kind=""):
@@ -66,7 +65,7 @@ def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
     table(times=TIMES)
     assert served_by() == "triton"
     assert served_by("training") == "aten"
-    ((unit, found),) = warm.run(CPU, dtypes=[torch.float32])
+    ((unit, found),) = proving.warm_up(CPU, dtypes=[torch.float32])
     assert serving.beside(found, unit.op, "cpu") == (
         ", forward 0.50 x the time of aten, training 1.50 x the time of aten (does not serve)"
     )
@@ -83,15 +82,15 @@ def test_another_kernel_is_timed_beside_it(table, monkeypatch):
 def test_a_proof_of_anything_else_does_not_count(table):
     for part in ("source", "tuned", "device", "capability", "triton", "torch", "dtype"):
         table(**{part: "another"})
-        assert known.verdict(LAYER_NORM, CPU) is None, part
+        assert verdicts.known(LAYER_NORM, CPU) is None, part
 
 
 def test_a_verdict_of_this_machine_overrides_the_table(table):
     table("slower", "slower than aten: 2.00 x its time")
-    key = verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32)
+    key = verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), CPU)
     for reason in (None, "wrong"):
         verdicts.store(key, Verdict(reason))
-        found = known.verdict(LAYER_NORM, CPU)
+        found = verdicts.known(LAYER_NORM, CPU)
         assert (found.reason, found.kept, found.commit) == (reason, True, "")
 
 
@@ -103,10 +102,10 @@ def test_again_checks_a_proven_kernel(table, monkeypatch):
         "checked",
         lambda device, units, **_: asked.extend(units) or [(LAYER_NORM, Verdict("wrong"))],
     )
-    assert [verdict.passed for _, verdict in warm.run(CPU, dtypes=[torch.float32])] == [True]
-    assert asked == []
-    assert [verdict.passed for _, verdict in warm.run(CPU, dtypes=[torch.float32], again=True)] == [False]
-    assert asked == [LAYER_NORM]
+    for again in (False, True):
+        ((_, verdict),) = proving.warm_up(CPU, dtypes=[torch.float32], again=again)
+        assert verdict.passed is not again
+        assert asked == [LAYER_NORM] * again
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def test_a_wheel_knows_the_sources_of_its_cuda_kernels(monkeypatch):
     def key(op="linear", **changes):
         monkeypatch.setattr(loader, "extension", SimpleNamespace(**(built | changes)))
         verdict_keys.kernel_hash.cache_clear()
-        return verdict_keys.proof_key_of(op, "cuda", GPU, torch.bfloat16)
+        return verdict_keys.proof_key_of(Unit(op, "cuda", torch.bfloat16), GPU)
 
     found = key()
     assert (found["nvcc"], found["arch"]) == ("13.0", "90a")
@@ -140,11 +139,11 @@ def test_a_wheel_knows_the_sources_of_its_cuda_kernels(monkeypatch):
 # --- the tables ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(known.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(verdicts.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_a_shipped_table_says_when_and_what(path):
     data = json.loads(path.read_text())
-    assert known.file_of(data["device"]) == path
-    assert len(known._table(path)) == len(data["proofs"]) > 0
+    assert verdicts.table_of(data["device"]) == path
+    assert len(verdicts._table(path)) == len(data["proofs"]) > 0
     for row in data["proofs"]:
         assert row["key"]["device"] == data["device"]
         assert len(row["commit"]) == 40
@@ -195,7 +194,7 @@ def test_what_is_known_of_each_kernel(table, monkeypatch):
         ("pooling", torch.float32, Verdict("died", outcome="killed", deaths=1)),
         ("pooling", torch.bfloat16, Verdict("died", date="2026-01-01", outcome="killed", deaths=3)),
     ):
-        verdicts.store(verdict_keys.key_of(op, "triton", GPU, dtype), verdict)
+        verdicts.store(verdict_keys.key_of(Unit(op, "triton", dtype), GPU), verdict)
     rows = {f"{p.op} {p.dtype} {p.backend}": p for p in serving.proofs(GPU)}
     expected = {
         "layer_norm float32 triton": ("proven", "at 012345678, 2026-11-27, forward 0.50 x the time of aten"),

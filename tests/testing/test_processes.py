@@ -16,7 +16,7 @@ import torch
 from fastbert.backends import aten
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, known, proving, serving, verdict_keys, verdicts
+from fastbert.testing import checking, proving, serving, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
 from tests.support.fake_backends import fake_backend, run
@@ -38,7 +38,7 @@ def inside(monkeypatch):
 
 
 def next_process():
-    known.found.clear()
+    verdicts.found.clear()
     dispatch._resolved.clear()
 
 
@@ -47,7 +47,7 @@ def served_by(dtype=torch.float32):
 
 
 def key(dtype=torch.float32):
-    return verdict_keys.key_of("layer_norm", "triton", CPU, dtype)
+    return verdict_keys.key_of(Unit("layer_norm", "triton", dtype), CPU)
 
 
 @pytest.mark.sweep
@@ -152,7 +152,7 @@ def test_one_process_checks_all_kernels_of_the_dtype(two_ops, fake, monkeypatch)
     assert checks == []
     assert served_by() == served_by(torch.bfloat16) == "triton"
     next_process()
-    verdicts.store(verdict_keys.key_of("linear", "triton", CPU, torch.float32), Verdict(None))
+    verdicts.store(verdict_keys.key_of(Unit("linear", "triton", torch.float32), CPU), Verdict(None))
     verdicts.attempt(key())  # killed once, so it is due
     run()
     assert asked(path)[2:] == [[["layer_norm", "triton", "float32"]]]
@@ -259,16 +259,15 @@ def test_what_it_has_found_counts_for_the_next_kernel_without_a_folder(monkeypat
     """Which is timed beside it."""
     monkeypatch.setenv("FASTBERT_CACHE", "")
     seen = []
-    monkeypatch.setattr(
-        checking, "check", lambda *args: seen.append(known.verdict(LAYER_NORM, CPU)) or Verdict(None)
-    )
+    found = lambda *args: (seen.append(verdicts.known(LAYER_NORM, CPU)) or Verdict(None), False)  # noqa: E731
+    monkeypatch.setattr(checking, "_found", found)
     assert answer(count=2)[0] == '{"ready": true}'
     assert [each and each.passed for each in seen] == [None, True]
 
 
 def test_another_gpu_or_other_sources_are_not_checked_instead(monkeypatch, answer):
     """What it sees may be another device of the same name, or another tree."""
-    monkeypatch.setattr(checking, "check", lambda *args: pytest.fail("checked"))
+    monkeypatch.setattr(checking, "_found", lambda *args: pytest.fail("checked"))
     assert answer(uuid="GPU-1") == ['{"cannot": "cpu is another device there"}']
     stem = verdicts.stem(key())
     monkeypatch.setattr(verdicts, "stem", lambda key, real=[stem, "its own"]: real.pop(0))

@@ -13,7 +13,7 @@ from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, error_rule, known, proving, serving, speed, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.device_time import Sample
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
 from fastbert.testing.op_cases.linear import LinearCase
@@ -62,7 +62,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(speed, "SIZES", ((2,), (3, 4), (8,)))
     monkeypatch.setattr(speed, "SAMPLES", 1)
     monkeypatch.setattr(speed, "DeviceClock", lambda: clock)
-    monkeypatch.setattr(known, "found", {})
+    monkeypatch.setattr(verdicts, "found", {})
     monkeypatch.setattr(dispatch, "_resolved", {})
     for name in ("layer_norm_fwd", "layer_norm_bwd"):
         monkeypatch.setattr(aten, name, clock.lasting(REAL[name], 1e-3))
@@ -71,7 +71,7 @@ def clock(monkeypatch):
 
 def next_process():
     """Only the verdicts on disk are known."""
-    known.found.clear()
+    verdicts.found.clear()
     dispatch._resolved.clear()
 
 
@@ -80,7 +80,7 @@ def serving_now(call="layer_norm_fwd"):
 
 
 def verdict_of(name, op="layer_norm"):
-    return verdicts.load(verdict_keys.key_of(op, name, CPU, torch.float32))
+    return verdicts.load(verdict_keys.key_of(Unit(op, name, torch.float32), CPU))
 
 
 def planted(monkeypatch, clock, forward, backward):
@@ -173,7 +173,7 @@ def test_every_kernel_of_a_gpu_has_something_to_time(monkeypatch):
     monkeypatch.setattr(triton, "available", lambda device_type: None)
     gpu, other = torch.device("cuda", 0), speed._next
     for op in dispatch.OPS:
-        for backend, dtype in proving.to_check(op, "cuda"):
+        for _, backend, dtype in proving.to_check(gpu, [op]):
             calls = speed._calls(op, (128,), dtype)
             passes = {training for case, training in calls if other(backend, case, gpu, dtype, training)}
             trains = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
@@ -234,7 +234,7 @@ def test_a_process_of_its_own_checks_the_lower_kernel_first(monkeypatch, clock):
     due = proving._due(torch.float32, CPU)
     assert due[:2] == [lower, unit]
     assert due.count(lower) == 1
-    verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(None))
+    verdicts.store(verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), CPU), Verdict(None))
     assert proving._due(torch.float32, CPU)[0] == unit
 
 
@@ -455,7 +455,7 @@ def test_what_an_op_stands_for_is_checked_before_it(monkeypatch, clock):
     monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
     unit, norm = (Unit(op, "triton", torch.float32) for op in ("linear_norm", "layer_norm"))
     assert (proving._lower(unit, CPU), proving._lower(norm, CPU)) == ([norm], [])
-    verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(None))
+    verdicts.store(verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), CPU), Verdict(None))
     assert proving._lower(unit, CPU) == []
 
 

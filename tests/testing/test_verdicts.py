@@ -23,11 +23,13 @@ import pytest
 import torch
 
 from fastbert.testing import verdict_keys, verdicts
+from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Time, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-KEY = verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32)
+KEY = verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), CPU)
+PASSED = Verdict(None)
 
 
 def files(folder):
@@ -103,7 +105,7 @@ def test_exact_gelu_has_verdicts_of_its_own(monkeypatch, backend, module):
     for exact in (False, True):
         monkeypatch.setattr(options, "EXACT_GELU", exact)
         ops = "linear", "feed_forward", "packing"
-        keys.append([verdict_keys.key_of(op, backend, CPU, torch.float32) for op in ops])
+        keys.append([verdict_keys.key_of(Unit(op, backend, torch.float32), CPU) for op in ops])
     assert [a != b for a, b in zip(*keys, strict=True)] == [True, True, False]
 
 
@@ -125,7 +127,7 @@ def test_a_failure_stands_before_a_success():
     for first, second in ((Verdict("wrong"), Verdict(None)), (Verdict(None), Verdict("wrong"))):
         verdicts.forget(KEY)
         verdicts.store(KEY, first)
-        verdicts.store(KEY, second)
+        assert verdicts.store(KEY, second).reason == "wrong"
         assert verdicts.load(KEY).reason == "wrong"
 
 
@@ -229,7 +231,7 @@ def test_where_verdicts_are_kept(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("FASTBERT_CACHE", "~nobody-of-that-name/kept")
     with pytest.warns(RuntimeWarning, match=r"FASTBERT_CACHE=~nobody-of-that-name/kept is ignored") as caught:
-        assert verdicts.folder() is verdicts.load(KEY) is verdicts.store(KEY, Verdict(None)) is None
+        assert [verdicts.folder(), verdicts.load(KEY), verdicts.store(KEY, PASSED)] == [None, None, PASSED]
     assert len(caught) == 1
 
 

@@ -11,7 +11,8 @@ from fastbert.cli import env as cli_env
 from fastbert.cli import main as cli
 from fastbert.cli import warmup as cli_warmup
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, proving, serving, verdict_keys, verdicts, warmup
+from fastbert.testing import checking, proving, serving, verdict_keys, verdicts
+from fastbert.testing.verdict_keys import Unit
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -33,7 +34,7 @@ def run(capsys):
 
 
 def key(dtype):
-    return verdict_keys.key_of("layer_norm", "triton", CPU, dtype)
+    return verdict_keys.key_of(Unit("layer_norm", "triton", dtype), CPU)
 
 
 def rows(report):
@@ -56,7 +57,7 @@ def test_what_a_gpu_needs(monkeypatch):
 
     for module in (triton, cuda):
         monkeypatch.setattr(module, "available", lambda device_type: None)
-    found, units = {}, warmup.wanted(torch.device("cuda", 0))
+    found, units = {}, proving.to_check(torch.device("cuda", 0))
     for op, _, dtype in units:
         found.setdefault(op, set()).add(dtype)
     wanted = list(dict.fromkeys((op, backend) for op, backend, _ in units))
@@ -69,7 +70,7 @@ def test_what_a_gpu_needs(monkeypatch):
     assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
     assert found["packing"] == set(triton.DTYPES["packing"])
     assert "linear_int8" not in found
-    (only,) = warmup.wanted(torch.device("cuda", 0), ["embedding"], [torch.float16])
+    (only,) = proving.to_check(torch.device("cuda", 0), ["embedding"], [torch.float16])
     assert only == ("embedding", "triton", torch.float16)
     for module, why in ((triton, "Triton is not installed"), (cuda, "was built without CUDA")):
         monkeypatch.setattr(module, "available", lambda device_type, why=why: why)
@@ -165,7 +166,7 @@ def test_a_slower_kernel_is_no_failure_and_its_times_are_shown(planted, run, fak
 def test_a_process_that_never_reaches_a_kernel(planted, run, fake, monkeypatch, cache):
     fake("time.sleep(600)")
     monkeypatch.setattr(checking, "START_SECONDS", 1.0)
-    found = list(warmup.run(CPU))
+    found = list(proving.warm_up(CPU))
     assert [verdict.reason for _, verdict in found] == ["not checked: it has not begun within 1 s"] * 3
     fake("sys.exit('no such module')")
     report = rows(run("warmup", "--device", "cpu", "--json", status=1))
@@ -182,8 +183,8 @@ def test_cuda_without_an_index_is_the_current_gpu(run, monkeypatch):
     devices = []
     monkeypatch.setattr(cli_warmup, "device_of", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(warmup, "wanted", lambda *a: [])
-    monkeypatch.setattr(warmup, "run", lambda device, *a, **k: devices.append(device) or iter(()))
+    monkeypatch.setattr(proving, "to_check", lambda *a: [])
+    monkeypatch.setattr(proving, "warm_up", lambda device, *a, **k: devices.append(device) or iter(()))
     run("warmup", "--json")
     assert devices == [torch.device("cuda", 3)]
 

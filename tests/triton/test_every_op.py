@@ -11,7 +11,7 @@ import torch
 from fastbert import testing
 from fastbert.backends import triton as backend
 from fastbert.runtime import dispatch
-from fastbert.testing import known
+from fastbert.testing import verdicts
 from fastbert.testing.error_rule import evaluate
 from tests.support.launchers import embedding_fwd, layer_norm_bwd, layer_norm_fwd
 from tests.support.triton_fixtures import (
@@ -271,8 +271,8 @@ def test_the_table_serves_the_same_bits_each_time(op, monkeypatch, checked_memor
     before = {name: t.clone() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
     y = case.call(**inputs)
     douts = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
-    assert known.found
-    assert all(verdict.passed for verdict in known.found.values())
+    assert verdicts.found
+    assert all(verdict.passed for verdict in verdicts.found.values())
     launches = checked_memory.launches
     trained = op not in dispatch.INFERENCE_ONLY
     assert_repeats(
