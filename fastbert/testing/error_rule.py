@@ -1,8 +1,7 @@
-"""Cases and the error rule: one definition of "correct", shared by the tests, `fastbert verify`, the
-benchmarks and the self-check that a GPU kernel must pass before it serves.
+"""The error rule, which says what "correct" means.
 
-The error rule. The same thing is computed (a) in float64 by the reference, (b) by plain eager PyTorch in the
-dtype under test, (c) by the backend under test. Then
+The same thing is computed (a) in float64 by the reference, (b) by plain eager PyTorch in the dtype under
+test, (c) by the backend under test. Then
   - half precision: max error of (c) <= max error of (b) + one rounding step of the output; mean error <= 1.0
     x (b)'s, unless the errors vary so much that the difference of the means may be chance;
   - float32 and float64: max error of (c) <= max error of (b) + the case's conditioning floor;
@@ -42,7 +41,10 @@ class Case:
 
     Attributes:
         op: the op's name.
-        id: shapes and options for test and bench ids, such as "8x512x768-residual".
+        id: shape and options for test and bench ids, such as "8x512x768-residual".
+        shape: the id without options, a format of the case.
+        marks: for each option that the id names where it is not at its default, "option=format of its value",
+            or the option alone where it is its own mark.
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
         kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
@@ -54,9 +56,20 @@ class Case:
     kind: str = ""
     ranked_rows: int | None = None
     parts: ClassVar[tuple[str, ...]] = ()
-    id: str
+    shape: ClassVar[str]
+    marks: ClassVar[str] = ""
     grad_inputs: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ("y",)
+
+    @property
+    def id(self) -> str:
+        """Such as "8x512x768-residual"."""
+        parts = [self.shape.format(self)]
+        for option, _, mark in (each.partition("=") for each in self.marks.split()):
+            value = getattr(self, option)
+            if value != getattr(type(self), option):
+                parts.append((mark or option).format(value))
+        return "-".join(parts)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         """Keyword arguments of `call`, `eager` and `oracle`; floating tensors in `dtype`."""
@@ -92,12 +105,6 @@ class Case:
 
     def __repr__(self) -> str:
         return f"{self.op}-{self.id}"
-
-    def named(self, shape: str, **marks: str) -> str:
-        """An id: the shape, and the mark of each option that is not at its default, such as "tail{}"."""
-        options = {name: getattr(self, name) for name in marks}
-        others = (name for name in marks if options[name] != getattr(type(self), name))
-        return "-".join([shape, *(marks[name].format(options[name]) for name in others)])
 
 
 def draws(seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Generator, Callable]:
@@ -247,10 +254,8 @@ def run_case(
     with torch.no_grad():
         shapes = case.oracle(**with_grad(inputs, (), torch.float64))
     shapes = shapes if isinstance(shapes, tuple) else (shapes,)
-    generator = torch.Generator().manual_seed(seed + 1)
-    douts = [
-        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for o in shapes
-    ]
+    options = {"generator": torch.Generator().manual_seed(seed + 1), "dtype": torch.float64}
+    douts = [torch.randn(o.shape, **options).to(dtype).to(device) for o in shapes]
     oracle = evaluate(case.oracle, case, inputs, torch.float64, backward, douts)
     eager = evaluate(case.eager, case, inputs, None, backward, douts)
     with pin(**{case.op: backend}):
@@ -293,11 +298,6 @@ def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
 def training_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
     """The cases that a training step of BERT-base needs of an op, with its dropout, for such a batch."""
     return list(getattr(_module(op), "training", _module(op).bench)(lengths))
-
-
-def parts(op: str) -> tuple[str, ...]:
-    """The ops that models call where no kernel of `op` serves; () where they call `op` itself."""
-    return bench_cases(op, (128,))[0].parts
 
 
 def verify(

@@ -136,7 +136,8 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
     It is timed beside the best that passed: of those of its op that rank below it, the lowest first, or of
     the ops that models call instead.
     """
-    ranked = to_check(device, (*error_rule.parts(unit.op), unit.op), [unit.dtype])
+    parts = error_rule.bench_cases(unit.op, (128,))[0].parts
+    ranked = to_check(device, (*parts, unit.op), [unit.dtype])
     before = takewhile(lambda each: each != unit, ranked)
     return [each for each in before if is_due(verdicts.known(each, device), device)]
 

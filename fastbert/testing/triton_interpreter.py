@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -25,11 +26,16 @@ def choose() -> bool:
             raise RuntimeError("triton_interpreter.choose() must run before anything imports Triton")
         os.environ["TRITON_INTERPRET"] = "1"
     if interpreting():
-        patch_bfloat16()
-        launch_in_turns()
-        patch_language_once()
-        remember_types()
+        _patch()
     return interpreting()
+
+
+@cache
+def _patch() -> None:
+    patch_bfloat16()
+    launch_in_turns()
+    patch_language_once()
+    remember_types()
 
 
 def interpreting() -> bool:
@@ -59,7 +65,7 @@ def float_to_bits(values: np.ndarray) -> np.ndarray:
 
 
 def patch_bfloat16() -> None:
-    """Make the interpreter do bfloat16 in float32 with one rounding at the end. Idempotent.
+    """Make the interpreter do bfloat16 in float32 with one rounding at the end.
 
     By itself it is silently wrong: casts truncate, and `dot`, arithmetic, sums and comparisons work on the
     raw 16-bit patterns.
@@ -67,10 +73,6 @@ def patch_bfloat16() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
-
-    if getattr(InterpreterBuilder, "bfloat16_is_patched", False):
-        return
-    InterpreterBuilder.bfloat16_is_patched = True
 
     def is_bf16(handle: TensorHandle) -> bool:
         return handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16
@@ -81,20 +83,16 @@ def patch_bfloat16() -> None:
     def narrow(handle: TensorHandle) -> TensorHandle:
         return TensorHandle(float_to_bits(handle.data), tl.bfloat16)
 
-    def binary_op(self, lhs, rhs, op, original=InterpreterBuilder.binary_op):
-        bf16 = is_bf16(lhs) or is_bf16(rhs)
-        result = original(self, widen(lhs), widen(rhs), op) if bf16 else original(self, lhs, rhs, op)
-        if result.data.dtype == np.bool_:  # the interpreter would label a comparison with its operands' dtype
-            return TensorHandle(result.data, tl.int1)
-        return narrow(result) if bf16 else result
+    def rounded_once(original: Callable) -> Callable:
+        def operation(self, *args):
+            wide = [widen(arg) if isinstance(arg, TensorHandle) else arg for arg in args]
+            result = original(self, *wide)
+            if result.data.dtype == np.bool_:  # the interpreter would label a comparison as its operands
+                return TensorHandle(result.data, tl.int1)
+            # what was widened is another object
+            return result if all(a is b for a, b in zip(args, wide, strict=True)) else narrow(result)
 
-    def unary_op(self, arg, op, original=InterpreterBuilder.unary_op):
-        return narrow(original(self, widen(arg), op)) if is_bf16(arg) else original(self, arg, op)
-
-    def ternary_op(self, lhs, rhs, other, op, original=InterpreterBuilder.ternary_op):
-        if not is_bf16(other):
-            return original(self, lhs, rhs, other, op)
-        return narrow(original(self, widen(lhs), widen(rhs), widen(other), op))
+        return operation
 
     def cast_impl(self, src, dst_type, original=InterpreterBuilder.cast_impl):
         to_bf16 = dst_type.scalar == tl.bfloat16
@@ -115,53 +113,44 @@ def patch_bfloat16() -> None:
     def create_dot(self, a, b, d, *args, original=InterpreterBuilder.create_dot):
         return original(self, widen(a), widen(b), d, *args)
 
-    def create_fma(self, x, y, z, original=InterpreterBuilder.create_fma):
-        return narrow(original(self, widen(x), widen(y), widen(z))) if is_bf16(z) else original(self, x, y, z)
-
-    def widened_apply(cls):
-        original = cls.apply_impl
-
+    def widened_apply(original: Callable) -> Callable:
         def apply_impl(self, input):  # sums, maxima, scans: in float32, rounded once
             builtin = self.combine_fn.fn.__module__ == "triton.language.standard"
             if not builtin or not any(is_bf16(t.handle) for t in input):
                 return original(self, input)
-            wide = [
-                t if not is_bf16(t.handle) else self.to_tensor(widen(t.handle).data, tl.float32)
-                for t in input
-            ]
-            result = original(self, tuple(wide))
+            wide = (widen(t.handle) for t in input)
+            result = original(self, tuple(self.to_tensor(handle.data, handle.dtype) for handle in wide))
             results = result if isinstance(result, (list, tuple)) else [result]
             return [
                 self.to_tensor(float_to_bits(r.handle.data), tl.bfloat16) if r.dtype == tl.float32 else r
                 for r in results
             ]
 
-        cls.apply_impl = apply_impl
+        return apply_impl
 
-    for function in (binary_op, unary_op, ternary_op, cast_impl, create_fp_to_fp, create_dot, create_fma):
+    for function in (cast_impl, create_fp_to_fp, create_dot):
         setattr(InterpreterBuilder, function.__name__, function)
-    widened_apply(ReduceOps)
-    widened_apply(ScanOps)
+    for name in ("binary_op", "unary_op", "ternary_op", "create_fma"):
+        setattr(InterpreterBuilder, name, rounded_once(getattr(InterpreterBuilder, name)))
+    for cls in (ReduceOps, ScanOps):
+        cls.apply_impl = widened_apply(cls.apply_impl)
 
 
 def launch_in_turns() -> None:
     """Let one thread at a time interpret: Triton keeps the program's place and its language in globals.
 
     Of two launches side by side the one that ends last would leave `triton.language` redirected, and whatever
-    is compiled in this process afterwards would fail. Idempotent.
+    is compiled in this process afterwards would fail.
     """
     from triton.runtime.interpreter import GridExecutor
 
     original = GridExecutor.__call__
-    if getattr(original, "in_turns", False):
-        return
     turn = threading.RLock()
 
     def call(self, *args, **kwargs):
         with turn:
             return original(self, *args, **kwargs)
 
-    call.in_turns = True
     GridExecutor.__call__ = call
 
 
@@ -175,8 +164,6 @@ def patch_language_once() -> None:
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang
-    if getattr(original, "once", False):
-        return
     done: set[int] = set()
     restores: list[Callable[[], None]] = []  # of the launch that runs
 
@@ -202,23 +189,20 @@ def patch_language_once() -> None:
         original_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_lang.once = True
     interpreter._patch_lang = patch_lang
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def remember_types() -> None:
-    """Make the shape in constexprs and the NumPy type of each Triton type once. Idempotent.
+    """Make the shape in constexprs and the NumPy type of each Triton type once.
 
     The interpreter makes them anew for each operation of each program: a third of the time of attention over
-    511 and 512 tokens in bfloat16 (Triton 3.9). Where a Triton lacks the private name, it keeps its own way.
+    511 and 512 tokens in bfloat16 (Triton 3.9).
     """
     from triton.language import core
     from triton.runtime import interpreter
 
-    make, np_dtype_of = core.tensor.__init__, getattr(interpreter, "_get_np_dtype", None)
-    if getattr(make, "remembers", False):
-        return
+    make, np_dtype_of = core.tensor.__init__, interpreter._get_np_dtype
     known: dict[str, dict] = {}
     np_dtypes: dict[str, object] = {}
 
@@ -238,7 +222,5 @@ def remember_types() -> None:
             np_dtypes[scalar.name] = np_dtype_of(tt_dtype)
         return np_dtypes[scalar.name]
 
-    init.remembers = True
     core.tensor.__init__ = init
-    if np_dtype_of is not None:
-        interpreter._get_np_dtype = np_dtype
+    interpreter._get_np_dtype = np_dtype

@@ -2,12 +2,9 @@
 
 On disk it is one small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default
 `~/.cache/fastbert/self_checks`; if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of
-the verdict's key: all that the verdict depends on (`verdict_keys.key_of`). If anything in the key changes,
-there is no verdict.
-
-`proven/<gpu>.json` has the verdicts of runs on our GPUs, each with its date, commit and times, under a key of
-all that a proof depends on (`verdict_keys.proof_key_of`). A kernel that is in the table is not checked again.
-A verdict on the user's own disk overrides the table; `fastbert warmup --again` makes one.
+all that the verdict depends on (`verdict_keys.key_of`). The table, `proven/<gpu>.json`, has the verdicts of
+runs on our GPUs (`verdict_keys.proof_key_of`). A kernel that is in it is not checked again. A verdict on the
+user's own disk overrides the table; `fastbert warmup --again` makes one.
 
 A kernel may crash the process, or hang until somebody kills it; and a healthy check may be killed with its
 job. So `attempt` writes "killed" before a check begins, and counts how often it did; the check's end replaces
@@ -16,11 +13,9 @@ take turns (`turn`). Where they cannot, several may check the same kernel at onc
 success.
 
 Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
-is a plain file, no link, that belongs to this user and that nobody else may write. The same holds for the
-folder, which is made with mode 0700. Anything else is ignored, with one warning.
-
-Nothing here raises because of the disk. A file that cannot be read is no verdict. One that cannot be written
-causes one warning, and the check runs again in the next process.
+is a plain file, no link, that belongs to this user and that nobody else may write; so is the folder, which is
+made with mode 0700. Anything else is ignored, with one warning. Nothing here raises because of the disk: what
+cannot be read is no verdict, and what cannot be written causes one warning.
 """
 
 from __future__ import annotations
@@ -57,9 +52,7 @@ class Time(NamedTuple):
     Attributes:
         case: the shapes and options.
         passes: "forward", or "training": forward and backward.
-        ms: of the kernel, on the device alone.
-        other: the other backend.
-        other_ms: of the other backend.
+        ms, other_ms: of the kernel and of the `other` backend, on the device alone.
         host_ms, other_host_ms: the host's time to enqueue a call of each; None where the host computes.
     """
 
@@ -305,20 +298,13 @@ def facts_of(verdict: Verdict) -> dict[str, Any]:
 def verdict_of(data: dict[str, Any]) -> Verdict | None:
     """The verdict in what `facts_of` has made; None where the data is no verdict, as in an edited file."""
     reason, outcome = data.get("reason"), data.get("outcome")
-    if not (reason is None or isinstance(reason, str)) or outcome not in OUTCOMES:
-        return None
-    if (outcome == PASSED) is not (reason is None):
-        return None
-    seconds, deaths = data.get("seconds"), data.get("deaths")
-    return Verdict(
-        reason,
-        float(seconds) if isinstance(seconds, (int, float)) else 0.0,
-        str(data.get("date", "")),
-        outcome=outcome,
-        times=times_of(data.get("times")),
-        deaths=deaths if isinstance(deaths, int) else 0,
-        commit=str(data.get("commit", "")),
-    )
+    sound = isinstance(reason, str | None) and (outcome == PASSED) is (reason is None)
+    with contextlib.suppress(TypeError, ValueError):
+        date, commit = (str(data.get(name, "")) for name in ("date", "commit"))
+        facts = {"times": times_of(data.get("times")), "deaths": int(data.get("deaths", 0)), "commit": commit}
+        found = Verdict(reason, float(data.get("seconds", 0.0)), date, outcome=outcome, **facts)
+        return found if sound and outcome in OUTCOMES else None
+    return None
 
 
 def times_of(rows: Any) -> tuple[Time, ...]:

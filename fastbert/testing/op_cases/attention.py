@@ -46,17 +46,18 @@ class AttentionCase(Case):
     probs: bool = False
 
     op = "attention"
+    marks = (
+        "padded causal masked gate packed_qkv lse probs "
+        "bias=bias_{} capacity=capacity{} slack=slack{} dropout_p=dropout sharpness=sharp{:g}"
+    )
     grad_inputs = ("q", "k", "v", "qkv", "bias", "gate")
 
     @property
-    def id(self) -> str:
+    def shape(self) -> str:
         lengths = self.lengths
         uniform = len(set(lengths)) == 1 and len(lengths) > 1
-        shape = f"{len(lengths)}x{lengths[0]}" if uniform else "_".join(map(str, lengths))
-        marks = {n: n for n in ("padded", "causal", "masked", "gate", "packed_qkv", "lse", "probs")}
-        marks |= {"bias": "bias_{}", "capacity": "capacity{}", "slack": "slack{}"}
-        marks |= {"dropout_p": "dropout", "sharpness": "sharp{:g}"}
-        return self.named(f"{shape}x{self.nheads}x{self.headdim}", **marks)
+        text = f"{len(lengths)}x{lengths[0]}" if uniform else "_".join(map(str, lengths))
+        return f"{text}x{self.nheads}x{self.headdim}"
 
     @property
     def output_names(self) -> tuple[str, ...]:

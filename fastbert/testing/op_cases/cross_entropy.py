@@ -8,9 +8,23 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
-from fastbert.testing.error_rule import Case
+from fastbert.testing.error_rule import Case, draws
 
 IGNORE = -100
+
+
+def some_labels(g: torch.Generator, rows: int, classes: int, share: float) -> torch.Tensor:
+    """Labels of a share of the rows, and `IGNORE` of the others."""
+    labels = torch.randint(classes, (rows,), generator=g)
+    labels[torch.randperm(rows, generator=g)[round(share * rows) :]] = IGNORE
+    return labels
+
+
+def eager_loss(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """PyTorch's loss, and 0 without labels, where PyTorch's own is NaN."""
+    if not (labels != IGNORE).any():
+        return logits.sum() * 0
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=smoothing)
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,28 +38,21 @@ class CrossEntropyCase(Case):
     scale: float = 2.0
 
     op = "cross_entropy"
+    shape = "{0.rows}x{0.classes}"
+    marks = "labelled=labelled{:g} label_smoothing=smoothing{:g} scale=scale{:g}"
     grad_inputs = ("logits",)
     output_names = ("loss",)
 
-    @property
-    def id(self) -> str:
-        options = {"label_smoothing": "smoothing{:g}", "scale": "scale{:g}"}
-        return self.named(f"{self.rows}x{self.classes}", labelled="labelled{:g}", **options)
-
     def inputs(self, dtype, device, seed=0):
-        g = torch.Generator().manual_seed(seed)
-        logits = self.scale * torch.randn(self.rows, self.classes, generator=g)
-        labels = torch.randint(self.classes, (self.rows,), generator=g)
-        labels[torch.randperm(self.rows, generator=g)[round(self.labelled * self.rows) :]] = IGNORE
-        return {"logits": logits.to(dtype).to(device), "labels": labels.to(device)}
+        g, randn = draws(seed, dtype, device)
+        logits = randn(self.rows, self.classes, scale=self.scale)
+        return {"logits": logits, "labels": some_labels(g, self.rows, self.classes, self.labelled).to(device)}
 
     def call(self, logits, labels):
         return cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)
 
     def eager(self, logits, labels):
-        if not (labels != IGNORE).any():
-            return logits.sum() * 0  # PyTorch's own is NaN here
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)
+        return eager_loss(logits, labels, self.label_smoothing)
 
     def oracle(self, logits, labels):
         return cross_entropy_ref(logits, labels, IGNORE, self.label_smoothing)
@@ -62,10 +69,7 @@ class CrossEntropyCase(Case):
         return round(self.labelled * self.rows) * self.classes * dtype.itemsize + 8 * self.rows
 
 
-SMALL = [
-    CrossEntropyCase(5, 40, labelled=0.6),
-    CrossEntropyCase(3, 17, label_smoothing=0.1),
-]
+SMALL = [CrossEntropyCase(5, 40, labelled=0.6), CrossEntropyCase(3, 17, label_smoothing=0.1)]
 ON_GPU = [CrossEntropyCase(6, 30522, labelled=0.5, label_smoothing=0.1)]  # several blocks per row
 CASES = [
     *SMALL,

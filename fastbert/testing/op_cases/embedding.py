@@ -29,13 +29,9 @@ class EmbeddingCase(Case):
     dropout_p: float = 0.0
 
     op = "embedding"
+    shape = "{0.tokens}x{0.vocab}x{0.hidden}"
+    marks = "position=no_position segment=no_segment inputs_embeds padding_idx=padding dropout_p=dropout"
     grad_inputs = ("word", "position", "segment", "inputs_embeds", "ln_weight", "ln_bias")
-
-    @property
-    def id(self) -> str:
-        options = {"inputs_embeds": "inputs_embeds", "padding_idx": "padding", "dropout_p": "dropout"}
-        shape = f"{self.tokens}x{self.vocab}x{self.hidden}"
-        return self.named(shape, position="no_position", segment="no_segment", **options)
 
     def inputs(self, dtype, device, seed=0):
         g, randn = draws(seed, dtype, device)

@@ -24,13 +24,9 @@ class FeedForwardCase(Case):
     bias: bool = True
 
     op = "feed_forward"
+    shape = "{0.rows}x{0.hidden}x{0.inner}x{0.out}-{0.activation}"
+    marks = "bias=no_bias"
     grad_inputs = ("x", "up_weight", "up_bias", "down_weight")
-
-    @property
-    def id(self) -> str:
-        return self.named(
-            f"{self.rows}x{self.hidden}x{self.inner}x{self.out}-{self.activation}", bias="no_bias"
-        )
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
@@ -73,10 +69,7 @@ class FeedForwardCase(Case):
         return elements * dtype.itemsize
 
 
-SMALL = [
-    FeedForwardCase(5, 24, 40, 16),
-    FeedForwardCase(3, 17, 9, 11, "relu", bias=False),
-]
+SMALL = [FeedForwardCase(5, 24, 40, 16), FeedForwardCase(3, 17, 9, 11, "relu", bias=False)]
 # the rows and columns of op_cases/linear.py: one of these meets the largest tiles of every GPU
 ON_GPU = [
     FeedForwardCase(2000, 264, 2000, 200),

@@ -30,19 +30,12 @@ class FirstAttentionCase(Case):
     cancelling: bool = False
 
     op = "first_attention"
+    marks = "bias=bias_{} gate value_bias=no_value_bias tail=tail{} cancelling"
 
     @property
-    def id(self) -> str:
-        shape = (
-            f"{len(self.lengths)}x{max(self.lengths)}x{self.nheads}x{self.head_dim}-total{sum(self.lengths)}"
-        )
-        options = {
-            "gate": "gate",
-            "value_bias": "no_value_bias",
-            "tail": "tail{}",
-            "cancelling": "cancelling",
-        }
-        return self.named(shape, bias="bias_{}", **options)
+    def shape(self) -> str:
+        numbers = len(self.lengths), max(self.lengths), self.nheads, self.head_dim
+        return f"{'x'.join(map(str, numbers))}-total{sum(self.lengths)}"
 
     @property
     def scale(self) -> float:
@@ -122,10 +115,7 @@ class FirstAttentionCase(Case):
         return elements * dtype.itemsize + 4 * (batch + 1)
 
 
-SMALL = [
-    FirstAttentionCase((9, 0, 5)),
-    FirstAttentionCase((7, 7, 2), bias="full", gate=True),
-]
+SMALL = [FirstAttentionCase((9, 0, 5)), FirstAttentionCase((7, 7, 2), bias="full", gate=True)]
 ON_GPU = [  # the blocks of base and large, several tiles per part, and parts without tokens
     FirstAttentionCase((512, 300, 0, 257, 1), nheads=12, head_dim=64),
     FirstAttentionCase((512, 300, 0, 257), nheads=16, head_dim=64, bias="full", gate=True, tail=9),

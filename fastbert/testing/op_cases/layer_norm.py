@@ -45,12 +45,9 @@ class LayerNormCase(Case):
     rounded: bool = False
 
     op = "layer_norm"
+    shape = "{0.rows}x{0.hidden}"
+    marks = "residual x_bias dropout_p=dropout bias=no_bias half_x rounded"
     grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
-
-    @property
-    def id(self) -> str:
-        marks = {"residual": "residual", "x_bias": "x_bias", "dropout_p": "dropout", "bias": "no_bias"}
-        return self.named(f"{self.rows}x{self.hidden}", **marks, half_x="half_x", rounded="rounded")
 
     @property
     def output_names(self) -> tuple[str, ...]:

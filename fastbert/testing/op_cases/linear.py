@@ -13,31 +13,38 @@ from fastbert.testing.error_rule import Case, draws
 
 
 @dataclass(frozen=True, repr=False)
-class LinearCase(Case):
-    """(rows, in) by (out, in), with the op's options."""
+class ProductCase(Case):
+    """(rows, in) by (out, in)."""
 
     rows: int
     in_features: int
     out_features: int
-    activation: str | None = None
-    bias: bool = True
-    residual: bool = False
 
-    op = "linear"
-    grad_inputs = ("x", "weight", "bias", "residual")
-
-    @property
-    def kind(self) -> str:
-        return "activation" if self.activation else ""
+    shape = "{0.rows}x{0.in_features}x{0.out_features}"
 
     @property
     def ranked_rows(self) -> int:
         return self.rows
 
+    def flops(self):
+        return 2 * self.rows * self.in_features * self.out_features
+
+
+@dataclass(frozen=True, repr=False)
+class LinearCase(ProductCase):
+    """A product with the op's options."""
+
+    activation: str | None = None
+    bias: bool = True
+    residual: bool = False
+
+    op = "linear"
+    marks = "activation={} bias=no_bias residual"
+    grad_inputs = ("x", "weight", "bias", "residual")
+
     @property
-    def id(self) -> str:
-        shape = f"{self.rows}x{self.in_features}x{self.out_features}"
-        return self.named(shape, activation="{}", bias="no_bias", residual="residual")
+    def kind(self) -> str:
+        return "activation" if self.activation else ""
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
@@ -68,19 +75,13 @@ class LinearCase(Case):
             return eps * (1 + self.out_features**0.5 * weight.norm(dim=0).max().item())
         return eps * (1 + (x.norm(dim=1).max() * weight.norm(dim=1).max()).item())
 
-    def flops(self):
-        return 2 * self.rows * self.in_features * self.out_features
-
     def bytes(self, dtype):
         rows, k, n = self.rows, self.in_features, self.out_features
         elements = rows * k + n * k + rows * n * (1 + self.residual) + n * self.bias
         return elements * dtype.itemsize
 
 
-SMALL = [
-    LinearCase(5, 24, 40, "gelu"),
-    LinearCase(3, 17, 9, residual=True),
-]
+SMALL = [LinearCase(5, 24, 40, "gelu"), LinearCase(3, 17, 9, residual=True)]
 # 128 to 32 of the largest tiles: one of these meets them on every GPU of 19 to 204 multiprocessors. The first
 # is also deep enough for the `cuda` kernel of compute capability 9.0, and has a second tile for some blocks.
 ON_GPU = [
@@ -109,9 +110,5 @@ CASES = [
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
     tokens = sum(lengths)
-    return [
-        LinearCase(tokens, 768, 2304),
-        LinearCase(tokens, 768, 768, bias=False),
-        LinearCase(tokens, 768, 3072, "gelu"),
-        LinearCase(tokens, 3072, 768, bias=False),
-    ]
+    attention = [LinearCase(tokens, 768, 2304), LinearCase(tokens, 768, 768, bias=False)]
+    return [*attention, LinearCase(tokens, 768, 3072, "gelu"), LinearCase(tokens, 3072, 768, bias=False)]

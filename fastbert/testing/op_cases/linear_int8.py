@@ -28,11 +28,8 @@ class LinearInt8Case(Case):
     offset: float = 0.0
 
     op = "linear_int8"
-
-    @property
-    def id(self) -> str:
-        shape = f"{self.rows}x{self.in_features}x{self.out_features}"
-        return self.named(shape, activation="{}", bias="no_bias", offset="offset{:g}")
+    shape = "{0.rows}x{0.in_features}x{0.out_features}"
+    marks = "activation={} bias=no_bias offset=offset{:g}"
 
     def inputs(self, dtype, device, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -73,10 +70,7 @@ class LinearInt8Case(Case):
         return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
 
 
-SMALL = [
-    LinearInt8Case(5, 24, 40, "gelu"),
-    LinearInt8Case(3, 17, 9, bias=False, offset=3.0),
-]
+SMALL = [LinearInt8Case(5, 24, 40, "gelu"), LinearInt8Case(3, 17, 9, bias=False, offset=3.0)]
 CASES = [
     *SMALL,
     LinearInt8Case(1, 1, 1),

@@ -11,32 +11,21 @@ from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import linear_norm, linear_norm_ref, new_arrivals
 from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.op_cases.linear import ProductCase
 
 
 @dataclass(frozen=True, repr=False)
-class LinearNormCase(Case):
-    """(rows, in) by (out, in), with the op's options; `arrivals`: with counters, for one launch."""
+class LinearNormCase(ProductCase):
+    """A product with the op's options; `arrivals`: with counters, for one launch."""
 
-    rows: int
-    in_features: int
-    out_features: int
     arrivals: bool = True
     bias: bool = True
     norm_bias: bool = True
     eps: float = 1e-12
 
     op = "linear_norm"
+    marks = "arrivals=two_launches bias=no_bias norm_bias=no_norm_bias eps=eps{:g}"
     parts = ("linear", "layer_norm")
-
-    @property
-    def ranked_rows(self) -> int:
-        return self.rows
-
-    @property
-    def id(self) -> str:
-        options = {"bias": "no_bias", "norm_bias": "no_norm_bias", "eps": "eps{:g}"}
-        shape = f"{self.rows}x{self.in_features}x{self.out_features}"
-        return self.named(shape, arrivals="two_launches", **options)
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
@@ -77,19 +66,13 @@ class LinearNormCase(Case):
         gain = (z.var(1, correction=0) + self.eps).rsqrt().max() * inputs["norm_weight"].abs().max()
         return 2 * eps * size * gain.item()
 
-    def flops(self):
-        return 2 * self.rows * self.in_features * self.out_features
-
     def bytes(self, dtype):
         rows, k, n = self.rows, self.in_features, self.out_features
         elements = rows * k + n * k + 2 * rows * n + n * (1 + self.bias + self.norm_bias)
         return elements * dtype.itemsize
 
 
-SMALL = [
-    LinearNormCase(5, 24, 40),
-    LinearNormCase(3, 17, 9, arrivals=False, norm_bias=False),
-]
+SMALL = [LinearNormCase(5, 24, 40), LinearNormCase(3, 17, 9, arrivals=False, norm_bias=False)]
 # These meet every tile that BERT meets, with one part and with several, in one launch (one row, narrow rows)
 # and in two, and more rows and columns than the kernels take.
 ON_GPU = [

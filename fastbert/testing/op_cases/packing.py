@@ -27,7 +27,7 @@ class PackingCase(Case):
         return max(1, *self.lengths)
 
     @property
-    def id(self) -> str:
+    def shape(self) -> str:
         inner = "x".join(map(str, self.inner)) or "scalar"
         return f"{len(self.lengths)}x{self.seqlen}x{inner}-total{sum(self.lengths)}"
 

@@ -21,12 +21,13 @@ class PoolingCase(Case):
     tail: int = 0
 
     op = "pooling"
+    marks = "tail=tail{}"
     grad_inputs = ("hidden",)
 
     @property
-    def id(self) -> str:
-        shape = f"{len(self.lengths)}x{max(self.lengths)}x{self.width}"
-        return self.named(f"{shape}-total{sum(self.lengths)}-{self.mode}", tail="tail{}")
+    def shape(self) -> str:
+        numbers = len(self.lengths), max(self.lengths), self.width
+        return f"{'x'.join(map(str, numbers))}-total{sum(self.lengths)}-{self.mode}"
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
