@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -151,10 +150,8 @@ def possible(device: torch.device) -> bool:
     Not under Windows, in programs that embed or freeze Python, or in a process that checks.
     """
     python = re.match(r"(python|pypy)[0-9.]*$", Path(sys.executable or "").name)
-    frozen = getattr(sys, "frozen", False)
-    return bool(
-        device.type in DEVICES and os.name == "posix" and python and not frozen and _MARK not in os.environ
-    )
+    alone = python is None or getattr(sys, "frozen", False) or _MARK in os.environ
+    return device.type in DEVICES and os.name == "posix" and not alone
 
 
 def checked(
@@ -165,7 +162,7 @@ def checked(
     waiting: Callable[[float], None] = lambda seconds: None,
     telling: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Unit, Verdict]]:
-    """Check kernels in a process of their own, keep the verdicts on disk, and hand them over as they come.
+    """Check kernels in a process of their own, keep the verdicts on disk, and yield them as they come.
 
     Args:
         device: the device to check on, with its index.
@@ -181,8 +178,8 @@ def checked(
     left, begin = list(units), time.monotonic()
     while left:
         telling("a process that checks is started")
-        with _Worker(device, left, lambda: waiting(time.monotonic() - begin)) as process:
-            process.start()
+        with _Worker(device, lambda: waiting(time.monotonic() - begin)) as process:
+            process.start(left)
             alive = True
             while left and alive:
                 telling(f"{left[0].op} of {left[0].backend} in {name_of(left[0].dtype)} is checked")
@@ -190,12 +187,16 @@ def checked(
                 yield left.pop(0), verdict
 
 
-class _Worker:
-    """The process that checks, seen from the one that waits for it."""
+class _Worker(contextlib.ExitStack):
+    """The process that checks, seen from the one that waits for it; it ends with the block."""
 
-    def __init__(self, device: torch.device, units: list[Unit], waiting: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, waiting: Callable[[], None]) -> None:
+        super().__init__()
         self.device, self.waiting, self.pending = device, waiting, b""
-        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
+
+    def start(self, units: list[Unit]) -> None:
+        """Start the process, and wait until it has used the device. Raises CannotStart."""
+        device, self.output = self.device, self.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         rows = [[u.op, u.backend, name_of(u.dtype), verdicts.stem(key_of(u, device))] for u in units]
         request = json.dumps({"device": str(device), "uuid": uuid_of(device), "units": rows})
         paths = filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
@@ -210,31 +211,21 @@ class _Worker:
                 env=os.environ | {_MARK: "1", "PYTHONPATH": os.pathsep.join(paths)},
             )
         except OSError as error:
-            self.output.close()
             raise CannotStart(f"no process can be started: {error}") from error
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.end()
-        self.process.stdout.close()
-        self.output.close()
-
-    def end(self) -> int:
-        """End the process and what it has started; returns its exit status."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
-    def start(self) -> None:
-        """Wait until the process has used the device. Raises CannotStart."""
+        self.callback(self.process.stdout.close)
+        self.callback(self.end)
         try:
             message = self.receive(time.monotonic() + START_SECONDS)
         except TimeoutError:
             raise CannotStart(f"it has not begun within {START_SECONDS:.0f} s") from None
         if message is None or "ready" not in message:
             raise CannotStart(self.ended() if message is None else message["cannot"])
+
+    def end(self) -> int:
+        """End the process and what it has started; returns its exit status."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
 
     def verdict(self, unit: Unit, seconds: float) -> tuple[Verdict, bool]:
         """(the next kernel's verdict, whether the process has not ended)."""

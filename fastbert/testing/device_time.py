@@ -40,11 +40,7 @@ class Sample(NamedTuple):
 
 
 class DeviceClock:
-    """Times rows of calls, and keeps how long the device has to spin before them.
-
-    Attributes:
-        spin_ms: of the next sample, at least.
-    """
+    """Times rows of calls, and keeps how long the device must spin before the next (`spin_ms`, at least)."""
 
     def __init__(self) -> None:
         self.spin_ms = LEAST_SPIN_MS

@@ -29,9 +29,8 @@ HALF = (torch.bfloat16, torch.float16)
 def chance_allowance(elements: int) -> float:
     """The factor by which the errors of two equally good results may differ by chance.
 
-    Both errors come from the same roundings, so the spread of their ratio falls with the root of the count of
-    elements: the factor is 1.01 at 65,536 elements and 1.09 at 512. Without it a correct kernel fails a tiny
-    self-check every other time.
+    The spread of their ratio falls with the root of the count of elements: the factor is 1.01 at 65,536
+    elements and 1.09 at 512. Without it a correct kernel fails a tiny self-check every other time.
     """
     return 1.005 + 2.0 / elements**0.5
 
@@ -48,7 +47,7 @@ class Case:
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
         kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
-        ranked_rows: its rows, where the dispatch table ranks calls with few apart; None where it does not.
+        ranked_rows: its rows, where the dispatch table may rank calls with few apart; else None.
         parts: the ops that models call where no kernel of this op serves; () where they call this one.
     """
 
@@ -181,9 +180,8 @@ def compare(
 def _chance_difference(error: Tensor, eager_error: Tensor) -> float:
     """2.5 standard errors of the difference of the two means, from the errors themselves.
 
-    Of errors that are all of one size, as those of rounding, it is less than what `chance_allowance` leaves.
-    Where the truth cancels to 0, as the gradient of rows of two numbers, what is left is float32's rounding
-    times a factor that differs from row to row, and a few rows make the mean.
+    It counts where the truth cancels to 0, as the gradient of rows of two numbers: there a few rows make the
+    mean. Of errors of one size, as those of rounding, it is less than what `chance_allowance` leaves.
     """
     if error.numel() < 2:
         return 0.0
@@ -209,12 +207,7 @@ def with_grad(inputs: dict[str, Any], names: Iterable[str], dtype: torch.dtype |
 
 
 def evaluate(
-    function,
-    case: Case,
-    inputs: dict[str, Any],
-    dtype: torch.dtype | None,
-    backward: bool,
-    douts: list[Tensor],
+    function, case: Case, inputs: dict[str, Any], dtype: torch.dtype | None, backward: bool, douts: list
 ) -> dict[str, Tensor]:
     """Outputs of `function` by name; with `backward` also the gradients, given the outputs' (`douts`)."""
     names = case.grad_inputs if backward else ()
@@ -308,12 +301,11 @@ def verify(
 ) -> Iterator[Row]:
     """The numerics table, row by row: every case of the ops on every backend that can run on `device`."""
     device_type = torch.device(device).type
-    for op in ops or dispatch.OPS:
-        for name in backends or dispatch.BACKENDS:
-            for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
-                if dispatch.unsupported_reason(name, op, device_type, dtype) is None:
-                    for case in cases(op):
-                        yield from run_case(case, name, dtype, device)
+    dtypes = dtypes or (torch.float32, torch.bfloat16, torch.float16)
+    for op, name, dtype in itertools.product(ops or dispatch.OPS, backends or dispatch.BACKENDS, dtypes):
+        if dispatch.unsupported_reason(name, op, device_type, dtype) is None:
+            for case in cases(op):
+                yield from run_case(case, name, dtype, device)
 
 
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -45,8 +45,7 @@ class Proof:
             "failed here" or "killed here" by a check on this machine; "unverified" or "cannot run here". A
             kernel serves only where it is proven or checked.
         detail: at which commit and date, or why not.
-        times: (case, passes, ms, other backend, its ms) of each call that was timed, as in
-            `verdicts.Time`.
+        times: of each call that was timed.
     """
 
     op: str

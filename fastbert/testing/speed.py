@@ -2,10 +2,9 @@
 
 BERT-base's calls of the op are timed at three sizes: forward alone, and forward and backward as in training
 where both backends have a backward. A fourth size has few rows, for the ops that choose by them. An op that
-models replace by others where no kernel serves it (`Case.parts`) is timed beside those. Both take turns. A
-sample is a row of calls that the host has enqueued before the first one runs (`device_time`), so the times
-are the device's; the host's own are kept beside them. The kernel counts as slower if the geometric mean of
-its times over the other's is above `SLOWER`.
+models replace by others where no kernel serves it (`Case.parts`) is timed beside those. Both take turns. The
+times are the device's (`device_time`); the host's own are kept beside them. The kernel counts as slower if
+the geometric mean of its times over the other's is above `SLOWER`.
 
 The kernel is judged by all times of an op together, except where the dispatch table has a line for the op's
 calls in training, or with few rows: then those are judged by the times of such calls, and the others by the

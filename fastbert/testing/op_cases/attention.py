@@ -96,16 +96,14 @@ class AttentionCase(Case):
         shape = shapes[self.bias]
         bias = randn(*shape)
         if self.masked:
-            bias = bias.masked_fill((torch.rand(shape, generator=g) < 0.25).to(bias.device), -math.inf)
+            bias[(torch.rand(shape, generator=g) < 0.25).to(bias.device)] = -math.inf
             if shape[-2] > 1:
                 bias[..., 0, 1, :] = -math.inf
         return bias
 
     @staticmethod
     def _split(inputs):
-        if "qkv" in inputs:
-            return inputs["qkv"].unbind(-3)
-        return inputs["q"], inputs["k"], inputs["v"]
+        return inputs["qkv"].unbind(-3) if "qkv" in inputs else [inputs[name] for name in "qkv"]
 
     def _pick(self, out, lse, probs):
         return (out, *((lse,) if self.lse else ()), *((probs,) if self.probs else ()))

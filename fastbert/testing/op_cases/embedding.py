@@ -80,11 +80,8 @@ class EmbeddingCase(Case):
 
     def floor(self, inputs, name):
         eps = torch.finfo(inputs["ln_weight"].dtype).eps
-        steep = steepness(self._sum(**inputs))
-        if name in ("y", "dln_weight"):
-            eps *= steep
-        elif name != "dln_bias":
-            eps *= steep**2
+        times = {"dln_bias": 0, "y": 1, "dln_weight": 1}
+        eps *= steepness(self._sum(**inputs)) ** times.get(name, 2)
         if name in ("y", "dinputs_embeds"):
             return 4 * eps
         return 4 * eps * max(1.0, self.tokens**0.5)  # sums over tokens

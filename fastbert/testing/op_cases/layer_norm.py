@@ -92,11 +92,9 @@ class LayerNormCase(Case):
     def floor(self, inputs, name):
         eps = torch.finfo(torch.float32).eps
         z = self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed")))
-        steep = steepness(z)
-        if name in ("dx", "dresidual", "dx_bias"):
-            eps *= steep**2  # rstd * x_hat
-        elif name in ("y", "dweight"):
-            eps *= steep
+        # twice for rstd * x_hat
+        times = {"dx": 2, "dresidual": 2, "dx_bias": 2, "y": 1, "dweight": 1}
+        eps *= steepness(z) ** times.get(name, 0)
         if name in ("dweight", "dbias", "dx_bias"):
             # sums over rows: a few roundings of their largest partial sum; dweight's terms have x_hat's size
             eps *= largest_x_hat(z) if name == "dweight" else 1.0

@@ -12,23 +12,18 @@ import torch
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, quantize_rows
-from fastbert.testing.error_rule import Case
 from fastbert.testing.op_cases import linear
 
 
 @dataclass(frozen=True, repr=False)
-class LinearInt8Case(Case):
-    """(rows, in) by (out, in), with the op's options. `offset` moves x away from 0."""
+class LinearInt8Case(linear.ProductCase):
+    """A product with the op's options. `offset` moves x away from 0."""
 
-    rows: int
-    in_features: int
-    out_features: int
     activation: str | None = None
     bias: bool = True
     offset: float = 0.0
 
     op = "linear_int8"
-    shape = "{0.rows}x{0.in_features}x{0.out_features}"
     marks = "activation={} bias=no_bias offset=offset{:g}"
 
     def inputs(self, dtype, device, seed=0):
@@ -62,9 +57,6 @@ class LinearInt8Case(Case):
         most = (x.float().norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
         return torch.finfo(x.dtype).eps * (1 + most)
 
-    def flops(self):
-        return 2 * self.rows * self.in_features * self.out_features
-
     def bytes(self, dtype):
         rows, k, n = self.rows, self.in_features, self.out_features
         return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
@@ -85,6 +77,6 @@ CASES = [
 ]
 
 
-def bench(lengths: tuple[int, ...]) -> list[Case]:
+def bench(lengths: tuple[int, ...]) -> list[LinearInt8Case]:
     calls = linear.bench(lengths)
     return [LinearInt8Case(c.rows, c.in_features, c.out_features, c.activation, c.bias) for c in calls]
