@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 import torch
@@ -166,7 +167,10 @@ def test_a_slower_kernel_is_no_failure_and_its_times_are_shown(planted, run, fak
 def test_a_process_that_never_reaches_a_kernel(planted, run, fake, monkeypatch, cache):
     fake("time.sleep(600)")
     monkeypatch.setattr(checking, "START_SECONDS", 1.0)
+    ends, end = [], checking._Worker.end
+    monkeypatch.setattr(checking._Worker, "end", lambda process: ends.append(end(process)))
     found = list(proving.warm_up(CPU))
+    assert ends == [-signal.SIGKILL]
     assert [verdict.reason for _, verdict in found] == ["not checked: it has not begun within 1 s"] * 3
     fake("sys.exit('no such module')")
     report = rows(run("warmup", "--device", "cpu", "--json", status=1))
