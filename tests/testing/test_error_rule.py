@@ -155,3 +155,7 @@ def test_a_backend_that_is_wrong_from_its_second_call_on_fails(monkeypatch):
     monkeypatch.setattr(aten, "linear_fwd", later)
     rows = testing.run_case(testing.small_cases("linear")[0], "aten", torch.float32, calls=2, backward=False)
     assert [(row.quantity, row.passed) for row in rows] == [("y", True), ("y", False)]
+
+
+def test_an_id_names_what_is_not_at_its_default():
+    assert [case.id for case in testing.small_cases("linear")] == ["5x24x40-gelu", "3x17x9-residual"]

@@ -173,6 +173,19 @@ def test_bfloat16_dot_accumulates_in_float32():
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
+@triton.jit
+def _arithmetic_kernel(a_ptr, b_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    a, b = tl.load(a_ptr + i), tl.load(b_ptr + i)
+    tl.store(out_ptr + i, tl.where(a < b, a + b, tl.abs(a)))
+
+
+def test_bfloat16_arithmetic_is_torchs():
+    a, b = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    _arithmetic_kernel[(1,)](a, b, out := torch.empty_like(a), BLOCK=64)
+    assert torch.equal(out, torch.where(a < b, a + b, a.abs()))
+
+
 def test_choose_after_triton_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(RuntimeError, match="before anything imports Triton"):
