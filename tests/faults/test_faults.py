@@ -1,6 +1,7 @@
 """Planted faults must make the tests fail: one per suite, then all of them.
 
-A suite is a module of this folder with `SUITE`. `make sweep` plants one fault of each, `make exhaustive` all.
+A suite is a module of this folder with `SUITE`. `make sweep` plants one fault of each that needs no build,
+`make exhaustive` one of each and all.
 """
 
 import pytest
@@ -45,7 +46,7 @@ def test_one_fault_of_each_suite_without_a_build_is_caught():
     assert_one_caught(*(name for name in SUITES if not SUITES[name].build))
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", [name for name in SUITES if SUITES[name].build])
 def test_one_fault_of_a_built_suite_is_caught(suite):
     needs(suite)
