@@ -122,7 +122,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(48, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [6, pytest.param(18, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_get_their_own_results(folders, kind, count):
     """`count` calls per thread of a fresh copy return what another copy returns in one thread."""

@@ -49,8 +49,9 @@ FIGURES = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", FIGURES)
-@pytest.mark.parametrize("text", STRANGE, ids=ascii)
+@pytest.mark.parametrize(
+    ("text", "name"), [(t, n) for n in FIGURES for t in (STRANGE if n == "bars" else STRANGE[::4])], ids=ascii
+)
 def test_any_text_can_be_drawn(tmp_path, name, text):
     """Those of a file of the user's are no mathematics, fit on the picture, and are all there."""
     with warnings.catch_warnings():

@@ -25,8 +25,8 @@ from tests.support.checkpoints import LAYOUTS, SIZES, assert_same_state, load, o
 from tests.support.killed import killed
 
 # of the old checkpoint (also none, and what other programs write), of the new one; each how manieth step
-SAVES = [("single", "single", 1), (None, "shards", 2), ("shards", "single", 2), ("shards", "shards", 2)]
-SAVES += [("of others", "shards", 2), ("bin", "single", 2)]
+SAVES = [("single", "single", 1), (None, "shards", 3), ("shards", "single", 3), ("shards", "shards", 3)]
+SAVES += [("of others", "shards", 3), ("bin", "single", 3)]
 
 
 def test_save_of_views_and_shared_storage(tmp_path):
@@ -173,7 +173,7 @@ def left_by(error_allowed: bool, directory, old, new) -> str:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 @pytest.mark.parametrize(
     ("first", "second", "stride"),
-    [("single", "single", 3), *(pytest.param(*case, marks=pytest.mark.sweep) for case in SAVES)],
+    [("single", "single", 6), *(pytest.param(*case, marks=pytest.mark.sweep) for case in SAVES)],
 )
 def test_a_kill_at_any_file_operation_leaves_old_or_new(first, second, stride, tmp_path):
     """A real kill of a process that saves; the next save survives one too, and then cleans up."""

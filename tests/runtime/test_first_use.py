@@ -37,7 +37,7 @@ def test_a_gpus_check_has_cases_of_its_own_and_calls_twice(monkeypatch):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", [op for op in dispatch.OPS if testing.gpu_cases(op)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_what_a_gpu_is_checked_with_is_fair(op, dtype):
     for case in testing.gpu_cases(op):
         for row in testing.run_case(case, "reference", dtype, backward=op in ("layer_norm", "embedding")):

@@ -435,10 +435,10 @@ def test_of_processes_that_begin_together_one_checks():
 
     It finds what the one that died has left.
     """
-    found = [finished(p) for p in [first_use("slow", wait=False) for _ in range(3)]]
-    assert [each["by"] for each in found] == ["triton"] * 3
-    assert sorted(each["checked"] for each in found) == [False, False, True]
-    assert [each["warnings"] for each in found] == [[]] * 3
+    found = [finished(p) for p in [first_use("slow", wait=False) for _ in range(2)]]
+    assert [each["by"] for each in found] == ["triton"] * 2
+    assert sorted(each["checked"] for each in found) == [False, True]
+    assert [each["warnings"] for each in found] == [[]] * 2
     verdicts.forget(KEY)
     processes = [first_use("killed", wait=False) for _ in range(2)]
     ends = sorted(p.wait(120) for p in processes)
