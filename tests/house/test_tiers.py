@@ -35,6 +35,7 @@ def test_markers_leave_tests_to_the_sweep():
     assert kept() == ["[triton-1]", "[cpu-1]", ""]
     assert kept(pytest.mark.sweep) == []
     assert kept(pytest.mark.sweep_of("triton", "x")) == ["[cpu-1]", ""]
+    assert f'"-m", "{tiers.USUAL}"' in (TESTS.parent / "pyproject.toml").read_text()
     items = [Item(f"tests/{folder}/test_x.py::test_a") for folder in ("ptx", "ops")]
     tiers.mark(items)
     assert [{marker.name for marker in item.markers} for item in items] == [{"built", "sweep"}, set()]

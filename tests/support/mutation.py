@@ -234,7 +234,7 @@ def enter(tree: pathlib.Path, environment: dict[str, str]) -> None:
     os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
     import torch
 
-    if not torch.cuda.is_available():  # as tests/conftest.py decides, before anything imports Triton
+    if not torch.cuda.is_available():  # as tests/support/fixtures.py decides, before anything imports Triton
         os.environ.setdefault("TRITON_INTERPRET", "1")
     for module in PRELOAD:
         importlib.import_module(module)

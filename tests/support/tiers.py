@@ -18,14 +18,13 @@ quarter that the commit's hash chooses.
 
 from __future__ import annotations
 
+import heapq
 import pathlib
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
-
-from fastbert.models.families import FAMILIES
 
 # Parameters of which `make test` needs every combination.
 COMBINED = frozenset({"backend", "dtype", "every_isa", "family", "isa", "op", "task", "which"})
@@ -43,6 +42,7 @@ BUILDS = {
 # folders whose tests need a build of a minute: what `make test` would run of them gets the marker `built`,
 # and is left to `make sweep` too
 BUILT_FOLDERS = frozenset({"ptx"})
+USUAL = "not slow and not sweep"  # the markers of `make test`, as in pyproject.toml
 
 SALT = ""  # of the parts
 
@@ -93,6 +93,8 @@ def left_out(
 
     `turn` decides which families are covered.
     """
+    from fastbert.models.families import FAMILIES  # imports torch, which a run's controller does without
+
     values: dict[str, dict[Hashable, object]] = defaultdict(dict)
     for parameters in sets:
         for name, value in parameters.items():
@@ -131,12 +133,17 @@ def cover(
             found.add(tuple((k, keys[k]) for k in combined))
         needs[name] = found
     missing, kept = set().union(*needs.values()), set()
-    left = sorted(ids, key=lambda name: zlib.crc32(name.encode()))
+    order = sorted(ids, key=lambda name: zlib.crc32(name.encode()))
+    left = [(-len(needs[name]), at, name) for at, name in enumerate(order)]
+    heapq.heapify(left)
     while missing:
-        best = max(left, key=lambda name: len(needs[name] & missing))
-        kept.add(best)
-        left.remove(best)
-        missing -= needs[best]
+        _, at, name = heapq.heappop(left)
+        now = -len(needs[name] & missing), at, name
+        if left and now > left[0]:  # what it covers has shrunk
+            heapq.heappush(left, now)
+            continue
+        kept.add(name)
+        missing -= needs[name]
     return kept
 
 
