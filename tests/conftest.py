@@ -1,8 +1,4 @@
-"""Settings of every test run.
-
-Fixtures, and what else imports torch, are in tests/support/fixtures.py: a run's controller, which only hands
-tests to its workers, starts without them.
-"""
+"""Settings of every test run; what imports torch is in tests/support/fixtures.py, for workers alone."""
 
 import atexit
 import gc

@@ -7,7 +7,6 @@ import zlib
 import pytest
 import torch
 
-from fastbert.runtime import dispatch
 from fastbert.testing import triton_interpreter
 
 triton_interpreter.choose()  # before anything imports Triton
@@ -21,10 +20,7 @@ def own_seed(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread(request):
-    """A second thread costs tiny models more than it does.
-
-    Several threads run in tests/cpu and where a test sets their number.
-    """
+    """A second one costs tiny models more than it does. tests/cpu, and tests that ask, have several."""
     threads = torch.get_num_threads()
     if request.path.parent.name != "cpu":
         torch.set_num_threads(1)
@@ -56,11 +52,3 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def fresh_dispatch():
-    """Forget chosen backends before and after the test."""
-    dispatch._resolved.clear()
-    yield
-    dispatch._resolved.clear()

@@ -27,7 +27,6 @@ ONES = ["%cluster_nctarank", *(f"%{n}.{a}" for n in ("cluster_nctaid", "ncluster
 ZEROS = ["%cluster_ctarank", *(f"%{n}.{a}" for n in ("cluster_ctaid", "clusterid") for a in "xyz")]
 SPECIAL_NUMBERS = {name: i for i, name in enumerate(SPECIALS)}
 SPECIAL_NUMBERS |= dict.fromkeys(ONES, 14) | dict.fromkeys(ZEROS, 15)
-TRASH = -2  # the slot of results that nobody wants, before slots have their final numbers
 
 
 class Mismatch(Exception):
