@@ -200,9 +200,10 @@ def dry(tmp_path_factory) -> Callable[[str], Path]:
     return of
 
 
+# c and d take minutes; `make exhaustive` runs them
 @pytest.mark.sweep
 @interpreted
-@pytest.mark.parametrize("part", DRY)
+@pytest.mark.parametrize("part", ["a", "b", *(pytest.param(p, marks=pytest.mark.slow) for p in "cd")])
 def test_a_dry_run_passes_every_step(dry, part):
     folder = dry(part)
     found = {name: record["status"] for name, record in steps_of(folder).items()}
@@ -224,23 +225,29 @@ def test_a_dry_run_checks_every_triton_kernel(dry):
         assert ops == set(backend.DTYPES), step
     checked = {row["step"]: row["status"] for row in found["b"] if row["name"] == "encoder-bf16"}
     assert checked == {"graphs": "ok", "memory": "ok"}
-    found["c"] = lines.read(dry("c") / "checks.jsonl")["rows"]
-    others = [(row["step"], row["status"]) for row in found["c"]]
-    assert others == [("sanitizer", "skipped"), *[("pretrain", "ok")] * 4]
     assert {row["status"] for rows in found.values() for row in rows} == {"ok", "skipped"}
+
+
+def encoder_rows(folder):
+    found = lines.read(folder / "encoder.jsonl")["rows"]
+    rows = {r["candidate"]: r for r in found if (r["step"], r["status"]) == ("encoder", "ok")}
+    assert all(row["cosine"] > 0.999 for row in rows.values())
+    return rows
+
+
+@pytest.mark.slow
+@interpreted
+def test_a_dry_run_pretrains_and_compiles(dry):
+    rows = [(row["step"], row["status"]) for row in lines.read(dry("c") / "checks.jsonl")["rows"]]
+    assert rows == [("sanitizer", "skipped"), *[("pretrain", "ok")] * 4]
+    names = "fastbert", "fastbert_graphs", "torch_compile", "transformers_sdpa"
+    assert sorted(encoder_rows(dry("c"))) == [f"{name}-bf16" for name in names]
 
 
 @pytest.mark.sweep
 @interpreted
 def test_a_dry_run_times_every_engine(dry):
-    def rows_of(part):
-        data = lines.read(dry(part) / "encoder.jsonl")
-        good = (row for row in data["rows"] if (row["step"], row["status"]) == ("encoder", "ok"))
-        rows = {row["candidate"]: row for row in good}
-        assert all(row["cosine"] > 0.999 for row in rows.values())
-        return data, rows
-
-    data, rows = rows_of("a")
+    data, rows = lines.read(dry("a") / "encoder.jsonl"), encoder_rows(dry("a"))
     ours = ["fastbert", "fastbert_graphs", "accelerated"]
     theirs = ["transformers_eager", "transformers_sdpa", "torch_encoder"]
     assert sorted(rows) == sorted(f"{name}-bf16" for name in ours + theirs)
@@ -254,9 +261,6 @@ def test_a_dry_run_times_every_engine(dry):
         assert not served_by or {"attention bf16", "linear bf16", "layer_norm bf16"} <= set(served_by)
     kernels = lines.read(dry("b") / "kernels.jsonl")["rows"]
     assert {row["pass"] for row in kernels if row.get("op") == "packing"} == {"forward", "backward"}
-    _, rows = rows_of("c")
-    beside = ["fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16"]
-    assert sorted(rows) == sorted([*beside, "torch_compile-bf16"])
 
 
 @pytest.mark.sweep
