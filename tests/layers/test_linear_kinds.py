@@ -39,8 +39,7 @@ def test_several_as_one_product_give_what_each_gives(kind, count, activation):
         y = KINDS[kind].product(x, owner, modules, activation, with_bias)
         expected = [layers.apply_linear(m, x, activation) for m in (modules if with_bias else bare)]
         torch.testing.assert_close(y, torch.cat(expected, 1), atol=1e-6, rtol=1e-6)
-    kept = bool(prepared.remembered(owner))
-    assert kept is ((kind, count) != ("float", 1)), "joined weights are kept for the next call"
+    assert bool(prepared.remembered(owner)) is ((kind, count) != ("float", 1)), "joined weights are kept"
 
 
 def test_the_joined_weights_of_floating_point_layers_get_their_gradients():

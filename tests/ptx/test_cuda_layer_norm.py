@@ -47,8 +47,7 @@ def test_every_width(emulated, hidden, dtype):
         assert broken_rules(case, dtype) == []
 
 
-@pytest.mark.parametrize("p", (0.0, 0.25))
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("dtype", "p"), zip(DTYPES[1:], (0.25, 0.0), strict=True))
 @pytest.mark.parametrize("hidden", (*WIDTHS, 9))
 def test_half_precision_beside_float32_is_as_if_cast(emulated, hidden, dtype, p):
     """In each kernel; packs of x are 8 values and packs of the residual 4. y twice is y cast."""
@@ -71,9 +70,10 @@ def test_half_precision_beside_float32_is_as_if_cast(emulated, hidden, dtype, p)
     cast = cast if p else (cast[0], cast[0], *cast[2:])
     for a, b in zip(once[4:], cast, strict=True):
         assert torch.equal(a, b.to(a.dtype))
-    for a, b in zip(same, both_ways(emulated.backend, x.float(), residual, dy, p=p), strict=False):
+    wide = both_ways(emulated.backend, x.float(), residual, dy, p=p)
+    for a, b in zip(same, wide, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert torch.equal(same[1], both_ways(emulated.backend, x.float(), residual, dy, p=p)[1])
+    assert torch.equal(same[1], wide[1])
 
 
 def test_every_kernel_is_launched(emulated):
