@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import fastbert
 from fastbert.models.auto import AutoModel
 from fastbert.runtime import dispatch
+from fastbert.runtime.loader import extension
 
 FAMILIES = ("bert", "roberta", "distilbert", "albert", "electra", "mpnet", "camembert")
 OPTIONS = ({}, {"layer_norm": False}, {"ffn": False}, {"unpad": False})
@@ -164,7 +165,7 @@ def main() -> int:
     parser.add_argument("--compare", type=pathlib.Path, nargs=2)
     args = parser.parse_args()
     if args.compare:
-        before, after = (json.loads(path.read_text()) for path in args.compare)
+        before, after = (json.loads(path.read_text())["hashes"] for path in args.compare)
         wrong = [key for key in before | after if before.get(key) != after.get(key)]
         print(f"{len(before)} and {len(after)} hashes, {len(wrong)} differ")
         for key in wrong:
@@ -179,7 +180,9 @@ def main() -> int:
                     found[f"{backend} {seed}"] = one_call(seed)
                 except (TypeError, ValueError, RuntimeError) as error:
                     found[f"{backend} {seed}"] = f"{type(error).__name__}: {error}"
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    isa = None if extension is None else extension.cpu_isa()
+    facts = {"isa": isa, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    args.out.write_text(json.dumps(facts | {"hashes": found}, indent=1) + "\n")
     return 0
 
 

@@ -17,7 +17,7 @@ from fastbert.execution.call import Call
 from fastbert.execution.plan import explain as explain_steps
 from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.encoder_layer import EncoderLayer, PackedLayer
+from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.models.encoder import layers_of
 from fastbert.models.families import FAMILIES
 from fastbert.runtime.prepared import module_of
@@ -57,7 +57,8 @@ class ExecutorReport:
         model: name of the encoder; "" for the model itself.
         first, last: numbers of the layers.
         executor: "cpu", "gpu", "eager", or "modules" for module by module on a padded batch.
-        refused: for each executor that would come before it, one sentence on why it does not run them.
+        refused: one sentence on why each faster executor does not run them; for "modules", why "eager" does
+            not.
     """
 
     model: str
@@ -207,8 +208,8 @@ def _explain_model(model: Any) -> Explanation:
     for name, module in own_models(root):
         reports.append(ModelReport(name, True, None, 0, 0, "own"))
         executors += _executors(name, module, module.layers())
-        own = sum(isinstance(child, EncoderLayer) for child in module.modules())
-        fused, total = fused + own, total + own
+        looked_at = [step.reason is None for step in survey(module.layers(), PackedLayer)]
+        fused, total = fused + sum(looked_at), total + len(looked_at)
     return Explanation(reports, rows, fused, total, executors)
 
 

@@ -52,14 +52,14 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return step.reason or "the layer has mathematics of its own"
     if layer.training or any(parts.rates):
         return "the layer is in training mode, or drops"
-    if form.heads is not None:
-        return "some heads attend by patterns"
+    if form.kinds:
+        return f"it does not know layers with {', '.join(sorted(form.kinds))}"
     if call.first_only and step.number == call.last:
         return "only the first token of each sequence is wanted"
     if not parts.fuses_norm or parts.feed is not None:
         return "the norms or the feed-forward block are not ours"
     if step.called:
-        return "something looks at the layer's calls"
+        return "the module's own call must run: something looks at it, or it has another forward"
     dense, norms = parts.linears, (parts.attention_norm, parts.output_norm)
     own = type(dense[0])
     if own not in LINEAR_KINDS or not all(is_plain(m, own) for m in dense):

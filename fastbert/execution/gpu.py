@@ -92,8 +92,10 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     form, parts = step.form, step.parts
     if parts is None:
         return step.reason or "the layer has mathematics of its own"
-    if form.heads is not None or form.activation is None:
-        return "some heads attend by patterns, or the activation is none of ours"
+    if form.kinds:
+        return f"it does not know layers with {', '.join(sorted(form.kinds))}"
+    if form.activation is None:
+        return "the activation is none of ours"
     if parts.int8 or not parts.fuses_norm or parts.feed is not None or any(parts.rates):
         return "8-bit copies run, something drops, or our ops do not compute all of the layer"
     if (call.first_only and step.number == call.last) or step.called:

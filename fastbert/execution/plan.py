@@ -10,7 +10,9 @@ An executor is a module of this room with three functions:
     run(group, x, call) -> x            consecutive layers, as (step, taken) pairs
 
 `EXECUTORS` has them in order: the first that takes a layer runs it. `eager` takes every layer that `modules`
-does not. To add one: a module with the three functions, and its line in `EXECUTORS`.
+does not. To add one: a module with the three functions, and its line in `EXECUTORS`. One with mathematics of
+its own (`cpu`, `gpu`) refuses forms of a kind that it does not know (`LayerForm.kinds`). `takes` may be asked
+twice for a layer, and changes nothing.
 """
 
 from __future__ import annotations

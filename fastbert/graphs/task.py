@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
 from fastbert.models.heads.task_model import TaskModel, served_by
-
-if TYPE_CHECKING:
-    from fastbert.graphs.model import GraphedModel
 
 
 class GraphedTask:
@@ -24,7 +21,7 @@ class GraphedTask:
         encoder: the `GraphedModel` of its encoder, which has the counts of replays and fallbacks.
     """
 
-    def __init__(self, model: TaskModel, encoder: GraphedModel):
+    def __init__(self, model: TaskModel, encoder: Any):
         self.model, self.encoder = model, encoder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

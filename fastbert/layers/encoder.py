@@ -30,7 +30,6 @@ from fastbert.layers.linear import (
     feed_forward_norm,
     has_float_weight,
     split,
-    takes_rounded,
 )
 from fastbert.layers.patterns import Rows
 from fastbert.layers.taps import Taps
@@ -199,12 +198,9 @@ def after_attention(
         context: (rows, nheads, headdim) or (rows, nheads · headdim), the output of attention.
     """
     parts = parts.as_multiplied(form.names)
-    how = batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals
-    rounded = takes_rounded(parts.intermediate, x) if parts.feed is None else False
-    found = dense_norm(
-        *(parts.attention_output, parts.attention_norm, context.flatten(1), x, parts.rates[1], *how, rounded)
-    )
-    x, rounded = found if rounded else (found, None)
+    following = parts.intermediate if parts.feed is None else None
+    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, following
+    x, rounded = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)
     return feed_forward(form, parts, x, batch, asked, rounded)
 
 

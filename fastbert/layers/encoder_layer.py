@@ -234,9 +234,9 @@ class EncoderLayer(PackedLayer, nn.Module):
         if reason is not None or made is None:
             return reason or self.parts()
         if made.parts is None:
-            made.parts = self.parts()[:8]
+            made.parts = self.parts()._replace(owner=None)
         drops = any(m.training for m in made.droppers)
-        return Parts(*made.parts, self, self.dropout_rates() if drops else (0.0, 0.0, 0.0))
+        return made.parts._replace(owner=self, rates=self.dropout_rates() if drops else (0.0, 0.0, 0.0))
 
     def is_called(self) -> bool:
         """See `PackedLayer`: also a subclass with another forward is called."""

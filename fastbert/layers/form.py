@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -133,6 +133,16 @@ class LayerForm:
             stock.activation.split("."),
         )
         object.__setattr__(self, "paths", paths)  # the class is frozen
+
+    @functools.cached_property
+    def kinds(self) -> frozenset[str]:
+        """The fields in which the layer is of another kind than BERT's.
+
+        An executor with mathematics of its own refuses a layer with a kind that it does not know.
+        """
+        sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths")
+        others = [field for field in fields(self) if field.name not in sizes]
+        return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
 
     def of_own_heads(self, t: Tensor, dim: int) -> Tensor:
         """The layer's heads of what has all of the model's heads in `dim`, or one entry for all of them."""

@@ -223,18 +223,20 @@ def dense_norm(
     offset: int,
     fuse: bool = True,
     arrivals: list[Tensor] | None = None,
-    rounded: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """norm(residual + dropout(dense(x))); with `rounded` also the same for products, see `layer_norm`.
+    following: nn.Module | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(norm(residual + dropout(dense(x))), the same for the product by `following`, or None).
 
+    The second is there under autocast, if `following` is a plain linear layer: in the dtype of its product.
     If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
     and adds the residual; in inference it is one op with the product where that pays. `arrivals` keeps the
     counters of that op from call to call, in the order in which the device runs them.
     """
     if fuse and dropout_p == 0.0 and _joins_norm(dense, norm, x, residual):
-        y = _joined_norm(dense, norm, x, residual, arrivals)
-        return (y, y) if rounded else y
-    return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
+        return _joined_norm(dense, norm, x, residual, arrivals), None
+    rounded = following is not None and takes_rounded(following, residual)
+    y = _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
+    return y if rounded else (y, None)
 
 
 def feed_forward_norm(
@@ -265,7 +267,7 @@ def feed_forward_norm(
     inner = apply_linear(up, rounded, activation)
     if tap is not None:
         inner = tap(inner)
-    return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)
+    return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)[0]
 
 
 def takes_rounded(dense: nn.Module, x: Tensor) -> bool:
@@ -337,7 +339,7 @@ def _add_norm(
     fuse: bool,
     rounded: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """norm(residual + dropout(x + x_bias)); `rounded` as in `dense_norm`."""
+    """norm(residual + dropout(x + x_bias)); with `rounded` also the same for products, see `layer_norm`."""
     if fuse and is_plain(norm, nn.LayerNorm):
         return layer_norm(
             x,

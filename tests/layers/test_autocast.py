@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert.layers import encoder
+from fastbert.layers import linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import layer_norm
@@ -39,7 +39,7 @@ def test_the_bits_are_those_of_casts(dtype, monkeypatch):
     with dispatch.use_backend("aten"):
         ours = gradients(bert, dtype)
         monkeypatch.setattr(layer_norm, "_takes_both", lambda *_: False)
-        monkeypatch.setattr(encoder, "takes_rounded", lambda *_: False)
+        monkeypatch.setattr(linear, "takes_rounded", lambda *_: False)
         cast = gradients(bert, dtype)
     assert len(ours) == len(cast) > 16 * LAYERS
     for a, b in zip(ours, cast, strict=True):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import fastbert
+from fastbert.execution import cpu
 from fastbert.execution.call import Call
 from fastbert.execution.plan import explain, survey
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
 from fastbert.runtime import dispatch
@@ -129,6 +133,13 @@ def test_a_layer_without_heads_runs_op_by_op_and_says_why():
         call.inference = True
         found = explain(survey(small.layers()), torch.randn(5, 48), call)
     assert [served[:3] for served in found] == [(0, 0, "cpu"), (1, 2, "eager"), (3, 3, "cpu")]
+    other = dataclasses.make_dataclass("Other", [("gated", bool, True)], bases=(LayerForm,), frozen=True)
+    form = other(
+        *(getattr(small.layers()[0].form, name) for name in ("names", "stock", "nheads", "head_dim")), "gelu"
+    )
+    step = survey(small.layers())[0]._replace(form=dataclasses.replace(form, gated=False))
+    with torch.no_grad():
+        assert cpu.takes(step, torch.randn(5, 48), call) == "it does not know layers with gated"
     assert found[1].refused["cpu"] == "the layer has no heads or no inner columns"
     assert part(small.layers()[1], "output.dense").in_features == 33
 
