@@ -11,7 +11,6 @@ from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
 from fastbert.layers.form import Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
-from fastbert.layers.modules import is_plain
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
 from fastbert.ops.encoder_layer import close_team, encoder_layer, launchers, open_team
@@ -60,15 +59,10 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "the norms or the feed-forward block are not ours"
     if step.called:
         return "the module's own call must run: something looks at it, or it has another forward"
+    if not parts.plain:
+        return "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
     dense, norms = parts.linears, (parts.attention_norm, parts.output_norm)
-    own = type(dense[0])
-    if own not in LINEAR_KINDS or not all(is_plain(m, own) for m in dense):
-        return "a linear layer was replaced, or has hooks"
-    if not all(is_plain(m, nn.LayerNorm) for m in norms):
-        return "a norm was replaced, or has hooks"
-    if not all(m.in_features and m.out_features for m in dense):
-        return "the layer has no heads or no inner columns"
-    kind = INT8 if parts.int8 else LINEAR_KINDS[own]
+    kind = INT8 if parts.int8 else LINEAR_KINDS[type(dense[0])]
     found = launchers(x.device, x.dtype, kind.op)
     if found is None:
         return "another backend than cpu serves an op of the layer"

@@ -16,6 +16,7 @@ from fastbert.layers import encoder
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder import NOTHING_MORE, Asked
 from fastbert.layers.form import LayerForm, Parts
+from fastbert.layers.linear import all_plain
 from fastbert.layers.modules import attach, changed, is_hooked, part, plain_dropout, watched
 from fastbert.layers.parts import (
     PARTS,
@@ -66,7 +67,8 @@ class PackedLayer:
         """What the layer computes with now, if `gap` finds nothing."""
         names = self.form.names
         modules = [part(self, path) for path in (*names.linears, *names.norms)]
-        return Parts(*modules, self, self.dropout_rates(), self.fuses_norm, int8=self.int8, label=self.label)
+        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label
+        return Parts(*modules, self, *how, plain=all_plain(modules[:6], modules[6:]))
 
     def look(self, everything: str | None) -> Parts | str:
         """What the layer computes with now; or why it must be called module by module on a padded batch.

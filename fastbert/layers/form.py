@@ -169,6 +169,8 @@ class Parts(NamedTuple):
         feed: (rows, hidden) -> (rows, hidden), the feed-forward block with its sum and norm, if not ours.
         int8: whether 8-bit copies of the linear layers, all of them plain, run in their place.
         label: the layer's name in errors.
+        plain: whether one op could compute all of it: linear layers of one kind, none empty, and LayerNorms,
+            and nothing looks at any of them.
     """
 
     query: nn.Module
@@ -185,6 +187,7 @@ class Parts(NamedTuple):
     feed: Callable[[Tensor], Tensor] | None = None
     int8: bool = False
     label: str = "layer"
+    plain: bool = False
 
     @property
     def linears(self) -> tuple[nn.Module, ...]:

@@ -177,6 +177,16 @@ def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) ->
     return kind.product(x, module, [module], activation)
 
 
+def all_plain(linears: list[nn.Module], norms: list[nn.Module]) -> bool:
+    """Whether the linear layers are plain, of one kind and not empty, and the norms plain nn.LayerNorms."""
+    own = type(linears[0])
+    return (
+        own in LINEAR_KINDS
+        and all(is_plain(m, own) and not _is_empty(m) for m in linears)
+        and all(is_plain(m, nn.LayerNorm) for m in norms)
+    )
+
+
 def _is_empty(module: nn.Module) -> bool:
     """Whether a plain linear layer has no inputs or no outputs: no head or no inner column is left."""
     return module.in_features == 0 or module.out_features == 0
