@@ -28,6 +28,7 @@ from tests.support import tiny_training
 from tests.support.tiny_training import ROOF, Classes, Numbered, NumberedPlan, digests, trainer
 
 VOCAB, WIDTH, STEPS = 11, 5, 6
+HALVES = {"enter": lambda old, new: [nn.init.constant_(p, 0.5) for p in new.parameters()]}
 WEIGHTS = {"class": 0.5, "size": 2.0}
 OPTIONS = {"kind": "adamw", "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 
@@ -393,12 +394,17 @@ def test_a_stage_has_its_own_source_and_begins_where_it_says(tmp_path, monkeypat
     assert result.last["sequences"] == 3 * 8 + 3 * 4
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_the_optimizer_goes_on_or_begins_anew(fresh, tmp_path):
-    trainer(tmp_path, stages=two_stages(fresh_optimizer=fresh)).run()
+@pytest.mark.parametrize("second", [{}, {"fresh_optimizer": True}, HALVES], ids=["same", "fresh", "enter"])
+def test_the_optimizer_goes_on_or_begins_anew(second, tmp_path):
+    """A stage that fills another module saves it before its first step."""
+    trainer(tmp_path, stages=two_stages(**second), save_every=9, keep=9).run()
+    saved = sorted(folder.name for folder in tmp_path.glob("step-*"))
+    assert saved == (["step-000003"] if "enter" in second else []) + ["step-000006"]
+    model = load_file(tmp_path / saved[0] / "model" / "model.safetensors")
+    assert all((value == 0.5).all() for value in model.values()) == ("enter" in second)
     moments = load_file(tmp_path / "step-000006" / "optimizer.safetensors")
     steps = {value.item() for key, value in moments.items() if key.endswith("/step")}
-    assert steps == {3.0 if fresh else 6.0}
+    assert steps == {3.0 if second else 6.0}
     assert {key.rpartition("/")[2] for key in moments} == {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -446,12 +452,8 @@ def test_a_checkpoint_is_a_model_that_loads(tmp_path):
     assert "model/vocab.txt" in files
     assert list(load_file(result.checkpoint / "heads.safetensors")) == ["scale"]  # in no export
     state = json.loads((result.checkpoint / "trainer.json").read_text())
-    assert (state["step"], state["seed"], state["dtype"], state["sources"]) == (
-        3,
-        3,
-        "float32",
-        [Numbered().hash],
-    )
+    assert [state[key] for key in ("step", "seed", "dtype")] == [3, 3, "float32"]
+    assert state["sources"] == [Numbered().hash]
     assert json.loads((tmp_path / "config.json").read_text()) == {"steps": 3}
 
 
