@@ -12,16 +12,7 @@ from torch.nn import functional as F
 from fastbert import testing
 from fastbert.backends.aten import attention as aten_attention
 from fastbert.ops.attention import attention, attention_ref
-from tests.support.attention_inputs import (
-    DOUBLE,
-    DTYPES,
-    PLAIN,
-    ends,
-    grads_of,
-    is_long,
-    qkv,
-    serving,
-)
+from tests.support.attention_inputs import DOUBLE, DTYPES, PLAIN, ends, grads_of, is_long, qkv, serving
 
 # --- the error rule: its cases are in test_error_rule.py ----------------------------------------------------
 
