@@ -34,10 +34,8 @@ def test_names_outputs_and_loss_equal_transformers(name, task):
     }
 
     inputs = inputs_for(name, task)
-    inputs["attention_mask"][..., 0], inputs["input_ids"][..., 0] = (
-        1,
-        7,
-    )  # else accelerated models do not pack
+    # else accelerated models do not pack
+    inputs["attention_mask"][..., 0], inputs["input_ids"][..., 0] = 1, 7
     if task == "ForQuestionAnswering":  # the loss of a padded batch has its own test
         del inputs["attention_mask"]
         inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)

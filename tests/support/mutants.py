@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support import mutation  # noqa: E402
 
-HEADS = ("bad_inputs", "head_forwards", "head_training", "packed_heads", "vocabulary_loss")
+HEADS = ("bad_inputs", "head_forwards", "head_training", "head_weights", "packed_heads", "vocabulary_loss")
 PACKED = ("tests/models/test_packed_heads.py", "tests/models/test_first_token_only.py")
 BAD_FILES = ("tests/layers/test_quantized_files.py", "tests/models/test_bad_inputs.py")
 # room: (its code, its tests: arguments for pytest)
