@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastbert.analysis import results
-from fastbert.checkpoint.files import CheckpointError, check_free, new_directory
+from fastbert.checkpoint.files import CheckpointError, check_free, new_directory, replace
 from fastbert.pretraining import vocabulary
 from fastbert.pretraining.corpus import Corpus
 from tests.support.killed import killed
@@ -149,9 +149,22 @@ def test_a_name_too_long_for_what_is_written_beside_it(tmp_path):
 
 
 def test_errors_name_the_place_and_not_the_folder_beside_it(tmp_path):
+    """A full disk names no file; the error of an input file stays what it is."""
     expected = f"^{tmp_path / 'c'}/a: is not a plain file$"
     with pytest.raises(CheckpointError, match=expected), new_directory(tmp_path / "c") as folder:
         raise CheckpointError(f"{folder / 'a'}: is not a plain file")
+    for file, kind in ((None, CheckpointError), (str(tmp_path / "input"), OSError)):
+        error = OSError(28, "No space left on device", file)
+        with pytest.raises(kind, match="No space left on device") as raised, new_directory(tmp_path / "c"):
+            raise error
+        assert (raised.value is error) == (file is not None)
+
+
+def test_a_replaced_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
+    replace(tmp_path / "a", b"abc")
+    assert sizes == [3]
 
 
 def test_through_a_link_its_target_is_filled_and_the_umask_counts(tmp_path):
