@@ -57,18 +57,12 @@ def test_fused_and_called_parts_give_the_same(bert):
         for activation in (None, "gelu", "gelu_tanh", "relu", "silu", "tanh"):
             a, b = (apply_linear(layer.intermediate.dense, x, activation) for layer in (fused, called))
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-        a, b = (
-            dense_norm(
-                part(layer, "attention.output.dense"),
-                layer.attention.output.LayerNorm,
-                x,
-                residual,
-                0.0,
-                None,
-                0,
-            )[0]
-            for layer in (fused, called)
-        )
+        outs, seed = [layer.attention.output for layer in (fused, called)], torch.tensor(5)
+        a, b = (dense_norm(out.dense, out.LayerNorm, x, residual, 0.0, None, 0)[0] for out in outs)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        # dropout in the norm's pass, and apart from it
+        dense, norm = outs[0].dense, outs[0].LayerNorm
+        a, b = (dense_norm(dense, norm, x, residual, 0.4, seed, 8, fuse)[0] for fuse in (True, False))
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     plain = dense_norm(fused.attention.output.dense, nn.Identity(), x, residual, 0.0, None, 0)[0]
     torch.testing.assert_close(plain, fused.attention.output.dense(x) + residual)
