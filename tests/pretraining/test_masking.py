@@ -329,9 +329,9 @@ def test_random_specials_are_drawn_if_asked():
 
 
 def test_a_special_token_ends_a_word():
-    ids, starts = np.array([CLS, 9, SEP, 8, 8, SEP]), np.zeros(6, bool)  # no word starts anywhere
+    ids, starts = np.array([7, 9, SEP, 8, 8, SEP]), np.zeros(6, bool)  # no word starts anywhere
     found = Masking("word", share=1.0)(ids, starts, VOCABULARY, Draws(1, 0, 0))
-    assert found.spans.tolist() == [[1, 2], [3, 5]]
+    assert found.spans.tolist() == [[0, 2], [3, 5]]
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -135,11 +135,11 @@ def test_the_next_function_is_that_of_the_backend_behind(monkeypatch):
     """For calls that a kernel cannot take; neither a pin nor a self-check under way changes it."""
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cpu", "aten", "reference"))
     cpu_device, key = torch.device("cpu"), ("linear_fwd", "cpu", torch.device("cpu"), torch.float32)
+    with dispatch.trial(linear="cpu"):
+        assert dispatch.next_function("cpu", "linear_bwd", cpu_device, torch.float32) is aten.linear_bwd
     with dispatch.use_backend(linear="cpu"):
         assert dispatch.next_function("cpu", "linear_fwd", cpu_device, torch.float32) is aten.linear_fwd
         assert dispatch._resolved[key] is aten.linear_fwd
-    with dispatch.trial(linear="cpu"):
-        assert dispatch.next_function("cpu", "linear_bwd", cpu_device, torch.float32) is aten.linear_bwd
     first = dispatch.next_function("aten", "linear_fwd activation", cpu_device, torch.float32)
     assert first is dispatch.backend_module(FIRST if FIRST != "aten" else "reference").linear_fwd
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cpu",))

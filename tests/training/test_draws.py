@@ -39,8 +39,6 @@ def test_numbers_below_a_limit(limit):
     draws, words = Draws(1, 2, 3), Draws(1, 2, 3)
     found = draws.below(limit, 2000)
     assert found.tolist() == [int(w) * limit >> 64 for w in words.words(2000)]  # multiply-high, exactly
-    assert found.min() >= 0
-    assert found.max() < limit
 
 
 def test_uniform():
@@ -52,8 +50,7 @@ def test_uniform():
     assert not draws.chance(0.0, 1000).any()
     first = [int(draws.shuffled(6)[0]) for _ in range(12_000)]
     assert stats.chisquare(np.bincount(first, minlength=6)).pvalue > 0.001
-    limits = np.array([1, 2, 3, 4])
-    assert (draws.below(limits, 4) < limits).all()
+    assert (draws.below(np.array([1, 2, 3, 4]), 4) < [1, 2, 3, 4]).all()
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])
@@ -94,6 +91,7 @@ def test_bad_arguments_are_named():
         (lambda: Draws(1, -1, 0), "epoch: expected an integer in"),
         (lambda: Draws(1, 0, 2**64), "index: expected an integer in"),
         (lambda: Draws(1, 0, 0).below(0, 3), r"limit: expected integers in \[1, 2\*\*32\), got 0"),
+        (lambda: Draws(1, 0, 0).below(2**32, 3), r"limit: .*, got 4294967296 to 4294967296"),
         (lambda: Order(-1, 0), "size: expected an integer in"),
     ):
         with pytest.raises(ValueError, match=match):
