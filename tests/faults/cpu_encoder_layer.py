@@ -43,11 +43,14 @@ FAULTS = (
     _fault("first norm twice", "add_norm(layer, rows, layer.output_norm,", "add_norm(layer, rows, layer.attention_norm,"),
     _fault("eps of the other norm", "args.output_norm.eps = output_eps;", "args.output_norm.eps = attention_eps;", _BINDING),
     _fault("no activation", "layer.activation, inner, team);", "Activation::kNone, inner, team);"),
-    _fault("bias twice", "false, Activation::kNone, sum, team);\n        if (why == nullptr)\n            why = add_norm(layer, rows, layer.attention_norm", "true, Activation::kNone, sum, team);\n        if (why == nullptr)\n            why = add_norm(layer, rows, layer.attention_norm"),
+    _fault("bias twice", "context, width, hidden, width, false,", "context, width, hidden, width, true,"),
+    # attention narrower than the rows, or wider
+    _fault("places as wide as attention", "std::max(layer.nheads * layer.headdim, layer.hidden)", "layer.nheads * layer.headdim"),
+    _fault("values as wide as the rows", "Heads{base + i * plane, width, layer.headdim}", "Heads{base + i * plane, hidden, layer.headdim}"),
 )  # fmt: skip
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/execution/test_cpu.py", "-k", "not compiled"),
+    tests=("tests/execution/test_cpu.py", "tests/models/test_layer_forms.py"),
     **IN_PLACE,
 )
