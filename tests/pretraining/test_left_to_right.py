@@ -17,15 +17,13 @@ from fastbert.pretraining.objectives.masked import Objective
 from tests.support.objectives import (
     CLS,
     SEP,
-    assert_exact,
+    assert_as_stock,
     assert_work,
     batch_of,
     built,
-    gradients,
     logits_of,
     numbered,
     pieces,
-    stock,
     tensors,
     tiny,
 )
@@ -87,21 +85,9 @@ def stock_loss(hf, batch) -> torch.Tensor:
 
 
 def test_losses_and_gradients_are_transformers():
-    ours, batch = objective(FullSentences), batch_of(objective(FullSentences), 4)
-    exact, found = {}, {}
-    for dtype in (torch.float64, torch.float32):
-        losses = built(ours, torch.float32).to(dtype)
-        hf = stock(losses, transformers.BertLMHeadModel)
-        mean, correct = losses(tensors(batch), True)
-        expected = stock_loss(hf, batch)
-        mean["left_to_right"].backward(), expected.backward()
-        exact[dtype] = expected.detach(), gradients(hf)
-        found[dtype] = mean["left_to_right"].detach(), gradients(losses.model)
-        logits = logits_of(losses, tensors(batch))
-        right = logits.argmax(-1) == tensors(batch)["labels"]
-        assert correct["left_to_right"] == right.sum()
-    assert {n for n, _ in losses.model.named_parameters()} == {n for n, _ in hf.named_parameters()}
-    assert_exact(found, exact)
+    ours = objective(FullSentences)
+    batch, model = batch_of(ours, 4), transformers.BertLMHeadModel
+    assert_as_stock(ours, batch, "left_to_right", lambda hf: stock_loss(hf, batch), model)
 
 
 def test_right_predictions_are_counted_piece_by_piece(monkeypatch):

@@ -17,15 +17,13 @@ from tests.support.objectives import (
     CLS,
     MASK,
     SEP,
-    assert_exact,
+    assert_as_stock,
     assert_work,
     batch_of,
     built,
-    gradients,
     logits_of,
     numbered,
     pieces,
-    stock,
     tensors,
     tiny,
 )
@@ -201,19 +199,7 @@ def stock_loss(hf, ours, count: int) -> torch.Tensor:
 
 def test_losses_and_gradients_are_those_of_a_pass_per_target():
     ours = objective()
-    batch, exact, found = batch_of(ours, 3), {}, {}
-    for dtype in (torch.float64, torch.float32):
-        losses = built(ours, torch.float32).to(dtype)
-        hf = stock(losses)
-        means, correct = losses(tensors(batch), True)
-        expected = stock_loss(hf, ours, 3)
-        assert set(means) == {"permutation"}
-        means["permutation"].backward(), expected.backward()
-        exact[dtype] = expected.detach(), gradients(hf)
-        found[dtype] = means["permutation"].detach(), gradients(losses.model)
-        right = logits_of(losses, tensors(batch)).argmax(-1) == tensors(batch)["labels"]
-        assert correct["permutation"] == right.sum()
-    assert_exact(found, exact)
+    assert_as_stock(ours, batch_of(ours, 3), "permutation", lambda hf: stock_loss(hf, ours, 3))
 
 
 def test_the_class_of_a_pair_is_read_from_the_context():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,25 @@ def assert_exact(found: dict, exact: dict) -> None:
         torch.testing.assert_close(ours64, true, rtol=1e-10, atol=1e-12)
         reason = testing.compare(ours32, theirs, true, torch.float32, 1e-6)[-1]
         assert not reason, reason
+
+
+def assert_as_stock(
+    objective: Objective, batch: Batch, name: str, loss_of: Callable, cls: type = transformers.BertForMaskedLM
+) -> None:
+    """The only loss, its gradients and right predictions are those of transformers' model, by `loss_of`."""
+    inputs, exact, found = tensors(batch), {}, {}
+    for dtype in (torch.float64, torch.float32):
+        losses = built(objective, torch.float32).to(dtype)
+        hf = stock(losses, cls)
+        means, correct = losses(inputs, True)
+        expected = loss_of(hf)
+        assert set(means) == {name}
+        means[name].backward(), expected.backward()
+        exact[dtype] = expected.detach(), gradients(hf)
+        found[dtype] = means[name].detach(), gradients(losses.model)
+        assert correct[name] == (logits_of(losses, inputs).argmax(-1) == inputs["labels"]).sum()
+    assert {n for n, _ in losses.model.named_parameters()} == {n for n, _ in hf.named_parameters()}
+    assert_exact(found, exact)
 
 
 def assert_work(objective: Objective, batch: Batch, losses: str, rows: int, pairs: int) -> None:
