@@ -104,12 +104,14 @@ def test_one_graph_for_any_mix_of_lengths(name):
 
 @torch.no_grad()
 def test_no_more_graphs_than_buckets():
-    """For any mix of lengths. By default the graphs of all default buckets are kept."""
+    """For any mix of lengths, though buckets hold data of earlier calls. By default all graphs are kept."""
     g, random = Graphed(shared()), torch.Generator().manual_seed(0)
     for seed in range(60):
         count = int(torch.randint(1, 12, (), generator=random))
-        lengths = torch.randint(1, 40, (count,), generator=random).tolist()
-        g.graphed(**lengths_batch(lengths, 64, seed), first_token_only=True)
+        lengths = torch.randint(0, 65, (count,), generator=random).tolist()
+        if sum(lengths) > 512 or sum(lengths) == 0:
+            lengths = [64] * 8  # the bucket filled to its last row
+        g.check(**lengths_batch(lengths, 64, seed), first_token_only=True)
     held = [(b.tokens, b.sequences) for b in g.graphed.graphs]
     assert len(held) == len(set(held)) == g.recorded
     assert len({tokens for tokens, _ in held}) <= len(g.graphed.buckets)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -501,30 +498,3 @@ def test_a_write_while_the_state_is_found_right():
     g.graphed._settle = settle
     assert not g.graphed._weights.untouched()
     g.check(**PADDED)
-
-
-def test_what_a_kernel_told_of_ids_is_raised_before_the_next_replay(monkeypatch):
-    """On a GPU a replay may have met an id that its table does not have (kernels/bad_ids.py)."""
-
-    def check():
-        if told:
-            raise IndexError(told.pop())
-
-    told: list[str] = []
-    asked: list[torch.device] = []
-    kernels = SimpleNamespace(bad_ids=lambda device: asked.append(device) or SimpleNamespace(check=check))
-    monkeypatch.setitem(sys.modules, "fastbert.kernels.bad_ids", kernels)
-    g = Graphed(shared())
-    ends = torch.tensor([0, 2], dtype=torch.int32)
-    calls = [
-        lambda: g.graphed(**PADDED),
-        lambda: g.graphed(**PADDED, packed=True),
-        lambda: g.graphed.forward_packed(torch.tensor([5, 6]), ends, 2),
-    ]
-    for call in calls * 2:
-        with torch.no_grad():
-            call()
-            told.append("token id 77")
-            with pytest.raises(IndexError, match="token id 77"):
-                call()
-    assert set(asked) == {CPU}

@@ -33,17 +33,6 @@ def test_equals_the_model(name):
     assert g.graphed.replays == (5 if name == "mpnet" else 8)
 
 
-def test_many_mixes_of_lengths():
-    """One graphed model for all: buckets are shared, and hold data of earlier calls."""
-    g, random = Graphed(shared()), torch.Generator().manual_seed(0)
-    for turn in range(12):
-        count = int(torch.randint(1, 30, (), generator=random))
-        lengths = torch.randint(0, 65, (count,), generator=random).tolist()
-        if sum(lengths) > 512 or sum(lengths) == 0:
-            lengths = [64] * 8  # the bucket filled to its last row
-        g.check(**lengths_batch(lengths, 64, turn), first_token_only=turn % 3 == 0)
-
-
 def test_long_sequences_in_float32():
     """MiniLM's heads and lengths."""
     sizes = dict(hidden_size=384, num_attention_heads=12, intermediate_size=384, num_hidden_layers=1)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from fastbert import testing
 from fastbert.runtime import dispatch
 from fastbert.testing import triton_interpreter, verdicts
 from tests.support.triton_sanitizer import lazy_rows
@@ -136,6 +137,22 @@ def assert_bit_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Te
         assert a.dtype == e.dtype, i
         assert a.shape == e.shape, i
         assert torch.equal(a, e), i
+
+
+def lucky_yardstick(
+    row: testing.Row, case: testing.Case, dtype: torch.dtype, seed: int, elements: int
+) -> bool:
+    """With few elements eager's error may be small by luck: then twice that and 4 floors are allowed.
+
+    Dropout scales the floor of float32 as it scales the result.
+    """
+    if elements >= 1000:
+        return False
+    if "mean error" in row.reason:
+        return row.mean_error <= row.eager_mean_error * (1 + 4 / elements**0.5)
+    inputs = case.inputs(dtype, DEVICE, seed)
+    floor = 4 * case.floor(inputs, row.quantity) / (1 - case.dropout_p) if dtype == torch.float32 else 0.0
+    return row.max_error <= 2 * row.eager_max_error + floor
 
 
 def assert_repeats(report, run: Callable[[], Iterable[torch.Tensor]], times: int = 3) -> None:

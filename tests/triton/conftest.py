@@ -33,3 +33,12 @@ def hidden(request, monkeypatch):
             monkeypatch.setattr(kernels, limit, 64)
         monkeypatch.setattr(kernels, "WIDE_BLOCK", 32)
     return 70
+
+
+@pytest.fixture
+def bad_ids(request):
+    """Nothing is told before and after a test."""
+    cells = request.module.kernels.bad_ids(request.module.DEVICE).cells
+    cells.zero_()
+    yield cells
+    cells.zero_()

@@ -105,15 +105,6 @@ def check(rows, inner, dtype, indices) -> None:
 test_fuzz, test_fuzz_long = fuzz_tests(check, fuzzed_batches(), 50, 2000)
 
 
-@pytest.fixture
-def bad_ids():
-    """Nothing is told before and after a test."""
-    cells = kernels.bad_ids(DEVICE).cells
-    cells.zero_()
-    yield cells
-    cells.zero_()
-
-
 def finished(y: torch.Tensor) -> torch.Tensor:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
