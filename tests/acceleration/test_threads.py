@@ -35,10 +35,7 @@ def texts(number: int) -> list[str]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     found = {}
-    for name, auto, sizes in (
-        ("model", transformers.AutoModel, {}),
-        ("scores", HEAD, {"num_labels": 1}),
-    ):
+    for name, auto, sizes in (("model", transformers.AutoModel, {}), ("scores", HEAD, {"num_labels": 1})):
         found[name] = tmp_path_factory.mktemp(name)
         tiny(auto, num_hidden_layers=2, **sizes).save_pretrained(found[name])
         tokenizer.save_pretrained(found[name])

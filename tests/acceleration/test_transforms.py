@@ -7,12 +7,7 @@ import torch
 import transformers
 
 import fastbert
-from tests.support.accelerated_models import (
-    assert_close,
-    assert_same_training,
-    first_kept,
-    tiny,
-)
+from tests.support.accelerated_models import assert_close, assert_same_training, first_kept, tiny
 
 # --- torch.compile ------------------------------------------------------------------------------------------
 

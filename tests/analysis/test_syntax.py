@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from fastbert.analysis.intervals import mean_interval
-from fastbert.analysis.syntax import (
-    ALL,
-    LABELS,
-    Parsing,
-    attention_by_label,
-    labels_of,
-    merged,
-    parse,
-)
+from fastbert.analysis.syntax import ALL, LABELS, Parsing, attention_by_label, labels_of, merged, parse
 from fastbert.analysis.treebank import Sentence, as_examples
 from tests.support.analysis import both, maps_of
 from tests.support.hf_models import FAMILY_NAMES

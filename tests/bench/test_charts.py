@@ -15,8 +15,7 @@ from bench.lib.charts import suite as charts
 from tests.support import suite_files
 
 needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None,
-    reason="matplotlib is not installed: pip install .[bench]",
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed: pip install .[bench]"
 )
 
 

@@ -29,11 +29,7 @@ from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 LETTERS = "abcdefghijklmnopqrstuvwxyzéß"
 LINES = [
     "hello world",

@@ -11,16 +11,7 @@ from fastbert.backends import cpu
 from fastbert.ops.dropout import philox_keep
 from fastbert.runtime import loader
 from tests.support import launchers
-from tests.support.cpu_attention import (
-    _C,
-    OFFSET,
-    SEED,
-    backward,
-    ends,
-    forward,
-    own_dtype,
-    randn,
-)
+from tests.support.cpu_attention import _C, OFFSET, SEED, backward, ends, forward, own_dtype, randn
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))

@@ -57,8 +57,7 @@ SWEPT = ("90a",)
     "arch", [pytest.param(a, marks=[] if a in SWEPT else pytest.mark.slow) for a in of_setup("CUDA_ARCHS")]
 )
 @pytest.mark.parametrize(
-    "source",
-    [pytest.param(s, marks=[] if s.stem in LARGE else pytest.mark.slow, id=s.stem) for s in SOURCES],
+    "source", [pytest.param(s, marks=[] if s.stem in LARGE else pytest.mark.slow, id=s.stem) for s in SOURCES]
 )
 def test_no_kernel_spills(source, arch, tmp_path):
     found = compiled(source, tmp_path / "object.o", arch, "-c")

@@ -50,10 +50,6 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=(
-        "tests/cpu/test_cross_entropy.py",
-        "-k",
-        "not error_rule and not mib and not default",
-    ),
+    tests=("tests/cpu/test_cross_entropy.py", "-k", "not error_rule and not mib and not default"),
     **IN_PLACE,
 )

@@ -49,8 +49,5 @@ FAULTS = (
     _fault("values as wide as the rows", "Heads{base + i * plane, width, layer.headdim}", "Heads{base + i * plane, hidden, layer.headdim}"),
 )  # fmt: skip
 
-SUITE = Suite(
-    faults=FAULTS,
-    tests=("tests/execution/test_cpu.py", "tests/models/test_layer_forms.py"),
-    **IN_PLACE,
-)
+TESTS = "tests/execution/test_cpu.py", "tests/models/test_layer_forms.py"
+SUITE = Suite(faults=FAULTS, tests=TESTS, **IN_PLACE)

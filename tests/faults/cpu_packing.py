@@ -37,11 +37,5 @@ FAULTS = (
 )  # fmt: skip
 
 SUITE = Suite(
-    faults=FAULTS,
-    tests=(
-        "tests/cpu/test_packing.py",
-        "-k",
-        "not error_rule and not default",
-    ),
-    **IN_PLACE,
+    faults=FAULTS, tests=("tests/cpu/test_packing.py", "-k", "not error_rule and not default"), **IN_PLACE
 )

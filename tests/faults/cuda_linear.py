@@ -67,11 +67,5 @@ FAULTS = (
 )  # fmt: skip
 
 SUITE = Suite(
-    faults=FAULTS,
-    tests=(
-        "tests/ptx/test_cuda_linear.py",
-        "-k",
-        "not test_error_rule",
-    ),
-    **IN_EMULATOR,
+    faults=FAULTS, tests=("tests/ptx/test_cuda_linear.py", "-k", "not test_error_rule"), **IN_EMULATOR
 )

@@ -52,8 +52,4 @@ _QUICK = (
     " or exact or definitions or side_by_side or serve)"
 )
 
-SUITE = Suite(
-    faults=FAULTS,
-    tests=("tests/ptx/test_cuda_attention_backward.py", "-k", _QUICK),
-    **IN_EMULATOR,
-)
+SUITE = Suite(faults=FAULTS, tests=("tests/ptx/test_cuda_attention_backward.py", "-k", _QUICK), **IN_EMULATOR)

@@ -54,11 +54,7 @@ FAULTS = (
 
 SUITE = Suite(
     FAULTS,
-    (
-        "tests/ptx/test_control.py",
-        "tests/ptx/test_reports.py",
-        "tests/ptx/test_copies.py",
-    ),
+    ("tests/ptx/test_control.py", "tests/ptx/test_reports.py", "tests/ptx/test_copies.py"),
     build=(sys.executable, "-c", "from tests.ptx.emulator import library; library.engine()"),
     quick="built and not slow",
 )

@@ -36,13 +36,7 @@ class Watched:
         prepared.derived(self.model[0], "twice", (weight,), lambda: weight * 2)
         self.storage = weight.untyped_storage()
         self.watch = loader.extension.ModelWatch(
-            self.modules,
-            self.tables,
-            self.hooks,
-            self.attributes,
-            self.tensors,
-            self.tensors,
-            [self.storage],
+            self.modules, self.tables, self.hooks, self.attributes, self.tensors, self.tensors, [self.storage]
         )
         assert self.watch.known()
         assert self.watch.same()

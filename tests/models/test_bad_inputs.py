@@ -347,10 +347,7 @@ ENDS = torch.tensor([0, 6, 12], dtype=torch.int32)
 def training(name, match, labels):
     """A row: a step of the masked-LM head, whose loss computes the labelled tokens alone."""
     return Bad(
-        f"training-{name}",
-        lambda _: copy.deepcopy(model()).train()(IDS, labels=labels),
-        ValueError,
-        match,
+        f"training-{name}", lambda _: copy.deepcopy(model()).train()(IDS, labels=labels), ValueError, match
     )
 
 

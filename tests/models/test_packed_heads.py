@@ -120,16 +120,10 @@ def test_a_position_past_the_sequence_is_not_counted():
     ids, ends = torch.arange(5, 20), torch.tensor([0, 10, 15], dtype=torch.int32)
     with torch.no_grad():
         both = model(
-            ids,
-            cu_seqlens=ends,
-            start_positions=torch.tensor([3, 7]),
-            end_positions=torch.tensor([-4, 5]),
+            ids, cu_seqlens=ends, start_positions=torch.tensor([3, 7]), end_positions=torch.tensor([-4, 5])
         )
         alone = model(
-            ids[:10],
-            cu_seqlens=ends[:2],
-            start_positions=torch.tensor([3]),
-            end_positions=torch.tensor([0]),
+            ids[:10], cu_seqlens=ends[:2], start_positions=torch.tensor([3]), end_positions=torch.tensor([0])
         )
     close(both.loss, alone.loss, 1e-6)
 

@@ -192,10 +192,7 @@ def test_prepared_in_bf16_unwrapped_and_saved(tmp_path, fresh_accelerator, task)
 def test_models_and_outputs_pass_for_those_of_transformers():
     model = native("ForMaskedLM")
     output = model(**batch("bert"))
-    for thing, theirs in (
-        (model, transformers.PreTrainedModel),
-        (output, transformers.utils.ModelOutput),
-    ):
+    for thing, theirs in ((model, transformers.PreTrainedModel), (output, transformers.utils.ModelOutput)):
         assert isinstance(thing, theirs)
         assert isinstance(thing, (type(thing), PreTrainedModel, outputs.ModelOutput))
         assert not issubclass(type(thing), theirs)

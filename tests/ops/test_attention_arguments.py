@@ -32,11 +32,7 @@ BAD = {
     "max_float": ("max_seqlen", TypeError, {"max_seqlen": 4.0}),
     "max_negative": ("max_seqlen", ValueError, {"max_seqlen": -1}),
     "max_short": ("max_seqlen", ValueError, {"max_seqlen": 3}),
-    "max_padded": (
-        "max_seqlen",
-        ValueError,
-        {"q": _PADDED, "k": _PADDED, "v": _PADDED, "cu_seqlens": None},
-    ),
+    "max_padded": ("max_seqlen", ValueError, {"q": _PADDED, "k": _PADDED, "v": _PADDED, "cu_seqlens": None}),
     "scale_nan": ("softmax_scale", ValueError, {"softmax_scale": math.nan}),
     "scale_text": ("softmax_scale", TypeError, {"softmax_scale": "0.1"}),
     "causal_int": ("causal", TypeError, {"causal": 1}),

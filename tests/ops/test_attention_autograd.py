@@ -8,12 +8,7 @@ import torch._dynamo.testing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fastbert.backends.aten import attention as aten_attention
-from fastbert.ops.attention import (
-    AttentionInputs,
-    AttentionNeeds,
-    attention,
-    attention_ref,
-)
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
 from tests.support.attention_inputs import (
     DOUBLE,

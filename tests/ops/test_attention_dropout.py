@@ -7,15 +7,7 @@ import torch
 import torch._dynamo.testing
 
 from fastbert.ops.attention import attention
-from tests.support.attention_inputs import (
-    PLAIN,
-    assert_near,
-    assert_same,
-    ends,
-    grads_of,
-    qkv,
-    serving,
-)
+from tests.support.attention_inputs import PLAIN, assert_near, assert_same, ends, grads_of, qkv, serving
 
 
 @pytest.mark.sweep_of("triton")

@@ -218,11 +218,7 @@ def test_every_changed_value_of_the_index_is_named_or_changes_nothing(tokenizer_
     (tmp_path / "names.jsonl").write_text('{"text": "the name"}')
     place = tmp_path / "c"
     made = Corpus.write(
-        [tmp_path / "a.txt"],
-        tokenizer_dir,
-        place,
-        spans=tmp_path / "names.jsonl",
-        shard_tokens=shard_tokens,
+        [tmp_path / "a.txt"], tokenizer_dir, place, spans=tmp_path / "names.jsonl", shard_tokens=shard_tokens
     )
     assert made.num_spans > 0
     expected, index = told(Corpus.open(place)), json.loads((place / "index.json").read_text())

@@ -69,10 +69,7 @@ def test_ernies_stages():
     assert [ours.stage(epoch).masking.unit for epoch in range(4)] == ["word", "phrase", "entity", "entity"]
 
 
-@pytest.mark.parametrize(
-    "stages",
-    [(), None, (("token", 1),), (("token", 0), ("word", 0)), ((0, "token"),)],
-)
+@pytest.mark.parametrize("stages", [(), None, (("token", 1),), (("token", 0), ("word", 0)), ((0, "token"),)])
 def test_bad_stages_are_named(stages):
     with pytest.raises(ValueError, match="stages: expected pairs of a unit and its first epoch"):
         objective(stages)

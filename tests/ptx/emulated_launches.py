@@ -125,10 +125,7 @@ def emulated(emulation: Emulation, multiprocessors: int = 2) -> Iterator[Emulati
 
     only_ptx()
     device = tuning.Device("", divmod(emulation.arch, 10), multiprocessors)
-    patched = [
-        (tuning, "device_of", lambda _: device),
-        (backend, "available", lambda device_type: None),
-    ]
+    patched = [(tuning, "device_of", lambda _: device), (backend, "available", lambda device_type: None)]
     for name in MODULES:
         module = importlib.import_module(f"fastbert.kernels.{name}")
         if hasattr(module, "launch") and name != "launch":

@@ -126,9 +126,7 @@ def test_every_order_of_warps_gives_the_same_bits(emulated, both, lengths, p):
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize(
-    "lengths",
-    [(), (0, 0), (1,), (63, 64, 65), (0, 1, 0), (127, 128, 129), (513,)],
-    ids=str,
+    "lengths", [(), (0, 0), (1,), (63, 64, 65), (0, 1, 0), (127, 128, 129), (513,)], ids=str
 )
 def test_lengths(forward, lengths, p, headdim):
     check_forward(forward, made(lengths, 2 if sum(lengths) < 200 else 1, headdim, p=p, capacity=66, slack=1))

@@ -9,10 +9,7 @@ import torch
 
 from fastbert.ops.layer_norm import LayerNormInputs
 from tests.ptx import emulator
-from tests.ptx.emulator.cudart import (
-    Emulation,
-    Memory,
-)
+from tests.ptx.emulator.cudart import Emulation, Memory
 from tests.support.cpu_truth import randn
 
 # --- its parts ---

@@ -233,10 +233,7 @@ def test_pins_nest_and_an_op_stands_before_all(calls):
             layer_norm(x, torch.ones(2))
             with dispatch.use_backend("aten"):  # the pin of one op still wins
                 linear(x, w)
-            with (
-                contextlib.suppress(KeyError),
-                dispatch.use_backend("reference", linear="aten"),
-            ):
+            with contextlib.suppress(KeyError), dispatch.use_backend("reference", linear="aten"):
                 linear(x, w)
                 layer_norm(x, torch.ones(2))
                 raise KeyError

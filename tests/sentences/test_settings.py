@@ -176,10 +176,7 @@ BAD_DIRECTORIES = {
         ),
         r"tokenizer_config\.json: unk_token: expected a text, got \['a'\]",
     ),
-    "a huge id": (
-        with_huge_id,
-        r"tokenizer\.json: token 'b' has id 16777216; expected ids below 16777216",
-    ),
+    "a huge id": (with_huge_id, r"tokenizer\.json: token 'b' has id 16777216; expected ids below 16777216"),
     "similarity a list": (
         with_text("config_sentence_transformers.json", '{"similarity_fn_name": ["dot"]}'),
         r"config_sentence_transformers\.json: similarity_fn_name \['dot'\]; expected one of",

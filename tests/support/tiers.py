@@ -35,9 +35,7 @@ MANY, SOME = 6, 4
 SAMPLED = {"triton": frozenset({"case"})}
 
 # fixtures that compile, run a whole benchmark or train in two processes: their tests are left to `make sweep`
-BUILDS = {
-    *("dry", "emulated", "emulated_launches", "smoke", "two_processes", "whole"),
-}
+BUILDS = {*("dry", "emulated", "emulated_launches", "smoke", "two_processes", "whole")}
 
 # folders whose tests need a build of a minute: what `make test` would run of them gets the marker `built`,
 # and is left to `make sweep` too

@@ -92,11 +92,7 @@ def test_calls_that_wait_for_the_device_are_tried_a_few_times(monkeypatch):
 def test_a_self_check_times_the_device_and_keeps_the_hosts_time(monkeypatch):
     stream = Stream().install(monkeypatch)
     made = []
-    timed = speed._Timed(
-        lambda: made.append(1) or stream.kernel(0.1, 0.01),
-        {"layer_norm": "aten"},
-        False,
-    )
+    timed = speed._Timed(lambda: made.append(1) or stream.kernel(0.1, 0.01), {"layer_norm": "aten"}, False)
     assert len(made) == 5
     assert timed.count == int(speed.ENQUEUE_MS / 0.1)
     for _ in range(3):

@@ -183,19 +183,12 @@ OPS = {
             *(*dropped().values(), *[True] * 4),
         ),
     ),
-    "feed_forward_fwd": (
-        lambda: (*ffn_operands(floats(7)), "gelu", True),
-        [MISH],
-        ("x", "down_weight"),
-    ),
+    "feed_forward_fwd": (lambda: (*ffn_operands(floats(7)), "gelu", True), [MISH], ("x", "down_weight")),
     "feed_forward_bwd": (
         lambda: (floats(40, 3), *ffn_operands(), floats(40, 7), floats(40, 7), "gelu", *[True] * 4),
         [*absent("x", "up_weight", "down_weight", "pre", "inner"), MISH],
     ),
-    "linear_fwd": (
-        lambda: (floats(40, 5), floats(3, 5), floats(3), "gelu", floats(40, 3), True),
-        [MISH],
-    ),
+    "linear_fwd": (lambda: (floats(40, 5), floats(3, 5), floats(3), "gelu", floats(40, 3), True), [MISH]),
     "linear_bwd": (
         lambda: (floats(40, 3), floats(40, 5), floats(3, 5), floats(40, 3), "gelu", *[True] * 3),
         [*absent("x", "weight", "pre"), MISH],
