@@ -160,9 +160,6 @@ def test_poolers_projections_and_heads_stay_as_they_are(name):
         close(fast(**inputs).logits, ours.eval().quantize("int8")(**inputs).logits)
 
 
-# -- how it is computed --------------------------------------------------------------------------------------
-
-
 # -- the model stays what it is ------------------------------------------------------------------------------
 
 
@@ -246,10 +243,8 @@ def test_half_a_layer_is_refused(option):
 def test_weights_elsewhere_are_refused():
     model = stock("bert").to("meta")
     before = snapshot(model)
-    with pytest.raises(
-        ValueError,
-        match=r"^model: encoder\.layer\.0\.attention\.self\.query is on meta; int8 is for .* CPU: load its",
-    ):
+    words = r"^model: encoder\.layer\.0\.attention\.self\.query is on meta; int8 is for .* CPU: load its"
+    with pytest.raises(ValueError, match=words):
         fastbert.accelerate(model, dtype="int8")
     assert snapshot(model) == before
     model = fastbert.accelerate(stock("bert"))
@@ -383,9 +378,8 @@ def test_an_unmerged_adapter_keeps_its_layer_in_floating_point(order):
     slow = with_lora(stock("bert"))
     if order == "lora-first":
         fast = with_lora(stock("bert"))
-        with pytest.warns(
-            RuntimeWarning, match=r"1 of 3 layers run in floating point.*layer\.1: .*query.*merge"
-        ):
+        words = r"1 of 3 layers run in floating point.*layer\.1: .*query.*merge"
+        with pytest.warns(RuntimeWarning, match=words):
             fastbert.accelerate(fast, dtype="int8")
         with pytest.raises(ValueError, match=r"layer\.1: attention\.self\.query is a Linear with an adapter"):
             fastbert.accelerate(with_lora(stock("bert")), dtype="int8", strict=True)

@@ -138,7 +138,6 @@ def test_too_few_labels(classes):
 
 def test_without_scikit_learn(classes, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(
-        ImportError, match=r"annotations need scikit-learn: pip install 'fastbert-kernels\[analysis"
-    ):
+    words = r"annotations need scikit-learn: pip install 'fastbert-kernels\[analysis"
+    with pytest.raises(ImportError, match=words):
         check_labels(labels_of(classes))

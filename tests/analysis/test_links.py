@@ -151,8 +151,7 @@ def test_bad_input(tokenizer, examples):
     few = as_examples(tokenizer, itself)
     with pytest.raises(ValueError, match=r"targets\[0\]: a link needs two tokens"):
         links(ours, few, of_texts(itself, few))
-    with pytest.raises(
-        ValueError, match="examples: expected 4 with links at least, two for each half, got 3"
-    ):
+    words = "examples: expected 4 with links at least, two for each half, got 3"
+    with pytest.raises(ValueError, match=words):
         replace(planted(), example=np.arange(3)).best()
     assert torch.is_grad_enabled()

@@ -70,9 +70,8 @@ def test_a_config_of_another_save_is_refused(name, values, changes, words, layou
     model = randomise(ours(name)(EncoderConfig(model_type, **CONFIGS[prefix], **values)))
     saving.save(model, tmp_path, max_shard_size=LAYOUTS[layout])
     edit_config(tmp_path, **changes)
-    with pytest.raises(
-        CheckpointError, match=rf"config\.json: does not belong to model.*safetensors: {words}"
-    ):
+    message = rf"config\.json: does not belong to model.*safetensors: {words}"
+    with pytest.raises(CheckpointError, match=message):
         fastbert.AutoModel.from_pretrained(tmp_path)
     if "model_type" not in changes:  # what the caller says overrides both
         overrides = {key: getattr(model.config, key) for key in changes}
@@ -228,14 +227,11 @@ def test_an_explicit_class_knows_the_model_type(stored, name, tmp_path):
 
 def test_auto_classes_say_that_model_type_is_missing(tmp_path):
     model = without_type(tmp_path, "BertForMaskedLM")
-    with pytest.raises(
-        ValueError,
-        match=r"config\.json: model_type: missing, and AutoModel chooses .*BertModel, Roberta.*MPNetModel",
-    ):
+    words = r"config\.json: model_type: missing, and AutoModel chooses .*BertModel, Roberta.*MPNetModel"
+    with pytest.raises(ValueError, match=words):
         fastbert.AutoModel.from_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"AutoModelForNextSentencePrediction chooses .* \(BertForNext\w+, ErnieForNext\w+\)"
-    ):
+    words = r"AutoModelForNextSentencePrediction chooses .* \(BertForNext\w+, ErnieForNext\w+\)"
+    with pytest.raises(ValueError, match=words):
         fastbert.AutoModelForNextSentencePrediction.from_pretrained(tmp_path)
     assert_same_state(fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path, model_type="bert"), model)
     (tmp_path / "other").mkdir()

@@ -74,9 +74,8 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(bert_mlm, tmp_pat
                 entry.filename, content + bytes(10**6) if entry.filename.endswith("data.pkl") else content
             )
     monkeypatch.setattr(torch, "load", None)  # not to be called
-    with pytest.raises(
-        CheckpointError, match=r"pytorch_model\.bin: is compressed: it unpacks to 1,\d{3},\d{3} bytes from"
-    ):
+    words = r"pytorch_model\.bin: is compressed: it unpacks to 1,\d{3},\d{3} bytes from"
+    with pytest.raises(CheckpointError, match=words):
         load("BertForMaskedLM", tmp_path)
 
 
@@ -166,9 +165,8 @@ def test_a_full_disk_leaves_the_old_config_whole(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"/config\.json: could not be saved, what was there is unch.*large"
-        ):
+        words = r"/config\.json: could not be saved, what was there is unch.*large"
+        with pytest.raises(CheckpointError, match=words):
             EncoderConfig("bert").save_pretrained(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -284,7 +284,6 @@ def test_read_config(tmp_path, monkeypatch):
 def test_hub_name_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it fails
     for call in (hub.resolve, hub.read_config):
-        with pytest.raises(
-            CheckpointError, match=r"someone/bert: no such directory; .*install huggingface_hub"
-        ):
+        words = r"someone/bert: no such directory; .*install huggingface_hub"
+        with pytest.raises(CheckpointError, match=words):
             call("someone/bert")

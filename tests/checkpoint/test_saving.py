@@ -265,9 +265,8 @@ def test_full_disk(tmp_path):
         resource.RLIMIT_FSIZE, (30_000, hard)
     )  # a write past it fails, like one to a full disk
     try:
-        with pytest.raises(
-            CheckpointError, match=r"/model\.safetensors: could not be saved, what was there is unchanged"
-        ):
+        words = r"/model\.safetensors: could not be saved, what was there is unchanged"
+        with pytest.raises(CheckpointError, match=words):
             saving.save(new, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -27,6 +27,7 @@ from fastbert.cli import output as output_file
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
+from tests.support.hf_models import hf_config
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -51,16 +52,8 @@ def model(tmp_path_factory):
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS)]
     (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     torch.manual_seed(0)
-    transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=len(vocab),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=48,
-        )
-    ).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 48}
+    transformers.BertModel(hf_config("bert", vocab_size=len(vocab), **sizes)).save_pretrained(folder)
     return folder
 
 

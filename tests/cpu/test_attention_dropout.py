@@ -73,10 +73,8 @@ def test_few_keys_give_what_many_do(every_isa, n, scale):
     """Up to 64 keys a vector holds many queries; a bias of zeros selects the general path."""
     q, k, v = (randn(n, 2, 16, dtype=own_dtype(), seed=s) for s in range(3))
     q = q * scale  # one score per row is far above the others, in any place
-    few, many = (
-        forward(q, k, v, (n,), probs=True),
-        forward(q, k, v, (n,), bias=torch.zeros(1, 1, 1, 1), probs=True),
-    )
+    few = forward(q, k, v, (n,), probs=True)
+    many = forward(q, k, v, (n,), bias=torch.zeros(1, 1, 1, 1), probs=True)
     for a, b in zip(few, many, strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(

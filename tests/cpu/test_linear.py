@@ -453,9 +453,8 @@ def test_a_weight_of_any_strides_is_packed():
 def test_packed_for_another_weight_is_refused():
     x, weight, other = randn(3, 20), randn(70, 20), randn(30, 20)
     for wrong in (cpu.linear_panels(other), cpu.linear_panels(weight).view(-1, 64), randn(5)):
-        with pytest.raises(
-            ValueError, match=r"panels: expected what panel_maker.* of weight \(70, 20\), got shape"
-        ):
+        words = r"panels: expected what panel_maker.* of weight \(70, 20\), got shape"
+        with pytest.raises(ValueError, match=words):
             linear(x, weight, panels=wrong)
     linear(x, weight, panels=panel_maker(x.device, x.dtype)(weight))
 

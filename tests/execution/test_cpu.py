@@ -83,17 +83,14 @@ def assert_same_as_op_by_op(call, times: int) -> None:
 # --- the same bits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+EIGHT_BITS = [("bert", True), ("mpnet", True)]
+
+
+@pytest.mark.parametrize(("name", "int8"), [*((name, False) for name in FAMILY_NAMES), *EIGHT_BITS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_family(name, dtype, every_isa):  # noqa: F811
+def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
     model, inputs = of(name).to(dtype), batch(name)
-    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["bert", "mpnet"])
-def test_eight_bits(name, dtype, every_isa):  # noqa: F811
-    model, inputs = of(name).to(dtype).quantize("int8"), batch(name)
+    model = model.quantize("int8") if int8 else model
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
 
 
@@ -160,17 +157,15 @@ def test_missing_biases(missing, int8):
     assert_same_as_op_by_op(lambda: model(**inputs)[0], 0 if joined else len(model.layers()))
 
 
-@pytest.mark.parametrize("inner", [1, 96, 97, 300])
+CONFIGS = [{"intermediate_size": size} for size in (1, 96, 97, 300)]
+CONFIGS += [{"hidden_act": name} for name in ("gelu", "gelu_new", "relu", "silu", "tanh")]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("int8", [False, True])
-def test_narrow_and_wide_inner_layers(inner, int8):
-    model, inputs = of("bert", intermediate_size=inner), batch("bert")
+def test_narrow_and_wide_inner_layers_and_activations(config, int8):
+    model, inputs = of("bert", **config), batch("bert")
     model = model.quantize("int8") if int8 else model
-    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu", "tanh"])
-def test_activations(activation):
-    model, inputs = of("bert", hidden_act=activation), batch("bert")
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
 
 

@@ -79,9 +79,8 @@ def test_unknown_modes(bert, dtype):
 def test_models_elsewhere_are_refused():
     with torch.device("meta"):
         model = fastbert.AutoModel.from_config(EncoderConfig("bert", hidden_size=24, num_attention_heads=2))
-    with pytest.raises(
-        ValueError, match=r"^model: on meta; int8 is for inference on a CPU: load its weights"
-    ):
+    words = r"^model: on meta; int8 is for inference on a CPU: load its weights"
+    with pytest.raises(ValueError, match=words):
         model.quantize()
     assert not is_quantized(model)
 
@@ -136,9 +135,8 @@ def test_a_fresh_model_of_few_layers_is_put_in_eval_mode(count):
 def test_train_is_refused_and_changes_nothing():
     model = ours("bert", "AutoModelForSequenceClassification").quantize()
     for owner in (model, model.base_model):
-        with pytest.raises(
-            RuntimeError, match=r"^train: Bert\w+ is quantised to 8 bits.*cannot be trained.*quantise it"
-        ):
+        words = r"^train: Bert\w+ is quantised to 8 bits.*cannot be trained.*quantise it"
+        with pytest.raises(RuntimeError, match=words):
             owner.train()
         with pytest.raises(RuntimeError, match="cannot be trained"):
             owner.train(True)

@@ -174,9 +174,8 @@ def test_float_and_quantised_do_not_mix(bert, tmp_path):
     assert torch.equal(hidden(full), before[0])
     assert torch.equal(hidden(int8), before[1])
     change(tmp_path / "full", config={"quantization_config": quantization.CONFIG})
-    with pytest.raises(
-        CheckpointError, match=r"missing keys: .*scale.*says that the weights are 8-bit, but those"
-    ):
+    words = r"missing keys: .*scale.*says that the weights are 8-bit, but those"
+    with pytest.raises(CheckpointError, match=words):
         fastbert.AutoModel.from_pretrained(tmp_path / "full")
 
 

@@ -211,15 +211,13 @@ def test_use_safetensors(folder, tmp_path):
         assert_same_state(load(tmp_path, use_safetensors=asked), model)
     assert torch.equal(load(tmp_path, use_safetensors=False).classifier.bias, model.classifier.bias + 1)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(
-        fastbert.CheckpointError, match=r"expected pytorch_model.bin or .*use_safetensors is False"
-    ):
+    words = r"expected pytorch_model.bin or .*use_safetensors is False"
+    with pytest.raises(fastbert.CheckpointError, match=words):
         load(tmp_path, use_safetensors=False)
     torch.save(other, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(
-        fastbert.CheckpointError, match=r"expected model.safetensors or .*use_safetensors is True"
-    ):
+    words = r"expected model.safetensors or .*use_safetensors is True"
+    with pytest.raises(fastbert.CheckpointError, match=words):
         load(tmp_path, use_safetensors=True)
 
 
@@ -245,9 +243,8 @@ def test_a_state_dict_instead_of_the_files(folder):
     ):
         with pytest.raises(TypeError, match=message):
             load(folder, state_dict=wrong)
-    with pytest.raises(
-        TypeError, match=r"name_or_path: .* NoneType; None needs both config= and state_dict="
-    ):
+    words = r"name_or_path: .* NoneType; None needs both config= and state_dict="
+    with pytest.raises(TypeError, match=words):
         load(None, state_dict=given)
 
 

@@ -16,15 +16,9 @@ import fastbert
 from fastbert.checkpoint import save as saving
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.models.config import EncoderConfig
+from tests.support import checkpoints
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 24,
-}
+SIZES = {**checkpoints.SIZES, "num_hidden_layers": 2, "max_position_embeddings": 24}
 
 
 class Bad(NamedTuple):

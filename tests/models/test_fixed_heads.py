@@ -328,9 +328,8 @@ def test_what_does_not_go_together(whole):
     fixed = fix_heads(whole, PATTERNS)
     with pytest.raises(ValueError, match="attention_mask: expected 2-D, got 4-D; heads with fixed patterns"):
         fixed(ids, torch.ones(3, 1, 1, 11))
-    with pytest.raises(
-        ValueError, match="causal: got True, but config fixed_heads has 'end', which looks ahead"
-    ):
+    words = "causal: got True, but config fixed_heads has 'end', which looks ahead"
+    with pytest.raises(ValueError, match=words):
         of_base(fixed, ids, causal=True)
     with pytest.raises(ValueError, match="model: expected one with learned heads only"):
         fix_heads(fixed, PATTERNS)

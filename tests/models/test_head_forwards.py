@@ -131,9 +131,8 @@ def test_arguments_that_stand_elsewhere_in_transformers_must_be_named(name, task
     given = [inputs[k] for k in mine[:count]]
     with torch.no_grad():
         assert torch.equal(model(*given)[0], model(**dict(zip(mine, given, strict=False)))[0])
-    with pytest.raises(
-        TypeError, match=f"at most {count} positional arguments, got {count + 1}; pass {mine[count]} by"
-    ):
+    words = f"at most {count} positional arguments, got {count + 1}; pass {mine[count]} by"
+    with pytest.raises(TypeError, match=words):
         model(*given, given[0])
 
 

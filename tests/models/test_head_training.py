@@ -114,9 +114,8 @@ def test_compiled_in_one_graph(name, task, training):
     for key, value in model(**inputs).items():
         if isinstance(value, DeferredTensor):
             for touch in (lambda t: t.argmax(-1), lambda t: torch.argmax(t, -1)):
-                with pytest.raises(
-                    (AttributeError, TypeError), match=f"^{key}: not computed .*output_logits"
-                ):
+                words = f"^{key}: not computed .*output_logits"
+                with pytest.raises((AttributeError, TypeError), match=words):
                     touch(compiled[key])
         else:
             close(compiled[key], value, 1e-6)
@@ -143,10 +142,8 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_config_defaults_are_transformers_own(model_type):
-    theirs, mine = (
-        transformers.AutoConfig.for_model(model_type).to_dict(),
-        EncoderConfig(model_type).to_dict(),
-    )
+    theirs = transformers.AutoConfig.for_model(model_type).to_dict()
+    mine = EncoderConfig(model_type).to_dict()
     shared = (mine.keys() & theirs.keys()) - {"id2label"}
     assert {k: mine[k] for k in shared} == {k: theirs[k] for k in shared}
     dropouts = {k for k in theirs if "dropout" in k}

@@ -57,9 +57,8 @@ def test_set_output_embeddings():
 
 def test_tables_that_do_not_fit_are_named():
     model = fastbert.BertModel(fastbert.EncoderConfig(num_hidden_layers=1, vocab_size=120))
-    with pytest.raises(
-        ValueError, match=r"new_num_tokens: expected an integer from 1 to 16777216, got 10{12}$"
-    ):
+    words = r"new_num_tokens: expected an integer from 1 to 16777216, got 10{12}$"
+    with pytest.raises(ValueError, match=words):
         model.resize_token_embeddings(10**12)
     with pytest.raises(TypeError, match=r"value: expected a torch\.nn\.Embedding, got int"):
         model.set_input_embeddings(5)

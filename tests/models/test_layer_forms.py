@@ -120,9 +120,8 @@ def test_saved_and_loaded(tmp_path, int8):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.1 if int8 else 2e-5)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"pruned_heads"', '"other"'))
-    with pytest.raises(
-        fastbert.CheckpointError, match=r"query.weight: shape \(32, 48\), but the config makes it"
-    ):
+    words = r"query.weight: shape \(32, 48\), but the config makes it"
+    with pytest.raises(fastbert.CheckpointError, match=words):
         AutoModel.from_pretrained(tmp_path)
 
 

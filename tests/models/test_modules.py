@@ -269,9 +269,8 @@ def patched(path: str) -> object:
     """A change: the instance's own `forward` scales what the class's returns."""
 
     def change(model):
-        module = (
-            model.get_submodule(path.removeprefix(":")) if ":" in path else layer(model).get_submodule(path)
-        )
+        root = model if ":" in path else layer(model)
+        module = root.get_submodule(path.removeprefix(":"))
         old = module.forward
         module.forward = types.MethodType(
             lambda self, *args, **kwargs: scaled(old(*args, **kwargs), 1.25), module
@@ -352,9 +351,8 @@ def test_pruned_heads_without_their_number_are_named():
     _fewer_heads(model)
     layer(model).attention.self.num_attention_heads = model.config.num_attention_heads
     model.train()
-    with pytest.raises(
-        ValueError, match=r"query, key, value: expected 48, 48 and 48 outputs, .* set num_attention_"
-    ):
+    words = r"query, key, value: expected 48, 48 and 48 outputs, .* set num_attention_"
+    with pytest.raises(ValueError, match=words):
         model(**batch("bert"))
 
 
@@ -802,10 +800,8 @@ def test_embeddings_get_their_ids_as_in_transformers(name):
 @pytest.mark.parametrize("change", [type(None), OwnPooler])
 @pytest.mark.parametrize("task", ["ForNextSentencePrediction", "ForTokenClassification"])
 def test_a_pooler_may_come_and_go(task, change):
-    both, inputs = (
-        tuple(m.base_model for m in trio("bert", task)),
-        inputs_of("bert", "ForSequenceClassification"),
-    )
+    both = tuple(m.base_model for m in trio("bert", task))
+    inputs = inputs_of("bert", "ForSequenceClassification")
     for model in both:
         model.pooler = change()
     assert_same(both, inputs, task)
@@ -817,9 +813,8 @@ def test_compiled_with_a_hook(fresh_dynamo):
     HOOKS["forward"](own.encoder.layer[1].output)
     with torch.no_grad():
         expected = own(**inputs)[0]
-        assert (
-            torch.compile(own, backend="eager", fullgraph=True)(**inputs)[0] - expected
-        ).abs().max() < 1e-12
+        found = torch.compile(own, backend="eager", fullgraph=True)(**inputs)[0]
+        assert (found - expected).abs().max() < 1e-12
 
 
 ERRORS = {
@@ -844,10 +839,8 @@ ERRORS = {
 @pytest.mark.parametrize("what", ERRORS)
 def test_what_cannot_be_done_is_refused_by_name(what):
     change, message = ERRORS[what]
-    model, inputs = (
-        pair("bert", "ForSequenceClassification")[1],
-        inputs_of("bert", "ForSequenceClassification"),
-    )
+    model = pair("bert", "ForSequenceClassification")[1]
+    inputs = inputs_of("bert", "ForSequenceClassification")
     if what == "fixed heads":
         model = fix_heads(model, ["learned", "previous", "next"])
     change(model)

@@ -224,9 +224,8 @@ def test_deferred_logits_are_refused_once_the_weights_have_changed():
         assert torch.equal(early.logits, expected)
         change(model)
         assert torch.equal(early.logits, expected)
-        with pytest.raises(
-            RuntimeError, match=r"^logits: the head's weights have changed .* output_logits=True"
-        ):
+        words = r"^logits: the head's weights have changed .* output_logits=True"
+        with pytest.raises(RuntimeError, match=words):
             late.logits.argmax(-1)
 
 

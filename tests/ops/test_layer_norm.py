@@ -147,11 +147,8 @@ def test_compiled_is_eager():
 @pytest.mark.parametrize("autocast", [None, *HALF], ids=name)
 def test_dtypes_of_activations_and_parameters(backend, autocast, x_dtype, w_dtype):
     """Mixed dtypes in and out of autocast: computed in float32, gradients in each leaf's own dtype."""
-    x, w, b = (
-        randn(3, 8, dtype=x_dtype, grad=True),
-        randn(8, dtype=w_dtype, grad=True),
-        randn(8, dtype=w_dtype),
-    )
+    x, b = randn(3, 8, dtype=x_dtype, grad=True), randn(8, dtype=w_dtype)
+    w = randn(8, dtype=w_dtype, grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         y = layer_norm(x, w, b)
     assert y.dtype == (x_dtype if autocast is None else torch.promote_types(x_dtype, w_dtype))

@@ -59,9 +59,8 @@ def test_the_hash_covers_the_stages():
         Objective(objective().format).hash,
     ]
     assert len(set(hashes)) == len(hashes)
-    assert (
-        objective([["token", 0], ["word", 2], ["ngram", 3]]).hash == hashes[0]
-    )  # as a recipe's file has them
+    # as a recipe's file has them
+    assert objective([["token", 0], ["word", 2], ["ngram", 3]]).hash == hashes[0]
 
 
 def test_ernies_stages():
@@ -76,9 +75,8 @@ def test_bad_stages_are_named(stages):
 
 
 def test_bad_rules_are_named():
-    with pytest.raises(
-        ValueError, match="masking: stages say the unit; expected the default one, got 'word'"
-    ):
+    words = "masking: stages say the unit; expected the default one, got 'word'"
+    with pytest.raises(ValueError, match=words):
         objective(masking=Masking("word"))
     with pytest.raises(ValueError, match="unit: expected one of"):
         objective((("token", 0), ("letter", 1)))

@@ -566,9 +566,8 @@ def test_corpora_that_a_relation_cannot_use_are_named(tmp_path):
         made = numbered(tmp_path / name, sizes)
         for relation in RELATIONS:
             if (name == "one") == (relation != "order"):
-                with pytest.raises(
-                    ValueError, match=f"corpus: .*{name}/shards has one .*relation = {relation}"
-                ):
+                words = f"corpus: .*{name}/shards has one .*relation = {relation}"
+                with pytest.raises(ValueError, match=words):
                     SegmentPairs(made, 64, 0, relation)
             else:
                 assert len(SegmentPairs(made, 64, 0, relation).plan(0)) > 0

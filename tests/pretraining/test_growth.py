@@ -112,16 +112,14 @@ def test_shared_layers_grow_with_one_group_or_as_many_times_the_groups():
     small = model_of("albert", num_hidden_layers=4, num_hidden_groups=2)
     large = model_of("albert", seed=1, num_hidden_layers=8, num_hidden_groups=2)
     before = copy.deepcopy(large.state_dict())
-    with pytest.raises(
-        ValueError, match=r"large: .*albert_layers\.0 is shared by .* num_hidden_groups 4, got 2"
-    ):
+    words = r"large: .*albert_layers\.0 is shared by .* num_hidden_groups 4, got 2"
+    with pytest.raises(ValueError, match=words):
         grow(small, large)
     assert all(torch.equal(value, before[name]) for name, value in large.state_dict().items())
     small = model_of("albert", num_hidden_layers=4)  # one group fills any number of groups
     grow(small, large)
-    assert (
-        len({value.sum().item() for name, value in large.state_dict().items() if "ffn.weight" in name}) == 1
-    )
+    sums = {value.sum().item() for name, value in large.state_dict().items() if "ffn.weight" in name}
+    assert len(sums) == 1
 
 
 @pytest.mark.parametrize(
@@ -220,9 +218,8 @@ def test_new_layers_pooler_and_heads_train(family, task):
 
 
 def test_what_cannot_be_frozen_is_named():
-    with pytest.raises(
-        ValueError, match=r"model: encoder\.albert_layer_groups\.0.* shared layers train together"
-    ):
+    words = r"model: encoder\.albert_layer_groups\.0.* shared layers train together"
+    with pytest.raises(ValueError, match=words):
         newest_layers(deep("albert"), 3)
     for old in (0, 6, True, "3"):
         with pytest.raises(ValueError, match=r"old: expected an integer in \[1, 6\), got"):

@@ -52,9 +52,8 @@ def test_a_document_per_module(script, library, tmp_path, monkeypatch, capsys):
     texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     first, second, *topics, licence = texts
     assert first == LONG.strip()  # a.py; files in the order of their names
-    assert (
-        second == f"{LONG.strip()}\nOf a class.\nOf a method."
-    )  # white space within a docstring is one space
+    # white space within a docstring is one space
+    assert second == f"{LONG.strip()}\nOf a class.\nOf a method."
     assert licence.strip() == LONG.strip()
     assert len(topics) > 50
     assert any("assert" in text for text in topics)

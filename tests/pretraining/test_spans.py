@@ -358,9 +358,8 @@ def test_a_corpus_without_spans_is_as_before(plain, marked):
     assert not {"spans", "span_kinds"} & index.keys()
     assert plain.span_kinds == ()
     assert plain.hash != marked.hash
-    with pytest.raises(
-        CorpusError, match="has no phrases or entities; `fastbert prepare --spans` finds them"
-    ):
+    words = "has no phrases or entities; `fastbert prepare --spans` finds them"
+    with pytest.raises(CorpusError, match=words):
         plain.spans(0, 3)
     for name in ("tokens-00000.bin", "words-00000.bin", "sentences.bin", "documents.bin", "tokenizer.json"):
         assert (plain.directory / name).read_bytes() == (marked.directory / name).read_bytes()

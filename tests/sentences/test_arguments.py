@@ -133,9 +133,8 @@ def test_a_token_that_the_model_does_not_know(encoder, directory):
     tokenizer = load_tokenizer(directory)
     tokenizer.add_tokens(["zorgelflux"])
     made = SentenceEncoder(encoder.model, tokenizer)
-    with pytest.raises(
-        EncodingError, match=r"sentences\[1\]: token 'zorgelflux' has id 30522, .* knows 30522 tokens"
-    ):
+    words = r"sentences\[1\]: token 'zorgelflux' has id 30522, .* knows 30522 tokens"
+    with pytest.raises(EncodingError, match=words):
         made.encode(["fine", "a zorgelflux here", "fine"])
 
 
@@ -150,20 +149,11 @@ def test_an_embedding_that_is_not_finite_is_named(copy):
 
 
 def test_roberta_like_models_lose_positions(tmp_path, directory):
-    import transformers
-
     from fastbert.models.auto import AutoModel
+    from tests.support.hf_models import hf_model
 
-    transformers.RobertaModel(
-        transformers.RobertaConfig(
-            vocab_size=30522,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=34,
-        )
-    ).save_pretrained(tmp_path)
+    sizes = {"vocab_size": 30522, "num_hidden_layers": 1, "max_position_embeddings": 34}
+    hf_model("roberta", **sizes).save_pretrained(tmp_path)
     encoder = SentenceEncoder(AutoModel.from_pretrained(tmp_path).eval(), load_tokenizer(directory))
     assert encoder.max_length == 32  # positions start at pad_token_id + 1 = 2
     assert np.isfinite(encoder.encode(["word " * 100])).all()

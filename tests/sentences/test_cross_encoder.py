@@ -12,6 +12,7 @@ import transformers
 
 import fastbert
 from fastbert.sentences.cross_encoder import CrossEncoder
+from tests.support.hf_models import hf_config
 from tests.support.sentence_folders import SENTENCES, rewrite
 
 PAIRS = [*itertools.pairwise(SENTENCES[:20]), ("", "a"), ("short", "a very long text " * 99)]
@@ -28,19 +29,9 @@ def folders(request, directory, tmp_path_factory):
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(folder / "plain")
     rewrite(folder / "plain" / "tokenizer_config.json", model_input_names=tokenizer.model_input_names)
-    config = transformers.AutoConfig.for_model(
-        kind,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        vocab_size=len(tokenizer),
-        num_labels=int(labels),
-        max_position_embeddings=100,
-        type_vocab_size=1 if kind == "roberta" else 2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
+    values = {"vocab_size": len(tokenizer), "num_labels": int(labels), "max_position_embeddings": 100}
+    values |= {"type_vocab_size": 1 if kind == "roberta" else 2, "pad_token_id": 0, "initializer_range": 0.3}
+    config = hf_config(kind, **values)
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "plain")
     model = sentence_transformers.CrossEncoder(str(folder / "plain"), device="cpu")
     model.save_pretrained(str(folder / "saved"))
@@ -144,9 +135,8 @@ def test_a_model_of_one_segment_is_named(directory):
     )
     tokenizer = fastbert.SentenceEncoder.from_pretrained(directory, device="cpu")._tokenizer
     model = CrossEncoder(fastbert.BertForSequenceClassification(config).eval(), tokenizer)
-    with pytest.raises(
-        ValueError, match="config type_vocab_size: the model knows 1 types of tokens, but of a"
-    ):
+    words = "config type_vocab_size: the model knows 1 types of tokens, but of a"
+    with pytest.raises(ValueError, match=words):
         model.predict([("a", "b")])
 
 

@@ -236,9 +236,8 @@ def test_modules_lie_beside_the_file_that_names_them(copy, path, place):
     modules = json.loads((copy / "modules.json").read_text())
     modules[place]["path"] = path
     (copy / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(
-        ValueError, match=rf"modules\.json: entry {place}: path: expected the name of a folder"
-    ):
+    words = rf"modules\.json: entry {place}: path: expected the name of a folder"
+    with pytest.raises(ValueError, match=words):
         sentence_settings(copy)
 
 

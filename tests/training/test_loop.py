@@ -315,9 +315,8 @@ def test_fp16_skips_a_step_whose_gradients_overflow(tmp_path):
 
 
 def test_fp16_whose_gradients_are_finite_at_no_scale(tmp_path):
-    with pytest.raises(
-        TrainingError, match=r"step 41: the gradient of .* is not finite; nothing was updated"
-    ):
+    words = r"step 41: the gradient of .* is not finite; nothing was updated"
+    with pytest.raises(TrainingError, match=words):
         trainer(tmp_path, stages=weighted(1e38, 60), dtype="fp16", save_every=100).run()
 
 

@@ -153,10 +153,8 @@ def test_a_mask_of_the_lowest_number_is_not_minus_infinity(small_tiles):
     bias[..., 5, 1:] = LOWEST  # one key
     bias[..., 6, :30] = LOWEST
     args = backward_args((40, 17), bias=bias)
-    grads, expected = (
-        run(args),
-        launchers.attention_bwd(reference, *args.values()),
-    )  # float64 loses none of them
+    grads, expected = run(args), launchers.attention_bwd(reference, *args.values())
+    # float64 loses none of them
     for name, a, e in zip(NAMES, grads, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert grads[0][4].abs().max() > 0.01
