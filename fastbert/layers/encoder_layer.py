@@ -244,6 +244,10 @@ class EncoderLayer(PackedLayer, nn.Module):
         """See `PackedLayer`: also a subclass with another forward is called."""
         return is_hooked(self) or type(self).forward is not EncoderLayer.forward
 
+    def may_skip_rows(self) -> bool:
+        """See `PackedLayer`: a subclass with another forward computes all rows."""
+        return type(self).forward is EncoderLayer.forward and super().may_skip_rows()
+
     def forward(
         self,
         hidden: Tensor,

@@ -12,6 +12,7 @@ from fastbert.execution import cpu
 from fastbert.execution.call import Call
 from fastbert.execution.plan import explain, survey
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
@@ -164,3 +165,19 @@ def test_bad_configs(key, value, message):
     sizes = {"pruned_heads": {0: [1]}, "intermediate_sizes": [1] * 4}
     with pytest.raises(ValueError, match=r"expected (none|None), as albert shares its layers"):
         fastbert.EncoderConfig(model_type="albert", **SIZES, **{key: sizes[key]})
+
+
+@torch.no_grad()
+def test_a_layer_with_a_forward_of_its_own_is_called_for_all_rows():
+    class Twice(EncoderLayer):
+        def forward(self, hidden, batch, asked):
+            y, probs = super().forward(hidden, batch, asked)
+            return 2 * y, probs
+
+    class Own(fastbert.BertModel):
+        layer_class = Twice
+
+    model = Own(fastbert.EncoderConfig(model_type="bert", max_position_embeddings=40, **SIZES)).eval()
+    first, whole = (model(*batch(), first_token_only=only).last_hidden_state[:, 0] for only in (True, False))
+    assert torch.equal(first, whole)
+    assert explain(survey(model.layers()), torch.randn(5, 48), Call(PackedBatch(None, 5), 3))[0][2] == "eager"
