@@ -324,7 +324,8 @@ class TaskModel(PreTrainedModel):
                 output.pooler_output,
             )
         first_only = self.reads_first_only and not whole
-        served, call = served_by.get() or (None, None)
+        # torch.compile cannot trace a ContextVar, and no graph serves it
+        served, call = (None if torch.compiler.is_compiling() else served_by.get()) or (None, None)
         call = call if served is encoder else encoder
         hidden, states, probs, inputs = call(**given, **asked, first_token_only=first_only, packed=True)
         return Encoded(hidden, inputs, states, probs, first_only, by_modules)
