@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastbert.acceleration.in_place import accelerate, restore
-    from fastbert.acceleration.report import Explanation, LayerReport, ModelReport, explain
+    from fastbert.acceleration.report import ExecutorReport, Explanation, LayerReport, ModelReport, explain
 
 _PLACES = {
+    "ExecutorReport": "report",
     "Explanation": "report",
     "LayerReport": "report",
     "ModelReport": "report",
@@ -38,7 +39,7 @@ _PLACES = {
     "restore": "in_place",
 }
 
-__all__ = ["Explanation", "LayerReport", "ModelReport", "accelerate", "explain", "restore"]
+__all__ = ["ExecutorReport", "Explanation", "LayerReport", "ModelReport", "accelerate", "explain", "restore"]
 
 if not TYPE_CHECKING:  # unseen by type checkers, which would take any name for a public one
 

@@ -62,12 +62,11 @@ class LayerState:
     @classmethod
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
         """The state of a stock layer of a model with this transformers config."""
+        heads = config.num_attention_heads
         names, stock = FAMILIES[model_type].layer, FAMILIES[model_type].stock_layer
         # a part that was replaced by something else has neither, and `gap` names it
         attention = _attribute(layer, stock.dropouts[0].split(".")[:-1])
-        heads = getattr(attention, "num_attention_heads", getattr(attention, "n_heads", None))
-        heads = config.num_attention_heads if heads is None else heads
-        width = getattr(attention, "attention_head_size", config.hidden_size // config.num_attention_heads)
+        width = getattr(attention, "attention_head_size", config.hidden_size // heads)
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
         form = LayerForm(names, stock, heads, width, activation)
@@ -258,10 +257,6 @@ class AcceleratedLayer(PackedLayer, Accelerated):
     def label(self) -> str:
         """See `PackedLayer`."""
         return self.fastbert_state.name
-
-    def gap(self) -> str | None:
-        """See `PackedLayer`."""
-        return gap(self)
 
     def look(self, everything: str | None) -> Parts:
         """See `PackedLayer`. `gap` of the model has looked at the layer, or `forward` has."""

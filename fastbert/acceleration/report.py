@@ -222,7 +222,8 @@ def _executors(name: str, encoder: nn.Module, layers: list[nn.Module]) -> list[E
     device = parameter.device
     with torch.no_grad():
         # rows without memory of their own, so many that nothing is kept for them
-        x = parameter.new_zeros(1, 1).expand(ROWS, encoder.config.hidden_size)
+        one = torch.zeros(1, 1, dtype=parameter.dtype, device=device)
+        x = one.expand(ROWS, encoder.config.hidden_size)
         x = x if device.type == "cpu" else x.contiguous()
         lengths = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
         found = explain_steps(steps, x, Call(PackedBatch(lengths, ROWS), len(steps) - 1))

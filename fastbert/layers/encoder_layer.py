@@ -47,16 +47,12 @@ class PackedLayer:
     int8 = False
     label = "layer"
 
-    def gap(self) -> str | None:
-        """Why the layer must be called module by module on a padded batch; None if our ops may run it."""
-        raise NotImplementedError
-
     def is_called(self) -> bool:
         """Whether packed tokens must pass through the module's own call, which something looks at."""
         return is_hooked(self)
 
     def may_skip_rows(self) -> bool:
-        """Whether the layer may skip rows that nobody asked for.
+        """Whether the layer may skip rows that are not asked for.
 
         Not if a hook watches the layer or a part of it, because it would miss tokens. A replaced part (LoRA,
         quantised) is called on fewer rows. It cannot mix rows, which belong to different sequences anyway.
@@ -64,7 +60,7 @@ class PackedLayer:
         return not any(is_hooked(module) for module in self.modules())
 
     def parts(self) -> Parts:
-        """What the layer computes with now, if `gap` finds nothing."""
+        """What the layer computes with now, if nothing keeps our ops from it (`look`)."""
         names = self.form.names
         modules = [part(self, path) for path in (*names.linears, *names.norms)]
         how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label
@@ -76,7 +72,7 @@ class PackedLayer:
         Args:
             everything: why all modules must be called (`calls_all`), or None.
         """
-        return everything or self.gap() or self.parts()
+        raise NotImplementedError  # each kind of layer has its own
 
     def begin(self, hidden: Tensor) -> None:
         """Called once before the layer computes `hidden`, whichever executor does; may raise."""
