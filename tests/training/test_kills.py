@@ -98,7 +98,9 @@ def test_kills_at_random_moments(kind, kills, tmp_path):
         died += killed_until(run, make, kills - died, (whole, startup + whole / 4), draw)
         assert finished(run, make) == expected
         runs += 1
-        assert runs < kills
+        # a run that ended was quicker than the measured one, on a machine that others use too
+        startup, whole = 0.7 * startup, 0.7 * whole
+        assert runs < 4 * kills
 
 
 def hidden(run: Path) -> list[str]:
