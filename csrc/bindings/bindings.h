@@ -179,6 +179,7 @@ void bind_attention(py::module_& m);
 void bind_cross_entropy(py::module_& m);
 void bind_embedding(py::module_& m);
 void bind_encoder_layer(py::module_& m);
+void bind_encoder_layers(py::module_& m);
 void bind_host_batch(py::module_& m);
 void bind_layer_norm(py::module_& m);
 void bind_linear(py::module_& m);

@@ -263,6 +263,10 @@ void bind_linear(py::module_& m) {
     m.def("cuda_linear_product", &cuda_product);
     m.def("cuda_linear_hopper", &cuda_linear_hopper,
           "Whether a device has compute capability 9.0 and the library code for it");
+    m.def("cuda_linear_takes_hopper",
+          [](std::int64_t rows, std::int64_t columns, std::int64_t depth, int activation, bool exact) {
+              return cuda_linear_takes_hopper(rows, columns, depth, activation_of(activation), exact);
+          });
     m.def("cuda_linear_hopper_product", &cuda_hopper_product,
           "Whether it ran: the driver may refuse a tensor map");
     m.def("cuda_linear_gradient", &cuda_gradient);

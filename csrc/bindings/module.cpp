@@ -61,6 +61,7 @@ PYBIND11_MODULE(_C, m) {
     bind_cross_entropy(m);
     bind_embedding(m);
     bind_encoder_layer(m);
+    bind_encoder_layers(m);
     bind_host_batch(m);
     bind_layer_norm(m);
     bind_linear(m);

@@ -14,6 +14,11 @@ const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintpt
 
 // Whether the device has compute capability 9.0 and the library code for it.
 bool cuda_attention_hopper(int device);
+// Whether a call is large enough for it. Its blocks have twice the queries of the others', and half as many
+// share a multiprocessor. So it is for calls that give each multiprocessor a block, and whose sequences fill
+// a block on average.
+bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t nheads,
+                                 int multiprocessors);
 // As cuda_attention_fwd, by the kernel for compute capability 9.0 (attention_hopper.cuh): headdim 64 without
 // bias, causal mask and probs, a positive scale, and q, k, v whose heads lie side by side in a row. Where the
 // driver refuses a tensor map, the call is one of cuda_attention_fwd.

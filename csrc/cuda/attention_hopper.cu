@@ -52,6 +52,12 @@ bool cuda_attention_hopper(int device) {
     return devices.run(cuda::attention_hopper_kernel<bf16, false>, device);
 }
 
+bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t nheads,
+                                 int multiprocessors) {
+    constexpr std::int64_t kRows = cuda::AttentionTile::kRows;
+    return total >= kRows * batch && total * nheads >= kRows * multiprocessors;
+}
+
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream) {
     if (args.dtype == DType::kFloat32) return "dtype: expected bfloat16 or float16";
     if (args.headdim != cuda::AttentionTile::kHeadDim) return "headdim: expected 64";

@@ -62,8 +62,15 @@ struct LinearGradient {
     std::int64_t parts;
 };
 
+// From so many rows on a product takes longer than a launch, and the rate of the tensor cores shows, of which
+// mma.sync has half where warp groups have a product of their own.
+constexpr std::int64_t kManyRows = 512;
+
 // Whether the device has compute capability 9.0 and the library code for it.
 bool cuda_linear_hopper(int device);
+// Whether cuda_linear_hopper_product is for a forward product of these sizes, on such a device.
+bool cuda_linear_takes_hopper(std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                              Activation activation, bool exact);
 
 // All return nullptr, or the text of the error. Nothing waits for the device.
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);

@@ -52,6 +52,14 @@ bool cuda_linear_hopper(int device) {
     return devices.run(cuda::hopper_kernel<bf16, cuda::CheapGelu>, device);
 }
 
+bool cuda_linear_takes_hopper(std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                              Activation activation, bool exact) {
+    constexpr std::int64_t kLeastDepth = 256;  // the ring is filled once
+    const bool gelu = activation == Activation::kGelu && !exact;
+    return (gelu || activation == Activation::kGeluTanh) && rows >= kManyRows && depth >= kLeastDepth &&
+           columns % 8 == 0;
+}
+
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream, bool& refused) {
     refused = false;

@@ -23,6 +23,7 @@ OPS = (
     "attention",
     "cross_entropy",
     "embedding",
+    "encoder_layers",
     "feed_forward",
     "first_attention",
     "layer_norm",
@@ -34,7 +35,7 @@ OPS = (
     "pooling",
 )
 # Ops without a backward.
-INFERENCE_ONLY = ("first_attention", "linear_int8", "linear_norm")
+INFERENCE_ONLY = ("encoder_layers", "first_attention", "linear_int8", "linear_norm")
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -53,6 +54,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "attention": ("cpu", "aten", "reference"),
         "cross_entropy": ("cpu", "aten", "reference"),
         "embedding": ("cpu", "aten", "reference"),
+        # No model calls it on a CPU, where a layer is one call (ops/encoder_layer.py).
+        "encoder_layers": ("aten", "reference"),
         "feed_forward": ("cpu", "aten", "reference"),
         "first_attention": ("aten", "reference"),
         "layer_norm": ("cpu", "aten", "reference"),
@@ -81,6 +84,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
         # fills it with zeros, adds to it in float32 and casts it.
         "embedding": ("triton", "aten", "reference"),
+        # The same kernels and cuBLAS's products, without the host's time for each.
+        "encoder_layers": ("aten", "reference"),
+        "encoder_layers half": ("cuda", "aten", "reference"),
         # Two calls of `linear`, which is what models do in float32.
         "feed_forward": ("aten", "reference"),
         # The gradient between the two products is neither written nor read.

@@ -49,12 +49,14 @@ class Case:
         kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
         ranked_rows: its rows, where the dispatch table may rank calls with few apart; else None.
         parts: the ops that models call where no kernel of this op serves; () where they call this one.
+        counts_host: whether a kernel is judged by the longer of the device's time and the host's.
     """
 
     op: ClassVar[str]
     kind: str = ""
     ranked_rows: int | None = None
     parts: ClassVar[tuple[str, ...]] = ()
+    counts_host: ClassVar[bool] = False
     shape: ClassVar[str]
     marks: ClassVar[str] = ""
     grad_inputs: tuple[str, ...] = ()

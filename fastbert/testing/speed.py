@@ -3,7 +3,8 @@
 BERT-base's calls of the op are timed at three sizes: forward alone, and forward and backward as in training
 where both backends have a backward. A fourth size has few rows, for the ops that choose by them. An op that
 models replace by others where no kernel serves it (`Case.parts`) is timed beside those. Both take turns. The
-times are the device's (`device_time`); the host's own are kept beside them. The kernel counts as slower if
+times are the device's (`device_time`); the host's own are kept beside them, and count where they are longer
+for an op whose purpose is the host's time (`Case.counts_host`). The kernel counts as slower if
 the geometric mean of its times over the other's is above `SLOWER`.
 
 The kernel is judged by all times of an op together, except where the dispatch table has a line for the op's
@@ -60,6 +61,8 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
                 (ms, host_ms), (other_ms, other_host_ms) = _times(
                     case, (backend, other), device, dtype, training
                 )
+                if case.counts_host:
+                    ms, other_ms = max(ms, host_ms), max(other_ms, other_host_ms)
                 found.append(Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms))
     return tuple(found)
 

@@ -70,6 +70,7 @@ def test_the_negative_bit_changes_nothing(name, make):
     assert any(isinstance(t, torch.Tensor) and t.is_neg() for t in lazy.values())
     backends = {
         "encoder_layer": [None],
+        "encoder_layers": ["aten", "reference"],
         "pooling": ["aten", "reference"],
         "first_attention": ["aten", "reference"],
         "linear_norm": ["aten", "reference"],

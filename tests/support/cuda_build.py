@@ -18,6 +18,9 @@ from tests.support import cpu_build
 
 ROOT = cpu_build.ROOT
 RUNTIME = ROOT / "tests" / "ptx" / "cuda" / "cudart.cpp"
+PRODUCTS = ROOT / "tests" / "ptx" / "cuda" / "cublas_lt.cpp"
+# a name by which the host code finds it in the process
+CUBLAS_LT = "libcublasLt.so.0"
 # The architecture whose PTX every build of the extension has (setup.py), and that of files named *_hopper.cu.
 ARCH, HOPPER = "80", "90a"
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall"
@@ -60,5 +63,7 @@ def emulated_extension() -> Path:
     lines += cuda_lines(kernels)
     name = cpu_build.extension_name()
     objects = " ".join(f"{stem}.o" for stem in (*host, *kernels, "cudart"))
-    lines += [f"build {name}: link {objects} | kernels.so", f"default {name}"]
+    lines += [f"build {name}: link {objects} | kernels.so {CUBLAS_LT}", f"default {name}"]
+    lines += ["rule products", f"  command = {cpu_build.compiler()} -std=c++17 -O2 -shared -fPIC $in -o $out"]
+    lines += [f"build {CUBLAS_LT}: products {PRODUCTS}"]
     return cpu_build.run_ninja(f"cuda_ptx-{sys.implementation.cache_tag}", lines) / name

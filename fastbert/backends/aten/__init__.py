@@ -6,6 +6,7 @@ from fastbert.backends.aten import (
     attention,
     cross_entropy,
     embedding,
+    encoder_layers,
     feed_forward,
     first_attention,
     layer_norm,
@@ -19,6 +20,7 @@ from fastbert.backends.aten import (
 from fastbert.backends.aten.attention import attention_bwd, attention_fwd
 from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.aten.encoder_layers import encoder_layers_fwd
 from fastbert.backends.aten.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.aten.first_attention import first_attention_fwd
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
@@ -36,6 +38,7 @@ DTYPES = {
     "attention": attention.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
+    "encoder_layers": encoder_layers.DTYPES,
     "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "layer_norm": layer_norm.DTYPES,
@@ -56,6 +59,7 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "encoder_layers_fwd",
     "feed_forward_bwd",
     "feed_forward_fwd",
     "first_attention_fwd",

@@ -20,11 +20,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
 # rows of the tiles that a block of backward owns
 ROWS = 64
-# Whether forward and backward may use the kernels for compute capability 9.0; their heads, and the queries of
-# a block of forward.
+# Whether forward and backward may use the kernels for compute capability 9.0, and their heads.
 HOPPER = True
 HOPPER_BACKWARD = True
-HOPPER_HEADDIM, HOPPER_ROWS = 64, 128
+HOPPER_HEADDIM = 64
 
 
 def readable(*tensors: torch.Tensor) -> bool:
@@ -51,16 +50,12 @@ def hopper_reads(inputs: AttentionInputs) -> bool:
 
 
 def hopper_serves(inputs: AttentionInputs) -> bool:
-    """Whether forward by the kernel for compute capability 9.0 is for this call, which `readable` is for.
-
-    Its blocks have twice the queries of the others', and half as many share a multiprocessor. So it is for
-    calls that give each multiprocessor a block, and whose sequences fill a block on average.
-    """
+    """Whether forward by the kernel for compute capability 9.0 is for this call, which `readable` is for."""
     total, nheads, _ = inputs.q.shape
+    sizes = inputs.cu_seqlens.shape[0] - 1, total, nheads
     return (
         HOPPER
-        and total >= HOPPER_ROWS * (inputs.cu_seqlens.shape[0] - 1)
-        and total * nheads >= HOPPER_ROWS * device.multiprocessors(inputs.q.device)
+        and device.extension.cuda_attention_fills_hopper(*sizes, device.multiprocessors(inputs.q.device))
         and hopper_reads(inputs)
         and device.is_hopper(inputs.q.device)
     )

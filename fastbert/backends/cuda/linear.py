@@ -31,11 +31,8 @@ FORWARD, INPUTS, WEIGHTS = range(3)
 _CHUNK = 8
 # blocks of the pass over dy per multiprocessor
 _PASS_BLOCKS = 4
-# From so many rows on a product takes longer than a launch, and half of the tensor cores' rate shows.
+# kManyRows of csrc/cuda/linear.h
 _MANY_ROWS = 512
-# The least depth for the kernel of compute capability 9.0: its ring is filled once.
-_HOPPER_DEPTH = 256
-_HOPPER_ACTIVATIONS = ("gelu", "gelu_tanh")
 
 
 def _wants_exact_gelu() -> bool:
@@ -108,14 +105,11 @@ def product(
 
 def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
     """Whether `hopper_product` is for this call; x and weight lie in chunks."""
+    sizes = x.shape[0], weight.shape[0], x.shape[1]
     return (
-        activation in _HOPPER_ACTIVATIONS
-        and not (activation == "gelu" and EXACT_GELU)
-        and x.shape[0] >= _MANY_ROWS
-        and x.shape[1] >= _HOPPER_DEPTH
+        device.extension.cuda_linear_takes_hopper(*sizes, CODES[activation], EXACT_GELU)
         # a tensor map has no rows that overlap
         and min(_row_stride(x), _row_stride(weight)) >= x.shape[1]
-        and weight.shape[0] % _CHUNK == 0
         and (bias is None or address(bias) % 4 == 0)
         and device.is_hopper(x.device)
     )

@@ -9,6 +9,7 @@ from fastbert.backends.reference import (
     attention,
     cross_entropy,
     embedding,
+    encoder_layers,
     feed_forward,
     first_attention,
     layer_norm,
@@ -22,6 +23,7 @@ from fastbert.backends.reference import (
 from fastbert.backends.reference.attention import attention_bwd, attention_fwd
 from fastbert.backends.reference.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.reference.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.reference.encoder_layers import encoder_layers_fwd
 from fastbert.backends.reference.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.reference.first_attention import first_attention_fwd
 from fastbert.backends.reference.layer_norm import layer_norm_bwd, layer_norm_fwd
@@ -39,6 +41,7 @@ DTYPES = {
     "attention": attention.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
+    "encoder_layers": encoder_layers.DTYPES,
     "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "layer_norm": layer_norm.DTYPES,
@@ -59,6 +62,7 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "encoder_layers_fwd",
     "feed_forward_bwd",
     "feed_forward_fwd",
     "first_attention_fwd",

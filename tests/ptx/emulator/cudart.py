@@ -108,7 +108,12 @@ class Extension(Library):
 @functools.cache
 def extension() -> Extension:
     """Build and load the extension; skips the test where there is no nvcc."""
-    return Extension(cuda_build.emulated_extension())
+    path = cuda_build.emulated_extension()
+    # before the host code looks for it
+    products = ctypes.CDLL(str(path.parent / cuda_build.CUBLAS_LT))
+    found = Extension(path)
+    found.set_products = products.emulator_products
+    return found
 
 
 # --- memory ---

@@ -10,6 +10,7 @@ from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.ops.attention import attention
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
+from fastbert.ops.encoder_layers import LayerStack, LayerWeights, encoder_layers
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.first_attention import first_attention
 from fastbert.ops.layer_norm import layer_norm
@@ -81,6 +82,23 @@ def layer_operands(kind="linear"):
     }
 
 
+def layers_operands():
+    hidden, inner = HEADS * DIM, 7
+    shapes = dict(qkv=3 * hidden, out=hidden, norm=hidden, up=inner, down=hidden, last=hidden)
+    found = {"x": floats(TOTAL, hidden), "cu_seqlens": ints(*ENDS, dtype=INT32), "max_seqlen": LONGEST}
+    found |= {"bias": floats(*CELLS), "activation": "gelu", "eps": 1e-5}
+    for name, rows in shapes.items():
+        columns = () if name in ("norm", "last") else (inner if name == "down" else hidden,)
+        found |= {f"{name}_weight": floats(rows, *columns), f"{name}_bias": floats(rows)}
+    return found
+
+
+def layers_call(x, cu_seqlens, max_seqlen, bias, activation, eps, **parameters):
+    """One layer, from its parameters."""
+    layer = LayerWeights(HEADS, DIM, activation, eps, eps, **parameters)
+    return encoder_layers(x, LayerStack([layer]), cu_seqlens, max_seqlen, bias=bias)[0]
+
+
 def public_attention():
     operands = attention_operands()
     for name in ("dropout_p", "seed", "offset"):
@@ -117,6 +135,22 @@ PUBLIC = {
             ({"x": floats(TOTAL, 2 * HEADS * DIM)}, "weights"),
             ({"x": floats(TOTAL, HEADS)}, "weights"),
             ({"x": floats(7, HEADS * DIM)}, "cu_seqlens"),
+        ],
+        False,
+    ),
+    "encoder_layers": Public(
+        layers_call,
+        layers_operands,
+        [
+            *WORDED_LENGTHS,
+            *WORDED_BIASES,
+            ({"x": floats(TOTAL, HEADS)}, "x"),
+            ({"x": floats(0, HEADS * DIM)}, "x"),
+            ({"qkv_weight": floats(HEADS * DIM, HEADS * DIM)}, r"layers\[0\].qkv_weight"),
+            ({"norm_bias": floats(3)}, r"layers\[0\].norm_bias"),
+            ({"last_weight": floats(HEADS * DIM).double()}, r"layers\[0\].last_weight"),
+            ({"activation": "gelp"}, r"layers\[0\].activation"),
+            ({"eps": -1.0}, "eps"),
         ],
         False,
     ),

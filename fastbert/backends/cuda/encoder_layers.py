@@ -1,0 +1,67 @@
+"""`encoder_layers` by the `cuda` backend: csrc/cuda/encoder_layers.cu; contract in
+fastbert/ops/encoder_layers.py.
+
+The products are cuBLASLt's, which PyTorch has loaded. Layers whose heads, sizes or addresses the kernels do
+not have go to no other backend here: `encoder_layers_gap` tells, and models then call the ops.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.backends.cuda import attention, device, linear
+from fastbert.backends.extension import DTYPE_CODES, bias_args
+from fastbert.ops.activation import CODES
+from fastbert.ops.encoder_layers import LayersInputs, LayerStack
+from fastbert.runtime.loader import address
+from fastbert.runtime.streams import on
+
+DTYPES = linear.DTYPES
+
+
+def _made(stack: LayerStack):
+    """The extension's own stack: the addresses of the parameters, which `stack` keeps."""
+    made = stack.made.get("cuda")
+    if made is None:
+        numbers = [
+            (
+                *(layer.nheads, layer.headdim, layer.up_weight.shape[0], CODES[layer.activation]),
+                *(linear.EXACT_GELU, layer.eps, layer.last_eps),
+                *(address(t) if t.is_contiguous() else 0 for t in layer[5:]),
+            )
+            for layer in stack.layers
+        ]
+        made = device.extension.CudaEncoderLayers(DTYPE_CODES[stack.dtype], stack.hidden, numbers)
+        stack.made["cuda"] = made
+    return made
+
+
+def encoder_layers_gap(stack: LayerStack) -> str | None:
+    """Why the kernels do not have these layers; None if they do."""
+    return device.extension.cuda_encoder_layers_gap(_made(stack))
+
+
+def encoder_layers_fwd(inputs: LayersInputs):
+    x, stack, cu_seqlens, max_seqlen, bias, causal, first_only, states = inputs
+    made, count = _made(stack), len(stack.layers)
+    (rows, hidden), batch, nheads = x.shape, cu_seqlens.shape[0] - 1, stack.layers[0].nheads
+    outputs = [x.new_empty(rows, hidden) for _ in range(count - 1 if states else 0)]
+    outputs.append(x.new_empty(batch if first_only else rows, hidden))
+    cu_seqlens = cu_seqlens.contiguous()
+    bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    where = x.device
+    index, stream = device.place(where)
+    facts = (
+        *(index, device.multiprocessors(where), attention.HOPPER and device.is_hopper(where)),
+        *(device.has_group_products(where), tf32),
+    )
+    size = device.extension.cuda_encoder_layers_work(made, rows, batch, first_only, *facts)
+    work = torch.empty(size, dtype=torch.uint8, device=where)
+    addresses = [0] * (count - len(outputs)) + [out.data_ptr() for out in outputs]
+    with on(where):
+        device.extension.cuda_encoder_layers_fwd(
+            *(made, rows, batch, max_seqlen, cu_seqlens.data_ptr(), causal, *bias_numbers, first_only),
+            *(x.data_ptr(), addresses, work.data_ptr(), size, *facts, stream),
+        )
+    return outputs

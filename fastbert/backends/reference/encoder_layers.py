@@ -1,0 +1,12 @@
+"""`encoder_layers` by the `reference` backend; contract in fastbert/ops/encoder_layers.py."""
+
+from __future__ import annotations
+
+from fastbert.ops.checks import FLOATS
+from fastbert.ops.encoder_layers import LayersInputs, encoder_layers_ref
+
+DTYPES = FLOATS
+
+
+def encoder_layers_fwd(inputs: LayersInputs):
+    return encoder_layers_ref(*inputs)
