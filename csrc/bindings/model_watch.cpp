@@ -1,8 +1,8 @@
 // Whether a model is as it was: its modules, their tables, hooks and modes, and its tensors.
 //
-// fastbert/graphs/weights.py asks this at every call of a recorded graph. Python would read a thousand
-// dictionaries and attributes for it. Here each is one comparison of pointers or sizes. What has changed is
-// not told: Python finds that out.
+// fastbert/runtime/model_state.py asks this at every call of a recorded graph, and of a kept plan. Python
+// would read a thousand dictionaries and attributes for it. Here each is one comparison of pointers or sizes.
+// What has changed is not told: Python finds that out.
 //
 // References are borrowed: the caller keeps all objects alive, so that Python's garbage collector sees them.
 #include <cstring>

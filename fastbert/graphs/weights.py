@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fastbert.runtime import prepared
-from fastbert.runtime.loader import extension
-from fastbert.runtime.places import Places, is_plain
+from fastbert.runtime.model_state import ModelState, state_of
+from fastbert.runtime.places import Places
 
 HOOKED = "a hook watches the model"
 
@@ -37,11 +36,10 @@ class Weights:
             for m in self.modules
             for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        self.attributes = list(map(vars, self.modules))
         # Recordings read this memory, also a recording that is found outdated only afterwards. So keep it.
         self.memory = [t.detach() for t in self.tensors]
         self.places = Places(self.tensors)
-        self._watched: _Watched | None = None
+        self._watched: ModelState | None = None
         self.accept()
 
     def accept(self) -> None:
@@ -80,57 +78,18 @@ class Weights:
         """Whether nothing has changed since the state that `follow` was told."""
         return self._watched is not None and self._watched.untouched()
 
-    def candidate(self, derived: Collection[tuple[nn.Module, Hashable, object]]) -> _Watched | None:
+    def candidate(self, derived: Collection[tuple[nn.Module, Hashable, object]]) -> ModelState | None:
         """The present state, for `follow`; None if one call cannot watch it."""
         changes, old = prepared.change_count(), self._watched
         if old is not None and not old.sources.written and old.extension.same():
             # only the cache of derived weights has changed, perhaps because of another model
             return old._replace(changes=changes)
-        sources = prepared.sources_of(derived)
-        if extension is None or sources is None or not all(map(is_plain, self.tensors)):
-            return None
-        if self.watched() is not None or not all("training" in a for a in self.attributes):
-            return None
-        storages = [t.untyped_storage() for t in sources.marked]
-        watch = extension.ModelWatch(
-            modules=self.modules,
-            tables=self.tables,
-            empty=self.hooks,
-            attributes=self.attributes,
-            tensors=self.tensors,
-            sources=self.tensors,
-            marked_storages=storages,
-        )
-        return _Watched(watch, changes, sources, storages) if watch.known() else None
+        return state_of(self.modules, self.tables, self.tensors, derived)
 
-    def follow(self, state: _Watched | None) -> None:
+    def follow(self, state: ModelState | None) -> None:
         """Take a state for right.
 
         Args:
             state: from `candidate`, called before the state was found right, so that no change is missed.
         """
         self._watched = state
-
-
-class _Watched(NamedTuple):
-    """A state of a model.
-
-    Attributes:
-        extension: compares it; borrows all objects, which `Weights` and the other attributes keep.
-        changes: `prepared.change_count` of the state.
-        sources: of the derived weights.
-        storages: of the marked sources.
-    """
-
-    extension: Any
-    changes: int
-    sources: prepared.Sources
-    storages: list
-
-    def untouched(self) -> bool:
-        """Whether the model still has it."""
-        return (
-            prepared.change_count() == self.changes
-            and self.extension.same()
-            and not any(written() for written in self.sources.written)
-        )

@@ -7,10 +7,10 @@ import torch
 
 from fastbert.execution import cpu
 from fastbert.graphs import model as graphs
-from fastbert.graphs import staging, weights
+from fastbert.graphs import staging
 from fastbert.graphs.staging import rows_in, words
 from fastbert.models.inputs import check_inputs
-from fastbert.runtime import dispatch
+from fastbert.runtime import dispatch, model_state
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
 
 CPU = torch.device("cpu")
@@ -255,7 +255,7 @@ def test_a_smaller_vocabulary_is_noticed():
         g.graphed(**PADDED)
 
 
-@pytest.mark.parametrize("missing", [[staging], [staging, weights]])
+@pytest.mark.parametrize("missing", [[staging], [staging, model_state]])
 def test_without_the_extension(missing, monkeypatch):
     for module in missing:
         monkeypatch.setattr(module, "extension", None)

@@ -1,0 +1,83 @@
+"""Whether modules and their tensors are as they were, told by one call of the extension.
+
+Python would read a thousand dictionaries for it (csrc/bindings/model_watch.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastbert.runtime import prepared
+from fastbert.runtime.loader import extension
+from fastbert.runtime.places import is_plain
+
+
+class ModelState(NamedTuple):
+    """A state of modules.
+
+    Attributes:
+        extension: compares it; borrows all objects, which `held` and the other attributes keep.
+        changes: `prepared.change_count` of the state.
+        sources: of the derived weights.
+        storages: of the marked sources.
+        held: what else is borrowed.
+    """
+
+    extension: Any
+    changes: int
+    sources: prepared.Sources
+    storages: list
+    held: tuple
+
+    def untouched(self) -> bool:
+        """Whether the modules still have it."""
+        return (
+            prepared.change_count() == self.changes
+            and self.extension.same()
+            and not any(written() for written in self.sources.written)
+        )
+
+
+def state_of(
+    modules: Sequence[nn.Module],
+    tables: Sequence[dict],
+    tensors: Sequence[Tensor],
+    derived: Collection[tuple[nn.Module, Hashable, object]],
+) -> ModelState | None:
+    """The present state; None if one call cannot watch it.
+
+    That is where a hook watches a module, a module is in training mode, a tensor is of another class than
+    PyTorch's own, or the extension is not built.
+
+    Args:
+        modules: all that count.
+        tables: dictionaries whose names and objects must stay the same.
+        tensors: of the modules: where they lie and their versions must stay the same.
+        derived: (owner, name, value) of what was derived from them.
+    """
+    changes, sources = prepared.change_count(), prepared.sources_of(derived)
+    if extension is None or sources is None or not all(map(is_plain, tensors)):
+        return None
+    hooks = [
+        each
+        for m in modules
+        for each in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    ]
+    attributes = list(map(vars, modules))
+    if any(hooks) or any(each.get("training", True) for each in attributes):
+        return None
+    storages = [t.untyped_storage() for t in sources.marked]
+    watch = extension.ModelWatch(
+        modules=modules,
+        tables=tables,
+        empty=hooks,
+        attributes=attributes,
+        tensors=tensors,
+        sources=tensors,
+        marked_storages=storages,
+    )
+    held = modules, tables, hooks, attributes, tensors
+    return ModelState(watch, changes, sources, storages, held) if watch.known() else None
