@@ -262,6 +262,11 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         """See `PackedLayer`. `gap` of the model has looked at the layer, or `forward` has."""
         return self.parts()
 
+    def options(self) -> object:
+        """See `PackedLayer`."""
+        state = self.fastbert_state
+        return state.options, state.form, state.act
+
     def is_called(self) -> bool:
         """See `PackedLayer`: the call of transformers' class recomputes activations in backward."""
         return is_hooked(self) or (self.training and getattr(self, "gradient_checkpointing", False))

@@ -1,4 +1,4 @@
-"""Executor of inference on a GPU: a layer by the backends' launchers themselves.
+"""Executor of inference on a GPU: a layer by the backends' launchers themselves, where `gpu` does not serve.
 
 There a batch of few tokens takes the device less time than the host needs to check what it passes on: each
 op checks all its arguments, and each layer its parts. Here the batch is checked once, and the parameters of
@@ -55,14 +55,14 @@ class Taken(NamedTuple):
     eps: tuple[float, float]
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Whether the host's time counts for the layers of `x`."""
-    return x.is_cuda
+def on_gpu(device: torch.device) -> bool:
+    """Whether the host's time counts for layers on the device."""
+    return device.type == "cuda"
 
 
 def serves(x: Tensor, call: Call) -> str | None:
     """See `plan`."""
-    if not on_gpu(x):
+    if not on_gpu(x.device):
         return f"the tokens are on {x.device}"
     if not call.inference:
         return "gradients are recorded, or torch.compile traces the call"
@@ -89,6 +89,13 @@ def serves(x: Tensor, call: Call) -> str | None:
 
 def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     """See `plan`."""
+    if call.first_only and step.number == call.last:
+        return "only the first token of each sequence is wanted"
+    return parameters_of(step, x)
+
+
+def parameters_of(step: Step, x: Tensor) -> str | Taken:
+    """What the layer computes with, if its ops would pass all of it on as it is; or why not."""
     form, parts = step.form, step.parts
     if parts is None:
         return step.reason or "the layer has mathematics of its own"
@@ -98,8 +105,8 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "the activation is none of ours"
     if parts.int8 or not parts.fuses_norm or parts.feed is not None or any(parts.rates):
         return "8-bit copies run, something drops, or our ops do not compute all of the layer"
-    if (call.first_only and step.number == call.last) or step.called:
-        return "only the first token of each sequence is wanted, or something looks at the layer's calls"
+    if step.called:
+        return "something looks at the layer's calls"
     return _plain(form, parts, x) or "a part was replaced, or a parameter is one that its op has to look at"
 
 

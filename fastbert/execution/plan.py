@@ -9,10 +9,13 @@ An executor is a module of this room with three functions:
     takes(step, x, call) -> what its `run` needs for the layer, or one sentence on why it does not run it
     run(group, x, call) -> x            consecutive layers, as (step, taken) pairs
 
+`plan_of` keeps a plan in which `gpu` runs all layers, until a module, a parameter or an option changes: there
+the host's time counts.
+
 `EXECUTORS` has them in order: the first that takes a layer runs it. `eager` takes every layer that `modules`
 does not. To add one: a module with the three functions, and its line in `EXECUTORS`. One with mathematics of
-its own (`cpu`, `gpu`) refuses forms of a kind that it does not know (`LayerForm.kinds`). `takes` may be asked
-twice for a layer, and changes nothing.
+its own (`cpu`, `gpu`, `launchers`) refuses forms of a kind that it does not know (`LayerForm.kinds`). `takes`
+may be asked twice for a layer, and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +24,20 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from fastbert.execution import cpu, eager, gpu, modules
+from fastbert.execution import cpu, eager, gpu, launchers, modules
 from fastbert.execution.call import Call, Step
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.modules import calls_all
+from fastbert.ops.encoder_layers import LayerStack
+from fastbert.runtime import prepared
+from fastbert.runtime.model_state import ModelState, state_of
 
-EXECUTORS = (modules, gpu, cpu, eager)
+EXECUTORS = (modules, gpu, launchers, cpu, eager)
+# So many plans in a row are made to be kept; if they never are, then only each of so many.
+MOST_MADE = 8
 
 
 def survey(layers: Iterable[nn.Module], own: type = PackedLayer, inside: bool = False) -> list[Step]:
@@ -79,6 +88,92 @@ def run(steps: list[Step], x: Tensor, call: Call) -> Tensor:
         x = executor.run(group, x, call)
         done += len(group)
     return x
+
+
+class Plan:
+    """What is decided of the layers of a model, for one call or, while nothing changes, for several.
+
+    Args:
+        container: the module that holds the layers, and nothing else.
+        layers, own: see `survey`.
+        keeps: whether to keep it for further calls, if `gpu` runs all layers.
+
+    Attributes:
+        steps: see `survey`.
+        stacks: what `gpu` runs, by what is asked of a call.
+        state: what it was decided by, if it is kept.
+        made: how many plans in a row were made because something had changed.
+    """
+
+    def __init__(self, container: nn.Module, layers: list[nn.Module], own: type, keeps: bool):
+        self.layers, self.options = layers, _options(layers)
+        self.stacks: dict[tuple, tuple[list, LayerStack]] = {}
+        self.state: ModelState | None = None
+        self.made = 0
+        # not the container: it is what the plan is freed with
+        self._below = [m for m in container.modules() if m is not container] if keeps else []
+        every = (container, *self._below) if keeps else ()
+        self._tables = [t for m in every for t in (m._parameters, m._buffers, m._modules, vars(m))]
+        own_tensors = (t for m in every for table in (m._parameters, m._buffers) for t in table.values())
+        self._tensors = [t for t in own_tensors if t is not None]
+        self._before = self._state([]) if keeps else None
+        self.steps = survey(layers, own)
+
+    def _state(self, derived: list) -> ModelState | None:
+        return state_of(self._below, self._tables, self._tensors, derived)
+
+    def holds(self, layers: list[nn.Module]) -> bool:
+        """Whether the plan is kept, and nothing that it was decided by has changed."""
+        return (
+            self.state is not None
+            and self.layers == layers
+            and calls_all() is None
+            and self.state.untouched()
+            and self.options == _options(layers)
+        )
+
+    def run(self, x: Tensor, call: Call) -> Tensor:
+        """See the function `run`."""
+        if gpu.serves(x, call) is not None:
+            return run(self.steps, x, call)
+        key = x.dtype, x.device, x.shape[1], call.batch.bias is None
+        if key not in self.stacks:
+            with prepared.collect_used() as derived:
+                taken = [gpu.takes(step, x, call) for step in self.steps]
+            if not taken or any(isinstance(each, str) for each in taken):
+                return run(self.steps, x, call)
+            group = list(zip(self.steps, taken, strict=True))
+            self.stacks[key] = group, gpu.joined(group)
+            if self._before is not None:
+                state = self._state(derived)
+                # what another thread has changed meanwhile shows in one of the three
+                if self._before.extension.same() and all(prepared.is_current(*each) for each in derived):
+                    self.state = state
+                self._before = None
+        return gpu.run(self.stacks[key][0], x, call, self.stacks[key][1])
+
+
+def _options(layers: list[nn.Module]) -> list:
+    """What layers compute by besides their modules' own attributes."""
+    return [layer.options() if isinstance(layer, PackedLayer) else None for layer in layers]
+
+
+def plan_of(
+    container: nn.Module, layers: list[nn.Module], device: torch.device, own: type = PackedLayer
+) -> Plan:
+    """The plan for layers on the device: the kept one if it is still right, or a new one; see `Plan`."""
+    if not launchers.on_gpu(device) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return Plan(container, layers, own, False)
+    found: Plan | None = prepared.beside(container)
+    if found is not None and found.holds(layers):
+        found.made = 0
+        return found
+    # to watch a model takes as long as some calls: only where `gpu` has run it, and it does not change
+    made = 0 if found is None or not found.stacks else found.made + 1
+    plan = Plan(container, layers, own, 0 < made <= MOST_MADE or made % MOST_MADE == 1)
+    plan.made = made
+    prepared.keep_beside(container, plan)
+    return plan
 
 
 def _choose(serving: list[ModuleType], step: Step, x: Tensor, call: Call) -> tuple[ModuleType, object]:

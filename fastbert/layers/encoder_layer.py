@@ -77,6 +77,10 @@ class PackedLayer:
     def begin(self, hidden: Tensor) -> None:
         """Called once before the layer computes `hidden`, whichever executor does; may raise."""
 
+    def options(self) -> object:
+        """What `look` depends on besides the attributes of the layer's modules; compared as it is."""
+        return None
+
     def dropout_rates(self) -> tuple[float, float, float]:
         """The probabilities of the layer's dropout modules, each by its own mode.
 

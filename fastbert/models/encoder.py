@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from fastbert.execution.call import Call, Padded
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import drops as layers_drop
-from fastbert.execution.plan import run as run_layers
-from fastbert.execution.plan import survey
+from fastbert.execution.plan import plan_of
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
@@ -83,7 +82,9 @@ def run_encoder(
         (batch, hidden). A list that was not asked for is empty.
     """
     packed, container = inputs.packing, family.layers.partition(".")[0]
-    steps = survey(layers, getattr(root, "layer_class", PackedLayer))
+    own = getattr(root, "layer_class", PackedLayer)
+    plan = plan_of(root._modules[container], layers, inputs.device, own)
+    steps = plan.steps
     seed = dropout_seed(inputs.device) if drops or layers_drop(steps) else None
     hidden = embed(seed)
     changed_one = next((step for step in steps if step.reason is not None), None)
@@ -126,7 +127,7 @@ def run_encoder(
         )
         if want_states:
             call.states.append(x)
-        x = run_layers(steps, x, call)
+        x = plan.run(x, call)
         return x, call.states, call.attentions
 
     if projection is not None and not inside:

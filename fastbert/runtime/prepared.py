@@ -64,6 +64,8 @@ class _Entry(NamedTuple):
 
 
 _cache: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Entry]] = weakref.WeakKeyDictionary()
+# see `keep_beside`
+_beside: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 _building: list[_Seal] = []  # of values that threads are building now
 _clears = 0
 _changes = 0
@@ -372,6 +374,7 @@ def clear(model: Any) -> None:
         _changed()
         for child in children:
             _cache.pop(child, None)
+            _beside.pop(child, None)
             for tensor in (*child._parameters.values(), *child._buffers.values()):
                 if tensor is not None and is_plain(tensor) and _is_marked(tensor):
                     tensor.data_ptr()  # removes the mark: training gets plain storages
@@ -399,6 +402,16 @@ def before_mode(model: nn.Module, mode: bool) -> bool:
         clear(model)
         return True
     return any(type(m).train not in _plain_trains or "train" in m.__dict__ for m in modules)
+
+
+def beside(module: nn.Module) -> Any:
+    """What `keep_beside` was given for the module; None after `clear` of it, or of what it is in."""
+    return _beside.get(module)
+
+
+def keep_beside(module: nn.Module, value: object) -> None:
+    """Keep a value until `clear`. It must not refer to the module, which it is freed with."""
+    _beside[module] = value
 
 
 def remembered(module: nn.Module) -> list[Hashable]:

@@ -1,4 +1,4 @@
-"""A layer by executor `gpu`: the bits of its ops one by one, and only where that is allowed.
+"""A layer by executor `launchers`: the bits of its ops one by one, and only where that is allowed.
 
 On a CPU with `on_gpu` saying yes: the code looks at no device otherwise.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fastbert
-from fastbert.execution import gpu
+from fastbert.execution import launchers
 from fastbert.execution.call import Call
 from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
@@ -44,17 +44,17 @@ def as_on_a_gpu(monkeypatch):
 @contextlib.contextmanager
 def direct_calls(allowed: bool = True):
     """A list to which every layer that runs directly appends its number of rows."""
-    seen, run, on_gpu = [], gpu._layer, gpu.on_gpu
+    seen, run, on_gpu = [], launchers._layer, launchers.on_gpu
 
     def watched(layer, form, x, *args):
         seen.append(x.shape[0])
         return run(layer, form, x, *args)
 
-    gpu._layer, gpu.on_gpu = watched, lambda x: allowed
+    launchers._layer, launchers.on_gpu = watched, lambda device: allowed
     try:
         yield seen
     finally:
-        gpu._layer, gpu.on_gpu = run, on_gpu
+        launchers._layer, launchers.on_gpu = run, on_gpu
 
 
 def both_ways(call):

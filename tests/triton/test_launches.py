@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fastbert.backends.aten import linear as aten_linear
-from fastbert.execution import gpu
+from fastbert.execution import launchers
 from fastbert.execution.call import Call
 from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
@@ -51,7 +51,7 @@ class Counted(TorchDispatchMode):
 @pytest.fixture(params=["op by op", "directly"])
 def counted(monkeypatch, request):
     """The table of GPUs serves this device, all kernels are proven, and launches are counted."""
-    monkeypatch.setattr(gpu, "on_gpu", lambda x: request.param == "directly")
+    monkeypatch.setattr(launchers, "on_gpu", lambda device: request.param == "directly")
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "is_proven", lambda *unit: True)

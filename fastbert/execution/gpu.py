@@ -1,0 +1,71 @@
+"""Executor of inference on a GPU: all layers in one call of the backend (ops/encoder_layers.py).
+
+What a layer computes with is what `launchers` takes; here the whole stack is enqueued without Python.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastbert.execution import launchers
+from fastbert.execution.call import Call, Step
+from fastbert.layers.linear import joined_weights
+from fastbert.ops import encoder_layers
+from fastbert.ops.encoder_layers import LayerStack, LayerWeights
+from fastbert.runtime import dispatch, prepared
+
+
+def serves(x: Tensor, call: Call) -> str | None:
+    """See `plan`."""
+    reason = launchers.serves(x, call)
+    if reason is None and {name for _, name in dispatch.pins()} - {"cuda"}:
+        reason = "another backend is pinned"
+    return reason
+
+
+def takes(step: Step, x: Tensor, call: Call) -> str | LayerStack:
+    """See `plan`."""
+    form, taken = step.form, launchers.parameters_of(step, x)
+    if isinstance(taken, str):
+        return taken
+    if form.kept is not None and call.batch.bias is not None:
+        return "the layer has the bias of its own heads"
+    parameters, eps = taken
+
+    def build() -> LayerStack:
+        qkv = joined_weights(step.layer, parameters[0:6:2], parameters[1:6:2], x.dtype)
+        how = form.nheads, form.head_dim, form.activation, *eps
+        # as the ops take them: attention's output, its norm, the feed-forward block, its norm
+        rest = *parameters[6:8], *parameters[12:14], *parameters[8:12], *parameters[14:]
+        return LayerStack([LayerWeights(*how, *qkv, *rest)])
+
+    what = "layers", form.nheads, form.head_dim, form.activation, eps, x.dtype
+    stack = prepared.derived(step.layer, what, tuple(parameters), build)
+    return encoder_layers.gap(stack, x.device) or stack
+
+
+def joined(group: list[tuple[Step, LayerStack]]) -> LayerStack:
+    """The layers of a group as one stack."""
+    return LayerStack.joined([stack for _, stack in group])
+
+
+def run(
+    group: list[tuple[Step, LayerStack]], x: Tensor, call: Call, stack: LayerStack | None = None
+) -> Tensor:
+    """See `plan`. `stack`: the group's, if it was joined before."""
+    for step, _ in group:
+        step.layer.begin(x)
+    batch, number = call.batch, group[-1][0].number
+    outputs = encoder_layers.encoder_layers(
+        x,
+        joined(group) if stack is None else stack,
+        batch.cu_seqlens,
+        batch.max_seqlen,
+        bias=batch.bias,
+        causal=batch.causal,
+        first_only=call.first_only and number == call.last,
+        states=call.wants_states,
+    )
+    for x in outputs:
+        call.keep(x)
+    return x
