@@ -139,13 +139,14 @@ def cuda_archs(nvcc: str) -> list[str]:
 
 
 def cuda_sources(folder: Path = CSRC / "cuda") -> dict[str, str]:
-    """Hash of the sources of each family of CUDA kernels: `attention*.cu` and all that they include.
+    """Hash of the sources of each family of CUDA kernels: `attention*.cu` and all that they include; of
+    `encoder_layers`, which runs the others' kernels, of all sources.
 
     The extension keeps them: by them an installed wheel knows what was proven of its kernels.
     """
     found = {}
-    for family in ("attention", "layer_norm", "linear"):
-        files, left = set(), sorted(folder.glob(f"{family}*.cu"))
+    for family in ("attention", "encoder_layers", "layer_norm", "linear"):
+        files, left = set(), sorted(folder.glob("*.cu" if family == "encoder_layers" else f"{family}*.cu"))
         while left:
             path = left.pop().resolve()
             if path not in files and path.is_file():

@@ -40,6 +40,21 @@ __device__ __forceinline__ float rstd_of(float square_sum, float correction, flo
     return 1.0f / sqrtf((variance < 0.0f ? 0.0f : variance) + eps);
 }
 
+// N consecutive values as they are stored, in registers.
+template <class R, int N>
+struct Values {
+    Pack<R> pack[N / kPack<R>];
+
+    __device__ __forceinline__ void load(const R* p) {
+#pragma unroll
+        for (int i = 0; i < N / kPack<R>; ++i) pack[i] = load_pack(p + i * kPack<R>);
+    }
+    __device__ __forceinline__ void widen_to(float* out) const {
+#pragma unroll
+        for (int i = 0; i < N / kPack<R>; ++i) widen_pack(pack[i], out + i * kPack<R>);
+    }
+};
+
 // One row: kThreads threads, kPacks packs per thread, z in registers.
 template <class T, class R, int kThreads, int kPacks>
 __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads,
@@ -56,6 +71,16 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
     const R* residual = static_cast<const R*>(args.residual) + row * args.residual_stride;
     const std::uint64_t seed = args.dropout.seed != nullptr ? *args.dropout.seed : 0;
 
+    // All loads of a row are under way before the first one is waited for: a store of z would hold them up.
+    Pack<T> own[kPacks];
+    Values<R, N> added[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+        const std::int64_t column = (static_cast<std::int64_t>(p) * kThreads + thread) * N;
+        if (column < args.hidden) own[p] = load_pack(x + column);
+        if (column < args.hidden && args.residual != nullptr) added[p].load(residual + column);
+    }
+
     // Columns from hidden on hold 0.
     float z[kPacks][N];
     float total = 0.0f;
@@ -66,7 +91,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
 #pragma unroll
         for (int i = 0; i < N; ++i) z[p][i] = 0.0f;
         if (!inside) continue;
-        widen_pack(load_pack(x + column), z[p]);
+        widen_pack(own[p], z[p]);
         float other[N];
         if (args.x_bias.data != nullptr) {
             load_params<T>(args.x_bias, column, other);
@@ -75,7 +100,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
         }
         if (args.dropout.seed != nullptr) drop<N>(args.dropout, seed, row, column, z[p]);
         if (args.residual != nullptr) {
-            load_values<N>(residual + column, other);
+            added[p].widen_to(other);
 #pragma unroll
             for (int i = 0; i < N; ++i) z[p][i] += other[i];
         }

@@ -68,6 +68,8 @@ def proof_key_of(unit: Unit, device: torch.device) -> Key | None:
     compilers = _compilers(backend, capability)
     if compilers is None or _options(op, backend):
         return None
+    if op == "encoder_layers":  # whose products are those of PyTorch's cuBLASLt
+        compilers |= {"torch": ".".join(torch.__version__.split(".")[:2])}
     kernel = {"op": op, "backend": backend, "dtype": name_of(dtype)}
     source = {"source": kernel_hash(op, backend), "tuned": _tuned(op, backend, name, dtype)}
     return kernel | source | {"device": name, "capability": capability} | compilers
@@ -95,7 +97,7 @@ def _options(op: str, backend: str) -> str:
             from fastbert.kernels.activation import EXACT_GELU as exact
         elif backend == "cuda":
             from fastbert.backends.cuda.linear import EXACT_GELU as exact
-    return "exact gelu" if exact and op in ("feed_forward", "linear") else ""
+    return "exact gelu" if exact and op in ("encoder_layers", "feed_forward", "linear") else ""
 
 
 def _tuned(op: str, backend: str, device_name: str, dtype: torch.dtype) -> str:
@@ -179,7 +181,8 @@ def _kernel(op: str, backend: str, package: Path) -> list[Path]:
         starts = [folder / f"{name}.py" for name in ("forwarders", op)]
         starts += [package / "kernels" / f"{name}.py" for name in _KERNELS.get(op, (op,))]
         return sorted(_with_imports(starts, package))
-    names = "__init__", "device", op, *(("linear",) if op == "feed_forward" else ())
+    others = {"encoder_layers": ("attention", "linear"), "feed_forward": ("linear",)}
+    names = "__init__", "device", op, *others.get(op, ())
     return [folder / f"{name}.py" for name in names]
 
 
