@@ -1,13 +1,16 @@
-"""What a graphed call costs the host: the benchmark runs, and its calls are replayed."""
+"""What a call costs the host: the benchmarks run, and graphed calls are replayed, plain ones one call."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from bench import graphs
 from bench.lib import report, schema
+from tests.support import cuda_build
 
 
 @pytest.mark.sweep
@@ -24,3 +27,15 @@ def test_a_whole_run(tmp_path, capsys):
         assert (row["n"], row["inner"]) == (1, 2)
         assert report.row_line(row) in printed
     schema.check_rows(data)
+
+
+@pytest.mark.sweep
+def test_a_plain_call(tmp_path):
+    """Every case in half precision runs its layers in one call of the extension."""
+    cuda_build.nvcc()
+    command = [sys.executable, "bench/host.py", "--calls", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=graphs.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "host.json").read_text())
+    assert [r["case"] for r in data["rows"] if r["serving"]] == list(graphs.cases())
+    assert all(0 < r["min_us"] <= r["median_us"] for r in data["rows"])

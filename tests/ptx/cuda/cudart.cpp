@@ -88,6 +88,8 @@ static_assert(sizeof(TensorMap) == sizeof(CUtensorMap), "as large as the driver'
 
 // Whether all maps are refused
 bool refuse_maps = false;
+// Whether launches do nothing, as on a device without work: what is left is the host's
+bool idle = false;
 
 // Matrices and more of 16-bit elements, and what the driver refuses of them.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
@@ -156,6 +158,7 @@ EXPORTED void emulator_set_callbacks(Launch launch, SetAttribute set_attribute, 
     set_attribute_in_python = set_attribute;
 }
 EXPORTED void emulator_refuse_maps(int refuse) { refuse_maps = refuse != 0; }
+EXPORTED void emulator_idle(int wanted) { idle = wanted != 0; }
 EXPORTED int emulator_modules() { return static_cast<int>(modules().size()); }
 EXPORTED const char* emulator_ptx(int module, std::size_t* bytes) {
     *bytes = modules()[module].bytes;
@@ -213,6 +216,7 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
 
 cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, std::size_t shared,
                              cudaStream_t) {
+    if (idle) return cudaSuccess;
     const int kernel = index_of(host);
     if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
     if (launch_in_python == nullptr) return result(cudaErrorNoDevice);
@@ -235,6 +239,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
+    if (idle) return cudaSuccess;
     const int kernel = index_of(host);
     if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
     if (set_attribute_in_python == nullptr) return result(cudaErrorNoDevice);
@@ -242,6 +247,11 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* host) {
+    if (idle) {
+        *attributes = {};
+        attributes->sharedSizeBytes = 1024;
+        return cudaSuccess;
+    }
     const int kernel = index_of(host);
     if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
     if (static_shared_in_python == nullptr) return result(cudaErrorNoDevice);

@@ -1,0 +1,148 @@
+"""What a plain call of a model costs the host on a GPU: `python bench/host.py`.
+
+Counted without one: tensors are in CPU memory, our host code is linked with the tests' stand-in for the CUDA
+runtime and for cuBLASLt, whose launches do nothing, and Triton's launches are left out. So what is left is
+Python and C++. A real launch costs the host some 2 us more, and the driver's queue may be full. The model has
+BERT-base's modules and tensors, but 64 columns, so that PyTorch's own operations around the layers take next
+to no time. Needs nvcc, for the host code as it compiles it.
+
+A row is a case with 12 layers, its least and median time, and what a layer adds, by the difference from 2
+layers. `serving` says whether all layers ran in one call. Rows go to bench/results/<machine>/host.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench.graphs import COLUMNS, cases, microseconds  # noqa: E402
+
+# what an H100 tells
+MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
+
+
+def pretend_gpu() -> None:
+    """Let this process take CPU tensors for a GPU's, on a device that does nothing."""
+    from fastbert.backends import cuda, triton
+    from fastbert.backends.aten import linear as products
+    from fastbert.execution import launchers
+    from fastbert.kernels import tuning
+    from fastbert.layers import linear
+    from fastbert.ops import attention_places, checks
+    from fastbert.runtime import dispatch, prepared
+    from tests.ptx.emulator.cudart import extension
+
+    library = extension()
+    library.set_products(0)
+    library.calls.emulator_idle(1)
+    cuda.available = triton.available = lambda device_type: None
+    cuda.device.extension, cuda.device.place = library.module, lambda device: (0, 0)
+    cuda.device.multiprocessors = lambda device: MULTIPROCESSORS
+    cuda.device.is_hopper = cuda.device.has_group_products = lambda device: True
+    device = tuning.Device("", CAPABILITY, MULTIPROCESSORS)
+    tuning.device_of = lambda _: device
+    for module in pkgutil.iter_modules([str(ROOT / "kernels")]):
+        kernels = importlib.import_module(f"fastbert.kernels.{module.name}")
+        if hasattr(kernels, "launch") and module.name != "launch":
+            kernels.launch = lambda *args, **config: None
+    dispatch.TABLE["cpu"], dispatch.SELF_CHECKED = dispatch.TABLE["cuda"], ()
+    launchers.on_gpu = lambda device: True
+    linear.FLOAT = linear.FLOAT._replace(joins=lambda x, modules: True)
+    linear.LINEAR_KINDS[torch.nn.Linear] = linear.FLOAT
+    # what a CPU has instead: products that take time, samples of memory, values that are looked at
+    checks.ids_in_range = checks.lengths = attention_places.check_table = lambda *_: None
+    products.bf16_is_slow = lambda: False
+    products.F = _NoProducts
+    prepared._samples_of = lambda *_: []
+    prepared._pages_of = lambda *_: (None, {})
+
+
+class _NoProducts:
+    @staticmethod
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def model(layers: int, dtype: torch.dtype) -> torch.nn.Module:
+    """BERT with BERT-base's modules and few columns."""
+    from fastbert.models.auto import AutoModel
+    from fastbert.models.config import EncoderConfig
+
+    sizes = {"hidden_size": COLUMNS, "num_attention_heads": 1, "intermediate_size": COLUMNS}
+    config = EncoderConfig(model_type="bert", num_hidden_layers=layers, **sizes)
+    return AutoModel.from_config(config).eval().to(dtype)
+
+
+def measured(dtype: torch.dtype, calls: int) -> list[dict]:
+    """A row for each case."""
+    from fastbert.runtime import prepared
+
+    found = []
+    whole, short = model(12, dtype), model(2, dtype)
+    for name, given in cases().items():
+        times = microseconds(lambda given=given: whole(**given), calls)
+        few = microseconds(lambda given=given: short(**given), calls)
+        plan = prepared.beside(whole.encoder)
+        found.append(
+            {
+                "step": "plain call",
+                "name": f"fastbert-plain-{str(dtype).removeprefix('torch.')}-{name}",
+                "status": "ok",
+                "candidate": "fastbert",
+                "case": name,
+                "min_us": times[0],
+                "median_us": statistics.median(times),
+                "layer_us": (times[0] - few[0]) / 10,
+                "serving": plan is not None and plan.state is not None,
+            }
+        )
+    return found
+
+
+def line(row: dict) -> str:
+    """The printed form of a row."""
+    one = "in one call" if row["serving"] else "layer by layer"
+    return (
+        f"{row['name']}: {row['min_us']:.0f} us at least, median {row['median_us']:.0f}, "
+        f"{row['layer_us']:.1f} a layer, {one}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; print and record each row."""
+    from bench.lib.machine import describe
+    from bench.lib.report import Report
+
+    parser = argparse.ArgumentParser(prog="bench/host.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=1000, help="of each case")
+    parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
+    args = parser.parse_args(argv)
+    if args.calls < 1:
+        parser.error(f"--calls: expected an integer >= 1, got {args.calls}")
+    torch.set_num_threads(1)
+    pretend_gpu()
+    environment = describe(torch.device("cpu"))
+    folder = args.out or ROOT / "bench" / "results" / environment["slug"]
+    report = Report(folder / "host.json", {"calls": args.calls}, None, line)
+    report.data["environment"] = environment
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            for row in measured(dtype, args.calls):
+                report.row(row)
+    report.data["finished"] = True
+    report.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
