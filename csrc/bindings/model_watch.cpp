@@ -75,6 +75,7 @@ class ModelWatch {
     struct Table {
         PyObject* dict;
         std::size_t first, count;  // of pairs_
+        mutable std::uint64_t version;
     };
     struct Pair {
         PyObject *name, *value;
@@ -101,20 +102,33 @@ class ModelWatch {
     }
 
     void remember_table(PyObject* dict) {
-        Table table{dict, pairs_.size(), 0};
+        Table table{dict, pairs_.size(), 0, version_of(dict)};
         PyObject *name, *value;
         for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &name, &value) != 0; ++table.count)
             pairs_.push_back({name, value});
         tables_.push_back(table);
     }
 
+    // What changes with every change of a dictionary, as far as Python has it; else 0.
+    static std::uint64_t version_of(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030C0000
+        return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+        static_cast<void>(dict);
+        return 0;
+#endif
+    }
+
     bool same_table(const Table& table) const {
+        const std::uint64_t version = version_of(table.dict);
+        if (version != 0 && version == table.version) return true;
         if (static_cast<std::size_t>(PyDict_GET_SIZE(table.dict)) != table.count) return false;
         if (table.count == 0) return true;
         const Pair* pair = pairs_.data() + table.first;
         PyObject *name, *value;
         for (Py_ssize_t at = 0; PyDict_Next(table.dict, &at, &name, &value) != 0; ++pair)
             if (name != pair->name || value != pair->value) return false;
+        table.version = version;
         return true;
     }
 
