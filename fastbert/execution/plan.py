@@ -100,14 +100,14 @@ class Plan:
 
     Attributes:
         steps: see `survey`.
-        stacks: what `gpu` runs, by what is asked of a call.
+        stacks: what `gpu` runs, by what is asked of a call, and what was derived for it.
         state: what it was decided by, if it is kept.
         made: how many plans in a row were made because something had changed.
     """
 
     def __init__(self, container: nn.Module, layers: list[nn.Module], own: type, keeps: bool):
         self.layers, self.options = layers, _options(layers)
-        self.stacks: dict[tuple, tuple[list, LayerStack]] = {}
+        self.stacks: dict[tuple, tuple[list, LayerStack, list]] = {}
         self.state: ModelState | None = None
         self.made = 0
         # not the container: it is what the plan is freed with
@@ -143,14 +143,17 @@ class Plan:
             if not taken or any(isinstance(each, str) for each in taken):
                 return run(self.steps, x, call)
             group = list(zip(self.steps, taken, strict=True))
-            self.stacks[key] = group, gpu.joined(group)
+            self.stacks[key] = group, gpu.joined(group), derived
             if self._before is not None:
                 state = self._state(derived)
                 # what another thread has changed meanwhile shows in one of the three
                 if self._before.extension.same() and all(prepared.is_current(*each) for each in derived):
                     self.state = state
                 self._before = None
-        return gpu.run(self.stacks[key][0], x, call, self.stacks[key][1])
+        else:
+            prepared.tell_used(self.stacks[key][2])
+        group, stack, _ = self.stacks[key]
+        return gpu.run(group, x, call, stack)
 
 
 def _options(layers: list[nn.Module]) -> list:

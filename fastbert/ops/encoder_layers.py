@@ -84,6 +84,11 @@ class LayerStack:
             self._check(number, layer, like)
         self.made: dict[str, Any] = {}
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All parameters."""
+        return tuple(t for layer in self.layers for t in layer[5:])
+
     @classmethod
     def joined(cls, stacks: Sequence[LayerStack]) -> LayerStack:
         """The layers of stacks of one hidden size, dtype and device, one after the other."""
@@ -172,6 +177,10 @@ def _norm(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
 
 
+def _wants_gradient(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad
+
+
 # --- public functions ---------------------------------------------------------------------------------------
 
 
@@ -230,12 +239,10 @@ def encoder_layers(
     check_lengths(cu_seqlens, max_seqlen, x)
     for nheads in {layer.nheads for layer in stack.layers} if bias is not None else ():
         bias = check_bias(bias, cu_seqlens.shape[0] - 1, nheads, max_seqlen, x)
-    if torch.is_grad_enabled():
-        parameters = (t for layer in stack.layers for t in layer[5:])
-        if any(t is not None and t.requires_grad for t in (x, bias, *parameters)):
-            raise RuntimeError(
-                "encoder_layers: gradients are enabled and an argument requires one, but it is for "
-                "inference: call it under torch.no_grad()"
-            )
+    if torch.is_grad_enabled() and any(_wants_gradient(t) for t in (x, bias, *stack.tensors)):
+        raise RuntimeError(
+            "encoder_layers: gradients are enabled and an argument requires one, but it is for inference: "
+            "call it under torch.no_grad()"
+        )
     given = cu_seqlens, max_seqlen, bias, causal, first_only, states
     return dispatch.call("encoder_layers_fwd", x, LayersInputs(x.contiguous(), stack, *given))

@@ -447,6 +447,12 @@ def collect_used() -> Iterator[list[tuple[nn.Module, Hashable, object]]]:
             before += mine
 
 
+def tell_used(values: Iterable[tuple[nn.Module, Hashable, object]]) -> None:
+    """Let `collect_used` know of (owner, name, value)s that are used without being asked for again."""
+    if _watch.entries is not None:
+        _watch.entries += values
+
+
 def is_current(owner: nn.Module, name: Hashable, value: object) -> bool:
     """Whether `value` is remembered under `name`, and the memory of its sources was not written since.
 
@@ -495,7 +501,8 @@ def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
 
     Args:
         owner, name: as in `derived`.
-        value: what was remembered before: a tensor, or a tuple that may hold tensors.
+        value: what was remembered before: a tensor, a tuple that may hold tensors, or an object with such a
+            tuple as its attribute `tensors`.
 
     Returns:
         False if nothing, or something of other shapes, dtypes or devices, is remembered under `name`.
@@ -503,18 +510,22 @@ def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
     found = _cache.get(owner, {}).get(name)
     if found is None or found.value is value:
         return found is not None
-    old, new = (v if isinstance(v, tuple) else (v,) for v in (value, found.value))
+    old, new = map(_tensors_of, (value, found.value))
     if list(map(_shape, old)) != list(map(_shape, new)):
         return False
     with torch.inference_mode(False), torch.no_grad():
         for a, b in zip(old, new, strict=True):
-            if isinstance(a, Tensor):
+            if isinstance(a, Tensor) and a is not b:
                 a.copy_(b)
     with _lock:
         if _cache.get(owner, {}).get(name) is found:
             _changed()
             _cache[owner][name] = found._replace(value=value)
     return True
+
+
+def _tensors_of(value: object) -> tuple:
+    return value if isinstance(value, tuple) else getattr(value, "tensors", (value,))
 
 
 def _shape(value: object) -> object:

@@ -133,6 +133,21 @@ def test_one_plan_for_many_calls(served):
     assert served.surveys == 0
 
 
+def test_recorders_hear_of_what_a_kept_plan_uses(served):
+    """A recorded graph updates derived weights in place, and the stack that it runs stays right."""
+    model, inputs = kept(served, of("bert"), batch("bert")), batch("bert")
+    with prepared.collect_used() as used:
+        model(**inputs)
+    assert [name[0] for _, name, _ in used] == ["layers"] * 3
+    stack, memory = used[0][2], used[0][2].layers[0].qkv_weight
+    halve(first(model).attention.self.key.weight)
+    model(**inputs)
+    assert all(prepared.update_in_place(*each) for each in used)
+    assert stack.layers[0].qkv_weight is memory
+    assert torch.equal(memory[48:96], first(model).attention.self.key.weight)
+    check(served, model, inputs)
+
+
 def test_a_shared_layer_that_runs_once_more(served):
     model = kept(served, of("albert"), batch("albert"))
     model.config.num_hidden_layers += 1
