@@ -1,8 +1,9 @@
-"""What the host does in an eager call of one sequence: microseconds by Python function.
+"""What the host does in an eager call of one sequence, and of a full batch: microseconds by Python function.
 
     python bench/gpu/queue/host.py --json FILE [--budget SECONDS] [--device cpu]
 
-For BERT-base in bf16 at 1 x 128, ours and transformers' (sdpa): the call as a caller waits for it, the time
+For BERT-base in bf16 at 1 x 128 and 32 x 512, ours, ours layer by layer (`launchers`: without all layers in
+one call) and transformers' (sdpa): the call as a caller waits for it, the time
 until the host has enqueued it, and the functions that take most of that under cProfile, which makes Python
 slower than it is: read their shares, not their sum.
 """
@@ -26,8 +27,10 @@ import torch  # noqa: E402
 from bench.gpu import engines, groups  # noqa: E402
 from bench.lib import served, workloads  # noqa: E402
 from bench.lib.timing import synchronize  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
 
-ENGINES = ("fastbert-bf16", "accelerated-bf16", "transformers_sdpa-bf16", "torch_encoder-bf16")
+LAUNCHERS = "launchers-bf16"
+ENGINES = ("fastbert-bf16", LAUNCHERS, "accelerated-bf16", "transformers_sdpa-bf16", "torch_encoder-bf16")
 CALLS, PROFILED, FUNCTIONS = 200, 100, 40
 
 
@@ -73,14 +76,19 @@ def main(argv: list[str] | None = None) -> int:
     served.prove(device)
     model = workloads.TINY if tiny else workloads.BASE
     bank = engines.Bank(model, device)
-    inputs = workloads.padded_inputs((4,) if tiny else (128,), model.vocab, device)
     samples, profiled = (2, 2) if tiny else (args.samples, PROFILED)
-    for engine in ENGINES:
-        forward = bank.forward(engine)
-        call = lambda forward=forward: forward(inputs)  # noqa: E731
-        walls(call, device, 2 if tiny else 20)
-        row = {"step": "host", "name": f"host-{engine}-{model.name}-1x128", "status": "ok"}
-        report.row(row | walls(call, device, samples) | {"functions": functions(call, profiled)})
+    forwards = {engine: bank.forward(engine.replace(LAUNCHERS, "fastbert-bf16")) for engine in ENGINES}
+    for case, lengths in {"1x128": (128,), "32x512": (512,) * 32}.items():
+        inputs = workloads.padded_inputs((4,) if tiny else lengths, model.vocab, device)
+        for engine, forward in forwards.items():
+            call = lambda forward=forward, inputs=inputs: forward(inputs)  # noqa: E731
+            row = {"step": "host", "name": f"host-{engine}-{model.name}-{case}", "status": "ok"}
+            # with a pin beside it no backend runs all layers in one call
+            pins = {"encoder_layers": "aten"} if engine == LAUNCHERS else {}
+            with dispatch.use_backend(**pins):
+                walls(call, device, 2 if tiny else 20)
+                row |= walls(call, device, samples if case == "1x128" else max(2, samples // 5))
+                report.row(row | {"functions": functions(call, profiled if case == "1x128" else 2)})
     return 0
 
 
