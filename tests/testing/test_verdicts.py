@@ -116,8 +116,8 @@ def test_every_file_of_a_kernel_is_a_source_of_some_op():
         paths = verdict_keys._kernel(op, "cuda", verdict_keys.PACKAGE)
         assert all(path.is_file() for path in paths), op
         names = {path.name for path in paths if path.parent.name == "cuda"}
-        own = {"feed_forward.py", "linear.py"} if op == "feed_forward" else {f"{op}.py"}
-        assert names == {"__init__.py", "device.py"} | own
+        others = {"feed_forward": {"linear.py"}, "encoder_layers": {"attention.py", "linear.py"}}
+        assert names == {"__init__.py", "device.py", f"{op}.py"} | others.get(op, set())
     sources = [verdict_keys._kernel(op, "triton", verdict_keys.PACKAGE) for op in triton.DTYPES]
     found = {path.name for paths in sources for path in paths if path.parent.name == "kernels"}
     assert {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("*.py")} <= found
