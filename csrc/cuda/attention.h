@@ -7,9 +7,9 @@
 
 namespace fastbert {
 
-// nullptr, or the text of the error. Nothing waits for the device. bfloat16 and float16, headdim 32, 64 and
-// 128, q, k, v at multiples of 16 bytes and with strides that are multiples of 8, and no probs. Backward:
-// attention_backward.h.
+// nullptr, or the text of the error. Nothing waits for the device. headdim 32, 64 and 128, q, k, v at
+// multiples of 16 bytes and with strides of such (8 elements, 4 in float32), and no probs; float32 without
+// dropout. Backward: attention_backward.h.
 const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 
 // Whether the device has compute capability 9.0 and the library code for it.

@@ -354,6 +354,8 @@ const char* attention_forward(const AttentionFwd& args, std::uintptr_t stream) {
 
 extern template const char* attention_forward<bf16>(const AttentionFwd& args, std::uintptr_t stream);
 extern template const char* attention_forward<fp16>(const AttentionFwd& args, std::uintptr_t stream);
+template <>
+const char* attention_forward<float>(const AttentionFwd& args, std::uintptr_t stream);  // attention_float.cu
 
 }  // namespace cuda
 }  // namespace fastbert

@@ -74,8 +74,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # No padded copies of q, k, v and no scores in memory. In half precision at length 512 and headdim 64,
         # backward moves 1.6 kB per token and head; aten moves 16 kB for the float32 scores and the three
         # tensors like them.
-        "attention": ("triton", "aten", "reference"),
-        # The same passes without a compiler at run time, and a launch that costs the host less.
+        "attention": ("cuda", "triton", "aten", "reference"),
+        # The same passes without a compiler at run time, and a launch that costs the host less. In float32
+        # `cuda` has no backward.
         "attention half": ("cuda", "triton", "aten", "reference"),
         "attention training": ("triton", "aten", "reference"),
         "attention training half": ("cuda", "triton", "aten", "reference"),

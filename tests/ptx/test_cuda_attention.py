@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,11 @@ from tests.support.cuda_attention_calls import (
 pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
 
 TIGHT = (1e-5, 1e-6)  # of sums of float32: relative to their terms, absolute
+# dtype, probability of dropout: float32 has none
+KINDS = ((torch.bfloat16, 0.0), (torch.bfloat16, 0.25), (torch.float32, 0.0))
 NAMES = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "cu_seqlens"]
 NAMES += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")] + ["softmax_scale", "causal", "bias"]
+NAMES += [*(f"bias_{n}" for n in ("batch", "head", "row")), "gate", "seed"]
 
 
 def changed(args, **changes):
@@ -42,10 +46,16 @@ def changed(args, **changes):
     return (*(values | changes).values(), *args[len(NAMES) :])
 
 
-def running(emulated, hopper):
-    """Inputs to out, lse and the saved bits, by the kernels for sm_80 or by the one for sm_90a."""
+def running(emulated, hopper, wide=False):
+    """Inputs to out, lse and the saved bits, by the kernels for sm_80 or by the one for sm_90a.
+
+    `wide`: by the kernels for float32, of inputs in any dtype.
+    """
 
     def run(inputs, save_bits=None):
+        if wide and inputs.dropout_p > 0:
+            pytest.skip("float32 has no dropout")
+        inputs = inputs._replace(**{n: getattr(inputs, n).float() for n in "qkv"}) if wide else inputs
         save_bits = inputs.dropout_p > 0 if save_bits is None else save_bits
         if hopper:
             out, lse, probs, bits = emulated.launcher(launchers.forward)(inputs, save_bits, True)
@@ -55,6 +65,7 @@ def running(emulated, hopper):
         if emulated.launches:
             kernel = emulated.launches[-1].kernel
             assert ("attention_hopper" if hopper else "attention_forward") in kernel
+        assert out.dtype == inputs.q.dtype
         return out, lse, bits
 
     return run
@@ -73,9 +84,11 @@ def hopper(emulated):
     return running(emulated, hopper=True)
 
 
-@pytest.fixture(params=("sm_80", "hopper"))
+@pytest.fixture(params=("sm_80", "hopper", "float32"))
 def both(request):
-    """Each of the two."""
+    """Each of the two, and the kernels for float32."""
+    if request.param == "float32":
+        return running(request.getfixturevalue("emulated"), hopper=False, wide=True)
     return request.getfixturevalue({"sm_80": "forward"}.get(request.param, request.param))
 
 
@@ -95,6 +108,8 @@ EVERY_KERNEL = [
         AttentionCase((130,), 1, headdim, bias="keys", sharpness=8.0, lse=True),
     )
 ]
+# The op's cases, which test_cuda_attention_backward.py runs in half precision.
+WIDE = [c for c in CASES if c.headdim >= 32 and not (c.probs or c.dropout_p)]
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))
@@ -103,8 +118,10 @@ def test_every_kernel(emulated, forward, schedule):
     emulated.schedule = schedule
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
         assert broken_rules(case, dtype) == []
+    for case in (*EVERY_KERNEL, *WIDE):
+        assert broken_rules(replace(case, dropout_p=0.0), torch.float32) == []
     ours = {name for name in emulated.library.names if "attention_forward" in name}
-    assert len(ours) == 18
+    assert len(ours) == 21
     assert {launch.kernel for launch in emulated.launches} == ours
 
 
@@ -124,12 +141,13 @@ def test_every_order_of_warps_gives_the_same_bits(emulated, both, lengths, p):
 
 
 @pytest.mark.parametrize("headdim", HEADDIMS)
-@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize(("dtype", "p"), KINDS, ids=str)
 @pytest.mark.parametrize(
     "lengths", [(), (0, 0), (1,), (63, 64, 65), (0, 1, 0), (127, 128, 129), (513,)], ids=str
 )
-def test_lengths(forward, lengths, p, headdim):
-    check_forward(forward, made(lengths, 2 if sum(lengths) < 200 else 1, headdim, p=p, capacity=66, slack=1))
+def test_lengths(forward, lengths, dtype, p, headdim):
+    nheads = 2 if sum(lengths) < 200 else 1
+    check_forward(forward, made(lengths, nheads, headdim, dtype, p=p, capacity=66, slack=1))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +176,8 @@ def test_lengths_of_hopper(emulated, hopper, lengths, dtype, p, schedule):
 @pytest.mark.parametrize(
     ("both", "count"),
     [("sm_80", n) for n in (31, 32, 33, 1023, 1024, 1100)]
-    + [("hopper", n) for n in (31, 126, 127, 128, 300)],
+    + [("hopper", n) for n in (31, 126, 127, 128, 300)]
+    + [("float32", 33)],
     indirect=["both"],
 )
 def test_many_sequences(both, count):
@@ -197,14 +216,15 @@ def test_more_slots_than_an_axis_holds(forward):
 # --- scores -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", (0.0, 0.5))
+@pytest.mark.parametrize(("dtype", "p"), KINDS, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1, 2, 67, 67), (3, 2, 67, 67), (3, 1, 1, 67), (1, 1, 67, 1), (1, 1, 1, 1)], ids=str
 )
-def test_bias(forward, shape, p):
+def test_bias(forward, shape, dtype, p):
     bias, lengths = randn(*shape), (66, 0, 30)
-    check_forward(forward, made(lengths, 2, 64, bias=bias, p=p, slack=1))
-    narrow = made(lengths, 2, 32, torch.float16, bias=bias.bfloat16(), p=p, slack=1, causal=True)
+    check_forward(forward, made(lengths, 2, 64, dtype, bias=bias, p=p, slack=1))
+    dtype = torch.float16 if dtype == torch.bfloat16 else dtype
+    narrow = made(lengths, 2, 32, dtype, bias=bias.bfloat16(), p=p, slack=1, causal=True)
     check_forward(forward, narrow)
 
 
@@ -215,7 +235,8 @@ def test_bias_with_strides(forward):
         assert torch.equal(out, forward(inputs._replace(bias=bias.contiguous()))[0])
 
 
-def test_masks_of_lowest_values_and_infinities(forward):
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_masks_of_lowest_values_and_infinities(forward, dtype):
     lowest = torch.finfo(torch.float32).min
     bias = torch.zeros(2, 1, 70, 70)
     bias[0, :, 3] = -math.inf  # a row without a key
@@ -223,7 +244,7 @@ def test_masks_of_lowest_values_and_infinities(forward):
     bias[0, :, 5, 64:] = -math.inf
     bias[1, :, :, 7:] = lowest
     bias[1, :, 2] = lowest  # equal for all keys: the mean
-    inputs = made((70, 66), 2, 64, bias=bias)
+    inputs = made((70, 66), 2, 64, dtype, bias=bias)
     out, lse, _ = check_forward(forward, inputs)
     assert (out[3] == 0).all()
     assert (lse[:, 3] == -math.inf).all()
@@ -231,10 +252,9 @@ def test_masks_of_lowest_values_and_infinities(forward):
 
 
 @pytest.mark.parametrize("scale", (0.0, -0.2, -30.0, 3.0))
-def test_scales(forward, scale):
-    inputs = made((65, 70), softmax_scale=scale)
-    check_forward(forward, inputs)
-    check_forward(forward, inputs._replace(dropout_p=0.25, seed=SEED, causal=True))
+@pytest.mark.parametrize(("dtype", "p"), KINDS, ids=str)
+def test_scales(forward, scale, dtype, p):
+    check_forward(forward, made((65, 70), 2, 32, dtype, p=p, softmax_scale=scale, causal=p > 0))
 
 
 @pytest.mark.parametrize("gate", (None, (1.5, -0.25)))
@@ -246,9 +266,10 @@ def test_scale_and_gate_of_hopper(hopper, scale, gate):
 
 @pytest.mark.parametrize("step", (0.5, 4.0, 30.0, 2000.0, -4.0, -2000.0))
 @pytest.mark.parametrize("bias", (False, True))
-def test_scores_that_grow_from_tile_to_tile(forward, step, bias):
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=str)
+def test_scores_that_grow_from_tile_to_tile(forward, step, bias, dtype):
     """Below 2^8 the maximum that is subtracted stays, above it follows; some rows grow and others do not."""
-    inputs = made((330,), 1, 32, torch.float16, softmax_scale=1.0)
+    inputs = made((330,), 1, 32, dtype, softmax_scale=1.0)
     q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
     g = torch.Generator().manual_seed(7)
     # Which rows have growing scores: any of the first 128, then the upper eight of each warp's 16 alone.
@@ -292,11 +313,11 @@ def test_scores_of_minus_infinity(both):
     assert (lse == -math.inf).all()
 
 
-@pytest.mark.parametrize("p", (0.0, 0.25))
-def test_gate(forward, p):
-    gate = torch.tensor([0.0, -1.5, 2.0])
-    check_forward(forward, made((66, 3), 3, gate=gate, p=p))
-    check_forward(forward, made((66, 3), 3, gate=gate.bfloat16(), p=p, bias=randn(2, 1, 1, 66)))
+@pytest.mark.parametrize(("dtype", "p"), KINDS, ids=str)
+def test_gate(forward, dtype, p):
+    inputs = made((66, 3), 3, dtype=dtype, gate=torch.tensor([0.0, -1.5, 2.0]), p=p)
+    check_forward(forward, inputs)
+    check_forward(forward, inputs._replace(gate=inputs.gate.bfloat16(), bias=randn(2, 1, 1, 66)))
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -325,10 +346,10 @@ def check_neighbours(run, inputs, poison, bias=None):
 
 
 @pytest.mark.parametrize("poison", (math.nan, math.inf))
-@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize(("dtype", "p"), KINDS, ids=str)
 @pytest.mark.parametrize("causal", (False, True))
-def test_nothing_outside_a_sequence_gets_in(forward, poison, p, causal):
-    inputs = made((40, 66, 30), capacity=70, p=p, causal=causal, slack=5)
+def test_nothing_outside_a_sequence_gets_in(forward, poison, dtype, p, causal):
+    inputs = made((40, 66, 30), dtype=dtype, capacity=70, p=p, causal=causal, slack=5)
     for bias in (None, randn(3, 2, inputs.max_seqlen, inputs.max_seqlen)):
         check_neighbours(forward, inputs, poison, bias)
 
@@ -360,11 +381,12 @@ def test_a_nan_stays_in_its_rows(both):
     assert torch.equal(out[:, 0], clean[0][:, 0])
 
 
-def test_strides(forward):
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_strides(forward, dtype):
     """Other strides for each of q, k, v: heads before rows, gaps, a shared row."""
-    base = made((66, 20), 2, 64)
+    base = made((66, 20), 2, 64, dtype)
     q = base.q.transpose(0, 1).contiguous().transpose(0, 1)
-    k = torch.full((86, 3, 80), math.nan, dtype=torch.bfloat16)[:, :2, 8:72]
+    k = torch.full((86, 3, 80), math.nan, dtype=dtype)[:, :2, 8:72]
     k.copy_(base.k)
     v = base.v[:, :1].expand(86, 2, 64)  # both heads read one
     found = check_forward(forward, base._replace(q=q, k=k, v=v))
@@ -389,12 +411,14 @@ def test_a_sequence_does_not_depend_on_its_batch(both):
 
 @pytest.mark.parametrize("p", (1e-60, 0.1, 0.4999, 0.5, 0.75, 1 - 2**-16, 1 - 2**-20))
 @pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64))
+@pytest.mark.parametrize("both", ("sm_80", "hopper"), indirect=True)
 def test_dropout_bits(both, p, seed):
     for offset in (0, 2**32 - 1):
         inputs = made((3, 70), 2, 64, p=p, seed=torch.tensor([seed]), offset=offset, slack=70)
         check_bits(inputs, both(inputs)[2])
 
 
+@pytest.mark.parametrize("both", ("sm_80", "hopper"), indirect=True)
 def test_saved_bits_change_nothing(forward, both):
     for run, bias in ((both, None), (forward, randn(2, 1, 1, 150))):
         inputs = made((70, 150), 2, 64, p=0.25, bias=bias)
@@ -441,11 +465,17 @@ def test_other_calls_go_to_the_next_backend(emulated, monkeypatch):
     emulated.backend.attention_fwd(base, True, False)
     assert calls == [("cuda", "attention_fwd", torch.device("cpu"), torch.bfloat16)] * 5
     forward(base._replace(v=misplaced(base.v, 144, 72, 8)))
+    wide = made((20,), 2, 64, torch.float32)
+    forward(wide._replace(k=misplaced(wide.k, 132, 68, 4)))
     assert len(calls) == 5
+    forward(wide._replace(k=misplaced(wide.k, 134, 64)))
+    forward(wide._replace(dropout_p=0.25, seed=SEED))
+    assert calls[5:] == [("cuda", "attention_fwd", torch.device("cpu"), torch.float32)] * 2
 
 
 REFUSED = (
-    ("sm_80", {"dtype": 0}, "dtype"),
+    ("sm_80", {"dtype": 0, "seed": 16}, "dropout: expected none in float32"),
+    ("sm_80", {"dtype": 0, "k_row": 386}, "multiples of 4"),
     ("sm_80", {"headdim": 48}, "headdim"),
     ("sm_80", {"q": 2}, "multiples of 16 bytes"),
     ("sm_80", {"k_row": 132}, "multiples of 8"),
@@ -468,6 +498,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.parametrize("both", ("sm_80", "hopper"), indirect=True)
 def test_the_entry_points(request, emulated, both):
     """What they refuse; that lse may be left out."""
     which = request.node.callspec.params["both"]
@@ -532,6 +563,7 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert not serves(made((255,), 2, 64))
     assert not serves(inputs._replace(causal=True))
     assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 128)))
+    assert not serves(inputs._replace(**{n: getattr(inputs, n).float() for n in "qkv"}))
     for scale in (0.0, -1.0, math.nan):
         assert not serves(inputs._replace(softmax_scale=scale))
     assert not serves(inputs._replace(**{n: getattr(inputs, n)[..., :32] for n in "qkv"}))

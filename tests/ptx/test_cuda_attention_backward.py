@@ -448,9 +448,10 @@ def test_a_table_of_places_is_read(kernels):
 # --- what goes elsewhere ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", ["headdim", "address", "row", "head"])
+@pytest.mark.parametrize("change", ["headdim", "address", "row", "head", "float32"])
 def test_calls_for_the_next_backend(call, monkeypatch, change):
-    inputs = made((9, 4), headdim=24 if change == "headdim" else 32)
+    dtype = torch.float32 if change == "float32" else torch.bfloat16
+    inputs = made((9, 4), headdim=24 if change == "headdim" else 32, dtype=dtype)
     rows = {"address": (4, 8, 8), "row": (0, 4, 8), "head": (0, 8, 4)}
     if change in rows:
         shift, row_pad, head_pad = rows[change]
@@ -462,11 +463,11 @@ def test_calls_for_the_next_backend(call, monkeypatch, change):
     following = lambda *which: asked.append(which) or (lambda *args: asked.append(len(args)))  # noqa: E731
     monkeypatch.setattr(dispatch, "next_function", following)
     call(inputs).run()
-    assert asked == [("cuda", "attention_bwd training", torch.device("cpu"), torch.bfloat16), 7]
+    assert asked == [("cuda", "attention_bwd training", torch.device("cpu"), dtype), 7]
 
 
 def test_the_entry_refuses_what_it_cannot_serve(call, monkeypatch):
-    monkeypatch.setattr(launchers, "readable", lambda *tensors: True)
+    monkeypatch.setattr(launchers, "readable", lambda *tensors, dtypes: True)
     with pytest.raises(RuntimeError, match="headdim 32, 64 or 128"):
         call(made((9, 4), headdim=24)).run()
     with pytest.raises(RuntimeError, match="bfloat16 or float16"):

@@ -1,8 +1,9 @@
 """`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
-go to the next backend. Forward's find their sequence in cu_seqlens; those of backward read a table of places
-where they get one.
+go to the next backend, and so do backward and dropout in float32: its kernel is forward for inference.
+Forward's kernels find their sequence in cu_seqlens; those of backward read a table of places where they get
+one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.cuda import device
+from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
 from fastbert.runtime import dispatch
 from fastbert.runtime.streams import on
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = STORED
 HEADDIMS = (32, 64, 128)
 # rows of the tiles that a block of backward owns
 ROWS = 64
@@ -26,12 +28,14 @@ HOPPER_BACKWARD = True
 HOPPER_HEADDIM = 64
 
 
-def readable(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels can read these (total, nheads, headdim) tensors in place."""
+def readable(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
+    """Whether the kernels for these dtypes can read these (total, nheads, headdim) tensors in place."""
     for t in tensors:
-        # 16 bytes are 8 elements
+        pack = 16 // t.itemsize
         rows, heads, _ = t.stride()
-        if t.shape[2] not in HEADDIMS or t.data_ptr() % 16 or rows % 8 or heads % 8:
+        if t.shape[2] not in HEADDIMS or t.data_ptr() % 16 or rows % pack or heads % pack:
+            return False
+        if t.dtype not in dtypes:
             return False
     return True
 
@@ -40,6 +44,8 @@ def hopper_reads(inputs: AttentionInputs) -> bool:
     """Whether the kernels for compute capability 9.0 have this call's mathematics and layout."""
     total, nheads, headdim = inputs.q.shape
     if headdim != HOPPER_HEADDIM or inputs.causal or inputs.bias is not None or not inputs.softmax_scale > 0:
+        return False
+    if inputs.q.dtype == torch.float32:
         return False
     for t in (inputs.q, inputs.k, inputs.v):
         # A tensor map is of a matrix: heads lie side by side, and rows do not overlap.
@@ -63,7 +69,8 @@ def hopper_serves(inputs: AttentionInputs) -> bool:
 
 def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     q = inputs.q
-    if return_probs or not readable(q, inputs.k, inputs.v):
+    dtypes = dispatch.HALF if inputs.dropout_p > 0 else DTYPES
+    if return_probs or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
         following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
         return following(inputs, return_probs, save_bits, places)
     return forward(inputs, save_bits, hopper_serves(inputs))
@@ -92,7 +99,7 @@ def forward(inputs: AttentionInputs, save_bits: bool, hopper: bool):
 
 def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
     q = inputs.q
-    if not readable(q, inputs.k, inputs.v):
+    if not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
         following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
         return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape
