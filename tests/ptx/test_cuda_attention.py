@@ -32,8 +32,7 @@ from tests.support.cuda_attention_calls import (
 pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
 
 TIGHT = (1e-5, 1e-6)  # of sums of float32: relative to their terms, absolute
-# dtype, probability of dropout: float32 has none
-KINDS = ((torch.bfloat16, 0.0), (torch.bfloat16, 0.25), (torch.float32, 0.0))
+KINDS = ((torch.bfloat16, 0.0), (torch.float16, 0.25), (torch.float32, 0.0))  # dtype, dropout_p
 NAMES = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "cu_seqlens"]
 NAMES += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")] + ["softmax_scale", "causal", "bias"]
 NAMES += [*(f"bias_{n}" for n in ("batch", "head", "row")), "gate", "seed"]
@@ -46,26 +45,19 @@ def changed(args, **changes):
     return (*(values | changes).values(), *args[len(NAMES) :])
 
 
-def running(emulated, hopper, wide=False):
-    """Inputs to out, lse and the saved bits, by the kernels for sm_80 or by the one for sm_90a.
-
-    `wide`: by the kernels for float32, of inputs in any dtype.
-    """
+def running(emulated, hopper):
+    """Inputs to out, lse and the saved bits, by the kernels for sm_80 or by the one for sm_90a."""
 
     def run(inputs, save_bits=None):
-        if wide and inputs.dropout_p > 0:
-            pytest.skip("float32 has no dropout")
-        inputs = inputs._replace(**{n: getattr(inputs, n).float() for n in "qkv"}) if wide else inputs
         save_bits = inputs.dropout_p > 0 if save_bits is None else save_bits
         if hopper:
             out, lse, probs, bits = emulated.launcher(launchers.forward)(inputs, save_bits, True)
         else:
             out, lse, probs, bits = emulated.backend.attention_fwd(inputs, False, save_bits)
-        assert probs.shape == (0,)
+        assert (probs.shape, out.dtype) == ((0,), inputs.q.dtype)
         if emulated.launches:
             kernel = emulated.launches[-1].kernel
             assert ("attention_hopper" if hopper else "attention_forward") in kernel
-        assert out.dtype == inputs.q.dtype
         return out, lse, bits
 
     return run
@@ -84,12 +76,18 @@ def hopper(emulated):
     return running(emulated, hopper=True)
 
 
-@pytest.fixture(params=("sm_80", "hopper", "float32"))
+@pytest.fixture(params=("sm_80", "hopper"))
 def both(request):
-    """Each of the two, and the kernels for float32."""
-    if request.param == "float32":
-        return running(request.getfixturevalue("emulated"), hopper=False, wide=True)
+    """Each of the two."""
     return request.getfixturevalue({"sm_80": "forward"}.get(request.param, request.param))
+
+
+@pytest.fixture(params=("sm_80", "hopper", "float32"))
+def each(request):
+    """Each of the two, and the kernels for float32, without dropout."""
+    run = request.getfixturevalue("hopper" if request.param == "hopper" else "forward")
+    wide = lambda inputs: {n: getattr(inputs, n).float() for n in "qkv"} | {"dropout_p": 0.0}  # noqa: E731
+    return run if request.param != "float32" else lambda inputs: run(inputs._replace(**wide(inputs)))
 
 
 def broken_rules(case, dtype, backward=False):
@@ -108,17 +106,15 @@ EVERY_KERNEL = [
         AttentionCase((130,), 1, headdim, bias="keys", sharpness=8.0, lse=True),
     )
 ]
-# The op's cases, which test_cuda_attention_backward.py runs in half precision.
-WIDE = [c for c in CASES if c.headdim >= 32 and not (c.probs or c.dropout_p)]
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))
 def test_every_kernel(emulated, forward, schedule):
-    """The cases of `CASES` run with their backward in test_cuda_attention_backward.py."""
+    """The cases of `CASES` run in half precision and with backward in test_cuda_attention_backward.py."""
     emulated.schedule = schedule
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
         assert broken_rules(case, dtype) == []
-    for case in (*EVERY_KERNEL, *WIDE):
+    for case in (*EVERY_KERNEL, *(c for c in CASES if c.headdim >= 32 and not c.probs)):
         assert broken_rules(replace(case, dropout_p=0.0), torch.float32) == []
     ours = {name for name in emulated.library.names if "attention_forward" in name}
     assert len(ours) == 21
@@ -128,10 +124,10 @@ def test_every_kernel(emulated, forward, schedule):
 # A sequence of sm_90a has a second walk over its keys.
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize("lengths", ((300, 66), (450,)), ids=str)
-def test_every_order_of_warps_gives_the_same_bits(emulated, both, lengths, p):
+def test_every_order_of_warps_gives_the_same_bits(emulated, each, lengths, p):
     inputs, found = made(lengths, 1, 64, p=p), []
     for emulated.schedule, emulated.seed in (("late", 0), ("early", 1), ("late", 2), ("early", 3)):
-        found.append(both(inputs))
+        found.append(each(inputs))
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             assert_same_bits(a, b)
@@ -146,8 +142,7 @@ def test_every_order_of_warps_gives_the_same_bits(emulated, both, lengths, p):
     "lengths", [(), (0, 0), (1,), (63, 64, 65), (0, 1, 0), (127, 128, 129), (513,)], ids=str
 )
 def test_lengths(forward, lengths, dtype, p, headdim):
-    nheads = 2 if sum(lengths) < 200 else 1
-    check_forward(forward, made(lengths, nheads, headdim, dtype, p=p, capacity=66, slack=1))
+    check_forward(forward, made(lengths, 1 + (sum(lengths) < 200), headdim, dtype, p=p, capacity=66, slack=1))
 
 
 @pytest.mark.parametrize(
@@ -174,31 +169,31 @@ def test_lengths_of_hopper(emulated, hopper, lengths, dtype, p, schedule):
 
 
 @pytest.mark.parametrize(
-    ("both", "count"),
+    ("each", "count"),
     [("sm_80", n) for n in (31, 32, 33, 1023, 1024, 1100)]
     + [("hopper", n) for n in (31, 126, 127, 128, 300)]
     + [("float32", 33)],
-    indirect=["both"],
+    indirect=["each"],
 )
-def test_many_sequences(both, count):
+def test_many_sequences(each, count):
     """The search for a place has one round, two or three."""
     draw = random.Random(count)
     lengths = [draw.choice((0,) * (count // 20) + (1, 5, 70)) for _ in range(count)]
-    check_forward(both, made(lengths, 1, 64, capacity=3), TIGHT)
+    check_forward(each, made(lengths, 1, 64, capacity=3), TIGHT)
 
 
 @pytest.mark.parametrize("capacity", (1, 127, 128, 129, 300))
-def test_rows_after_the_last_sequence_are_zero(both, capacity):
+def test_rows_after_the_last_sequence_are_zero(each, capacity):
     for lengths in ((), (0,), (127,), (128,), (1, 0)):
-        check_forward(both, made(lengths, 2, 64, capacity=capacity, slack=1), TIGHT)
+        check_forward(each, made(lengths, 2, 64, capacity=capacity, slack=1), TIGHT)
 
 
 @pytest.mark.parametrize("remainder", (0, 1, 31))
-def test_every_sum_of_lengths(both, remainder):
+def test_every_sum_of_lengths(each, remainder):
     """The slots of a sequence depend on the rows before it."""
     lengths = [n for n in range(1, 132) if n % 33 == remainder] + [3] * 70
     random.Random(remainder).shuffle(lengths)
-    check_forward(both, made(lengths, 1, 64), TIGHT)
+    check_forward(each, made(lengths, 1, 64), TIGHT)
 
 
 def test_nothing_to_do(emulated, both):
@@ -223,7 +218,6 @@ def test_more_slots_than_an_axis_holds(forward):
 def test_bias(forward, shape, dtype, p):
     bias, lengths = randn(*shape), (66, 0, 30)
     check_forward(forward, made(lengths, 2, 64, dtype, bias=bias, p=p, slack=1))
-    dtype = torch.float16 if dtype == torch.bfloat16 else dtype
     narrow = made(lengths, 2, 32, dtype, bias=bias.bfloat16(), p=p, slack=1, causal=True)
     check_forward(forward, narrow)
 
@@ -297,18 +291,18 @@ def test_maxima_that_grow_in_hopper(hopper, dtype, half):
     check_forward(hopper, inputs._replace(q=q, k=k), TIGHT)
 
 
-def test_scores_of_minus_infinity(both):
+def test_scores_of_minus_infinity(each):
     """A first tile of them, behind which scores count, however low; and nothing else."""
     inputs = made((130,), 1, 64)
     q, k = torch.zeros(130, 1, 64).bfloat16(), torch.zeros(130, 1, 64).bfloat16()
     q[:, 0, 0] = 1.0
     k[:64, 0, 0], k[64:, 0, 0] = -math.inf, -(2.0**15)
-    out, lse, _ = both(inputs._replace(q=q, k=k))
+    out, lse, _ = each(inputs._replace(q=q, k=k))
     expected = inputs.v[64:].double().mean(0)
     assert (out.double() - expected).abs().max() < 0.01
     torch.testing.assert_close(lse, torch.full((1, 130), math.log(66) - 2.0**12), rtol=1e-6, atol=0)
     k[:, 0, 0] = -math.inf
-    out, lse, _ = both(inputs._replace(q=q, k=k))
+    out, lse, _ = each(inputs._replace(q=q, k=k))
     assert (out == 0).all()
     assert (lse == -math.inf).all()
 
@@ -362,19 +356,19 @@ def test_nothing_outside_a_sequence_gets_into_hopper(hopper, lengths, p, poison)
     check_neighbours(hopper, made(lengths, 2, 64, p=p, capacity=2), poison)
 
 
-def test_a_nan_stays_in_its_rows(both):
+def test_a_nan_stays_in_its_rows(each):
     inputs = made((66, 66), 2, 64)
-    clean = both(inputs)
+    clean = each(inputs)
     q, k = inputs.q.clone(), inputs.k.clone()
     q[70, 0, 3] = math.nan
-    out, lse, _ = both(inputs._replace(q=q))
+    out, lse, _ = each(inputs._replace(q=q))
     assert out[70, 0].isnan().all()
     assert lse[0, 70].isnan()
     out[70, 0], lse[0, 70] = clean[0][70, 0], clean[1][0, 70]
     assert torch.equal(out, clean[0])
     assert torch.equal(lse, clean[1])
     k[3, 1, 0] = math.nan
-    out, lse, _ = both(inputs._replace(k=k))
+    out, lse, _ = each(inputs._replace(k=k))
     assert out[:66, 1].isnan().all()
     assert lse[1, :66].isnan().all()
     assert torch.equal(out[66:], clean[0][66:])
@@ -394,14 +388,14 @@ def test_strides(forward, dtype):
         assert_same_bits(a, b)
 
 
-def test_a_sequence_does_not_depend_on_its_batch(both):
+def test_a_sequence_does_not_depend_on_its_batch(each):
     inputs = made((70, 140, 9), 2, 64)
-    out, lse, _ = both(inputs)
+    out, lse, _ = each(inputs)
     for start, n in sequences(inputs):
         rows = slice(start, start + n)
         q, k, v = (t[rows] for t in inputs[:3])
         alone = inputs._replace(q=q, k=k, v=v, cu_seqlens=ends_of([n]), max_seqlen=n)
-        found = both(alone)
+        found = each(alone)
         assert_same_bits(found[0], out[rows])
         assert_same_bits(found[1], lse[:, rows])
 
@@ -411,14 +405,12 @@ def test_a_sequence_does_not_depend_on_its_batch(both):
 
 @pytest.mark.parametrize("p", (1e-60, 0.1, 0.4999, 0.5, 0.75, 1 - 2**-16, 1 - 2**-20))
 @pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64))
-@pytest.mark.parametrize("both", ("sm_80", "hopper"), indirect=True)
 def test_dropout_bits(both, p, seed):
     for offset in (0, 2**32 - 1):
         inputs = made((3, 70), 2, 64, p=p, seed=torch.tensor([seed]), offset=offset, slack=70)
         check_bits(inputs, both(inputs)[2])
 
 
-@pytest.mark.parametrize("both", ("sm_80", "hopper"), indirect=True)
 def test_saved_bits_change_nothing(forward, both):
     for run, bias in ((both, None), (forward, randn(2, 1, 1, 150))):
         inputs = made((70, 150), 2, 64, p=0.25, bias=bias)
@@ -498,7 +490,6 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("both", ("sm_80", "hopper"), indirect=True)
 def test_the_entry_points(request, emulated, both):
     """What they refuse; that lse may be left out."""
     which = request.node.callspec.params["both"]
