@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
                 for (int j = 0; j < kLaneKeys; ++j) {
                     scores[i][j] = exp2_fast((scores[i][j] - less) * kLog2E);
                     norm[i] += scores[i][j];
-                    probs[(p_at + lane_key ^ 8 * j) + 4 * i * kTileRows] = scores[i][j];
+                    probs[((p_at + lane_key) ^ 8 * j) + 4 * i * kTileRows] = scores[i][j];
                 }
 #pragma unroll
                 for (int d = 0; d < kHeadDim / 8; ++d) out[i][d] *= shrink;

@@ -7,6 +7,7 @@ from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 _KERNEL = "csrc/cuda/attention_forward.cuh"
 _TILES = "csrc/cuda/attention_tiles.cuh"
 _ENTRY = "csrc/cuda/attention.cu"
+_FLOAT = "csrc/cuda/attention_float.cu"
 _fault = faults_of(_KERNEL)
 
 FAULTS = (
@@ -61,7 +62,25 @@ FAULTS = (
     _fault("saved rows past the length", "args.keep_bits != nullptr && saved_row < length\n", "args.keep_bits != nullptr\n"),
     # out, and the choice of a kernel
     _fault("out of rows past the length", "        if (warp_row + at < length)\n", ""),
-    _fault("any stride", "heads.row_stride % 8 == 0", "heads.row_stride % 2 == 0", _ENTRY),
+    _fault("any stride", "heads.row_stride % pack == 0", "heads.row_stride % 2 == 0", _ENTRY),
+    # float32
+    _fault("float32: one key too many", "if (8 * j >= most) scores", "if (8 * j > most) scores", _FLOAT),
+    _fault("float32: out not rescaled", "out[i][d] *= shrink;", "out[i][d] *= 1.0f;", _FLOAT),
+    _fault("float32: norm not rescaled", "                norm[i] *= shrink;\n", "", _FLOAT),
+    _fault("float32: no barrier before a tile is read", "        wait_copies<0>();\n        __syncthreads();\n", "        wait_copies<0>();\n", _FLOAT),
+    _fault("float32: no wait for a tile", "        wait_copies<0>();\n        __syncthreads();\n", "        __syncthreads();\n", _FLOAT),
+    _fault("float32: the next tile into the slot in use", "ring + next % 2 * Tile::kSize", "ring + step % 2 * Tile::kSize", _FLOAT),
+    _fault("float32: one half of wide heads twice", "args.v, next % kParts, first", "args.v, 0, first", _FLOAT),
+    _fault("float32: bias of the lane's first row", "row + 4 * i < length ? row + 4 * i : first_row;", "row + 4 * i < length ? row : first_row;", _FLOAT),
+    _fault("float32: one sequence's bias for all", "args.bias.data + place.sequence * args.bias.batch_stride +", "args.bias.data +", _FLOAT),
+    _fault("float32: the last tile of keys unmasked", "if (first_key + kTileRows > seen) {", "if (args.causal && first_key + kTileRows > seen) {", _FLOAT),
+    _fault("float32: the diagonal's tile unmasked", "first_row + 1 < length ? first_row + 1 : length;", "first_row + 64 < length ? first_row + 64 : length;", _FLOAT),
+    _fault("float32: P v ends eight keys early", "first_key + 8 * g < end", "first_key + 8 * g + 8 < end", _FLOAT),
+    _fault("float32: a row by half its lanes", "lane < 16; lane *= 2", "lane < 8; lane *= 2", _FLOAT),
+    _fault("float32: -inf less -inf", "const float less = top == -INFINITY ? 0.0f : top;", "const float less = top;", _FLOAT),
+    _fault("float32: an idle warp leaves the barriers", "    // A vote, so that", "    if (first_row + 16 * warp >= length) return;\n    // A vote, so that", _FLOAT),
+    _fault("float32: strides as in half precision", "kFloat32 ? 4 : 8", "kFloat32 ? 8 : 8", _ENTRY),
+    _fault("float32: dropout left out", "if (wide && (args", "if (false && (args", _ENTRY),
 )  # fmt: skip
 
 SUITE = Suite(
