@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
+from fastbert.models.inputs import packer_of, to_host
 from fastbert.runtime import dispatch
-from fastbert.runtime.loader import extension
 
 _IDS = (torch.int64, torch.int32)
 
@@ -75,11 +75,7 @@ class Stage:
         self.device, self.dtype, family = device, dtype, config.family
         self._longest, self._by_column = config.max_tokens, not family.pad_positions
         self._segments = family.segments
-        types = config.type_vocab_size if family.segments else 0
-        pad = config.pad_token_id if family.pad_positions else -1
-        self._host = None
-        if extension is not None and family.relative_bias is None and pad is not None:
-            self._host = extension.HostBatch(config.vocab_size, types, pad, Tensor)
+        self._host = packer_of(config)
 
     def batch(self, ids: Any, mask: Any, types: Any) -> Batch | None:
         """The batch, on the host; None if `check_inputs` must take it.
@@ -149,21 +145,3 @@ class Stage:
 def is_on_host(t: Tensor) -> bool:
     """Whether a tensor is in CPU memory."""
     return t.device.type == "cpu"
-
-
-def to_host(
-    ids: Tensor, mask: Tensor | None, types: Tensor | None
-) -> tuple[Tensor, Tensor | int | None, Tensor | int | None]:
-    """Tensors of a device on the host, for which the host waits once if they can be stacked.
-
-    The ids are then the first layer of what is returned for them, and the numbers of the others' layers are
-    returned for those. A stack of integers and floats has no ids, and the extension refuses it.
-    """
-    given = [t for t in (ids, mask, types) if t is not None]
-    if len(given) == 1:
-        return ids.cpu(), None, None
-    try:
-        whole = torch.stack(given).cpu()
-    except RuntimeError:  # shapes or devices differ: the extension refuses them
-        return ids.cpu(), None if mask is None else mask.cpu(), None if types is None else types.cpu()
-    return whole, None if mask is None else 1, None if types is None else len(given) - 1

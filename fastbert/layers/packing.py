@@ -150,9 +150,12 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
             which a GPU is waited for once. Not used under `torch.compile`.
     """
     batch, seqlen = mask.shape
+    compiling = torch.compiler.is_compiling()
+    if lengths is not None and not compiling and sum(lengths) == batch * seqlen:
+        return dense(batch, seqlen, mask.device)
     counts = mask.sum(1, dtype=torch.int32)
     cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    if torch.compiler.is_compiling():
+    if compiling:
         order = torch.argsort(mask.reshape(-1).logical_not().to(torch.uint8), stable=True)
         return Packing(batch, seqlen, cu_seqlens, seqlen, order, mask, capacity=True)
     if lengths is None:

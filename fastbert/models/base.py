@@ -92,12 +92,12 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-        return next(self.parameters()).device
+        return _first_parameter(self).device
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the parameters."""
-        return next(self.parameters()).dtype
+        return _first_parameter(self).dtype
 
     def as_output(self, output: ModelOutput, return_dict: bool | None) -> Any:
         """`output`, or its tuple where `return_dict`, or else the config, says False."""
@@ -384,6 +384,18 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         if mode:
             quantization.check_trainable(self, "train")
         return super().train(mode) if prepared.before_mode(self, mode) else self
+
+
+def _first_parameter(module: nn.Module) -> Tensor | None:
+    """`next(module.parameters())`, without the names that take most of its time; None if there is none."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
 
 
 def _resized(old: nn.Parameter, rows: int, std: float | None) -> nn.Parameter:

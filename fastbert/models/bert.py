@@ -19,7 +19,7 @@ from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import Pooler, Stack, layers_of, pool, pooler_activation, pooler_gap, run_encoder
-from fastbert.models.inputs import Inputs, check_inputs, head_gates
+from fastbert.models.inputs import Inputs, check_inputs, head_gates, packed_on_host
 from fastbert.models.outputs import BaseModelOutputWithPooling
 
 if TYPE_CHECKING:
@@ -116,20 +116,22 @@ class BertModel(PreTrainedModel):
         Raises:
             TypeError: a module around layers was replaced, which nothing here would call.
         """
-        above, path = self.family.layers.partition(".")[0], self.family.layers
+        family = self.family
+        path = family.layers
+        above = path.partition(".")[0]
         stack = self._modules[above]
         if not isinstance(stack, Stack):
             raise TypeError(
                 f"model: {above} was replaced by a {type(stack).__name__}, but this package never calls it; "
                 "replace single layers, or subclass the model"
             )
-        for i, group in enumerate(part(self, path) if self.family.group_layers else ()):
+        for i, group in enumerate(part(self, path) if family.group_layers else ()):
             if type(group) is not nn.Module or watched(group):
                 raise TypeError(
                     f"model: {path}.{i} has hooks or was replaced, but this package never calls it; hook or "
                     "replace its layers"
                 )
-        return layers_of(self, self.config, self.family)
+        return layers_of(self, self.config, family)
 
     def forward(
         self,
@@ -220,7 +222,7 @@ class BertModel(PreTrainedModel):
             cu_seqlens,
             max_seqlen,
         )
-        gates = head_gates(config, head_mask, self.device)
+        gates = None if head_mask is None else head_gates(config, head_mask, inputs.device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
@@ -251,6 +253,10 @@ class BertModel(PreTrainedModel):
             ).to(device)
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
+        if position_ids is None and inputs_embeds is None:
+            found = packed_on_host(self.config, device, input_ids, attention_mask, token_type_ids)
+            if found is not None:
+                return found
         return check_inputs(
             self.config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         ).to(device)
@@ -280,7 +286,7 @@ class BertModel(PreTrainedModel):
             states = (*(packing.unpack(s) for s in states[:-1]), whole)
         if self.has_pooler and pooled is None:
             pooled = self.pooled(inputs, hidden, first, first_token_only)
-        output = BaseModelOutputWithPooling(
+        output = BaseModelOutputWithPooling.of(
             last_hidden_state=last,
             pooler_output=pooled,
             hidden_states=states,
@@ -297,8 +303,9 @@ class BertModel(PreTrainedModel):
             first: (batch, hidden), the first token of each sequence.
             first_only: whether `hidden` is `first`.
         """
-        if not pooler_gap(self, self.family):
-            return pool(self, self.family, first)
+        family = self.family
+        if not pooler_gap(self, family):
+            return pool(self, family, first)
         return self.pooler(first[:, None] if first_only else inputs.packing.grid(hidden)[0])
 
     def forward_packed(

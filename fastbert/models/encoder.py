@@ -275,7 +275,7 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
     """
     stack = part(root, family.layers)
     if family.group_layers is None:
-        return list(stack)
+        return list(stack._modules.values())
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
     return [layer for group in chosen for layer in group._modules[family.group_layers]]

@@ -12,8 +12,11 @@ Under `torch.compile` values are not checked, and everything must be on the mode
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +25,12 @@ from fastbert.layers import packing
 from fastbert.layers.packing import Packing
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import checks
+from fastbert.runtime.loader import extension
+
+# Ids on a device that are sooner copied to the host than looked at by eight kernels.
+_FEW = 16384
+_STACKED = (torch.int64, torch.bool)
+_is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,90 @@ def _check_lengths(cu_seqlens: object, max_seqlen: object, home: torch.device) -
         _on("cu_seqlens", cu_seqlens, home)
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: expected batch + 1 entries, got none")
+
+
+@functools.cache
+def _packer(vocab_size: int, types: int, pad: int) -> Any:
+    return extension.HostBatch(vocab_size, types, pad, Tensor)
+
+
+def packer_of(config: EncoderConfig) -> Any | None:
+    """What checks and packs batches in CPU memory (csrc/cpu/host_batch.h); None if nothing does."""
+    family = config.family
+    pad = config.pad_token_id if family.pad_positions else -1
+    if extension is None or family.relative_bias is not None or pad is None:
+        return None
+    return _packer(config.vocab_size, config.type_vocab_size if family.segments else 0, pad)
+
+
+def to_host(
+    ids: Tensor, mask: Tensor | None, types: Tensor | None
+) -> tuple[Tensor, Tensor | int | None, Tensor | int | None]:
+    """Tensors of a device on the host, for which the host waits once if they can be stacked.
+
+    The ids are then the first layer of what is returned for them, and the numbers of the others' layers are
+    returned for those. A stack of integers and floats has no ids, and the extension refuses it.
+    """
+    given = [t for t in (ids, mask, types) if t is not None]
+    if len(given) == 1:
+        return ids.cpu(), None, None
+    try:
+        whole = torch.stack(given).cpu()
+    except RuntimeError:  # shapes or devices differ: the extension refuses them
+        return ids.cpu(), None if mask is None else mask.cpu(), None if types is None else types.cpu()
+    return whole, None if mask is None else 1, None if types is None else len(given) - 1
+
+
+def packed_on_host(
+    config: EncoderConfig, device: torch.device, ids: object, mask: object, types: object
+) -> Inputs | None:
+    """The same as `check_inputs` for a usual batch, on `device`: packed by the extension, sent in one piece.
+
+    If the ids are on a device, the host waits for it once, as there. None if `check_inputs` must take the
+    batch, or say what is wrong with it.
+    """
+    given = [t for t in (ids, mask, types) if t is not None]
+    if torch.compiler.is_compiling() or ids is None or {*map(type, given)} != {Tensor}:
+        return None
+    packer = packer_of(config)
+    if (
+        packer is None
+        or device.type == "meta"
+        or ids.dtype != torch.int64
+        or ids.dim() != 2
+        or ids.shape[1] > config.max_tokens
+        or any(map(_is_zero, given))
+        or any(map(_is_neg, given))
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    (batch, seqlen), keep = ids.shape, mask
+    if ids.device.type != "cpu":
+        # a mask of floats cannot be stacked
+        if ids.numel() > _FEW or any(t.device != device or t.dtype not in _STACKED for t in given):
+            return None
+        ids, mask, types = to_host(ids, mask, types)
+    shape = packer.measure(ids, mask, types)
+    if shape is None or shape[2] == 0:
+        return None
+    total, whole = shape[2], shape[2] == batch * seqlen
+    # even numbers of int64: each part begins where a tensor of its own could
+    tokens, words = total + total % 2, (batch + 5) // 4 * 2
+    sizes = [tokens, tokens, tokens, words] + [tokens] * (not whole)
+    memory = ids.new_empty(sum(sizes), pin_memory=device.type == "cuda")
+    if not packer.pack(ids, mask, types, memory.data_ptr(), tokens, 2 * words - 2, True, not whole):
+        return None
+    parts = [*memory.to(device, non_blocking=True).split_with_sizes(sizes)]
+    cu_seqlens = parts.pop(3).view(torch.int32)[: batch + 1]
+    if tokens > total:
+        parts = [part[:total] for part in parts]
+    packed = Packing(batch, seqlen, cu_seqlens, seqlen)
+    if not whole:
+        ends = memory[3 * tokens : 3 * tokens + words].view(torch.int32)[: batch + 1].tolist()
+        longest = max(end - start for start, end in pairwise(ends))
+        keep = packing.send(keep if keep.dtype == torch.bool else keep != 0, device)
+        packed = replace(packed, max_seqlen=longest, indices=parts[3], mask=keep)
+    return Inputs(*parts[:2], parts[2] if config.family.segments else None, None, None, packed)
 
 
 def check_inputs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from fastbert.execution import cpu
 from fastbert.graphs import model as graphs
 from fastbert.graphs import staging
 from fastbert.graphs.staging import rows_in, words
-from fastbert.models.inputs import check_inputs
+from fastbert.models import inputs
+from fastbert.models.inputs import check_inputs, packed_on_host
 from fastbert.runtime import dispatch, model_state
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
 
@@ -255,7 +258,7 @@ def test_a_smaller_vocabulary_is_noticed():
         g.graphed(**PADDED)
 
 
-@pytest.mark.parametrize("missing", [[staging], [staging, model_state]])
+@pytest.mark.parametrize("missing", [[inputs], [inputs, model_state]])
 def test_without_the_extension(missing, monkeypatch):
     for module in missing:
         monkeypatch.setattr(module, "extension", None)
@@ -333,6 +336,11 @@ def test_packed_rows_are_those_of_check_inputs(family, seed):
     made = stage.batch(ids, mask, types)
     expected = check_inputs(model.config, CPU, ids, mask, types, None, None)
     total, packing = len(expected.input_ids), expected.packing
+    found = packed_on_host(model.config, CPU, ids, mask, types)
+    for mine, theirs in ((found, expected), (found.packing, packing)):
+        for name, value in vars(theirs).items():
+            own, same_values = getattr(mine, name), torch.equal if torch.is_tensor(value) else operator.eq
+            assert name == "packing" or same_values(own, value)
     assert made.shape == (size, seqlen, total)
     tokens, room = total + seed, size + seed
     dense = total == size * seqlen
