@@ -184,33 +184,39 @@ def fwd_config(hidden: int) -> tuple[int, int, int]:
     return max(1, 1024 // block_n), block_n, max(1, block_n // 1024)
 
 
-def embedding_fwd(inputs: "EmbeddingInputs", save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, z, mean, rstd): the contract of `fastbert.ops.embedding.embedding_fwd`.
+def embedding_fwd(
+    inputs: "EmbeddingInputs", save: bool | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(y, z, mean, rstd): the contract of `fastbert.ops.embedding.embedding_fwd`; `save` None: y alone.
 
     The token of an id that a table does not have is NaN, and the next call raises an IndexError for it.
     """
-    input_ids, inputs_embeds, _word, position_ids, position, token_type_ids, segment, *rest = inputs
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, *rest = inputs
     ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest
-    source = inputs.source
-    bad = bad_ids(source.device)
+    source = word if inputs_embeds is None else inputs_embeds
+    device, (source_rows, hidden) = source.device, source.shape
+    bad = bad_ids(device)
     bad.check()
-    table_rows = [0 if t is None else t.shape[0] for t in (source, position, segment)]
-    given = input_ids, position_ids, token_type_ids
-    for ids, count, (name, _) in zip(given, table_rows, ARGUMENTS[:3], strict=True):
-        if ids is not None and ids.shape[0] > 0 and count == 0:
-            raise IndexError(f"{name}s of a table without rows")
-    rows = inputs_embeds.shape[0] if input_ids is None else input_ids.shape[0]
-    hidden = source.shape[1]
-    y = torch.empty((rows, hidden), dtype=source.dtype, device=source.device)
-    z = torch.empty_like(y) if save else source.new_empty((0,))
-    mean = source.new_empty((rows if save else 0,), dtype=torch.float32)
-    rstd = torch.empty_like(mean)
+    position_rows = 0 if position is None else position.shape[0]
+    segment_rows = 0 if segment is None else segment.shape[0]
+    table_rows, given = (source_rows, position_rows, segment_rows), (input_ids, position_ids, token_type_ids)
+    rows = source_rows if input_ids is None else input_ids.shape[0]
+    if rows > 0 and 0 in table_rows:
+        for ids, count, (name, _) in zip(given, table_rows, ARGUMENTS[:3], strict=True):
+            if ids is not None and count == 0:
+                raise IndexError(f"{name}s of a table without rows")
+    y = source.new_empty((rows, hidden))
+    z = mean = rstd = None
+    if save is not None:
+        z = torch.empty_like(y) if save else source.new_empty((0,))
+        mean = source.new_empty((rows if save else 0,), dtype=torch.float32)
+        rstd = torch.empty_like(mean)
     if rows > 0:
         block_m, block_n, num_warps = fwd_config(hidden)
         launch(
             _embedding_fwd_kernel,
             (cdiv(rows, block_m),),
-            source.device,
+            device,
             input_ids,
             source,
             position_ids,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.modules import changed, is_plain, plain_dropout, watched
+from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout, watched
+from fastbert.layers.parts import HOOKS
+from fastbert.ops import checks
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.embedding import embedding
+from fastbert.ops.embedding import EmbeddingInputs, embedding
+from fastbert.ops.layer_norm import NARROW
+from fastbert.runtime import dispatch
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:
@@ -110,7 +115,7 @@ class Embeddings(nn.Module):
 
     def dropout_rate(self) -> float:
         """The probability of the dropout module now; 0 if another module stands there, which is called."""
-        module = self.dropout
+        module = self._modules["dropout"]
         return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 
     def gap(self) -> str | None:
@@ -126,6 +131,46 @@ class Embeddings(nn.Module):
             elif getattr(module, "scale_grad_by_freq", False):
                 return f"embeddings.{name} counts masked tokens too (scale_grad_by_freq)"
         return None
+
+    def launched(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+    ) -> Tensor | None:
+        """What a call returns for packed ids, in inference on a device and without dropout: by the launcher.
+
+        None if anything is unusual. Then `gap` and the call itself have to look.
+        """
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or inputs_embeds is not None:
+            return None
+        modules = [self, *self._modules.values()]
+        held = [*map(vars, modules)]
+        if (
+            [*map(type, modules)] != _AS_MADE[token_type_ids is None]
+            or any(chain.from_iterable(map(HOOKS, held)))
+            or any("forward" in own for own in held)
+            or any(own["max_norm"] is not None for own in held[1:-2])
+            or calls_all()
+        ):
+            return None
+        *tables, norm = (own["_parameters"].get("weight") for own in held[1:-1])
+        bias, width, eps = held[-2]["_parameters"]["bias"], held[-2]["normalized_shape"], held[-2]["eps"]
+        ids = [input_ids, position_ids, token_type_ids][: len(tables)]
+        sizes = [(own["num_embeddings"], *width) for own in held[1:-2]]
+        if width <= (NARROW,) or not checks.are_plain(
+            [*tables, norm, bias, *ids],
+            [getattr(norm, "dtype", None)] * (len(tables) + 2) + [torch.int64] * len(ids),
+            [*sizes, width, width, *[input_ids.shape] * len(ids)],
+        ):
+            return None
+        if len(tables) < 3:
+            tables.append(None)
+        word, position, segment = tables
+        ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
+        inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, checks.eps(eps), 0.0, None, 0)
+        return dispatch.launcher("embedding_fwd", word.device, word.dtype)(inputs, None)[0]
 
     def forward(
         self,
@@ -162,6 +207,10 @@ class Embeddings(nn.Module):
             return real.cumsum(1) * real + pad
         start = pad + 1 if self.pad_positions else 0
         return torch.arange(start, start + x.shape[1], device=x.device)[None]
+
+
+# The classes of an `Embeddings` and its modules: with a table of segments, and without.
+_AS_MADE = [[Embeddings, *[nn.Embedding] * count, nn.LayerNorm, nn.Dropout] for count in (3, 2)]
 
 
 def relative_bias(

@@ -23,11 +23,11 @@ from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.feed_forward import feed_forward, pays
 from fastbert.ops.layer_norm import layer_norm
-from fastbert.ops.linear import linear
+from fastbert.ops.linear import forward_of, linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.ops.linear_norm import linear_norm, new_arrivals
 from fastbert.ops.linear_norm import pays as joining_pays
-from fastbert.runtime import prepared
+from fastbert.runtime import dispatch, prepared
 
 
 class _Panels(threading.local):
@@ -89,7 +89,12 @@ def float_product(
 ) -> Tensor:
     """act(x @ [W1; W2; …].T + [b1; b2; …]) of nn.Linear layers, as one product; see `LinearKind`."""
     if len(modules) == 1:
-        module = modules[0]
+        module, own = modules[0], modules[0]._parameters
+        rows, inner, outer, dtype = x.shape[0], module.in_features, module.out_features, x.dtype
+        given, sizes = [x, own.get("weight"), own.get("bias")], [(rows, inner), (outer, inner), (outer,)]
+        if with_bias and checks.are_plain(given, [dtype] * 3, sizes):
+            launch = dispatch.launcher(forward_of(activation, False, rows), x.device, dtype)
+            return launch(*given, activation, None, False)[0]
         bias = module.bias if with_bias else None
         return linear(x, module.weight, bias, activation, panels=weight_panels(module, x))
     weights, biases = [m.weight for m in modules], [m.bias for m in modules]
@@ -169,7 +174,11 @@ def has_float_weight(module: nn.Module) -> bool:
 
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
     """act(module(x)), fused if the module is a plain linear layer."""
-    kind = None if calls_all() else kind_of(module)
+    return _applied(None if calls_all() else kind_of(module), module, x, activation)
+
+
+def _applied(kind: LinearKind | None, module: nn.Module, x: Tensor, activation: str | None) -> Tensor:
+    """act(module(x)); `kind` None: the module is called."""
     if kind is None:
         return activate_eager(module(x), activation)
     if _is_empty(module):
@@ -200,8 +209,9 @@ def _empty_product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def apply_activated(module: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
     """activation(module(x)), fused if both modules are plain."""
-    name = None if calls_all() else activation_of(activation)
-    y = apply_linear(module, x, name)
+    everything = calls_all()
+    name = None if everything else activation_of(activation)
+    y = _applied(None if everything else kind_of(module), module, x, name)
     return y if name is not None else activation(y)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inp
 _BY_ROW = ("fastbert.", "peft.tuners.")
 # Classes whose instances our ops read, and their code
 _KINDS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout)
-_FORWARDS = tuple(kind.forward for kind in _KINDS)
+_forward = attrgetter("forward")
+_FORWARDS = list(map(_forward, _KINDS))
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -128,6 +130,6 @@ def calls_all() -> str | None:
     """Why every module must be called now; None if our ops may read them."""
     if _has_any_global_hook():
         return "there are global module hooks"
-    if not torch.compiler.is_compiling() and tuple(kind.forward for kind in _KINDS) != _FORWARDS:
+    if not torch.compiler.is_compiling() and list(map(_forward, _KINDS)) != _FORWARDS:
         return "the forward of a class of PyTorch was replaced"
     return plain_torch()

@@ -18,7 +18,7 @@ from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import watched
 from fastbert.ops.activation import activate_eager
 
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MODULES = itemgetter("_modules")
 
 
@@ -50,8 +50,8 @@ class AsMade:
         """Whether all modules are still there, as they were, without hooks or another forward."""
         own = root.__dict__
         return (
-            not any(_HOOKS(own))
-            and not any(chain.from_iterable(map(_HOOKS, self.attributes)))
+            not any(HOOKS(own))
+            and not any(chain.from_iterable(map(HOOKS, self.attributes)))
             and list(own["_modules"].values()) == self.below
             and list(map(list, map(dict.values, map(_MODULES, self.owners)))) == self.children
             and list(map(type, self.modules)) == self.classes

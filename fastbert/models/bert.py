@@ -376,12 +376,14 @@ class BertModel(PreTrainedModel):
                 )
 
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        embeddings, layers = self.embeddings, self.layers()
-        own = isinstance(embeddings, self.embeddings_class)
-        gap = calls_all() or (embeddings.gap() if isinstance(embeddings, Embeddings) else not own)
+        embeddings, layers = self._modules["embeddings"], self.layers()
+        ours = isinstance(embeddings, Embeddings)
 
         def embed(seed: Tensor | None) -> Tensor:
-            if not gap:
+            if ours and seed is None and (y := embeddings.launched(*ids)) is not None:
+                return y
+            own = ours or isinstance(embeddings, self.embeddings_class)
+            if not (calls_all() or (embeddings.gap() if ours else not own)):
                 return embeddings(*ids, seed)
             packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
             given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
@@ -397,7 +399,7 @@ class BertModel(PreTrainedModel):
             layers,
             embed,
             inputs,
-            isinstance(embeddings, Embeddings) and embeddings.dropout_rate() > 0,
+            ours and embeddings.dropout_rate() > 0,
             gates=gates,
             want_attentions=want_attentions,
             want_states=want_states,

@@ -229,7 +229,7 @@ def packed_on_host(
     ):
         return None
     (batch, seqlen), keep = ids.shape, mask
-    if ids.device.type != "cpu":
+    if not checks.has_values(ids):
         # a mask of floats cannot be stacked
         if ids.numel() > _FEW or any(t.device != device or t.dtype not in _STACKED for t in given):
             return None

@@ -7,13 +7,17 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_KINDS = frozenset(_ORDINARY)
+_dtype_of, _device_of, _layout_of = map(attrgetter, ("dtype", "device", "layout"))
+_is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
 
 
 def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
@@ -25,6 +29,33 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None
     if type(t) not in _ORDINARY:
         own_elements(name, t)
     same_device(name, t, like)
+
+
+def are_plain(tensors: list, dtypes: list[torch.dtype], sizes: list[tuple]) -> bool:
+    """Whether kernels may read these tensors of a call of inference as they are, and they are on a device.
+
+    Asked at every call: so C code walks the list. Nothing is known of the tensors before, and nothing is left
+    to be checked but values.
+
+    Args:
+        tensors: what may be tensors.
+        dtypes, sizes: of the tensors, which must have them; each has a dimension.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _KINDS.issuperset(map(type, tensors)):
+        return False
+    count, device = len(tensors), tensors[0].device
+    return (
+        dtypes[0] in FLOATS
+        and not has_values(tensors[0])
+        and [*map(_dtype_of, tensors)] == dtypes
+        and [*map(_device_of, tensors)] == [device] * count
+        and [*map(_layout_of, tensors)] == [torch.strided] * count
+        and [*map(torch.Tensor.size, tensors)] == sizes
+        and [*map(torch.Tensor.stride, tensors, repeat(-1))] == [1] * count
+        and not any(map(_is_neg, tensors))
+        and not any(map(_is_zero, tensors))
+        and not torch.is_autocast_enabled(device.type)
+    )
 
 
 def own_elements(name: str, t: torch.Tensor) -> None:
@@ -172,9 +203,14 @@ def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
     return vector.contiguous()
 
 
+def has_values(t: torch.Tensor) -> bool:
+    """Whether the host may look at the tensor's elements without waiting."""
+    return t.device.type == "cpu"
+
+
 def ids_in_range(name: str, what: str, ids: torch.Tensor, size: int, table: str) -> None:
     """Every id must index a table of `size` rows. Looks at CPU tensors only: a GPU would have to sync."""
-    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+    if not has_values(ids) or ids.numel() == 0 or torch.compiler.is_compiling():
         return
     low, high = (value.item() for value in torch.aminmax(ids))
     if low < 0 or high >= size:

@@ -13,6 +13,7 @@ from fastbert.graphs import staging
 from fastbert.graphs.staging import rows_in, words
 from fastbert.models import inputs
 from fastbert.models.inputs import check_inputs, packed_on_host
+from fastbert.ops import checks
 from fastbert.runtime import dispatch, model_state
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
 
@@ -321,7 +322,7 @@ def test_the_graph_used_last_stays():
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 @pytest.mark.parametrize("seed", range(6))
-def test_packed_rows_are_those_of_check_inputs(family, seed):
+def test_packed_rows_are_those_of_check_inputs(family, seed, monkeypatch):
     """All rows of the memory, those behind the tokens and sequences included."""
     model = shared(family)
     g = torch.Generator().manual_seed(seed)
@@ -336,8 +337,14 @@ def test_packed_rows_are_those_of_check_inputs(family, seed):
     made = stage.batch(ids, mask, types)
     expected = check_inputs(model.config, CPU, ids, mask, types, None, None)
     total, packing = len(expected.input_ids), expected.packing
-    found = packed_on_host(model.config, CPU, ids, mask, types)
-    for mine, theirs in ((found, expected), (found.packing, packing)):
+    here = packed_on_host(model.config, CPU, ids, mask, types)
+    monkeypatch.setattr(checks, "has_values", lambda t: False)  # as on a device
+    there = packed_on_host(model.config, CPU, ids, mask, types)
+    monkeypatch.setattr(inputs, "to_host", None)
+    for other in (torch.ones(size, seqlen), torch.ones(size, seqlen, dtype=torch.int64, device="meta")):
+        assert packed_on_host(model.config, CPU, ids, other, types) is None
+    pairs = ((here, expected), (here.packing, packing), (there, expected), (there.packing, packing))
+    for mine, theirs in pairs:
         for name, value in vars(theirs).items():
             own, same_values = getattr(mine, name), torch.equal if torch.is_tensor(value) else operator.eq
             assert name == "packing" or same_values(own, value)
