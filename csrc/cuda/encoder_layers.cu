@@ -13,6 +13,7 @@
 // Precision  Each result is rounded once to the dtype of the tensors, as by the ops one after the other.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "activation.cuh"
 #include "attention.h"
@@ -30,36 +31,15 @@ constexpr int kThreads = 256;
 // An activation in the precision of T.
 template <class T>
 __device__ __forceinline__ void activate(Activation activation, bool exact, float (&z)[kPack<T>]) {
+    if (std::is_same_v<T, float> && activation == Activation::kGelu) {
+#pragma unroll
+        for (int i = 0; i < kPack<T>; ++i) z[i] = 0.5f * z[i] * (1.0f + erff(z[i] * 0.70710678118654752f));
+        return;
+    }
     with_activation<T>(activation, exact, [&](auto function) {
 #pragma unroll
         for (int i = 0; i < kPack<T>; ++i) z[i] = function(z[i]);
     });
-}
-template <>
-__device__ __forceinline__ void activate<float>(Activation activation, bool, float (&z)[kPack<float>]) {
-#pragma unroll
-    for (int i = 0; i < kPack<float>; ++i) {
-        const float x = z[i];
-        switch (activation) {
-            case Activation::kGelu:
-                z[i] = 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-                break;
-            case Activation::kGeluTanh:
-                z[i] = 0.5f * x * (1.0f + tanhf(0.79788456080286536f * fmaf(0.044715f * x * x, x, x)));
-                break;
-            case Activation::kRelu:
-                z[i] = greatest(x, 0.0f);
-                break;
-            case Activation::kSilu:
-                z[i] = x / (1.0f + expf(-x));
-                break;
-            case Activation::kTanh:
-                z[i] = tanhf(x);
-                break;
-            default:
-                break;
-        }
-    }
 }
 
 // `packs` packs in place.

@@ -100,13 +100,19 @@ class Plan:
 
     Attributes:
         steps: see `survey`.
+        changed: the first layer that must be called on a padded batch, or None.
+        drops: whether a layer on packed tokens drops anything.
         stacks: what `gpu` runs, by what is asked of a call, and what was derived for it.
         state: what it was decided by, if it is kept.
         made: how many plans in a row were made because something had changed.
     """
 
     def __init__(self, container: nn.Module, layers: list[nn.Module], own: type, keeps: bool):
-        self.layers, self.options = layers, _options(layers)
+        self.layers = layers
+        # those that look at more than their modules' own attributes
+        own_options = PackedLayer.options
+        self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
+        self.options = [layer.options() for layer in self._asked]
         self.stacks: dict[tuple, tuple[list, LayerStack, list]] = {}
         self.state: ModelState | None = None
         self.made = 0
@@ -118,6 +124,8 @@ class Plan:
         self._tensors = [t for t in own_tensors if t is not None]
         self._before = self._state([]) if keeps else None
         self.steps = survey(layers, own)
+        self.changed = next((step for step in self.steps if step.reason is not None), None)
+        self.drops = drops(self.steps)
 
     def _state(self, derived: list) -> ModelState | None:
         return state_of(self._below, self._tables, self._tensors, derived)
@@ -129,7 +137,7 @@ class Plan:
             and self.layers == layers
             and calls_all() is None
             and self.state.untouched()
-            and self.options == _options(layers)
+            and self.options == [layer.options() for layer in self._asked]
         )
 
     def run(self, x: Tensor, call: Call) -> Tensor:
@@ -154,11 +162,6 @@ class Plan:
             prepared.tell_used(self.stacks[key][2])
         group, stack, _ = self.stacks[key]
         return gpu.run(group, x, call, stack)
-
-
-def _options(layers: list[nn.Module]) -> list:
-    """What layers compute by besides their modules' own attributes."""
-    return [layer.options() if isinstance(layer, PackedLayer) else None for layer in layers]
 
 
 def plan_of(

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fastbert.execution.call import Call, Padded
 from fastbert.execution.modules import first_of
-from fastbert.execution.plan import drops as layers_drop
 from fastbert.execution.plan import plan_of
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.embeddings import relative_bias
@@ -85,9 +84,9 @@ def run_encoder(
     own = getattr(root, "layer_class", PackedLayer)
     plan = plan_of(root._modules[container], layers, inputs.device, own)
     steps = plan.steps
-    seed = dropout_seed(inputs.device) if drops or layers_drop(steps) else None
+    seed = dropout_seed(inputs.device) if drops or plan.drops else None
     hidden = embed(seed)
-    changed_one = next((step for step in steps if step.reason is not None), None)
+    changed_one = plan.changed
     if taps is not None and changed_one is not None:
         raise ValueError(
             f"model: layer {changed_one.number} shows nothing of what it computes inside, because "

@@ -86,8 +86,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # fills it with zeros, adds to it in float32 and casts it.
         "embedding": ("triton", "aten", "reference"),
         # The same kernels and cuBLAS's products, without the host's time for each.
-        "encoder_layers": ("aten", "reference"),
-        "encoder_layers half": ("cuda", "aten", "reference"),
+        "encoder_layers": ("cuda", "aten", "reference"),
         # Two calls of `linear`, which is what models do in float32.
         "feed_forward": ("aten", "reference"),
         # The gradient between the two products is neither written nor read.

@@ -19,11 +19,9 @@ from fastbert.testing import error_rule
 from fastbert.testing.op_cases.encoder_layers import CASES, LayersCase
 from tests.ptx.emulator.cudart import extension
 
-HALF = (torch.bfloat16, torch.float16)
-
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 def test_error_rule(case, dtype, emulated):
     rows = testing.run_case(case, "cuda", dtype)
     assert all(row.passed for row in rows), rows

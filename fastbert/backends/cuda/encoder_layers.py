@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.cuda import attention, device, linear
-from fastbert.backends.extension import DTYPE_CODES, bias_args
+from fastbert.backends.extension import DTYPE_CODES, STORED, bias_args
 from fastbert.ops.activation import CODES
 from fastbert.ops.encoder_layers import LayersInputs, LayerStack
 from fastbert.runtime.loader import address
 from fastbert.runtime.streams import on
 
-DTYPES = linear.DTYPES
+DTYPES = STORED
 
 
 def _made(stack: LayerStack):
