@@ -275,6 +275,7 @@ for _r, _f in (("", ""), (".rn", ""), (".ftz", "ftz"), (".rn.ftz", "ftz")):
                     f(a), f(b), low, nan, _NAN32
                 ),
             )
+_form("copysign.f32", "f32", "f32 f32", lambda a, b: np.copysign(b, a))
 
 
 def _double(call: Callable[..., np.ndarray], ftz: bool = True) -> Callable[..., np.ndarray]:

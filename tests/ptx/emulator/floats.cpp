@@ -62,6 +62,9 @@ template <bool z, bool nan> struct Max {
 template <bool z> struct Neg { float operator()(float a) const { return -flushed<z>(a); } };
 template <bool z> struct Abs { float operator()(float a) const { return std::fabs(flushed<z>(a)); } };
 
+// b with a's sign
+struct CopySign { float operator()(float a, float b) const { return std::copysign(b, a); } };
+
 template <class F>
 REGISTERS void unary_form(const std::string& name) {
     value_form<F, float, float>(name);
@@ -95,7 +98,7 @@ REGISTERS void arithmetic() {
 
 REGISTERS void float_forms() {
     arithmetic<false>(), arithmetic<true>();
-    unary_form<Tanh>("tanh.approx.f32");
+    unary_form<Tanh>("tanh.approx.f32"), binary_form<CopySign>("copysign.f32");
 }
 
 }  // namespace ptx
