@@ -4,7 +4,7 @@ Counted without one: tensors are in CPU memory, our host code is linked with the
 runtime and for cuBLASLt, whose launches do nothing, and Triton's launches are left out. So what is left is
 Python and C++. A real launch costs the host some 2 us more, and the driver's queue may be full. The model has
 BERT-base's modules and tensors, but 64 columns, so that PyTorch's own operations around the layers take next
-to no time. Needs nvcc, for the host code as it compiles it.
+to no time. The stand-in is built by `python -m tests.support.cuda_build`, which needs nvcc.
 
 A row is a case with 12 layers, its least and median time, and what a layer adds, by the difference from 2
 layers. `serving` says whether all layers ran in one call. Rows go to bench/results/<machine>/host.json.
@@ -13,11 +13,13 @@ layers. `serving` says whether all layers ran in one call. Rows go to bench/resu
 from __future__ import annotations
 
 import argparse
-import importlib
+import ctypes
+import importlib.util
 import pkgutil
 import statistics
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
@@ -31,6 +33,20 @@ from bench.graphs import COLUMNS, cases, microseconds  # noqa: E402
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
 
 
+def idle_extension() -> ModuleType:
+    """The extension on the tests' stand-in, whose launches and products do nothing."""
+    built = sorted((ROOT / "build" / "tests").glob(f"cuda_ptx-{sys.implementation.cache_tag}/_C*.so"))
+    if not built:
+        raise SystemExit("bench/host.py: the stand-in is not built: run python -m tests.support.cuda_build")
+    ctypes.CDLL(str(built[0].with_name("libcublasLt.so.0"))).emulator_products(0)
+    # a name of its own: pybind11 gives a second `fastbert._C` the first one's module
+    spec = importlib.util.spec_from_file_location("fastbert_on_ptx._C", built[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ctypes.CDLL(str(built[0])).emulator_idle(1)
+    return module
+
+
 def pretend_gpu() -> None:
     """Let this process take CPU tensors for a GPU's, on a device that does nothing."""
     from fastbert.backends import cuda, triton
@@ -40,13 +56,9 @@ def pretend_gpu() -> None:
     from fastbert.layers import linear
     from fastbert.ops import attention_places, checks
     from fastbert.runtime import dispatch, prepared
-    from tests.ptx.emulator.cudart import extension
 
-    library = extension()
-    library.set_products(0)
-    library.calls.emulator_idle(1)
     cuda.available = triton.available = lambda device_type: None
-    cuda.device.extension, cuda.device.place = library.module, lambda device: (0, 0)
+    cuda.device.extension, cuda.device.place = idle_extension(), lambda device: (0, 0)
     cuda.device.multiprocessors = lambda device: MULTIPROCESSORS
     cuda.device.is_hopper = cuda.device.has_group_products = lambda device: True
     device = tuning.Device("", CAPABILITY, MULTIPROCESSORS)

@@ -77,7 +77,9 @@ class LayerStack:
             raise ValueError("layers: expected at least one")
         self.layers = tuple(layers)
         like = layers[0].qkv_weight
-        checks.float_tensor("qkv_weight", like)
+        checks.float_tensor("layer 0, qkv_weight", like)
+        if like.dim() != 2:
+            raise ValueError(f"layer 0, qkv_weight: expected two dimensions, got shape {tuple(like.shape)}")
         self.hidden = like.shape[-1]
         self.dtype, self.device = like.dtype, like.device
         for number, layer in enumerate(layers):
@@ -105,22 +107,23 @@ class LayerStack:
         return self
 
     def _check(self, number: int, layer: LayerWeights, like: Tensor) -> None:
-        width, inner, hidden = layer.nheads * layer.headdim, layer.up_weight.shape[0], self.hidden
+        names = [f"layer {number}, {name}" for name in LayerWeights._fields[5:]]
+        for name, tensor in zip(names, layer[5:], strict=True):
+            checks.float_tensor(name, tensor, like)
+            checks.same_dtype(name, tensor, "qkv_weight", like)
+        width, hidden, inner = layer.nheads * layer.headdim, self.hidden, layer.up_bias.numel()
         shapes = [
             shape
             for rows, columns in ((3 * width, hidden), (hidden, width), (inner, hidden), (hidden, inner))
             for shape in ((rows, columns), (rows,))
         ]
         shapes[4:4] = shapes[10:10] = [(hidden,)] * 2
-        for name, tensor, shape in zip(LayerWeights._fields[5:], layer[5:], shapes, strict=False):
-            name = f"layers[{number}].{name}"
-            checks.float_tensor(name, tensor, like)
-            checks.same_dtype(name, tensor, "qkv_weight", like)
+        for name, tensor, shape in zip(names, layer[5:], shapes, strict=True):
             checks.shape(name, tensor, shape)
         checks.eps(layer.eps), checks.eps(layer.last_eps)
         if layer.activation not in ACTIVATIONS:
             raise ValueError(
-                f"layers[{number}].activation: expected one of {', '.join(ACTIVATIONS)}, "
+                f"layer {number}, activation: expected one of {', '.join(ACTIVATIONS)}, "
                 f"got {layer.activation!r}"
             )
 

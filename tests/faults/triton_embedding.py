@@ -23,7 +23,7 @@ FAULTS = (
     _fault("every token NaN beside a bad one", "bad_word | bad_position | bad_segment, float", "tl.max((bad_word | bad_position | bad_segment).to(tl.int32), 0) > 0, float"),
     _fault("zeros for a bad id", 'float("nan"), rstd)', "0.0, rstd)"),
     _fault("tokens bad without ids", "bad = rows != rows", "bad = rows == rows"),
-    _fault("tables without rows read", "ids.shape[0] > 0 and count == 0:", "ids.shape[0] > 0 and count < 0:"),
+    _fault("tables without rows read", "if ids is not None and count == 0:", "if ids is not None and count < 0:"),
     _fault("int32 rows", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
     _fault("stride of the words for the positions", "position_ids_ptr, position_stride, rows", "position_ids_ptr, word_stride, rows"),
     _fault("position forgotten", "row = position_ptr + position_at[:, None]\n        z +=", "row = position_ptr + position_at[:, None]\n        z + "),

@@ -67,3 +67,7 @@ def emulated_extension() -> Path:
     lines += ["rule products", f"  command = {cpu_build.compiler()} -std=c++17 -O2 -shared -fPIC $in -o $out"]
     lines += [f"build {CUBLAS_LT}: products {PRODUCTS}"]
     return cpu_build.run_ninja(f"cuda_ptx-{sys.implementation.cache_tag}", lines) / name
+
+
+if __name__ == "__main__":
+    print(emulated_extension())

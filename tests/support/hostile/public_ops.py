@@ -93,7 +93,7 @@ def layers_operands():
     return found
 
 
-def layers_call(x, cu_seqlens, max_seqlen, bias, activation, eps, **parameters):
+def layers_call(x, cu_seqlens, max_seqlen, bias=None, activation="gelu", eps=1e-5, **parameters):
     """One layer, from its parameters."""
     layer = LayerWeights(HEADS, DIM, activation, eps, eps, **parameters)
     return encoder_layers(x, LayerStack([layer]), cu_seqlens, max_seqlen, bias=bias)[0]
@@ -146,10 +146,10 @@ PUBLIC = {
             *WORDED_BIASES,
             ({"x": floats(TOTAL, HEADS)}, "x"),
             ({"x": floats(0, HEADS * DIM)}, "x"),
-            ({"qkv_weight": floats(HEADS * DIM, HEADS * DIM)}, r"layers\[0\].qkv_weight"),
-            ({"norm_bias": floats(3)}, r"layers\[0\].norm_bias"),
-            ({"last_weight": floats(HEADS * DIM).double()}, r"layers\[0\].last_weight"),
-            ({"activation": "gelp"}, r"layers\[0\].activation"),
+            ({"qkv_weight": floats(HEADS * DIM, HEADS * DIM)}, "layer 0, qkv_weight"),
+            ({"norm_bias": floats(3)}, "layer 0, norm_bias"),
+            ({"last_weight": floats(HEADS * DIM).double()}, "layer 0, last_weight"),
+            ({"activation": "gelp"}, "layer 0, activation"),
             ({"eps": -1.0}, "eps"),
         ],
         False,
