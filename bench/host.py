@@ -1,4 +1,4 @@
-"""What a plain call of a model costs the host on a GPU: `python bench/host.py`.
+"""What a plain call and a training step cost the host on a GPU: `python bench/host.py`.
 
 Counted without one: tensors are in CPU memory, our host code is linked with the tests' stand-in for the CUDA
 runtime and for cuBLASLt, whose launches do nothing, and Triton's launches are left out. So what is left is
@@ -8,6 +8,10 @@ to no time. The stand-in is built by `python -m tests.support.cuda_build`, which
 
 A row is a case with 12 layers, its least and median time, and what a layer adds, by the difference from 2
 layers. `serving` says whether all layers ran in one call. Rows go to bench/results/<machine>/host.json.
+
+A training step is pre-training's as our loop takes it: forward and backward under bf16 autocast, the clipped
+norm, AdamW. `recorded` has the encoder's forward and backward from a graph whose replay does nothing.
+PyTorch's kernels over lists of tensors are left out: a GPU needs few of them.
 """
 
 from __future__ import annotations
@@ -122,8 +126,82 @@ def measured(dtype: torch.dtype, calls: int) -> list[dict]:
     return found
 
 
+def steps(calls: int) -> list[dict]:
+    """A row for a training step, recorded and not."""
+    from fastbert.graphs.training import encoders_of, serving
+    from fastbert.models.auto import AutoModelForPreTraining
+    from fastbert.models.config import EncoderConfig
+    from fastbert.pretraining.objectives.masked import MaskedLosses
+    from fastbert.training.optimizers import decay_groups, optimizer
+    from fastbert.training.update import Update
+
+    no_list_kernels()
+    sizes = {"hidden_size": COLUMNS, "num_attention_heads": 1, "intermediate_size": COLUMNS}
+    config = EncoderConfig(model_type="bert", vocab_size=1000, **sizes)
+    ids, seqlen = torch.randint(5, 1000, (4 * 32,), generator=torch.Generator().manual_seed(0)), 32
+    labels = torch.where(torch.arange(len(ids)) % 7 == 0, ids, -100)
+    inputs = {
+        "input_ids": ids,
+        "token_type_ids": torch.zeros_like(ids),
+        "cu_seqlens": torch.arange(0, len(ids) + 1, seqlen, dtype=torch.int32),
+        "max_seqlen": seqlen,
+        "labels": labels,
+        "labelled": int((labels >= 0).sum()),
+        "sentence_labels": torch.zeros(4, dtype=torch.int64),
+    }
+    found = []
+    for name in ("eager", "recorded"):
+        losses = MaskedLosses(AutoModelForPreTraining.from_config(config), num_labels=2).train()
+        graphed = encoders_of(losses) if name == "recorded" else []
+        adam = optimizer("adamw", decay_groups(losses, 0.01))
+        update = Update(adam, torch.amp.GradScaler("cpu", enabled=False), 0.0, torch.device("cpu"))
+
+        def step(losses=losses, graphed=graphed, adam=adam, update=update) -> None:
+            with serving(graphed), torch.autocast("cpu", torch.bfloat16):
+                each, _ = losses(inputs)
+            sum(each.values()).backward()
+            update.step(1, 1.0)
+            adam.zero_grad(set_to_none=True)
+
+        times = microseconds(step, calls)
+        found.append(
+            {
+                "step": "training step",
+                "name": f"fastbert-training-{name}",
+                "status": "ok",
+                "candidate": "fastbert",
+                "case": name,
+                "min_us": times[0],
+                "median_us": statistics.median(times),
+                "replayed": all(each.last_fallback is None for each in graphed),
+            }
+        )
+    return found
+
+
+def no_list_kernels() -> None:
+    """Leave out PyTorch's kernels over lists of tensors, and replays."""
+    from fastbert.graphs import training
+    from fastbert.graphs.recorder import EagerRecorder, Recording
+
+    class Idle(EagerRecorder):
+        def record_pair(self, forward, backward):
+            return tuple(
+                Recording(each.outputs, lambda: None) for each in super().record_pair(forward, backward)
+            )
+
+    training.recorder_for = Idle
+    for name in ("_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_copy_", "_fused_adamw_"):
+        setattr(torch, name, lambda *args, **options: None)
+    one = torch.ones(())
+    torch._foreach_norm = lambda tensors: [one.new_ones(()) for _ in tensors]
+    torch._foreach_mul = lambda tensors, factor: [t.new_empty(t.shape) for t in tensors]
+
+
 def line(row: dict) -> str:
     """The printed form of a row."""
+    if row["step"] == "training step":
+        return f"{row['name']}: {row['min_us']:.0f} us at least, median {row['median_us']:.0f}"
     one = "in one call" if row["serving"] else "layer by layer"
     return (
         f"{row['name']}: {row['min_us']:.0f} us at least, median {row['median_us']:.0f}, "
@@ -152,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
         for dtype in (torch.bfloat16, torch.float32):
             for row in measured(dtype, args.calls):
                 report.row(row)
+    for row in steps(max(1, args.calls // 10)):
+        report.row(row)
     report.data["finished"] = True
     report.save()
     return 0

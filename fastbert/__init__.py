@@ -10,7 +10,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, CrossEncoder
 Others' models accelerate, restore
-How it runs    explain, graph, use_backend, double_backward
+How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
 
 `dir(fastbert)` lists every name, and `help(fastbert.NAME)` says what it does.
@@ -43,6 +43,7 @@ _PLACES = {
     "encode": "sentences.encoder",
     "explain": "acceleration",
     "graph": "graphs.model",
+    "graph_training": "graphs.training",
     "restore": "acceleration",
     "use_backend": "runtime.dispatch",
 }
@@ -130,6 +131,7 @@ __all__ = [
     "encode",
     "explain",
     "graph",
+    "graph_training",
     "restore",
     "use_backend",
 ]
@@ -147,6 +149,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
     from fastbert.graphs.model import graph
+    from fastbert.graphs.training import graph_training
     from fastbert.models.albert import (
         AlbertForMaskedLM,
         AlbertForMultipleChoice,

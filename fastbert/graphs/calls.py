@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Arguments of a call that needs no more than two calls of the extension (`GraphedModel._quickly`), and of
 # those that a graph can serve; with any other, the model itself runs
 _USUAL = frozenset(("input_ids", "attention_mask", "token_type_ids", "return_dict", "first_token_only"))
-_RECORDED = _USUAL | {"position_ids", "packed"}
+_RECORDED = _USUAL | {"position_ids", "packed", "cu_seqlens", "max_seqlen"}
 
 
 def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> bool:

@@ -187,14 +187,13 @@ class GraphedModel:
                 last, pooled = outputs
                 output = BaseModelOutputWithPooling.of(last_hidden_state=last, pooler_output=pooled)
                 return model.as_output(output, given.get("return_dict"))
-        reason = unfit(model, model.device) or unfit_arguments(model.config, given)
+        reason = self._unfit() or self._unfit_arguments(given)
         if reason is not None:
             self._note(reason)
             return model(*args, **kwargs)
-        names = "input_ids", "attention_mask", "token_type_ids", "position_ids"
-        inputs = check_inputs(model.config, model.device, *map(given.get, names), None)
+        inputs = self._checked(given)
         pooled_here = model.has_pooler and not given.get("packed") and inputs.first_masked is None
-        hidden, pooled = self._encode(inputs, first_only, pooled_here)
+        hidden, pooled = self._encode(inputs, first_only, pooled_here, given.get("causal"))
         inputs = inputs.to(model.device)
         if first_only and inputs.packing.mask is not None:
             hidden = inputs.packing.keep_first(hidden)
@@ -216,7 +215,7 @@ class GraphedModel:
         model = self.model
         given = (input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
         compiling = torch.compiler.is_compiling()
-        if compiling or (reason := unfit(model, model.device)) is not None:
+        if compiling or (reason := self._unfit()) is not None:
             if not compiling:
                 self._note(reason)
             return model.forward_packed(*given, first_token_only=first_token_only)
@@ -269,7 +268,25 @@ class GraphedModel:
             else:
                 self.fallbacks[reason] += 1
 
-    def _encode(self, inputs: Inputs, first_only: bool, pooled: bool) -> tuple[Tensor, Tensor | None]:
+    def _unfit(self) -> str | None:
+        """Why no graph can serve the model now, whatever the arguments."""
+        return unfit(self.model, self.model.device)
+
+    def _checked(self, given: dict[str, Any]) -> Inputs:
+        """The checked inputs of a call, of a padded batch where the caller has them."""
+        names = "input_ids", "attention_mask", "token_type_ids", "position_ids"
+        tensors, model = [*map(given.get, names), None], self.model
+        if given.get("cu_seqlens") is None and given.get("max_seqlen") is None:
+            return check_inputs(model.config, model.device, *tensors)
+        return model.checked(*tensors, given.get("cu_seqlens"), given.get("max_seqlen"))
+
+    def _unfit_arguments(self, given: dict[str, Any]) -> str | None:
+        """Why no graph can serve these arguments of `BertModel.forward`."""
+        return unfit_arguments(self.model.config, given)
+
+    def _encode(
+        self, inputs: Inputs, first_only: bool, pooled: bool, causal: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """(hidden, the pooler's output or None) of packed inputs, on the host or the device."""
         raise_bad_ids(self.model.device)
         reason, *outputs = self._replay(inputs, first_only, pooled)
@@ -277,7 +294,7 @@ class GraphedModel:
         if reason is None:
             return tuple(outputs)
         inputs = inputs.to(self.model.device)
-        return self.model.encode_inputs(inputs, None, False, False, first_only)[0], None
+        return self.model.encode_inputs(inputs, None, False, False, first_only, causal)[0], None
 
     # -- replay ----------------------------------------------------------------------------------------------
 
@@ -472,14 +489,18 @@ class GraphedModel:
                 self._blank()
                 recording = self._recorder.record(function)
         except Exception as error:  # the model computes what cannot be captured
-            reason = f"recording failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._failed[bucket] = reason
-            warnings.warn(f"fastbert: {bucket} has no graph: {reason}", RuntimeWarning, stacklevel=5)
-            return reason
+            return self._refused(bucket, error)
         self._recordings[bucket] = recording, function
         self._weights.follow(None)  # it does not watch what this recording derives
         self._derived |= {(id(owner), name): (owner, name, value) for owner, name, value in derived}
         return None
+
+    def _refused(self, bucket: Bucket, error: Exception) -> str:
+        """Keep, warn and return that the bucket's graph cannot be recorded."""
+        reason = f"recording failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        self._failed[bucket] = reason
+        warnings.warn(f"fastbert: {bucket} has no graph: {reason}", RuntimeWarning, stacklevel=6)
+        return reason
 
     def _blank(self) -> None:
         """Clear the inputs' memory, whose values belong to another bucket and make no sense in this one."""

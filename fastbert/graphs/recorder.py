@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,25 @@ class EagerRecorder:
         self._made.add(recording)
         return recording
 
+    def record_pair(
+        self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
+    ) -> tuple[Recording, Recording]:
+        """Recordings of `forward()`, and of `backward` of its output by what autograd has saved for it.
+
+        Each replay of the second follows one of the first. `backward` writes to memory of its own.
+        """
+        kept = [forward()]
+        output = kept[0].detach()
+
+        def replay_forward() -> None:
+            kept[:] = [forward()]
+            output.copy_(kept[0].detach())
+
+        backward(kept.pop())
+        recordings = Recording((output,), replay_forward), Recording((), lambda: backward(kept.pop()))
+        self._made.add(recordings[0])
+        return recordings
+
     def in_order(self) -> contextlib.AbstractContextManager:
         """A block around each use of inputs, recordings and outputs.
 
@@ -82,16 +102,35 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 function()
             current.wait_stream(self._stream)
-            captured = torch.cuda.CUDAGraph()
-            # Other threads may use the GPU meanwhile: their allocations must not fail this capture
-            with (
-                _capturing,
-                torch.cuda.graph(
-                    captured, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ),
-            ):
-                outputs = function()
-        return Recording(outputs, captured.replay)
+            return Recording(*self._captured(function))
+
+    def record_pair(
+        self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
+    ) -> tuple[Recording, Recording]:
+        """See `EagerRecorder`."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                backward(forward())
+            current.wait_stream(self._stream)
+            # what autograd saves is held from one capture to the other, so the second does not overwrite it
+            output, replay = self._captured(forward)
+            _, replay_backward = self._captured(lambda: backward(output))
+            return Recording((output.detach(),), replay), Recording((), replay_backward)
+
+    def _captured(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """What a function returns while it is captured, and what replays it."""
+        captured = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile: their allocations must not fail this capture
+        with (
+            _capturing,
+            torch.cuda.graph(
+                captured, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+        ):
+            outputs = function()
+        return outputs, captured.replay
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ class GraphedTask:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, its encoder by a graph if one can serve."""
-        token = served_by.set((self.encoder.model, self.encoder))
+        token = served_by.set({**served_by.get(), self.encoder.model: self.encoder})
         try:
             return self.model(*args, **kwargs)
         finally:

@@ -353,6 +353,7 @@ class BertModel(PreTrainedModel):
         want_states: bool,
         first_only: bool,
         causal: bool | None = None,
+        seed: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Packed tokens through embeddings and layers; see `run_encoder`.
 
@@ -362,6 +363,7 @@ class BertModel(PreTrainedModel):
             want_attentions, want_states: fill the lists that are returned.
             first_only: only the first token of each sequence is wanted.
             causal: see `forward`.
+            seed: (1,) int64 of all dropouts, on the device; None: a new one.
         """
         config = self.config
         if causal is None:
@@ -407,6 +409,7 @@ class BertModel(PreTrainedModel):
             recompute_every=self.checkpoint_every,
             causal=causal,
             taps=self.taps,
+            seed=seed,
         )
 
 

@@ -58,6 +58,7 @@ def run_encoder(
     recompute_every: int = 0,
     causal: bool = False,
     taps: Taps | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Packed tokens through the embeddings, the projection (if the encoder has one) and all layers.
 
@@ -67,7 +68,7 @@ def run_encoder(
             parts (`gap`) is called on a padded batch, as in transformers.
         embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
         inputs: the batch, on the model's device.
-        drops: whether the embeddings drop. A seed is drawn only if they or a layer do.
+        drops: whether the embeddings drop. A seed is drawn only if they or a layer do, and none is passed.
         gates: (layers, nheads) factors of the heads' outputs, or None.
         want_attentions, want_states: fill the lists that are returned.
         first_only: only the first token of each sequence is wanted. The last layer then skips the other rows
@@ -75,6 +76,7 @@ def run_encoder(
         recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
         causal: whether a token sees only those up to itself.
         taps: who sees what the layers compute inside, or None. Then no row is skipped.
+        seed: (1,) int64 of all dropouts, on the device, or None.
 
     Returns:
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
@@ -84,7 +86,10 @@ def run_encoder(
     own = getattr(root, "layer_class", PackedLayer)
     plan = plan_of(root._modules[container], layers, inputs.device, own)
     steps = plan.steps
-    seed = dropout_seed(inputs.device) if drops or plan.drops else None
+    if not (drops or plan.drops):
+        seed = None
+    elif seed is None:
+        seed = dropout_seed(inputs.device)
     hidden = embed(seed)
     changed_one = plan.changed
     if taps is not None and changed_one is not None:

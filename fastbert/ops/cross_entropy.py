@@ -148,7 +148,7 @@ def checked_labels(
     if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing!r}")
     labels = labels.to(torch.int64)
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+    if checks.has_values(labels) and not torch.compiler.is_compiling():
         wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
         if wrong.numel():
             raise ValueError(

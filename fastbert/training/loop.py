@@ -7,8 +7,9 @@ A step:
     3. for each micro-batch: seed torch by (seed, step, j); loss = Σ weight · mean · count · W / all counts
     4. clip the norm of all gradients together; stop if it is not finite; take the optimizer's step
 
-Where the host would wait for the device (a GPU), it reads the norm only in a step that is logged, and before
-a checkpoint. A step that is not finite changes nothing, nor does any step after it, and the run stops there.
+On a GPU a single process replays the forward and backward of encoders from CUDA graphs (graphs/training.py).
+The host reads the norm only in a step that is logged, and before a checkpoint, because it waits for a GPU
+there. A step that is not finite changes nothing, nor does any step after it, and the run stops there.
 
 So a loss is the mean over the step's whole batch, however it is cut; and data, masks and dropout depend on
 (seed, step, j) alone: on no process, worker or interruption. No state of a generator is kept.
@@ -42,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
+from fastbert.graphs.training import encoders_of, serving
 from fastbert.layers.packing import send
 from fastbert.training import checkpoints, work
 from fastbert.training.clock import Clock
@@ -295,6 +297,7 @@ class Trainer:
         """Wrap a module for the processes, and make its optimizer."""
         self.module = module
         self._wrapped = self.parallel.wrap(module)
+        self._graphed = encoders_of(module) if self.parallel.kind == "none" else []
         self.names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self._new_optimizer()
         self._warm = False
@@ -473,7 +476,8 @@ class Trainer:
         device, host = self.parallel.device, torch.device("cpu")
         inputs = {key: _on(v, host if key in _ON_HOST else device) for key, v in batch.inputs.items()}
         with self.parallel.exchanging(self._wrapped, exchange):
-            with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            half = self.dtype != torch.float32
+            with serving(self._graphed), torch.autocast(device.type, self.dtype, enabled=half):
                 losses, correct = self._wrapped(inputs, measure)
             missing = losses.keys() - batch.counts.keys()
             if missing:

@@ -30,12 +30,6 @@ FALLBACKS = {
     },
     "there are no tokens": {"attention_mask": torch.zeros(4, 40)},
     "causal is given": {"causal": False},  # which overrides a config's is_decoder
-    "cu_seqlens is given": {
-        "input_ids": torch.arange(5, 25),
-        "attention_mask": None,
-        "token_type_ids": None,
-        "cu_seqlens": torch.tensor([0, 8, 20], dtype=torch.int32),
-    },
 }
 
 

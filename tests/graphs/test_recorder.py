@@ -139,4 +139,17 @@ def test_the_cuda_recorder(monkeypatch):
         *("CUDAGraph().replay", "current_stream", "Event().record", "device().__exit__"),
         "Event().synchronize",
     ]
+    first, second = recorder.record_pair(cuda.forward, cuda.backward)
+    assert first.outputs == (cuda.forward().detach(),)
+    assert second.outputs == ()
+    assert cuda.backward.mock_calls == [mock.call(cuda.forward())] * 2
+    # both once on the capture's stream, then each in a capture of its own
+    captured = ["CUDAGraph", "graph", "graph().__enter__", "{}", "graph().__exit__"]
+    assert order()[4:-1] == [
+        *("stream", "stream().__enter__", "forward", "backward", "stream().__exit__"),
+        "current_stream().wait_stream",
+        *(name.format("forward") for name in captured),
+        *(name.format("backward") for name in captured),
+        *("forward().detach", "device().__exit__", "forward", "forward().detach"),
+    ]
     assert recorder_for(CPU) is recorder_for(torch.device("meta")) is None

@@ -54,6 +54,11 @@ def test_packed_sequences(name, first_only):
             actual = g.graphed.forward_packed(*given, **extra, first_token_only=first_only)
             assert g.graphed.last_fallback is None
             same(actual, g.model.forward_packed(*given, **extra, first_token_only=first_only))
+        packed = {"input_ids": ids, "cu_seqlens": cu_seqlens, "first_token_only": first_only}
+        for more in ({}, {"max_seqlen": longest}):
+            g.check(**packed, **more)
+    with pytest.raises(ValueError, match="max_seqlen: expected None without cu_seqlens, got 3"):
+        g.graphed(ids[None], max_seqlen=3)
     types = torch.arange(60) % 2
     if name == "bert":
         same(

@@ -11,7 +11,7 @@ from torch import nn
 
 import fastbert
 from fastbert.models.config import EncoderConfig
-from fastbert.training.optimizers import KINDS, decay_groups, optimizer
+from fastbert.training.optimizers import KINDS, AdamW, decay_groups, optimizer
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.98), 1e-6, 0.1
 
@@ -124,3 +124,34 @@ def test_bad_arguments_are_named():
     sparse(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="expected dense gradients"):
         made.step()
+
+
+def test_adamw_is_torchs():
+    """Bit for bit, also of two dtypes, without a gradient, with a scaler's factor and where it skips."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(5, 3, generator=generator), torch.randn(4, generator=generator).double()]
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    runs = []
+    for kind in (torch.optim.AdamW, AdamW):
+        params = [nn.Parameter(start.clone()) for start in [*starts, torch.ones(2)]]
+        made = kind(params, **options, **({"fused": True} if kind is torch.optim.AdamW else {}))
+        runs.append((params, made))
+    for step in range(5):
+        grads = [torch.randn(start.shape, generator=generator, dtype=start.dtype) for start in starts]
+        for params, made in runs:
+            for p, g in zip(params, grads, strict=False):
+                p.grad = g.clone()
+            if step == 2:
+                made.found_inf = torch.ones(())
+            if step == 3:
+                made.grad_scale, made.found_inf = torch.tensor(8.0), torch.zeros(())
+            made.step()
+    (params, torchs), (own, ours) = runs
+    assert all(map(torch.equal, params, own))
+    assert ours.state[own[0]]["step"] == 4
+    torchs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(torchs.state_dict())
+    for key, value in torchs.state[params[1]].items():
+        assert torch.equal(value, ours.state[own[1]][key])
+    with pytest.raises(ValueError, match="amsgrad: expected False, got True"):
+        AdamW([{"params": own, "amsgrad": True}])

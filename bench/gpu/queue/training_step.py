@@ -2,9 +2,11 @@
 
     python bench/gpu/queue/training_step.py --json FILE --budget SECONDS [--device cpu]
 
-A step is forward, backward, the norm of all gradients, clipping and fused AdamW. The host reads the lengths
-of the sequences and the norm (`lengths`), the norm (`norm`) or nothing (`free`; `waits` names lines where it
-waits all the same). `graph` is `free` as a CUDA graph, in turns with `free again`. `wall_ms`: a step of 10
+A step is forward, backward, the norm of all gradients, clipping and fused AdamW. The host reads the norm
+(`norm`) or nothing (`free`, `recorded`; `waits` names lines where it waits all the same). `recorded` is
+`free` with the encoder's forward and backward from CUDA graphs (fastbert/graphs/training.py), as our loop
+takes it. `gradients` compares its gradients with those of `free`, from the same weights and dropout: how
+many are equal bit for bit, of how many, and the largest distance over the norm. `wall_ms`: a step of 10
 without a wait between them, median of 5; `alone_ms`: one step; `busy_ms`: its kernels. A CPU has no graph.
 """
 
@@ -12,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import itertools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
@@ -30,10 +30,11 @@ from bench.lib import lines, served, training, workloads  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
 from bench.lib.timing import interleave  # noqa: E402
+from fastbert.graphs.training import encoders_of, serving  # noqa: E402
 from fastbert.pretraining.objectives.masked import MaskedLosses  # noqa: E402
 
 STEPS, RUNS, WARMUPS, CLIP = 10, 5, 3, 1.0
-WAYS = {"fastbert": ("lengths", "norm", "free"), "transformers": ("norm", "free")}
+WAYS = {"fastbert": ("norm", "free", "recorded"), "transformers": ("norm", "free")}
 
 
 class Candidate:
@@ -42,6 +43,7 @@ class Candidate:
         self.inputs, labelled = training.batch(lengths, model.vocab, "pretraining", device)
         self.model, self.losses = training.modules(model, "pretraining", (who,), device)[who], None
         self.optimizer = training.optimizer_of(self.model.train())
+        self.graphed = encoders_of(self.model)
         if who == "fastbert":  # as the training loop calls it: packed, with the number of labels
             pairs = self.inputs.pop("next_sentence_label")
             ends = torch.arange(len(lengths) + 1, dtype=torch.int32) * lengths[0]
@@ -53,10 +55,9 @@ class Candidate:
     def loss(self, way: str) -> torch.Tensor:
         if self.losses is None:  # transformers
             return training.loss_of(self.model, self.inputs, autocast=True)
-        device = self.inputs["labels"].device
-        ends = self.inputs["cu_seqlens"].to(device if way == "lengths" else "cpu")
-        with torch.autocast(device.type, torch.bfloat16):
-            losses, _ = self.losses(self.inputs | {"cu_seqlens": ends})
+        graphed = self.graphed if way == "recorded" else []
+        with serving(graphed), torch.autocast(self.inputs["labels"].device.type, torch.bfloat16):
+            losses, _ = self.losses(self.inputs)
         return losses["mlm"] + losses["sentence"]
 
     def step(self, way: str) -> None:
@@ -64,7 +65,7 @@ class Candidate:
         self.loss(way).backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm, self.optimizer.found_inf = torch.nn.utils.get_total_norm(gradients), None
-        if way == "free":
+        if way != "norm":
             wide = norm.double()
             factor = torch.where(wide > CLIP, CLIP / (wide + 1e-6), torch.ones_like(wide)).float()
             torch._foreach_mul_(gradients, factor)
@@ -73,42 +74,38 @@ class Candidate:
             torch._foreach_mul_(gradients, CLIP / (value + 1e-6))
         self.optimizer.step()
 
-    def waits(self) -> list[str]:
+    def waits(self, way: str) -> list[str]:
         with warnings.catch_warnings(record=True, action="always") as seen:
             torch.cuda.set_sync_debug_mode("warn")
-            self.step("free")
+            self.step(way)
             torch.cuda.set_sync_debug_mode("default")
         return [f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
 
-    def captured(self) -> Callable[[], None]:
-        for group in self.optimizer.param_groups:
-            group["capturable"] = True
-        encoder = self.model.base_model
-        given = map(self.inputs.get, inspect.signature(encoder.checked).parameters)
-        self.kept = kept = encoder.checked(*given)  # replays read its memory
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with mock.patch.object(encoder, "checked", return_value=kept):
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUPS):
-                    self.step("free")
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.step("free")
-        return graph.replay
+    def gradients(self) -> list[float]:
+        found = []
+        for way in ("free", "recorded"):
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.manual_seed(0)
+            self.loss(way).backward()
+            found.append([p.grad for p in self.model.parameters() if p.grad is not None])
+        pairs = list(zip(*found, strict=True))
+        far = max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+        return [sum(torch.equal(a, b) for a, b in pairs), len(pairs), far]
 
 
 def rows(who: str, name: str, device: torch.device) -> Iterator[dict]:
-    engine = "fastbert" if who == "graph" else who
-    candidate = Candidate(engine, workloads.MODELS["tiny" if device.type == "cpu" else name], device)
-    calls = {way: lambda way=way: candidate.step(way) for way in WAYS[engine]}
-    if who == "graph":
-        calls = {"free again": calls["free"], "graph": candidate.captured()}
+    candidate = Candidate(who, workloads.MODELS["tiny" if device.type == "cpu" else name], device)
+    calls = {way: lambda way=way: candidate.step(way) for way in WAYS[who]}
     timed = interleave(calls, device, clock="wall", samples=(RUNS, RUNS), warmup=WARMUPS, inner=STEPS)
     for way, call in calls.items():
         found = breakdown.measured(call, device, samples=3) | {"way": way}
         found |= {"alone_ms": found["wall_ms"], "wall_ms": timed[way].median_ms}
-        found["waits"] = candidate.waits() if way == "free" and device.type == "cuda" else []
-        yield found | {"backends": served.backends(engine, device, "bf16 autocast")}
+        if way != "norm" and device.type == "cuda":
+            found["waits"] = candidate.waits(way)
+        if way == "recorded":
+            found["gradients"] = candidate.gradients()
+            found["fallbacks"] = [dict(each.fallbacks) for each in candidate.graphed]
+        yield found | {"backends": served.backends(who, device, "bf16 autocast")}
 
 
 def tell(path: Path, row: dict) -> None:
@@ -124,7 +121,7 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default="cuda:0")
     args, begin = parser.parse_args(), time.monotonic()
     lines.append(args.json, "head", {"environment": describe(args.device)})
-    for who, name in itertools.product(("fastbert", "graph", "transformers"), ("base", "large")):
+    for who, name in itertools.product(("fastbert", "transformers"), ("base", "large")):
         try:
             if (left := args.budget - (time.monotonic() - begin)) < 20:
                 raise TimeoutError(f"{left:.0f} s of --budget are left, 20 needed")

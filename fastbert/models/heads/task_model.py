@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
 
-# (an encoder, what is called in its place), for the calls of this context: `fastbert.graph`
-served_by: ContextVar[tuple[nn.Module, Callable] | None] = ContextVar("served_by", default=None)
+# encoder -> what is called in its place, for the calls of this context: `fastbert.graph`
+served_by: ContextVar[Mapping[nn.Module, Callable]] = ContextVar("served_by", default=MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -325,8 +326,7 @@ class TaskModel(PreTrainedModel):
             )
         first_only = self.reads_first_only and not whole
         # torch.compile cannot trace a ContextVar, and no graph serves it
-        served, call = (None if torch.compiler.is_compiling() else served_by.get()) or (None, None)
-        call = call if served is encoder else encoder
+        call = encoder if torch.compiler.is_compiling() else served_by.get().get(encoder, encoder)
         hidden, states, probs, inputs = call(**given, **asked, first_token_only=first_only, packed=True)
         return Encoded(hidden, inputs, states, probs, first_only, by_modules)
 

@@ -1,0 +1,448 @@
+"""CUDA-graph replay for training: one call enqueues the encoder's forward, another its backward.
+
+    graphed = fastbert.graph_training(model)
+    loss = graphed(input_ids, attention_mask, labels=labels).loss  # takes and returns what the model does
+    loss.backward()
+    optimizer.step()
+
+The encoder, which takes most of the host's time, is recorded once per bucket of tokens (`buckets.py`); the
+head and the loss run as always, on the batch's own tokens. Gradients go through autograd to `parameter.grad`,
+so they accumulate, and hooks of parameters run. The seed of all dropouts is drawn before a replay, as the
+model draws it.
+
+Rows after the batch's last token are sequences of token 0 of their own, whose output has gradient 0: all that
+they add to a parameter's gradient is 0.
+
+A backward replay reads what the forward replay of its bucket has left in the graphs' memory. So one forward
+at a time waits for its backward, and further calls meanwhile run the model itself.
+
+Memory: all graphs share one pool, as large as the largest graph needs; there is one more copy of the
+gradients. The first call after a change of the model (a module, a parameter, its `requires_grad`, an
+attribute such as `p` of a dropout) is computed as it will be recorded, and the next one records. Changes in
+place, such as an optimizer's step, need no new recording. What a graph cannot do, the model does itself, with
+the same result; `last_fallback` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.graphs.buckets import Bucket, long_room
+from fastbert.graphs.calls import by_grid, raise_bad_ids, unfit_arguments
+from fastbert.graphs.model import GraphedModel
+from fastbert.graphs.recorder import Recorder, Recording, recorder_for
+from fastbert.graphs.staging import Rows, rows_in, words
+from fastbert.graphs.task import GraphedTask
+from fastbert.graphs.weights import HOOKED
+from fastbert.layers.embeddings import Embeddings
+from fastbert.layers.modules import calls_all, watched
+from fastbert.layers.packing import Packing, send
+from fastbert.models.bert import BertModel
+from fastbert.models.encoder import dropout_seed
+from fastbert.models.heads.task_model import TaskModel, served_by
+from fastbert.models.inputs import Inputs
+from fastbert.ops import checks
+from fastbert.runtime import dispatch, prepared
+from fastbert.runtime.loader import extension
+
+
+def graph_training(
+    model: BertModel | TaskModel,
+    *,
+    max_tokens: int = 16384,
+    max_batch: int = 512,
+    buckets: Sequence[int] | None = None,
+    max_graphs: int = 128,
+    recorder: Callable[[torch.device], Recorder | None] = recorder_for,
+) -> GraphedTraining | GraphedTask:
+    """The model, with the forward and backward of its encoder in training replayed from CUDA graphs.
+
+    Args:
+        model: an encoder, or a model with a head, whose head runs after the graph. Shared, not copied.
+        max_tokens, max_batch, buckets, max_graphs, recorder: see `fastbert.graph`.
+
+    Returns:
+        A `GraphedTraining`, with a head a `GraphedTask`, to be called like the model.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    encoder = model.base_model if isinstance(model, TaskModel) else model
+    graphed = GraphedTraining(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
+    return graphed if encoder is model else GraphedTask(model, graphed)
+
+
+def encoders_of(module: nn.Module) -> list[GraphedTraining]:
+    """Each encoder below a module, for `serving`; none where the encoder's device has no graphs."""
+    encoders = [m for m in module.modules() if isinstance(m, BertModel)]
+    sizes = 65536, 4096, None, 128
+    return [GraphedTraining(m, *sizes, recorder_for) for m in encoders if recorder_for(m.device)]
+
+
+@contextlib.contextmanager
+def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
+    """A context in which models with a head are served by these in place of their encoders."""
+    token = served_by.set({**served_by.get(), **{each.model: each for each in graphed}})
+    try:
+        yield
+    finally:
+        served_by.reset(token)
+
+
+class _Kind(NamedTuple):
+    """What else a recording depends on: stands in a `Bucket` for its pins.
+
+    Attributes:
+        pins: see `Bucket`.
+        autocast: the dtype of autocast; None where it is off.
+        causal: whether a token sees only those up to itself; None: as the config says.
+    """
+
+    pins: tuple[tuple[str, str], ...]
+    autocast: torch.dtype | None
+    causal: bool | None
+
+
+class _Step(NamedTuple):
+    """The two recordings of a bucket, and the parameters that get a gradient, by their numbers."""
+
+    forward: Recording
+    backward: Recording
+    used: list[int]
+
+
+class _Turn:
+    """A forward that waits for its backward; it lives as long as autograd may ask for that."""
+
+    def __init__(self, step: _Step, parameters: list[Tensor]):
+        self.step, self.parameters = step, parameters
+        self.versions = [p._version for p in parameters]
+
+
+class _Replayed(torch.autograd.Function):
+    """The two recordings of a step as one node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, graphed: GraphedTraining, turn: _Turn, rows: int, *parameters: Tensor) -> Tensor:
+        ctx.graphed, ctx.turn = graphed, turn
+        return graphed._forward(turn, rows)
+
+    @staticmethod
+    @checks.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.graphed._backward(ctx.turn, dout)
+
+
+class GraphedTraining(GraphedModel):
+    """An encoder whose forward and backward in training are replayed; made by `graph_training`.
+
+    See `GraphedModel` for what can be called and read.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._steps: OrderedDict[Bucket, _Step] = OrderedDict()
+        self._watch: tuple | None = None
+        self._turn: Callable[[], _Turn | None] = _none
+        self._leaves: list[nn.Parameter] = []
+        self._grads: list[Tensor] = []
+        self._douts: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._seed, self._draws, self._is_new = torch.empty(0), False, False
+
+    @property
+    def graphs(self) -> list[Bucket]:
+        """See `GraphedModel`."""
+        with self._lock:
+            return list(self._steps)
+
+    @property
+    def bytes_held(self) -> int:
+        """See `GraphedModel`; with the copy of the gradients."""
+        with self._lock:
+            held = [self._memory, *self._grads, *self._douts.values()]
+            recorded = 0 if self._recorder is None else self._recorder.bytes_held()
+            return sum(t.nbytes for t in held) + recorded
+
+    # -- which calls -----------------------------------------------------------------------------------------
+
+    def _unfit(self) -> str | None:
+        model = self.model
+        if not model.training:
+            return "the model is not in training mode"
+        if not torch.is_grad_enabled():
+            return "gradients are off"
+        if model.checkpoint_every:
+            return "layers are computed again in backward"
+        if model.taps is not None:
+            return "taps are set"
+        if torch._C._are_functorch_transforms_active():
+            return "a transform of torch.func is active"
+        if torch.is_anomaly_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
+            return "autograd looks at what is saved"
+        if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "the caller is capturing a graph"
+        return None
+
+    def _unfit_arguments(self, given: dict[str, Any]) -> str | None:
+        return unfit_arguments(self.model.config, {**given, "causal": None})
+
+    def _state(self) -> str | None:
+        """Why the model itself must run because of what it is now; None if it may be recorded."""
+        if (reason := calls_all()) is not None:
+            return reason
+        if self._watch is not None and self._watch[0].same():
+            _, leaves, flags, _ = self._watch
+            if flags == [p.requires_grad for p in leaves]:
+                return None
+        if self._turn() is not None:
+            return "the model has changed before a backward"
+        self._drop()
+        model = self.model
+        if watched(model):
+            return HOOKED
+        if (reason := model.gap()) is not None:
+            return reason
+        if type(model.embeddings) is not Embeddings or any(m.is_called() for m in model.layers()):
+            return "the embeddings or a layer have code of their own"
+        if (reason := by_grid(model)) is not None:
+            return reason
+        self._watch, self._is_new = watch_of(model), True
+        return None if self._watch else "changes would not be noticed"
+
+    # -- replay ----------------------------------------------------------------------------------------------
+
+    def _encode(
+        self, inputs: Inputs, first_only: bool, pooled: bool, causal: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        raise_bad_ids(self.model.device)
+        inputs, asked = inputs.to(self.model.device), (first_only, causal)
+        with self._lock:
+            found = self._begun(inputs, *asked)
+        if isinstance(found, str):
+            self._note(found)
+            return self.model.encode_inputs(inputs, None, False, False, *asked)[0], None
+        bucket, turn = found
+        rows = inputs.packing.batch if first_only else inputs.position_ids.shape[0]
+        if isinstance(turn, _Turn):
+            hidden = _Replayed.apply(self, turn, rows, *turn.parameters)
+            self._note(None)
+            return hidden, None
+        # as a replay computes it, so that a run has the same bits whenever it was begun
+        self._note(turn)
+        memory = inputs.position_ids.new_zeros(words(bucket.tokens, bucket.sequences))
+        where = rows_in(memory, bucket.tokens, bucket.sequences)
+        self._fill(where, bucket, inputs)
+        return self._function_of(where, bucket, None)()[:rows], None
+
+    def _begun(
+        self, inputs: Inputs, first_only: bool, causal: bool | None
+    ) -> tuple[Bucket, _Turn | str] | str:
+        """The bucket of a batch, and a turn whose inputs are in place, or why nothing is replayed.
+
+        Or why the model itself must run, without padding.
+        """
+        if (reason := self._state()) is not None:
+            return reason
+        packed = inputs.packing
+        if inputs.bias is not None or inputs.inputs_embeds is not None or inputs.holes:
+            return "the batch has more than ids, or a mask with holes"
+        sizes = self._fitting(inputs.position_ids.shape[0], packed.batch, packed.max_seqlen)
+        if isinstance(sizes, str):
+            return sizes
+        kind = _Kind(dispatch.pins(), checks.autocast_dtype(self._watch[1][0]), causal)
+        bucket = Bucket(*sizes, first_only, False, kind)
+        if self._is_new:
+            self._is_new = False
+            return bucket, "the model is new, or has changed"
+        if self._turn() is not None:
+            return bucket, "another forward waits for its backward"
+        if bucket not in self._steps and (reason := self._record_step(bucket)) is not None:
+            return bucket, reason
+        self._steps.move_to_end(bucket)
+        step = self._steps[bucket]
+        turn = _Turn(step, [self._leaves[i] for i in step.used])
+        with self._recorder.in_order():
+            self._fill(self._rows(bucket), bucket, inputs)
+            if self._draws:
+                self._seed.copy_(dropout_seed(inputs.device))
+        self._turn = weakref.ref(turn)
+        return bucket, turn
+
+    def _fitting(self, total: int, batch: int, longest: int) -> tuple[int, int] | str:
+        """(tokens, sequences) of the smallest graph that holds a batch and its padding as sequences."""
+        if total == 0:
+            return "there are no tokens"
+        most = self.model.config.max_tokens
+        if longest > most:
+            return "a sequence is longer than graphs are recorded for"
+        first = bisect_left(self.buckets, total)
+        for tokens, room in zip(self.buckets[first:], self.rooms[first:], strict=True):
+            needed = batch - (total - tokens) // min(tokens, most)
+            if needed <= room:
+                few = long_room(tokens, room)
+                return tokens, few if needed <= few else room
+        return f"there are more than {self.buckets[-1]} tokens or {self.max_batch} sequences"
+
+    def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> None:
+        """Write a batch as the bucket's graphs read it."""
+        _, rows, ends, _ = where
+        device = rows.device
+        given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
+        total, batch = given[0].shape[0], inputs.packing.batch
+        rows[: len(given), :total] = send(torch.stack(given), device)
+        ends[: batch + 1] = send(inputs.packing.cu_seqlens, device)
+        ends[batch:] = self._padding(bucket, total, bucket.sequences - batch, device)
+
+    def _padding(self, bucket: Bucket, total: int, sequences: int, device: torch.device) -> Tensor:
+        """Where sequences of padding begin, and the last one ends: (sequences + 1,) int32."""
+        longest = min(bucket.tokens, self.model.config.max_tokens)
+        ends = torch.arange(total, total + longest * sequences + 1, longest, dtype=torch.int32)
+        return send(ends.clamp_(max=bucket.tokens), device)
+
+    def _forward(self, turn: _Turn, rows: int) -> Tensor:
+        with self._lock, self._recorder.in_order():
+            turn.step.forward.replay()
+            return turn.step.forward.outputs[0][:rows].clone()
+
+    def _backward(self, turn: _Turn, dout: Tensor) -> list[Tensor]:
+        """Gradients of the turn's parameters.
+
+        Raises:
+            RuntimeError: backward ran already, or a parameter was changed since the forward.
+        """
+        with self._lock:
+            if self._turn() is not turn:
+                raise RuntimeError(
+                    "backward: a recorded step has one backward, and this one has run; call the model itself"
+                )
+            if turn.versions != [p._version for p in turn.parameters]:
+                raise RuntimeError("backward: a parameter was changed in place since the recorded forward")
+            self._turn = _none
+            target = self._dout_of(turn.step.forward.outputs[0])
+            with self._recorder.in_order():
+                target[: dout.shape[0]] = dout
+                target[dout.shape[0] :] = 0
+                turn.step.backward.replay()
+                return torch._foreach_mul([self._grads[i] for i in turn.step.used], 1)
+
+    # -- recording -------------------------------------------------------------------------------------------
+
+    def _start(self) -> str | None:
+        """Make the memory that recordings share, or say why nothing can be recorded."""
+        model, device = self.model, self.model.device
+        self._recorder = self._make_recorder(device)
+        if self._recorder is None:
+            return f"the model is on {device}, where there are no graphs"
+        self._leaves = [p for p in self._watch[1] if p.requires_grad]
+        if not self._leaves:
+            self._recorder = None
+            return "no parameter needs a gradient"
+        most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
+        self._memory = torch.zeros(most, dtype=torch.int64, device=device)
+        self._grads = [torch.zeros_like(p) for p in self._leaves]
+        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self._draws = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+        return None
+
+    def _record_step(self, bucket: Bucket) -> str | None:
+        """Record the graphs of a bucket, or say why they cannot be."""
+        if bucket in self._failed:
+            return self._failed[bucket]
+        if self._recorder is None and (reason := self._start()) is not None:
+            return reason
+        while len(self._steps) >= self.max_graphs:
+            self._recorder.wait()
+            self._steps.popitem(last=False)
+        used: list[int] = []
+        where = self._rows(bucket)
+        functions = self._function_of(where, bucket, self._seed), partial(self._gradients, used)
+        try:
+            with self._recorder.in_order(), prepared.collect_used() as derived:
+                self._memory.zero_()
+                # every row is a token of a sequence, as in all batches
+                where.ends.copy_(self._padding(bucket, 0, bucket.sequences, where.ends.device))
+                recordings = self._recorder.record_pair(*functions)
+        except Exception as error:  # the model computes what cannot be captured
+            return self._refused(bucket, error)
+        if derived:
+            self._failed[bucket] = "weights are derived from parameters"
+            return self._failed[bucket]
+        self._steps[bucket] = _Step(*recordings, used)
+        return None
+
+    def _function_of(self, where: Rows, bucket: Bucket, seed: Tensor | None) -> Callable[[], Tensor]:
+        """The forward of a batch that fills a bucket; with `seed` None it draws one, if it drops."""
+        model, (_, rows, ends, _) = self.model, where
+        longest, kind = min(bucket.tokens, model.config.max_tokens), bucket.pins
+        packed = Packing(ends.shape[0] - 1, longest, ends, longest)
+        types = rows[2] if model.family.segments else None
+        inputs = Inputs(rows[0], rows[1], types, None, None, packed)
+        half = kind.autocast is not None
+
+        def function() -> Tensor:
+            # without the cache of autocast: casts that it holds are of weights as they were
+            with (
+                torch.enable_grad(),
+                torch.autocast(model.device.type, kind.autocast, enabled=half, cache_enabled=False),
+            ):
+                asked = None, False, False, bucket.first_token_only, kind.causal
+                return model.encode_inputs(inputs, *asked, seed)[0]
+
+        return function
+
+    def _gradients(self, used: list[int], hidden: Tensor) -> None:
+        """The backward that is recorded: the leaves' gradients into `_grads`; `used` gets their numbers."""
+        found = torch.autograd.grad(hidden, self._leaves, self._dout_of(hidden), allow_unused=True)
+        used[:] = [i for i, grad in enumerate(found) if grad is not None]
+        torch._foreach_copy_([self._grads[i] for i in used], [found[i] for i in used])
+
+    def _dout_of(self, hidden: Tensor) -> Tensor:
+        """Where the backward of a recording reads the gradient of its output; shared, by powers of two."""
+        rows = 1 << (hidden.shape[0] - 1).bit_length()
+        key = hidden.dtype, rows
+        if key not in self._douts:
+            self._douts[key] = hidden.new_zeros(rows, hidden.shape[1], requires_grad=False)
+        return self._douts[key][: hidden.shape[0]]
+
+    def _drop(self) -> None:
+        super()._drop()
+        self._steps.clear()
+        self._douts.clear()
+        self._watch, self._turn = None, _none
+        self._leaves, self._grads, self._seed = [], [], torch.empty(0)
+
+
+def _none() -> None:
+    """A turn that is over."""
+
+
+def watch_of(model: nn.Module) -> tuple | None:
+    """What tells whether a model in training is as it is now, but for elements of tensors.
+
+    Returns:
+        (that, the parameters, whether each needs a gradient, what else is borrowed); None if nothing tells.
+    """
+    if extension is None:
+        return None
+    modules = list(model.modules())
+    tables = [t for m in modules for t in (m._parameters, m._buffers, m._modules, vars(m))]
+    hooks = [
+        each
+        for m in modules
+        for each in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    ]
+    leaves = list(model.parameters())
+    tensors = [*leaves, *model.buffers()]
+    watch = extension.ModelWatch(modules, tables, hooks, [], tensors, [], [])
+    flags = [p.requires_grad for p in leaves]
+    return (watch, leaves, flags, (modules, tables, hooks, tensors)) if watch.known() else None
