@@ -70,7 +70,7 @@ def forward_of(activation: str | None, save: bool, rows: int) -> str:
 
 def _backward_of(activation: str | None) -> str:
     """The same for backward."""
-    return "linear_bwd" if activation is None else "linear_bwd activation training"
+    return "linear_bwd training" if activation is None else "linear_bwd activation training"
 
 
 # --- wide weights -------------------------------------------------------------------------------------------

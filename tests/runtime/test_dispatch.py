@@ -77,7 +77,7 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
     assert dispatch.call_kinds("linear", "cpu") == ("", "activation")
     assert dispatch.call_kinds("packing", "cpu") == ("",)
-    kinds = "", "activation", "activation few", "activation some", "activation training"
+    kinds = "", "activation", "activation few", "activation some", "activation training", "training"
     assert dispatch.call_kinds("linear", "cuda") == kinds
     assert dispatch.call_kinds("attention", "cuda") == ("", "training")
     assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")

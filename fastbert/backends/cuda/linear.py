@@ -193,6 +193,8 @@ def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
     if not in_chunks(x, weight):
         return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
+    if plan is None and residual is None and activation is None:
+        return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
     if plan is None and residual is None and hopper_serves(x, weight, bias, activation):
         return hopper_product(x, weight, bias, activation, save)
     exact = activation == "gelu" and EXACT_GELU
@@ -216,7 +218,7 @@ def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight
         needs = need_dx, need_dweight, need_dbias
         return _following("linear_bwd", dy, activation, True)(dy, x, weight, pre, activation, *needs)
     g, dbias = gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
-    if plans == (None, None) and device.has_group_products(dy.device):
+    if plans == (None, None) and (activation is None or device.has_group_products(dy.device)):
         dx, dweight, _ = plain.linear_bwd(g, x, weight, None, None, need_dx, need_dweight, False)
         return dx, dweight, dbias
     dx = dweight = None
