@@ -22,11 +22,11 @@ class Taken(NamedTuple):
 
     Attributes:
         launch: the backend's function.
-        weights: () -> the layer's weights as it takes them.
+        weights: the layer's weights as it takes them; or a function that makes them for one call.
     """
 
     launch: Callable
-    weights: Callable[[], object]
+    weights: object
 
 
 def serves(x: Tensor, call: Call) -> str | None:
@@ -87,16 +87,30 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     weights = prepared.derived(layer, ("layer", kind.op, x.dtype, launch), sources, build)
     if weights is None:
         return "a parameter has another dtype or device than the tokens, or biases are missing"
-    return Taken(launch, lambda: weights)
+    return Taken(launch, weights)
+
+
+def keeps_panels(x: Tensor) -> tuple[bool, ...] | None:
+    """Whether the serving backend keeps the weights of float and 8-bit layers for so many rows."""
+    if x.device.type != "cpu":
+        return None
+    found = {kind.op: launchers(x.device, x.dtype, kind.op) for kind in (FLOAT, INT8)}
+    return tuple(each is not None and each[2](op, x.shape[0]) for op, each in found.items())
+
+
+def kept(group: list[tuple[Step, Taken]]) -> list[tuple[Step, Taken]] | None:
+    """See `plan`."""
+    return None if any(callable(taken.weights) for _, taken in group) else group
 
 
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
     """See `plan`. Meanwhile the threads wait for the next layer without sleeping."""
     try:
         open_team(x)
-        for step, (launch, make_weights) in group:
+        for step, (launch, weights) in group:
             step.layer.begin(x)
-            form, parts, gate, weights = step.form, step.parts, call.asked(step).gate, make_weights()
+            form, parts, gate = step.form, step.parts, call.asked(step).gate
+            weights = weights() if callable(weights) else weights
             how = {
                 "nheads": form.nheads,
                 "headdim": form.head_dim,

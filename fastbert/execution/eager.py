@@ -24,6 +24,11 @@ def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
     return () if step.reason is None else step.reason
 
 
+def kept(group: list[tuple[Step, tuple]]) -> list[tuple[Step, tuple]]:
+    """See `plan`."""
+    return group
+
+
 def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     for step, _ in group:

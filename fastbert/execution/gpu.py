@@ -44,21 +44,26 @@ def takes(step: Step, x: Tensor, call: Call) -> str | LayerStack:
     return encoder_layers.gap(stack, x.device) or stack
 
 
-def joined(group: list[tuple[Step, LayerStack]]) -> LayerStack:
-    """The layers of a group as one stack."""
-    return LayerStack.joined([stack for _, stack in group])
+class Joined(list):
+    """A group whose layers are one stack."""
+
+    def __init__(self, group: list[tuple[Step, LayerStack]]):
+        super().__init__(group)
+        self.stack = LayerStack.joined([stack for _, stack in group])
 
 
-def run(
-    group: list[tuple[Step, LayerStack]], x: Tensor, call: Call, stack: LayerStack | None = None
-) -> Tensor:
-    """See `plan`. `stack`: the group's, if it was joined before."""
+kept = Joined  # see `plan`
+
+
+def run(group: list[tuple[Step, LayerStack]], x: Tensor, call: Call) -> Tensor:
+    """See `plan`."""
+    group = group if isinstance(group, Joined) else Joined(group)
     for step, _ in group:
         step.layer.begin(x)
     batch, number = call.batch, group[-1][0].number
     outputs = encoder_layers.encoder_layers(
         x,
-        joined(group) if stack is None else stack,
+        group.stack,
         batch.cu_seqlens,
         batch.max_seqlen,
         bias=batch.bias,

@@ -9,8 +9,10 @@ An executor is a module of this room with three functions:
     takes(step, x, call) -> what its `run` needs for the layer, or one sentence on why it does not run it
     run(group, x, call) -> x            consecutive layers, as (step, taken) pairs
 
-`plan_of` keeps a plan in which `gpu` runs all layers, until a module, a parameter or an option changes: there
-the host's time counts.
+In inference `plan_of` keeps a plan until a module, a parameter or an option changes, if each executor of it
+has one more function:
+
+    kept(group) -> what its `run` takes as the group in further calls, or None if it takes none
 
 `EXECUTORS` has them in order: the first that takes a layer runs it. `eager` takes every layer that `modules`
 does not. To add one: a module with the three functions, and its line in `EXECUTORS`. One with mathematics of
@@ -31,7 +33,6 @@ from fastbert.execution import cpu, eager, gpu, launchers, modules
 from fastbert.execution.call import Call, Step
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.modules import calls_all
-from fastbert.ops.encoder_layers import LayerStack
 from fastbert.runtime import prepared
 from fastbert.runtime.model_state import ModelState, state_of
 
@@ -70,12 +71,13 @@ def drops(steps: list[Step]) -> bool:
     )
 
 
-def run(steps: list[Step], x: Tensor, call: Call) -> Tensor:
+def run(steps: list[Step], x: Tensor, call: Call, groups: list | None = None) -> Tensor:
     """Packed tokens (total, hidden) through the layers; (batch, hidden) with `call.first_only`.
 
-    Hidden states and probabilities that are asked for are appended to the call's lists.
+    Hidden states and probabilities that are asked for are appended to the call's lists, and what each
+    executor runs to `groups`.
     """
-    done = 0
+    done, groups = 0, [] if groups is None else groups
     while done < len(steps):
         serving = [each for each in EXECUTORS if each.serves(x, call) is None]
         executor, taken = _choose(serving, steps[done], x, call)
@@ -85,6 +87,7 @@ def run(steps: list[Step], x: Tensor, call: Call) -> Tensor:
             if following is not executor:
                 break
             group.append((step, taken))
+        groups.append((executor, group))
         x = executor.run(group, x, call)
         done += len(group)
     return x
@@ -96,13 +99,13 @@ class Plan:
     Args:
         container: the module that holds the layers, and nothing else.
         layers, own: see `survey`.
-        keeps: whether to keep it for further calls, if `gpu` runs all layers.
+        keeps: whether to keep it for further calls, if its executors take part.
 
     Attributes:
         steps: see `survey`.
         changed: the first layer that must be called on a padded batch, or None.
         drops: whether a layer on packed tokens drops anything.
-        stacks: what `gpu` runs, by what is asked of a call, and what was derived for it.
+        kept: what each executor runs, by what is asked of a call, and what was derived for it.
         state: what it was decided by, if it is kept.
         made: how many plans in a row were made because something had changed.
     """
@@ -113,7 +116,7 @@ class Plan:
         own_options = PackedLayer.options
         self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
         self.options = [layer.options() for layer in self._asked]
-        self.stacks: dict[tuple, tuple[list, LayerStack, list]] = {}
+        self.kept: dict[tuple, tuple[list, list]] = {}
         self.state: ModelState | None = None
         self.made = 0
         # not the container: it is what the plan is freed with
@@ -142,40 +145,48 @@ class Plan:
 
     def run(self, x: Tensor, call: Call) -> Tensor:
         """See the function `run`."""
-        if gpu.serves(x, call) is not None:
+        if not call.inference:
             return run(self.steps, x, call)
-        key = x.dtype, x.device, x.shape[1], call.batch.bias is None
-        if key not in self.stacks:
-            with prepared.collect_used() as derived:
-                taken = [gpu.takes(step, x, call) for step in self.steps]
-            if not taken or any(isinstance(each, str) for each in taken):
-                return run(self.steps, x, call)
-            group = list(zip(self.steps, taken, strict=True))
-            self.stacks[key] = group, gpu.joined(group), derived
+        serving = [each.serves(x, call) is None for each in EXECUTORS]
+        key = x.dtype, cpu.keeps_panels(x), call.batch.bias is None, call.first_only, *serving
+        found = self.kept.get(key)
+        if found is None:
+            return self._run_first(key, x, call)
+        groups, derived = found
+        prepared.tell_used(derived)
+        for executor, group in groups:
+            x = executor.run(group, x, call)
+        return x
+
+    def _run_first(self, key: tuple, x: Tensor, call: Call) -> Tensor:
+        """`run`, and keep what the executors run if all of them take it again."""
+        groups: list[tuple[ModuleType, list]] = []
+        with prepared.collect_used() as derived:
+            x = run(self.steps, x, call, groups)
+        again = [(e, e.kept(group) if hasattr(e, "kept") else None) for e, group in groups]
+        if all(group is not None for _, group in again):
+            self.kept[key] = again, derived
             if self._before is not None:
                 state = self._state(derived)
                 # what another thread has changed meanwhile shows in one of the three
                 if self._before.extension.same() and all(prepared.is_current(*each) for each in derived):
                     self.state = state
                 self._before = None
-        else:
-            prepared.tell_used(self.stacks[key][2])
-        group, stack, _ = self.stacks[key]
-        return gpu.run(group, x, call, stack)
+        return x
 
 
 def plan_of(
     container: nn.Module, layers: list[nn.Module], device: torch.device, own: type = PackedLayer
 ) -> Plan:
     """The plan for layers on the device: the kept one if it is still right, or a new one; see `Plan`."""
-    if not launchers.on_gpu(device) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return Plan(container, layers, own, False)
     found: Plan | None = prepared.beside(container)
     if found is not None and found.holds(layers):
         found.made = 0
         return found
-    # to watch a model takes as long as some calls: only where `gpu` has run it, and it does not change
-    made = 0 if found is None or not found.stacks else found.made + 1
+    # to watch a model takes as long as some calls: only where its plan can be kept, and it does not change
+    made = 0 if found is None or not found.kept else found.made + 1
     plan = Plan(container, layers, own, 0 < made <= MOST_MADE or made % MOST_MADE == 1)
     plan.made = made
     prepared.keep_beside(container, plan)

@@ -101,8 +101,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "layer_norm training": ("cuda", "triton", "aten", "reference"),
         # cuBLAS moves not one byte more.
         "linear": ("aten", "reference"),
-        # The same products, and the bias's gradient by our pass: query, key and value have 16,384 x 2,304 in a
-        # step of BERT-base, which PyTorch's sum reads at 0.4 of an H200's bandwidth.
+        # The same products, and the bias's gradient by our pass: PyTorch sums that of query, key and value in
+        # a step of BERT-base, 16,384 x 2,304, at 0.4 of an H200's bandwidth.
         "linear training half": ("cuda", "aten", "reference"),
         # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
         # float32 that is little compared with the products themselves.

@@ -203,7 +203,7 @@ def test_a_result_in_memory_of_the_caller_is_checked():
         options = {"nheads": 2, "headdim": 16, "inner": 64, "softmax_scale": 0.25, "bias": None, "gate": None}
 
         def result(out=None):
-            given = launch, x, weights(), sequences.cu_seqlens, 4
+            given = launch, x, weights, sequences.cu_seqlens, 4
             return encoder_layer(*given, **options, activation="gelu", eps=(1e-12, 1e-12), out=out)
 
         wanted = result()

@@ -13,6 +13,7 @@ from fastbert.backends import cpu
 from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
 from fastbert.backends.cpu import sizes as cpu_sizes
 from fastbert.execution import cpu as executor
+from fastbert.execution import plan
 from fastbert.execution.call import Call
 from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
@@ -21,6 +22,7 @@ from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
+from tests.execution.test_gpu import CHANGES
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
 from tests.support.layer_calls import through
@@ -349,7 +351,7 @@ def test_bad_input_is_named():
     _make, launch, _keeps = launchers(torch.device("cpu"), FLOAT, "linear")
     with torch.no_grad():
         x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
-        weights = executor.takes(*survey([layer]), x, Call(PackedBatch(ends, 4), 0)).weights()
+        weights = executor.takes(*survey([layer]), x, Call(PackedBatch(ends, 4), 0)).weights
         options = {"nheads": 3, "headdim": 16, "inner": 80, "softmax_scale": 0.25, "bias": None, "gate": None}
         options |= {"activation": "gelu", "eps": (0.1, 0.1)}
 
@@ -389,3 +391,50 @@ def test_weights_for_another_instruction_set_are_refused():
                 through(layer, x, sequences)
         finally:
             module.set_cpu_isa(before)
+
+
+@pytest.fixture
+def surveys(monkeypatch):
+    """How often layers were looked at, as the length of a list."""
+    seen, survey = [], plan.survey
+    monkeypatch.setattr(plan, "survey", lambda *args, **options: seen.append(1) or survey(*args, **options))
+    return seen
+
+
+@torch.no_grad()
+def test_a_plan_is_kept_for_calls_of_each_kind(surveys, monkeypatch):
+    model, inputs = of("bert"), batch("bert")
+    kinds = {}, {"first_token_only": True}, {"output_hidden_states": True}, {"output_attentions": True}
+    wanted = [model(**inputs, **kind).last_hidden_state for kind in kinds]
+    for _ in range(2):
+        for kind, result in zip(kinds, wanted, strict=True):
+            surveys.clear()
+            assert torch.equal(model(**inputs, **kind).last_hidden_state, result)
+    assert surveys == []
+    # for many rows weights are not kept, and so neither is what runs
+    monkeypatch.setattr(cpu_sizes, "MANY_ROWS", 8)
+    before = list(prepared.beside(model.encoder).kept)
+    with fused_calls() as seen:
+        torch.testing.assert_close(model(**inputs).last_hidden_state, wanted[0], rtol=1e-5, atol=1e-5)
+    assert len(seen) >= len(model.encoder.layer)
+    assert list(prepared.beside(model.encoder).kept) == before
+    with dispatch.use_backend("reference"), fused_calls() as seen:
+        torch.testing.assert_close(model(**inputs).last_hidden_state, wanted[0], rtol=1e-5, atol=1e-5)
+    assert seen == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_kept_plan_sees_a_change(change):
+    model, inputs = of("bert"), batch("bert")
+    for _ in range(3):
+        model(**inputs)
+    assert prepared.beside(model.encoder).state is not None
+    CHANGES[change](model)
+    model.float()
+    for _ in range(3):
+        found = model(**inputs).last_hidden_state
+        prepared.clear(model)
+        with dispatch.use_backend("reference"):
+            wanted = model(**inputs).last_hidden_state
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
