@@ -6,8 +6,10 @@ Python and C++. A real launch costs the host some 2 us more, and the driver's qu
 BERT-base's modules and tensors, but 64 columns, so that PyTorch's own operations around the layers take next
 to no time. The stand-in is built by `python -m tests.support.cuda_build`, which needs nvcc.
 
-A row is a case with 12 layers, its least and median time, and what a layer adds, by the difference from 2
-layers. `serving` says whether all layers ran in one call. Rows go to bench/results/<machine>/host.json.
+The candidates are fastbert's own model, and transformers' after `fastbert.accelerate`, which has no
+`first_token_only`. A row is a case with 12 layers, its least and median time, and what a layer adds, by the
+difference from 2 layers. `serving` says whether all layers ran in one call. Rows go to
+bench/results/<machine>/host.json.
 
 A training step is pre-training's as our loop takes it: forward and backward under bf16 autocast, the clipped
 norm, AdamW. `recorded` has the encoder's forward and backward from a graph whose replay does nothing.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import itertools
 import pkgutil
 import statistics
 import sys
@@ -35,6 +38,7 @@ from bench.graphs import COLUMNS, cases, microseconds  # noqa: E402
 
 # what an H100 tells
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
+CANDIDATES = ("fastbert", "accelerated")
 
 
 def idle_extension() -> ModuleType:
@@ -90,32 +94,40 @@ class _NoProducts:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def model(layers: int, dtype: torch.dtype) -> torch.nn.Module:
-    """BERT with BERT-base's modules and few columns."""
+def model(candidate: str, layers: int, dtype: torch.dtype) -> torch.nn.Module:
+    """BERT with BERT-base's modules and few columns: fastbert's own, or transformers' accelerated."""
+    sizes = {"hidden_size": COLUMNS, "num_attention_heads": 1, "intermediate_size": COLUMNS}
+    sizes["num_hidden_layers"] = layers
+    if candidate == "accelerated":
+        from transformers import BertConfig, BertModel
+
+        from fastbert import accelerate
+
+        return accelerate(BertModel(BertConfig(**sizes)).eval(), dtype=dtype)
     from fastbert.models.auto import AutoModel
     from fastbert.models.config import EncoderConfig
 
-    sizes = {"hidden_size": COLUMNS, "num_attention_heads": 1, "intermediate_size": COLUMNS}
-    config = EncoderConfig(model_type="bert", num_hidden_layers=layers, **sizes)
-    return AutoModel.from_config(config).eval().to(dtype)
+    return AutoModel.from_config(EncoderConfig(model_type="bert", **sizes)).eval().to(dtype)
 
 
-def measured(dtype: torch.dtype, calls: int) -> list[dict]:
+def measured(candidate: str, dtype: torch.dtype, calls: int) -> list[dict]:
     """A row for each case."""
     from fastbert.runtime import prepared
 
     found = []
-    whole, short = model(12, dtype), model(2, dtype)
+    whole, short = model(candidate, 12, dtype), model(candidate, 2, dtype)
     for name, given in cases().items():
+        if candidate == "accelerated" and "first_token_only" in given:
+            continue
         times = microseconds(lambda given=given: whole(**given), calls)
         few = microseconds(lambda given=given: short(**given), calls)
         plan = prepared.beside(whole.encoder)
         found.append(
             {
                 "step": "plain call",
-                "name": f"fastbert-plain-{str(dtype).removeprefix('torch.')}-{name}",
+                "name": f"{candidate}-plain-{str(dtype).removeprefix('torch.')}-{name}",
                 "status": "ok",
-                "candidate": "fastbert",
+                "candidate": candidate,
                 "case": name,
                 "min_us": times[0],
                 "median_us": statistics.median(times),
@@ -227,8 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(folder / "host.json", {"calls": args.calls}, None, line)
     report.data["environment"] = environment
     with torch.inference_mode():
-        for dtype in (torch.bfloat16, torch.float32):
-            for row in measured(dtype, args.calls):
+        for candidate, dtype in itertools.product(CANDIDATES, (torch.bfloat16, torch.float32)):
+            for row in measured(candidate, dtype, args.calls):
                 report.row(row)
     for row in steps(max(1, args.calls // 10)):
         report.row(row)

@@ -16,7 +16,7 @@ from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
 from fastbert.acceleration.layer import AcceleratedLayer, LayerState
 from fastbert.acceleration.model import AcceleratedModel, AcceleratedSpans, ModelState
-from fastbert.acceleration.parts import OWN, encoders, kind_of, other_models, own_models
+from fastbert.acceleration.parts import OWN, encoders, is_other_spans, kind_of, other_models, own_models
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 from fastbert.layers.quantized import MODES
@@ -228,7 +228,7 @@ def _reading_masked(root: nn.Module) -> dict[int, str]:
     for module in root.modules():
         if _expands_queries(module):
             found.update((id(child), models.EXPANDS) for child in module.modules())
-        elif models.is_other_spans(module):
+        elif is_other_spans(module):
             found.update((id(child), models.OTHER_SPANS) for child in module.modules())
     return found
 

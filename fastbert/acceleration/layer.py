@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.acceleration.classes import Accelerated, Options
-from fastbert.acceleration.watching import (
-    HARMLESS,
-    collects,
-    exporting,
-    is_sharded,
-    uncompiled,
-)
+from fastbert.acceleration.watching import HARMLESS, collects, exporting, is_sharded, uncompiled
 from fastbert.execution.call import Call
 from fastbert.execution.plan import run as run_layers
 from fastbert.execution.plan import survey

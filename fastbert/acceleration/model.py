@@ -25,20 +25,16 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration.classes import Accelerated, Options
 from fastbert.acceleration.layer import AcceleratedLayer
-from fastbert.acceleration.watching import (
-    HARMLESS,
-    exporting,
-    is_sharded,
-    uncompiled,
-)
-from fastbert.layers.embeddings import embed
+from fastbert.acceleration.watching import HARMLESS, exporting, is_sharded, uncompiled
+from fastbert.execution.plan import Plan, plan_of
+from fastbert.layers.embeddings import embed, launched
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
-from fastbert.models.families import FAMILIES, Family
+from fastbert.models.families import FAMILIES
 from fastbert.models.heads.task_model import without_masked
-from fastbert.models.inputs import Inputs, check_inputs
+from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.runtime import prepared
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
@@ -94,6 +90,11 @@ def _positional(base: type) -> tuple[str, ...]:
 
 def gap(model: nn.Module) -> str | None:
     """Why the model cannot run on packed tokens now, whatever its arguments; None if it can."""
+    return _own_gap(model) or _modules_gap(model)
+
+
+def _own_gap(model: nn.Module) -> str | None:
+    """The part of `gap` that a kept plan does not answer."""
     state = model.fastbert_state
     if state is None:
         return "it was made after the model was accelerated"
@@ -115,6 +116,12 @@ def gap(model: nn.Module) -> str | None:
         above = above._modules[name]
         if is_hooked(above) or has_other_forward(above):
             return f"{name} has hooks or another forward"
+    return None
+
+
+def _modules_gap(model: nn.Module) -> str | None:
+    """The part of `gap` that stays None while no module below the model changes."""
+    family = FAMILIES[model.fastbert_state.model_type]
     for name in ("embeddings", family.layers.partition(".")[0]):
         if type(model._modules[name]).forward.__module__ != family.stock_module:
             return f"{name} is not the stock model's"
@@ -130,6 +137,7 @@ def gap(model: nn.Module) -> str | None:
             if watched(child):
                 return f"{name} has hooks or another forward"
     if family.shared_layers:
+        above = part(model, family.layers)
         lists = (group._modules[family.group_layers] for group in above)
         between = (above, *above, *lists, part(model, family.projection))
         if any(is_hooked(m) or has_other_forward(m) for m in between) or any(
@@ -154,10 +162,8 @@ def gap(model: nn.Module) -> str | None:
 
 def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
     """Why a call with these arguments cannot run on packed tokens; None if it can."""
-    config = model.config
     for name in ("output_attentions", "output_hidden_states"):
-        value = given.get(name)
-        value = getattr(config, name, False) if value is None else value
+        value = _asked(model, given, name)
         if not value:
             continue
         if name == "output_attentions":
@@ -179,6 +185,9 @@ def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
     tokens = ids if ids is not None else embeds
     if not isinstance(tokens, Tensor) or tokens.dim() != (2 if ids is not None else 3) or tokens.numel() == 0:
         return "there are no tokens, or not of a batch's shape"
+    # packed, they would be sent; not packed, PyTorch refuses them
+    if tokens.is_cpu and _device(model).type != "cpu":
+        return "the tokens are on the CPU, but the model is not"
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return "the attention mask does not have two dimensions"
     shape = tokens.shape[:2]
@@ -190,6 +199,12 @@ def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
     if not FAMILIES[model.fastbert_state.model_type].segments and given.get("token_type_ids") is not None:
         return "token_type_ids are given to a family without segments"
     return None
+
+
+def _asked(model: nn.Module, given: dict[str, Any], name: str, default: bool = False) -> Any:
+    """An option of a call, or else the config's."""
+    value = given.get(name)
+    return getattr(model.config, name, default) if value is None else value
 
 
 class AcceleratedModel(Accelerated):
@@ -211,10 +226,10 @@ class AcceleratedModel(Accelerated):
             return super().forward(*args, **kwargs)
         names = _positional(self.fastbert_base)
         given = dict(zip(names, args, strict=False)) | kwargs
-        reason = gap(self) or unfit(self, given)
         head = _head.get()
-        if reason is None and len(args) <= len(names) and not (head is not None and head.reads_masked):
-            inputs = check_inputs(self._input_config(), _device(self), *(given.get(n) for n in _INPUTS))
+        fits = len(args) <= len(names) and not (head is not None and head.reads_masked)
+        if fits and not (_own_gap(self) or unfit(self, given)) and (plan := self._plan()) is not None:
+            inputs = packed_inputs(self._input_config(), _device(self), *map(given.get, _INPUTS))
             if state.options.strict:
                 _check_masked(state.name, self.config, given)
             # Heads read position 0, for which the stock model computes something even if it is masked
@@ -222,7 +237,7 @@ class AcceleratedModel(Accelerated):
                 state.packed_calls += 1
                 if head is not None:
                     head.kept = inputs.packing.mask
-                return self._run_packed(inputs, given)
+                return self._run_packed(plan, inputs, given)
         state.padded_calls += 1
         return super().forward(*args, **kwargs)
 
@@ -247,18 +262,22 @@ class AcceleratedModel(Accelerated):
             state.sizes = sizes
         return state.config
 
-    def _run_packed(self, inputs: Inputs, given: dict[str, Any]) -> Any:
+    def _plan(self) -> Plan | None:
+        """What runs the layers on packed tokens; None if `_modules_gap` says no."""
         family = FAMILIES[self.fastbert_state.model_type]
-        stack = layers_of(self, self.config, family)
+        container = family.layers.partition(".")[0]
+        around = [m for name, m in self._modules.items() if name != container and m is not None]
+        layers, gap = layers_of(self, self.config, family), functools.partial(_modules_gap, self)
+        return plan_of(self._modules[container], layers, around=around, gap=gap)
+
+    def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
+        family = FAMILIES[self.fastbert_state.model_type]
         dropout = self.embeddings.dropout
         dropout_p = dropout.p if dropout.training else 0.0
         embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
-        wants_states = given.get("output_hidden_states")
-        if wants_states is None:
-            wants_states = getattr(self.config, "output_hidden_states", False)
-        hidden, states, _ = run_encoder(
-            self, family, stack, embed_rows, inputs, dropout_p > 0, want_states=wants_states
-        )
+        wants_states = _asked(self, given, "output_hidden_states")
+        parts = self, family, plan, embed_rows, inputs, dropout_p > 0
+        hidden, states, _ = run_encoder(*parts, want_states=wants_states)
         packing = inputs.packing
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
@@ -268,9 +287,7 @@ class AcceleratedModel(Accelerated):
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
         stock = family.stock_model
         output = getattr(sys.modules["transformers.modeling_outputs"], stock.output)(**fields)
-        wants_dict = given.get("return_dict")
-        if wants_dict is None:
-            wants_dict = getattr(self.config, "return_dict", True)
+        wants_dict = _asked(self, given, "return_dict", True)
         if not wants_dict and stock.tuple_keeps_none:
             return tuple(fields.values())
         return output if wants_dict else output.to_tuple()
@@ -279,6 +296,8 @@ class AcceleratedModel(Accelerated):
         """The embedding output (rows, width). A module under FSDP must be called to have its parameters."""
         root = self.embeddings
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
+        if seed is None and (y := launched(root, *ids)) is not None:
+            return y
         if not any(is_hooked(child) for child in root.modules()):
             return embed(root, *ids, seed, dropout_p)
         names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
@@ -294,15 +313,15 @@ class AcceleratedModel(Accelerated):
         pooler = self.pooler
         if pooler is None:
             return None
-        parts = pooler._modules
+        parts, family = pooler._modules, FAMILIES[self.fastbert_state.model_type]
         if (
             parts.keys() == {"dense", "activation"}
-            and type(pooler).forward.__module__ == FAMILIES[self.fastbert_state.model_type].stock_module
+            and type(pooler).forward.__module__ == family.stock_module
             and type(parts["activation"]) is nn.Tanh
             and not is_hooked(pooler)
         ):
             return apply_linear(parts["dense"], hidden[:, 0], "tanh")
-        activation = FAMILIES[self.fastbert_state.model_type].stock_model.pooler_activation
+        activation = family.stock_model.pooler_activation
         if activation is None:
             return self.pooler(hidden)
         return self._modules[activation](self.pooler(hidden[:, 0]))
@@ -390,11 +409,8 @@ def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
     Raises:
         RuntimeError: there is such a token.
     """
-    ids, mask, pad = (
-        given.get("input_ids"),
-        given.get("attention_mask"),
-        getattr(config, "pad_token_id", None),
-    )
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    pad = getattr(config, "pad_token_id", None)
     if ids is None or mask is None or pad is None or mask.device != ids.device:
         return
     if ((mask == 0) & (ids != pad)).any():
@@ -406,37 +422,5 @@ def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
 
 def _device(model: nn.Module) -> torch.device:
     # captum puts a module without a weight there, which takes embeddings in place of ids
-    weight = getattr(model.embeddings.word_embeddings, "weight", None)
+    weight = getattr(getattr(model.embeddings, "word_embeddings", None), "weight", None)
     return next(model.parameters()).device if weight is None else weight.device
-
-
-def family_of(module: nn.Module) -> tuple[str, str] | None:
-    """(model_type, "model", "layer" or "spans") of a module of a family's transformers class.
-
-    So it is for a subclass that keeps that `forward`. (transformers wraps the `forward` of every subclass of
-    a layer, also of those that FSDP makes.) None for any other module.
-    """
-    for cls in type(module).__mro__:
-        found = _CLASSES.get((cls.__module__, cls.__name__))
-        if found is not None and "fastbert_base" not in vars(cls):
-            same = inspect.unwrap(type(module).forward) is inspect.unwrap(cls.forward)
-            return found if isinstance(module, Accelerated) or same else None
-    return None
-
-
-def is_other_spans(module: nn.Module) -> bool:
-    """Whether a module's class is a subclass of a question-answering head with a forward of its own."""
-    kinds = (_CLASSES.get((cls.__module__, cls.__name__), ("", "")) for cls in type(module).__mro__)
-    return family_of(module) is None and any(kind == "spans" for _, kind in kinds)
-
-
-def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
-    home, layer = family.stock_module, family.stock_layer.name or f"{family.class_prefix}Layer"
-    return {
-        (home, f"{family.class_prefix}Model"): (family.model_type, "model"),
-        (home, layer): (family.model_type, "layer"),
-        (home, f"{family.class_prefix}ForQuestionAnswering"): (family.model_type, "spans"),
-    }
-
-
-_CLASSES = {key: found for family in FAMILIES.values() for key, found in _classes(family).items()}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from fastbert.acceleration.model import family_of
+from fastbert.acceleration.classes import Accelerated
 from fastbert.models.bert import BertModel
+from fastbert.models.families import FAMILIES, Family
 
 OWN = "fastbert's own model, which needs no accelerate"
 
@@ -54,3 +56,35 @@ def kind_of(module: nn.Module) -> str | None:
     """What `family_of` says that the module is: "model", "layer", "spans" or None."""
     family = family_of(module)
     return None if family is None else family[1]
+
+
+def family_of(module: nn.Module) -> tuple[str, str] | None:
+    """(model_type, "model", "layer" or "spans") of a module of a family's transformers class.
+
+    So it is for a subclass that keeps that `forward`. (transformers wraps the `forward` of every subclass of
+    a layer, also of those that FSDP makes.) None for any other module.
+    """
+    for cls in type(module).__mro__:
+        found = _CLASSES.get((cls.__module__, cls.__name__))
+        if found is not None and "fastbert_base" not in vars(cls):
+            same = inspect.unwrap(type(module).forward) is inspect.unwrap(cls.forward)
+            return found if isinstance(module, Accelerated) or same else None
+    return None
+
+
+def is_other_spans(module: nn.Module) -> bool:
+    """Whether a module's class is a subclass of a question-answering head with a forward of its own."""
+    kinds = (_CLASSES.get((cls.__module__, cls.__name__), ("", "")) for cls in type(module).__mro__)
+    return family_of(module) is None and any(kind == "spans" for _, kind in kinds)
+
+
+def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
+    home, layer = family.stock_module, family.stock_layer.name or f"{family.class_prefix}Layer"
+    return {
+        (home, f"{family.class_prefix}Model"): (family.model_type, "model"),
+        (home, layer): (family.model_type, "layer"),
+        (home, f"{family.class_prefix}ForQuestionAnswering"): (family.model_type, "spans"),
+    }
+
+
+_CLASSES = {key: found for family in FAMILIES.values() for key, found in _classes(family).items()}

@@ -22,7 +22,8 @@ may be asked twice for a layer, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from fastbert.runtime.model_state import ModelState, state_of
 EXECUTORS = (modules, gpu, launchers, cpu, eager)
 # So many plans in a row are made to be kept; if they never are, then only each of so many.
 MOST_MADE = 8
+_forward = attrgetter("forward")
 
 
 def survey(layers: Iterable[nn.Module], own: type = PackedLayer, inside: bool = False) -> list[Step]:
@@ -100,6 +102,7 @@ class Plan:
         container: the module that holds the layers, and nothing else.
         layers, own: see `survey`.
         keeps: whether to keep it for further calls, if its executors take part.
+        around: other modules that are as they were while a kept plan holds, with all that they hold.
 
     Attributes:
         steps: see `survey`.
@@ -110,8 +113,15 @@ class Plan:
         made: how many plans in a row were made because something had changed.
     """
 
-    def __init__(self, container: nn.Module, layers: list[nn.Module], own: type, keeps: bool):
-        self.layers = layers
+    def __init__(
+        self,
+        container: nn.Module,
+        layers: list[nn.Module],
+        own: type,
+        keeps: bool,
+        around: Sequence[nn.Module] = (),
+    ):
+        self.layers, self.around = layers, around
         # those that look at more than their modules' own attributes
         own_options = PackedLayer.options
         self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
@@ -120,7 +130,10 @@ class Plan:
         self.state: ModelState | None = None
         self.made = 0
         # not the container: it is what the plan is freed with
-        self._below = [m for m in container.modules() if m is not container] if keeps else []
+        whole = (m for each in (container, *around) for m in each.modules())
+        self._below = [m for m in whole if m is not container] if keeps else []
+        self._kinds = list(set(map(type, self._below)))
+        self._forwards = list(map(_forward, self._kinds))
         every = (container, *self._below) if keeps else ()
         self._tables = [t for m in every for t in (m._parameters, m._buffers, m._modules, vars(m))]
         own_tensors = (t for m in every for table in (m._parameters, m._buffers) for t in table.values())
@@ -133,12 +146,14 @@ class Plan:
     def _state(self, derived: list) -> ModelState | None:
         return state_of(self._below, self._tables, self._tensors, derived)
 
-    def holds(self, layers: list[nn.Module]) -> bool:
+    def holds(self, layers: list[nn.Module], around: Sequence[nn.Module] = ()) -> bool:
         """Whether the plan is kept, and nothing that it was decided by has changed."""
         return (
             self.state is not None
             and self.layers == layers
+            and self.around == around
             and calls_all() is None
+            and list(map(_forward, self._kinds)) == self._forwards
             and self.state.untouched()
             and self.options == [layer.options() for layer in self._asked]
         )
@@ -176,18 +191,30 @@ class Plan:
 
 
 def plan_of(
-    container: nn.Module, layers: list[nn.Module], device: torch.device, own: type = PackedLayer
-) -> Plan:
-    """The plan for layers on the device: the kept one if it is still right, or a new one; see `Plan`."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return Plan(container, layers, own, False)
-    found: Plan | None = prepared.beside(container)
-    if found is not None and found.holds(layers):
+    container: nn.Module,
+    layers: list[nn.Module],
+    own: type = PackedLayer,
+    around: Sequence[nn.Module] = (),
+    gap: Callable[[], str | None] = lambda: None,
+) -> Plan | None:
+    """The plan for layers: the kept one if it is still right, or a new one; see `Plan`.
+
+    Args:
+        gap: why there is none; asked before a new one is made. What it depends on is below the container or
+            in `around`.
+    """
+    keeps = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    found: Plan | None = prepared.beside(container) if keeps else None
+    if found is not None and found.holds(layers, around):
         found.made = 0
         return found
+    if gap() is not None:
+        return None
+    if not keeps:
+        return Plan(container, layers, own, False)
     # to watch a model takes as long as some calls: only where its plan can be kept, and it does not change
     made = 0 if found is None or not found.kept else found.made + 1
-    plan = Plan(container, layers, own, 0 < made <= MOST_MADE or made % MOST_MADE == 1)
+    plan = Plan(container, layers, own, 0 < made <= MOST_MADE or made % MOST_MADE == 1, around)
     plan.made = made
     prepared.keep_beside(container, plan)
     return plan

@@ -91,6 +91,57 @@ def embed(
     return x
 
 
+# The modules of embeddings without segments, and with them.
+_NAMES = [
+    ("word_embeddings", "position_embeddings", *segments, "LayerNorm", "dropout")
+    for segments in ((), ("token_type_embeddings",))
+]
+_KINDS = [[*[nn.Embedding] * (len(names) - 2), nn.LayerNorm, nn.Dropout] for names in _NAMES]
+
+
+def launched(
+    root: nn.Module,
+    input_ids: Tensor | None,
+    position_ids: Tensor,
+    token_type_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+) -> Tensor | None:
+    """What `embed` returns for packed ids, in inference on a device and without dropout: by the launcher.
+
+    None if anything is unusual, except that `root` may be of any class. Then its caller has to look.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or inputs_embeds is not None:
+        return None
+    names, kinds = (each[token_type_ids is not None] for each in (_NAMES, _KINDS))
+    modules = [*map(root._modules.get, names)]
+    if [*map(type, modules)] != kinds or len(root._modules) != len(modules):
+        return None
+    held = [*map(vars, modules)]
+    if (
+        any(chain.from_iterable(map(HOOKS, (vars(root), *held))))
+        or any("forward" in own for own in (vars(root), *held))
+        or any(own["max_norm"] is not None for own in held[:-2])
+        or calls_all()
+    ):
+        return None
+    *tables, norm = (own["_parameters"].get("weight") for own in held[:-1])
+    bias, width, eps = held[-2]["_parameters"]["bias"], held[-2]["normalized_shape"], held[-2]["eps"]
+    ids = [input_ids, position_ids, token_type_ids][: len(tables)]
+    sizes = [(own["num_embeddings"], *width) for own in held[:-2]]
+    if width <= (NARROW,) or not checks.are_plain(
+        [*tables, norm, bias, *ids],
+        [getattr(norm, "dtype", None)] * (len(tables) + 2) + [torch.int64] * len(ids),
+        [*sizes, width, width, *[input_ids.shape] * len(ids)],
+    ):
+        return None
+    if len(tables) < 3:
+        tables.append(None)
+    word, position, segment = tables
+    ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
+    inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, checks.eps(eps), 0.0, None, 0)
+    return dispatch.launcher("embedding_fwd", word.device, word.dtype)(inputs, None)[0]
+
+
 class Embeddings(nn.Module):
     """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
 
@@ -132,46 +183,6 @@ class Embeddings(nn.Module):
                 return f"embeddings.{name} counts masked tokens too (scale_grad_by_freq)"
         return None
 
-    def launched(
-        self,
-        input_ids: Tensor | None,
-        position_ids: Tensor,
-        token_type_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-    ) -> Tensor | None:
-        """What a call returns for packed ids, in inference on a device and without dropout: by the launcher.
-
-        None if anything is unusual. Then `gap` and the call itself have to look.
-        """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or inputs_embeds is not None:
-            return None
-        modules = [self, *self._modules.values()]
-        held = [*map(vars, modules)]
-        if (
-            [*map(type, modules)] != _AS_MADE[token_type_ids is None]
-            or any(chain.from_iterable(map(HOOKS, held)))
-            or any("forward" in own for own in held)
-            or any(own["max_norm"] is not None for own in held[1:-2])
-            or calls_all()
-        ):
-            return None
-        *tables, norm = (own["_parameters"].get("weight") for own in held[1:-1])
-        bias, width, eps = held[-2]["_parameters"]["bias"], held[-2]["normalized_shape"], held[-2]["eps"]
-        ids = [input_ids, position_ids, token_type_ids][: len(tables)]
-        sizes = [(own["num_embeddings"], *width) for own in held[1:-2]]
-        if width <= (NARROW,) or not checks.are_plain(
-            [*tables, norm, bias, *ids],
-            [getattr(norm, "dtype", None)] * (len(tables) + 2) + [torch.int64] * len(ids),
-            [*sizes, width, width, *[input_ids.shape] * len(ids)],
-        ):
-            return None
-        if len(tables) < 3:
-            tables.append(None)
-        word, position, segment = tables
-        ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
-        inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, checks.eps(eps), 0.0, None, 0)
-        return dispatch.launcher("embedding_fwd", word.device, word.dtype)(inputs, None)[0]
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -207,10 +218,6 @@ class Embeddings(nn.Module):
             return real.cumsum(1) * real + pad
         start = pad + 1 if self.pad_positions else 0
         return torch.arange(start, start + x.shape[1], device=x.device)[None]
-
-
-# The classes of an `Embeddings` and its modules: with a table of segments, and without.
-_AS_MADE = [[Embeddings, *[nn.Embedding] * count, nn.LayerNorm, nn.Dropout] for count in (3, 2)]
 
 
 def relative_bias(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from fastbert.layers.embeddings import Embeddings, table
+from fastbert.layers.embeddings import Embeddings, launched, table
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import attach, calls_all, part, watched
 from fastbert.layers.parts import Activation
@@ -19,7 +19,7 @@ from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import Pooler, Stack, layers_of, pool, pooler_activation, pooler_gap, run_encoder
-from fastbert.models.inputs import Inputs, check_inputs, head_gates, packed_on_host
+from fastbert.models.inputs import Inputs, head_gates, packed_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 
 if TYPE_CHECKING:
@@ -253,13 +253,8 @@ class BertModel(PreTrainedModel):
             ).to(device)
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
-        if position_ids is None and inputs_embeds is None:
-            found = packed_on_host(self.config, device, input_ids, attention_mask, token_type_ids)
-            if found is not None:
-                return found
-        return check_inputs(
-            self.config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        ).to(device)
+        given = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        return packed_inputs(self.config, device, *given)
 
     def padded_output(
         self,
@@ -382,7 +377,11 @@ class BertModel(PreTrainedModel):
         ours = isinstance(embeddings, Embeddings)
 
         def embed(seed: Tensor | None) -> Tensor:
-            if ours and seed is None and (y := embeddings.launched(*ids)) is not None:
+            if (
+                type(embeddings) is Embeddings
+                and seed is None
+                and (y := launched(embeddings, *ids)) is not None
+            ):
                 return y
             own = ours or isinstance(embeddings, self.embeddings_class)
             if not (calls_all() or (embeddings.gap() if ours else not own)):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastbert.execution.call import Call, Padded
 from fastbert.execution.modules import first_of
-from fastbert.execution.plan import plan_of
+from fastbert.execution.plan import Plan, plan_of
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
@@ -46,7 +46,7 @@ def dropout_seed(device: torch.device) -> Tensor:
 def run_encoder(
     root: nn.Module,
     family: Family,
-    layers: Sequence[nn.Module],
+    layers: Sequence[nn.Module] | Plan,
     embed: Callable[[Tensor | None], Tensor],
     inputs: Inputs,
     drops: bool,
@@ -64,8 +64,8 @@ def run_encoder(
 
     Args:
         root: the encoder, with its parts under the family's names.
-        layers: in execution order (`layers_of`); fastbert/execution runs them. One with hooks or replaced
-            parts (`gap`) is called on a padded batch, as in transformers.
+        layers: in execution order (`layers_of`), or the plan for them; fastbert/execution runs them. One
+            with hooks or replaced parts (`gap`) is called on a padded batch, as in transformers.
         embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
         inputs: the batch, on the model's device.
         drops: whether the embeddings drop. A seed is drawn only if they or a layer do, and none is passed.
@@ -84,7 +84,9 @@ def run_encoder(
     """
     packed, container = inputs.packing, family.layers.partition(".")[0]
     own = getattr(root, "layer_class", PackedLayer)
-    plan = plan_of(root._modules[container], layers, inputs.device, own)
+    plan = layers
+    if not isinstance(plan, Plan):
+        plan = plan_of(root._modules[container], layers, own)
     steps = plan.steps
     if not (drops or plan.drops):
         seed = None
@@ -142,7 +144,7 @@ def run_encoder(
         and hidden.shape[0] > 0
         and bool(steps)
         and steps[-1].parts is not None
-        and layers[-1].may_skip_rows()
+        and steps[-1].layer.may_skip_rows()
     )
     if around:
         hidden, states, attentions = stack.around(lambda x: run(x, False), hidden, packed)

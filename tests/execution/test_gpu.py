@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import fastbert
+from fastbert.acceleration import model as models
+from fastbert.acceleration.model import gap
 from fastbert.execution import gpu, launchers, plan
 from fastbert.execution.call import Call
 from fastbert.layers.batch import PackedBatch
@@ -271,16 +273,72 @@ def test_a_model_that_always_changes_is_seldom_watched(served, monkeypatch):
     assert 0 < len(made) <= 2 * (plan.MOST_MADE + 4)
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert"])
-def test_accelerated_models(name, served):
+def stock_of(name: str):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    model, inputs = transformers.AutoModel.from_config(hf_config(name)).eval().double(), batch(name)
-    inputs["attention_mask"] = (torch.arange(40) < torch.tensor([[5], [40], [2], [13]])).long()
+    return transformers.AutoModel.from_config(hf_config(name)).eval().double()
+
+
+def padded_right(name: str):
+    """A batch that an accelerated model packs: every sequence keeps its first token."""
+    mask = torch.arange(40) < torch.tensor([[5], [40], [2], [13]])
+    return batch(name) | {"attention_mask": mask.long()}
+
+
+class OtherEmbeddings:
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) * 1.5
+
+
+def other_class(module):
+    module.__class__ = type("Other", (OtherEmbeddings, type(module)), {})
+    return module
+
+
+# beside the layers
+AROUND = {
+    "hook of embeddings": lambda m: hook(m.embeddings),
+    "hook of a table": lambda m: hook(m.embeddings.word_embeddings),
+    "class of embeddings": lambda m: other_class(m.embeddings),
+    "hook of the stack": lambda m: m.encoder.register_forward_hook(lambda *_: None),
+    "hook of the pooler": lambda m: hook(m.pooler.dense),
+    "other embeddings": lambda m: setattr(m, "embeddings", other_class(copy.deepcopy(m.embeddings))),
+    "eps of embeddings": lambda m: setattr(m.embeddings.LayerNorm, "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *AROUND])
+def test_an_accelerated_model_sees_a_change(change, served):
+    model = kept(served, fastbert.accelerate(stock_of("bert")), padded_right("bert"))
+    before = model.fastbert_state.padded_calls
+    (CHANGES | AROUND)[change](model)
+    for _ in range(3):
+        actual, expected = check(served, model, padded_right("bert"))
+        torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-10)
+    padded = model.fastbert_state.padded_calls - before
+    assert padded == (0 if gap(model) is None else 3)
+
+
+@pytest.mark.parametrize("which", ["embeddings", "encoder.layer.0.output"])
+def test_an_accelerated_model_sees_another_forward_of_a_class(which, served, monkeypatch):
+    model = kept(served, fastbert.accelerate(stock_of("bert")), padded_right("bert"))
+    kind = type(model.get_submodule(which))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: own(*args, **kwargs) * 1.5)
+    check(served, model, padded_right("bert"))
+    assert model.fastbert_state.padded_calls == 1
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_accelerated_models(name, served, monkeypatch):
+    model, inputs, asked = stock_of(name), padded_right(name), []
+    modules_gap = models._modules_gap
+    monkeypatch.setattr(models, "_modules_gap", lambda model: asked.append(0) or modules_gap(model))
     stock, mask = model(**inputs)[0], inputs["attention_mask"].bool()
     fastbert.accelerate(model)
     kept(served, model, inputs)
     assert served[-1] == list(range(model.config.num_hidden_layers))
+    assert len(asked) == 2  # not while the plan holds
     torch.testing.assert_close(model(**inputs)[0][mask], stock[mask], rtol=0, atol=1e-10)
     fastbert.accelerate(model, layer_norm=False)  # other options of the same modules
     served.clear()
