@@ -86,6 +86,8 @@ bool id_matrix(void* tensor, std::int64_t layer, IdMatrix* out) {
     TensorFacts facts;
     const std::int64_t before = layer >= 0;  // dimensions before the rows
     if (!facts_of(tensor, &facts) || facts.device_type != 0 || facts.dim != before + 2) return false;
+    // no elements, or zeros without memory
+    if (facts.data == nullptr) return false;
     if (before == 1 && layer >= facts.sizes[0]) return false;
     std::int64_t bytes;
     switch (facts.dtype) {

@@ -12,6 +12,8 @@ from fastbert.models.inputs import packer_of, to_host
 from fastbert.runtime import dispatch
 
 _IDS = (torch.int64, torch.int32)
+# Zeros without memory: the address of a view of them is its offset
+_is_zero = torch._C.TensorBase._is_zerotensor
 
 
 class Rows(NamedTuple):
@@ -84,7 +86,8 @@ class Stage:
         wait if it has the lengths without them: there is no mask, or it is on the host. Then the ids stay
         where they are, and the kernel that reads them tells of bad ones (kernels/bad_ids.py).
         """
-        if self._host is None or type(ids) is not Tensor:
+        given = [t for t in (ids, mask, types) if type(t) is Tensor]
+        if self._host is None or type(ids) is not Tensor or any(map(_is_zero, given)):
             return None
         if not is_on_host(ids):
             has_lengths = type(mask) is not Tensor or is_on_host(mask)

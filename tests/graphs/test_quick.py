@@ -56,6 +56,25 @@ def called(family="bert", dtype=None, times=2, **given):
     return g
 
 
+@pytest.mark.parametrize("which", ["input_ids", "attention_mask", "token_type_ids"])
+@pytest.mark.parametrize("rows", [slice(0, 4), slice(1, 5)])  # a view's address is its offset
+def test_zeros_without_memory(rows, which):
+    given = {
+        **PADDED,
+        "token_type_ids": TYPES,
+        which: torch._efficientzerotensor((5, 9), dtype=torch.long)[rows],
+    }
+    g = called()
+    g.check(**given, reason="there are no tokens" if which == "attention_mask" else None)
+
+
+def test_the_extension_refuses_zeros_without_memory():
+    packer, zeros = inputs.packer_of(shared().config), torch._efficientzerotensor((4, 9), dtype=torch.long)
+    assert packer.measure(PADDED["input_ids"], None, None) == (4, 9, 36)
+    for given in ((zeros, None, None), (TYPES, zeros, None), (TYPES, None, zeros)):
+        assert packer.measure(*given) is None
+
+
 def only_quick(monkeypatch):
     def refuse(*args):
         raise Refused
