@@ -274,6 +274,8 @@ class BertModel(PreTrainedModel):
         if first_token_only:
             last, first = (hidden if packing.flat else hidden.unsqueeze(1)), hidden
         else:
+            # Not put off until it is read: a later read may have another grad mode or be outside a graph that
+            # the caller captures, and OrderedDict's own code reads values without asking the output.
             last = packing.unpack(hidden)
             first = packing.first_rows(hidden) if packing.flat else last[:, 0]
         if states is not None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import fastbert
+from fastbert.layers import packing
 from fastbert.models.config import EncoderConfig
 from tests.support.hf_models import FAMILY_NAMES
 from tests.support.model_pairs import CASES, build, close, inputs_for, labels_for, pair
@@ -33,6 +34,18 @@ def packed(inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], to
     rows = {k: v.flatten(0, -2)[keep] for k, v in inputs.items() if k != "attention_mask"}
     ends = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0)).int()
     return {**rows, "cu_seqlens": ends}, keep
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_heads_unpack_nothing_but_logits_of_tokens(name, task, monkeypatch):
+    _, model = pair(name, task)
+    shapes, unpack = [], packing.unpack
+    monkeypatch.setattr(packing, "unpack", lambda x, *args: shapes.append(x.shape[1:]) or unpack(x, *args))
+    with torch.no_grad():
+        model(**right_padded(name, task))
+    tokens = {"ForTokenClassification": (5,), "ForQuestionAnswering": (2,), "ForMaskedLM": (120,)}
+    tokens["ForPreTraining"] = () if name.startswith("electra") else (120,)
+    assert shapes == ([tokens[task]] if task in tokens else [])
 
 
 def packed_labels(labels: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, torch.Tensor]:
