@@ -11,6 +11,7 @@ report.py     `explain`
 parts.py      finds encoders and layers in a model
 model.py      the encoder: removes padding once per call if all layers are fused and nobody looks inside
 layer.py      a layer: fused if all its parts are unchanged, else as transformers runs it
+spans.py      a question-answering head: masked tokens get no probability
 watching.py   who else looks at a module: hooks, other forwards, FSDP, tracers
 interface.py  our attention alone, for architectures of no family: the models
 attention.py  the same: the two functions that transformers' attention interface asks for

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,13 @@ def _under_the_signature_of(original: Any, function: types.FunctionType) -> type
         function.__closure__,
     )
     return functools.wraps(original)(twin)
+
+
+@functools.cache
+def positional(base: type) -> tuple[str, ...]:
+    """The names of the arguments that a stock class's `forward` takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(base.forward).parameters.values() if p.kind in kinds)[1:]
 
 
 def swap(module: nn.Module, mixin: type, state: Any) -> None:

@@ -15,10 +15,11 @@ from fastbert.acceleration import layer as layers
 from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
 from fastbert.acceleration.layer import AcceleratedLayer, LayerState
-from fastbert.acceleration.model import AcceleratedModel, AcceleratedSpans, ModelState
+from fastbert.acceleration.model import AcceleratedModel, ModelState
 from fastbert.acceleration.parts import OWN, encoders, is_other_spans, kind_of, other_models, own_models
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
+from fastbert.acceleration.spans import AcceleratedSpans
 from fastbert.layers.quantized import MODES
 from fastbert.ops.checks import FLOATS
 from fastbert.runtime import prepared

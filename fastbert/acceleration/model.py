@@ -2,29 +2,23 @@
 
 In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` says why a
 model keeps that layout, and `unfit` why a call does.
-
-A question-answering head takes a softmax over all tokens of a row, masked ones included. Its answer is better
-without them. But a model that never learns to score padding low is useless as a stock model. So the encoder
-keeps the padding in training mode; in eval mode masked tokens get no probability.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.acceleration import layer as layers
-from fastbert.acceleration.classes import Accelerated, Options
+from fastbert.acceleration.classes import Accelerated, Options, positional
 from fastbert.acceleration.layer import AcceleratedLayer
+from fastbert.acceleration.spans import head_of_call
 from fastbert.acceleration.watching import HARMLESS, exporting, is_sharded, uncompiled
 from fastbert.execution.plan import Plan, plan_of
 from fastbert.layers.embeddings import embed, launched
@@ -33,7 +27,7 @@ from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dr
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
 from fastbert.models.families import FAMILIES
-from fastbert.models.heads.task_model import without_masked
+from fastbert.models.heads.task_model import served_by
 from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.runtime import prepared
 
@@ -80,12 +74,6 @@ class ModelState:
             return cls(model_type, name, EncoderConfig.from_dict(values), None, options)
         except (TypeError, ValueError) as error:
             return cls(model_type, name, None, str(error), options)
-
-
-@functools.cache
-def _positional(base: type) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in inspect.signature(base.forward).parameters.values() if p.kind in kinds)[1:]
 
 
 def gap(model: nn.Module) -> str | None:
@@ -224,9 +212,9 @@ class AcceleratedModel(Accelerated):
             if state.options.int8:
                 return uncompiled(self, *args, **kwargs)
             return super().forward(*args, **kwargs)
-        names = _positional(self.fastbert_base)
+        names = positional(self.fastbert_base)
         given = dict(zip(names, args, strict=False)) | kwargs
-        head = _head.get()
+        head = head_of_call.get()
         fits = len(args) <= len(names) and not (head is not None and head.reads_masked)
         if fits and not (_own_gap(self) or unfit(self, given)) and (plan := self._plan()) is not None:
             inputs = packed_inputs(self._input_config(), _device(self), *map(given.get, _INPUTS))
@@ -270,14 +258,27 @@ class AcceleratedModel(Accelerated):
         layers, gap = layers_of(self, self.config, family), functools.partial(_modules_gap, self)
         return plan_of(self._modules[container], layers, around=around, gap=gap)
 
-    def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
-        family = FAMILIES[self.fastbert_state.model_type]
+    @property
+    def fastbert_packed(self) -> PackedEncoder:
+        """What `fastbert.graph` records."""
+        return PackedEncoder(self)
+
+    def _encode(self, plan: Plan | None, inputs: Inputs, **asked: Any) -> tuple:
+        """Packed tokens through embeddings and layers; see `run_encoder`."""
         dropout = self.embeddings.dropout
         dropout_p = dropout.p if dropout.training else 0.0
         embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
+        parts = self, FAMILIES[self.fastbert_state.model_type], plan, embed_rows, inputs, dropout_p > 0
+        return run_encoder(*parts, **asked)
+
+    def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
+        family = FAMILIES[self.fastbert_state.model_type]
         wants_states = _asked(self, given, "output_hidden_states")
-        parts = self, family, plan, embed_rows, inputs, dropout_p > 0
-        hidden, states, _ = run_encoder(*parts, want_states=wants_states)
+        served, graphed = served_by.get() or (None, None)
+        if served is self and not wants_states:
+            hidden, states = graphed.encode_inputs(inputs), []
+        else:
+            hidden, states, _ = self._encode(plan, inputs, want_states=wants_states)
         packing = inputs.packing
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
@@ -327,78 +328,36 @@ class AcceleratedModel(Accelerated):
         return self._modules[activation](self.pooler(hidden[:, 0]))
 
 
-@dataclass
-class _Head:
-    """What a question-answering head and its encoder exchange during a call.
+class PackedEncoder:
+    """An accelerated encoder, with the methods of `BertModel` that `fastbert.graph` calls.
 
     Attributes:
-        reads_masked: set by the head: the encoder must keep the padding.
-        kept: set by an encoder that has removed padding: (batch, seqlen) bool, True = kept; else None.
+        model: the encoder.
     """
 
-    reads_masked: bool
-    kept: Tensor | None = None
+    taps = None
 
+    def __init__(self, model: nn.Module):
+        self.model, self.config = model, model._input_config()
+        self.family = self.config.family
 
-_head: ContextVar[_Head | None] = ContextVar("_head", default=None)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
+    def gap(self) -> None:
+        """See `BertModel`; the encoder's `forward` has looked at the modules."""
 
-class AcceleratedSpans(Accelerated):
-    """Mixin of a question-answering head (BertForQuestionAnswering, …).
-
-    If its encoder has removed padding, masked tokens get no probability. The loss is then at most the stock
-    model's, and the probability of a kept token at least. In training mode, if a label is on a masked token,
-    or if the encoder ran padded, the output is the stock model's.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock model's call."""
-        if exporting() or torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        given = dict(zip(_positional(self.fastbert_base), args, strict=False)) | kwargs
-        positions = [given.get(name) for name in ("start_positions", "end_positions")]
-        head = _Head(self.training or _on_masked(positions, given.get("attention_mask")))
-        token = _head.set(head)
-        try:
-            output = super().forward(*args, **kwargs)
-        finally:
-            _head.reset(token)
-        return output if head.kept is None else _over_kept(output, head.kept, positions)
-
-
-def _on_masked(positions: list[Tensor | None], mask: Any) -> bool:
-    """Whether a label is on a masked token. The stock model refuses anything that is no label."""
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return False
-    batch, seqlen = mask.shape
-    for p in positions:
-        if isinstance(p, Tensor) and p.numel() == batch and seqlen > 0:
-            at = p.reshape(batch, 1).long().clamp(0, seqlen)
-            masked = mask.to(at.device).logical_not().gather(1, at.clamp(max=seqlen - 1))
-            if (masked & (at < seqlen)).any():
-                return True
-    return False
-
-
-def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any:
-    """A head's output (a tuple or not) with its scores and their loss over kept tokens only."""
-    loss = all(p is not None for p in positions)
-    at = slice(int(loss), int(loss) + 2)
-    values = list(output[at])
-    scores = [without_masked(s, kept.to(s.device)) for s in values]
-    made = dict(zip(("start_logits", "end_logits"), scores, strict=True))
-    if loss:
-        seqlen = kept.shape[1]
-        losses = [
-            F.cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen)
-            for s, p in zip(scores, positions, strict=True)
-        ]
-        made = {"loss": (losses[0] + losses[1]) / 2} | made
-    if isinstance(output, tuple):
-        return (*made.values(), *output[at.stop :])
-    for name, value in made.items():
-        output[name] = value
-    return output
+    def encode_inputs(
+        self,
+        inputs: Inputs,
+        gates: Tensor | None,
+        want_attentions: bool,
+        want_states: bool,
+        first_only: bool,
+    ) -> tuple:
+        """See `BertModel`."""
+        asked = {"gates": gates, "want_attentions": want_attentions, "want_states": want_states}
+        return self.model._encode(self.model._plan(), inputs, **asked, first_only=first_only)
 
 
 def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:

@@ -148,13 +148,15 @@ class Plan:
 
     def holds(self, layers: list[nn.Module], around: Sequence[nn.Module] = ()) -> bool:
         """Whether the plan is kept, and nothing that it was decided by has changed."""
+        # a recorded graph may run the layers in its place: then nothing was derived for it
+        state = self._before if self.state is None else self.state
         return (
-            self.state is not None
+            state is not None
             and self.layers == layers
             and self.around == around
             and calls_all() is None
             and list(map(_forward, self._kinds)) == self._forwards
-            and self.state.untouched()
+            and state.untouched()
             and self.options == [layer.options() for layer in self._asked]
         )
 

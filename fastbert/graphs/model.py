@@ -70,8 +70,10 @@ _PLANS = 1024  # to keep
 def graph(model: BertModel, **options: Any) -> GraphedModel: ...
 @overload
 def graph(model: TaskModel, **options: Any) -> GraphedTask: ...
+@overload
+def graph(model: nn.Module, **options: Any) -> GraphedModel | GraphedTask: ...
 def graph(
-    model: BertModel | TaskModel,
+    model: nn.Module,
     *,
     max_tokens: int = 16384,
     max_batch: int = 512,
@@ -82,7 +84,8 @@ def graph(
     """The model, with its inference forward replayed from CUDA graphs that are recorded when first needed.
 
     Args:
-        model: an encoder, or a model with a head, whose head runs after the graph. Shared, not copied.
+        model: an encoder, or a model with a head, which runs after the graph; fastbert's, or transformers'
+            after `fastbert.accelerate`. Shared, not copied.
         max_tokens: most tokens of a batch, padding not counted; the model itself computes larger batches.
         max_batch: most sequences of a batch; the model itself computes larger batches.
         buckets: sizes of a batch in tokens, ascending; the last one overrides `max_tokens`. Default:
@@ -93,12 +96,20 @@ def graph(
             default, `recorder_for`, only models on a CUDA device are recorded.
 
     Returns:
-        A `GraphedModel`, with a head a `GraphedTask`, to be called like the model.
+        A `GraphedModel`, or of a model with a head or of transformers a `GraphedTask`, to be called like the
+        model.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    encoder = model.base_model if isinstance(model, TaskModel) else model
+    encoder = getattr(model, "base_model", None)
+    # an accelerated model of transformers has one
+    encoder = getattr(encoder, "fastbert_packed", encoder)
+    if not hasattr(encoder, "encode_inputs"):
+        raise TypeError(
+            "model: expected a model of fastbert, or one of transformers that fastbert.accelerate makes run "
+            f"on packed tokens (call it first; fastbert.explain says which), got {type(model).__name__}"
+        )
     graphed = GraphedModel(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
     return graphed if encoder is model else GraphedTask(model, graphed)
 
@@ -128,14 +139,6 @@ class GraphedModel:
         max_graphs: int,
         recorder: Callable[[torch.device], Recorder | None],
     ):
-        if not isinstance(model, BertModel):
-            hint = ""
-            if any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
-                hint = (
-                    " of transformers; save it, and load that folder by fastbert.AutoModel.from_pretrained. "
-                    "(torch.compile takes models of transformers, accelerated or not)"
-                )
-            raise TypeError(f"model: expected a fastbert encoder, got {type(model).__name__}{hint}")
         for name, value in (("max_tokens", max_tokens), ("max_batch", max_batch), ("max_graphs", max_graphs)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
@@ -214,13 +217,17 @@ class GraphedModel:
         """`BertModel.forward_packed`, by a graph if one can serve."""
         model = self.model
         given = (input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
-        compiling = torch.compiler.is_compiling()
-        if compiling or (reason := self._unfit()) is not None:
-            if not compiling:
-                self._note(reason)
+        if torch.compiler.is_compiling():
             return model.forward_packed(*given, first_token_only=first_token_only)
-        inputs = Inputs.from_packed(model.config, model.device, *given)
-        return self._encode(inputs, first_token_only, False)[0]
+        return self.encode_inputs(Inputs.from_packed(model.config, model.device, *given), first_token_only)
+
+    def encode_inputs(self, inputs: Inputs, first_token_only: bool = False) -> Tensor:
+        """The last hidden states of checked and packed inputs, packed, by a graph if one can serve."""
+        model, reason = self.model, self._unfit()
+        if reason is None:
+            return self._encode(inputs, first_token_only, False)[0]
+        self._note(reason)
+        return model.encode_inputs(inputs.to(model.device), None, False, False, first_token_only)[0]
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:
         raise TypeError(
@@ -405,6 +412,8 @@ class GraphedModel:
                 with self._recorder.in_order():
                     outputs = self._run(bucket, inputs)
                 # Checked while the GPU already works
+                if self._weights.untouched():
+                    return None, *outputs
                 reason = self._weights.watched()
                 if reason is not None:
                     return reason, None, None

@@ -1,4 +1,4 @@
-"""Models with a head: the encoder's forward is replayed from CUDA graphs, then the head runs."""
+"""Models with a head, and accelerated ones: the encoder is replayed from CUDA graphs, then the rest runs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,39 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from fastbert.models.heads.task_model import TaskModel, served_by
+from fastbert.models.heads.task_model import served_by
+
+_UNASKED = (
+    "its encoder was not called, kept the padding (fastbert.explain says why), or was asked for hidden states"
+)
 
 
 class GraphedTask:
-    """A model with a head whose encoder is served by graphs; made by `fastbert.graph`.
+    """A model whose encoder is served by graphs, with a head or of transformers; made by `fastbert.graph`.
 
     Calls take and return what the model's calls do. What graphs cannot serve, the model computes itself.
 
     Attributes:
-        model: the model.
+        model: the model; one of transformers, after `fastbert.accelerate`.
         encoder: the `GraphedModel` of its encoder, which has the counts of replays and fallbacks.
     """
 
-    def __init__(self, model: TaskModel, encoder: Any):
+    def __init__(self, model: nn.Module, encoder: Any):
         self.model, self.encoder = model, encoder
+        self._recorded = model.base_model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, its encoder by a graph if one can serve."""
-        token = served_by.set({**served_by.get(), self.encoder.model: self.encoder})
+        encoder = self.encoder
+        encoder._last.reason = _UNASKED
+        token = served_by.set({**served_by.get(), self._recorded: encoder})
         try:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
         finally:
             served_by.reset(token)
+        if encoder.last_fallback == _UNASKED:
+            encoder._note(_UNASKED)
+        return output
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:
         raise TypeError(

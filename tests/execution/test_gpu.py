@@ -19,6 +19,7 @@ from fastbert.acceleration import model as models
 from fastbert.acceleration.model import gap
 from fastbert.execution import gpu, launchers, plan
 from fastbert.execution.call import Call
+from fastbert.graphs.recorder import EagerRecorder, Recording
 from fastbert.layers.batch import PackedBatch
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
@@ -344,6 +345,25 @@ def test_accelerated_models(name, served, monkeypatch):
     served.clear()
     torch.testing.assert_close(model(**inputs)[0][mask], stock[mask], rtol=0, atol=1e-10)
     assert served == []
+
+
+def test_a_plan_holds_while_a_graph_runs_the_layers(served, monkeypatch):
+    class NoReplay(EagerRecorder):
+        def record(self, function):
+            return Recording(function(), lambda: None)
+
+    model, inputs, asked = fastbert.accelerate(stock_of("bert")), padded_right("bert"), []
+    modules_gap = models._modules_gap
+    monkeypatch.setattr(models, "_modules_gap", lambda model: asked.append(0) or modules_gap(model))
+    graphed = fastbert.graph(model, recorder=NoReplay)
+    for _ in range(3):
+        graphed(**inputs)
+    asked.clear()
+    graphed(**inputs)
+    assert (graphed.replays, asked) == (4, [])
+    hook(model.embeddings)
+    graphed(**inputs)
+    assert (graphed.replays, asked) == (4, [0])
 
 
 def test_explain_says_why_not(monkeypatch):

@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import fastbert
 from fastbert.graphs.recorder import EagerRecorder
 from tests.support.graphed_models import SIZES, lengths_batch
+from tests.support.hf_models import hf_model
 from tests.support.model_pairs import build, inputs_for
 
 HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -46,3 +48,80 @@ def test_a_list_of_choices_and_bad_input_are_the_models():
         assert graphed(**lengths_batch([3, 5])).logits.shape == model(**lengths_batch([3, 5])).logits.shape
     graphed.clear()
     assert graphed.encoder.graphs == []
+
+
+# --- accelerated models of transformers ---------------------------------------------------------------------
+
+PADDED = lengths_batch([5, 9, 3, 1])
+
+
+def accelerated(name="bert", task="", **options):
+    """(graphed, its model)."""
+    model = hf_model(name, getattr(transformers, f"AutoModel{task}")).double()
+    model = fastbert.accelerate(model, **options)
+    return fastbert.graph(model, recorder=EagerRecorder, **SIZES), model
+
+
+@torch.no_grad()
+def check(graphed, model, reason=None, **given):
+    found, wanted = graphed(**given), model(**given)
+    assert type(found) is type(wanted)
+    for a, b in zip(*(o if isinstance(o, tuple) else o.to_tuple() for o in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    assert reason is None if graphed.last_fallback is None else reason in graphed.last_fallback
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "electra", "albert", "mpnet"])
+@pytest.mark.parametrize("task", ["", *HEADS])
+def test_an_accelerated_model(name, task):
+    graphed, model = accelerated(name, task)
+    for times in (1, 2, 3):
+        check(graphed, model, **PADDED)
+        assert graphed.replays == times
+    check(graphed, model, **PADDED, return_dict=False)
+    check(graphed, model, input_ids=PADDED["input_ids"][:2, :3])
+    assert graphed.replays == 5
+
+
+@torch.no_grad()
+def test_weights_of_an_accelerated_model_that_change():
+    graphed, model = accelerated()
+    check(graphed, model, **PADDED)
+    before = graphed(**PADDED)[0]
+    for change in (
+        lambda: model.encoder.layer[1].output.dense.weight.neg_(),
+        lambda: model.encoder.layer[1].attention.self.key.weight.data.mul_(3),
+        lambda: setattr(model.embeddings, "LayerNorm", torch.nn.LayerNorm(48).double().eval()),
+    ):
+        change()
+        check(graphed, model, **PADDED)
+        assert not torch.allclose(graphed(**PADDED)[0], before)
+
+
+def test_what_an_accelerated_model_does_without_a_graph():
+    graphed, model = accelerated()
+    left = {**PADDED, "attention_mask": PADDED["attention_mask"].flip(1)}
+    padded = "kept the padding"
+    check(graphed, model, padded, **left)
+    check(graphed, model, "was asked for hidden states", **PADDED, output_hidden_states=True)
+    graphed(**PADDED)[0].sum().backward()
+    assert "gradients are on" in graphed.last_fallback
+    model.encoder.layer[0].output.dropout.train()
+    with torch.no_grad():
+        graphed(**PADDED)
+    assert "training mode" in graphed.last_fallback
+    model.eval()
+    hook = model.encoder.layer[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    check(graphed, model, padded, **PADDED)
+    hook.remove()
+    fastbert.accelerate(model, unpad=False)
+    check(graphed, model, padded, **PADDED)
+    assert graphed.encoder.fallbacks.total() == 6
+    assert graphed.replays == 0
+
+
+def test_an_encoder_that_was_replaced_is_not_served():
+    graphed, model = accelerated(task="ForSequenceClassification")
+    check(graphed, model, **PADDED)
+    model.bert = accelerated()[1]
+    check(graphed, model, "was not called", **PADDED)
