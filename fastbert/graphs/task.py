@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fastbert.models.heads.task_model import served_by
+from fastbert.runtime.prepared import module_of
 
 _UNASKED = (
     "its encoder was not called, kept the padding (fastbert.explain says why), or was asked for hidden states"
@@ -27,7 +28,7 @@ class GraphedTask:
 
     def __init__(self, model: nn.Module, encoder: Any):
         self.model, self.encoder = model, encoder
-        self._recorded = model.base_model
+        self._recorded = module_of(encoder.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, its encoder by a graph if one can serve."""
