@@ -274,8 +274,8 @@ class AcceleratedModel(Accelerated):
     def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
         family = FAMILIES[self.fastbert_state.model_type]
         wants_states = _asked(self, given, "output_hidden_states")
-        served, graphed = served_by.get() or (None, None)
-        if served is self and not wants_states:
+        graphed = served_by.get().get(self)
+        if graphed is not None and not wants_states:
             hidden, states = graphed.encode_inputs(inputs), []
         else:
             hidden, states, _ = self._encode(plan, inputs, want_states=wants_states)

@@ -301,7 +301,7 @@ class GraphedModel:
         if reason is None:
             return tuple(outputs)
         inputs = inputs.to(self.model.device)
-        return self.model.encode_inputs(inputs, None, False, False, first_only, causal)[0], None
+        return self.model.encode_inputs(inputs, None, False, False, first_only)[0], None
 
     # -- replay ----------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ def graph_training(
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     encoder = model.base_model if isinstance(model, TaskModel) else model
+    if not isinstance(encoder, BertModel):
+        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
     graphed = GraphedTraining(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
     return graphed if encoder is model else GraphedTask(model, graphed)
 
