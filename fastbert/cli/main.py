@@ -297,6 +297,7 @@ def _add_pretrain(commands: Any) -> None:
     add("--save-every", type=int, default=1000, metavar="N", help="steps between checkpoints (default 1000)")
     add("--keep", type=int, default=2, metavar="N", help="checkpoints that remain (default 2)")
     add("--log-every", type=int, default=10, metavar="N", help="steps between lines of the log (default 10)")
+    add("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, on one GPU")
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help="check the corpus's SHA-256")
     add("--tensorboard", action=argparse.BooleanOptionalAction, help="default: if it is installed")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")

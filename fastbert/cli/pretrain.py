@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             keep=args.keep,
             log_every=args.log_every,
             workers=args.workers,
+            graphs=args.graphs,
             tensorboard=args.tensorboard,
             progress=args.progress,
             say=say,

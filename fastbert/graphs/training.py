@@ -19,8 +19,9 @@ at a time waits for its backward, and further calls meanwhile run the model itse
 Memory: all graphs share one pool, as large as the largest graph needs; there is one more copy of the
 gradients. The first call after a change of the model (a module, a parameter, its `requires_grad`, an
 attribute such as `p` of a dropout) is computed as it will be recorded, and the next one records. Changes in
-place, such as an optimizer's step, need no new recording. What a graph cannot do, the model does itself, with
-the same result; `last_fallback` says why.
+place, such as an optimizer's step, need no new recording. A new recording is replayed once beside the model
+itself, and serves only if the two agree. What a graph cannot do, the model does itself, with the same result;
+`last_fallback` says why.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
         yield
     finally:
         served_by.reset(token)
+
+
+# How far a replay may be from the model, over the norm of each gradient, or over _NOISE of the largest one.
+_SAME, _NOISE = 1e-2, 1e-3
 
 
 class _Kind(NamedTuple):
@@ -268,7 +273,7 @@ class GraphedTraining(GraphedModel):
             return bucket, "the model is new, or has changed"
         if self._turn() is not None:
             return bucket, "another forward waits for its backward"
-        if bucket not in self._steps and (reason := self._record_step(bucket)) is not None:
+        if bucket not in self._steps and (reason := self._record_step(bucket, inputs)) is not None:
             return bucket, reason
         self._steps.move_to_end(bucket)
         step = self._steps[bucket]
@@ -356,8 +361,8 @@ class GraphedTraining(GraphedModel):
         self._draws = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
         return None
 
-    def _record_step(self, bucket: Bucket) -> str | None:
-        """Record the graphs of a bucket, or say why they cannot be."""
+    def _record_step(self, bucket: Bucket, inputs: Inputs) -> str | None:
+        """Record the graphs of a bucket on a batch, or say why they cannot be."""
         if bucket in self._failed:
             return self._failed[bucket]
         if self._recorder is None and (reason := self._start()) is not None:
@@ -367,20 +372,42 @@ class GraphedTraining(GraphedModel):
             self._steps.popitem(last=False)
         used: list[int] = []
         where = self._rows(bucket)
-        functions = self._function_of(where, bucket, self._seed), partial(self._gradients, used)
+        forward = self._function_of(where, bucket, self._seed)
         try:
             with self._recorder.in_order(), prepared.collect_used() as derived:
                 self._memory.zero_()
-                # every row is a token of a sequence, as in all batches
-                where.ends.copy_(self._padding(bucket, 0, bucket.sequences, where.ends.device))
-                recordings = self._recorder.record_pair(*functions)
-        except Exception as error:  # the model computes what cannot be captured
+                self._fill(where, bucket, inputs)
+                step = _Step(*self._recorder.record_pair(forward, partial(self._gradients, used)), used)
+                if not derived:
+                    self._check(step, forward)
+        except Exception as error:  # the model computes what cannot be captured, or not be repeated
             return self._refused(bucket, error)
         if derived:
             self._failed[bucket] = "weights are derived from parameters"
             return self._failed[bucket]
-        self._steps[bucket] = _Step(*recordings, used)
+        self._steps[bucket] = step
         return None
+
+    def _check(self, step: _Step, forward: Callable[[], Tensor]) -> None:
+        """Replay a step once, beside the function that was recorded, which computes the same.
+
+        Raises:
+            RuntimeError: the output or a gradient is another one.
+        """
+        hidden = forward()
+        dout = self._dout_of(hidden)
+        dout.copy_(hidden.detach())  # any numbers do
+        wanted = torch.autograd.grad(hidden, [self._leaves[i] for i in step.used], dout)
+        step.forward.replay()
+        step.backward.replay()
+        found = [step.forward.outputs[0], *(self._grads[i] for i in step.used)]
+        wanted = [hidden.detach(), *wanted]
+        norms = torch.stack([t.float().norm() for t in wanted])
+        far = torch.stack([(a - b).float().norm() for a, b in zip(found, wanted, strict=True)])
+        # the gradient of the keys' biases is rounding alone; NaN is not near
+        near = far <= _SAME * torch.maximum(norms, _NOISE * norms.max())
+        if not bool(near.all()):
+            raise RuntimeError("a replay computes something else than the model")
 
     def _function_of(self, where: Rows, bucket: Bucket, seed: Tensor | None) -> Callable[[], Tensor]:
         """The forward of a batch that fills a bucket; with `seed` None it draws one, if it drops."""

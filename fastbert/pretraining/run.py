@@ -113,7 +113,7 @@ def pretrain(
         growth: layers that are added on the way.
         parallel: the processes; None: those of torchrun, or this one.
         verify: read the corpus once and compare its SHA-256.
-        options: of `Trainer`: save_every, keep, log_every, workers, tensorboard, progress, say.
+        options: of `Trainer`: save_every, keep, log_every, workers, graphs, tensorboard, progress, say.
 
     Raises:
         ValueError: naming what is wrong.

@@ -114,6 +114,7 @@ class Trainer:
         save_every, keep: a checkpoint after so many steps; how many remain.
         log_every: a line in the log after so many steps.
         workers: processes that make micro-batches ahead; 0: none.
+        graphs: whether a single process on a GPU replays its encoders from CUDA graphs.
         finish: writes more files into a checkpoint's folder, such as tokenizers.
         on_step: is called after each step with the number of steps taken, such as for an evaluation.
         tensorboard, progress: see `Logs`.
@@ -136,6 +137,7 @@ class Trainer:
         keep: int = 2,
         log_every: int = 10,
         workers: int = 0,
+        graphs: bool = True,
         finish: Callable[[Path], None] | None = None,
         on_step: Callable[[int], None] | None = None,
         tensorboard: bool | None = None,
@@ -172,6 +174,7 @@ class Trainer:
                     f"{self.parallel.world} processes"
                 )
         self.save_every, self.keep, self.log_every, self.workers = save_every, keep, log_every, workers
+        self._graphs = graphs
         self._finish, self._tensorboard, self._progress = finish, tensorboard, progress
         self._on_step = on_step or (lambda step: None)
         self._say = say if self.parallel.is_first else lambda text: None
@@ -297,7 +300,7 @@ class Trainer:
         """Wrap a module for the processes, and make its optimizer."""
         self.module = module
         self._wrapped = self.parallel.wrap(module)
-        self._graphed = encoders_of(module) if self.parallel.kind == "none" else []
+        self._graphed = encoders_of(module) if self._graphs and self.parallel.kind == "none" else []
         self.names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self._new_optimizer()
         self._warm = False

@@ -263,7 +263,18 @@ def test_what_changes_the_result_cannot_be_changed(whole, call, tmp_path, capsys
     ):
         assert re.match(message, failed(call(run, *options), capsys))
     # what does not may be
-    more = ["--save-every", "3", "--keep", "1", "--log-every", "2", "--workers", "1", "--no-verify"]
+    more = [
+        "--save-every",
+        "3",
+        "--keep",
+        "1",
+        "--log-every",
+        "2",
+        "--workers",
+        "1",
+        "--no-verify",
+        "--no-graphs",
+    ]
     assert main(call(run, *more)) == 0
 
 

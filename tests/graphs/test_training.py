@@ -395,6 +395,37 @@ def test_a_recording_that_fails_is_told_once_and_the_model_computes():
     assert graphed.last_fallback == "recording failed: RuntimeError: no memory"
 
 
+class Wrong(EagerRecorder):
+    """Graphs that compute something else: `wrong` says which one."""
+
+    wrong = "forward"
+
+    def record_pair(self, forward, backward):
+        first, second = super().record_pair(forward, backward)
+
+        def replay():
+            first.replay()
+            first.outputs[0][0, 0] = torch.nan
+
+        if self.wrong == "forward":
+            return Recording(first.outputs, replay), second
+        return first, Recording((), lambda: None)
+
+
+@pytest.mark.parametrize("wrong", ["forward", "backward"])
+def test_a_recording_that_computes_something_else_does_not_serve(wrong, monkeypatch):
+    monkeypatch.setattr(Wrong, "wrong", wrong)
+    model, twin, _ = encoder_twins()
+    graphed = graph_training(twin, recorder=Wrong, **SIZES)
+    loss(graphed)
+    loss(model).backward()
+    with pytest.warns(RuntimeWarning, match="a replay computes something else than the model"):
+        value = loss(graphed)
+    value.backward()
+    same_gradients(model, twin)
+    assert graphed.replays == 0
+
+
 def test_without_graphs_or_gradients_the_model_computes():
     _, twin, _ = encoder_twins()
     graphed = graph_training(twin, **SIZES)

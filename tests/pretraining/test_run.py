@@ -579,3 +579,5 @@ def test_replayed_steps_are_the_same_training(name, corpus, tmp_path, monkeypatc
             torch.testing.assert_close(found[key], value, rtol=1e-3, atol=last, msg=key)
     ran(*args, cut_after(tmp_path / "replayed", 2, tmp_path / "resumed"))
     assert digests(tmp_path / "resumed") == digests(tmp_path / "replayed")
+    ran(*args, tmp_path / "without", graphs=False)
+    assert digests(tmp_path / "without") == digests(tmp_path / "plain")
