@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
@@ -56,7 +56,8 @@ class ExecutorReport:
     Attributes:
         model: name of the encoder; "" for the model itself.
         first, last: numbers of the layers.
-        executor: "cpu", "gpu", "eager", or "modules" for module by module on a padded batch.
+        executor: "cpu", "gpu", "eager", or "modules" for module by module on a padded batch; "graph" of a
+            graphed model whose last call by this thread was replayed.
         refused: one sentence on why each faster executor does not run them; for "modules", why "eager" does
             not.
     """
@@ -163,7 +164,7 @@ def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Expla
     """Which backend serves each op and dtype on a device; or which parts of a model run on our kernels.
 
     Args:
-        target: a device, or a model: accelerated, not accelerated, or fastbert's own.
+        target: a device, or a model: accelerated, not accelerated, fastbert's own, or graphed.
 
     Returns:
         For a device, one row per op and dtype (see `fastbert.testing.serving.choices`). For a model, which
@@ -210,7 +211,17 @@ def _explain_model(model: Any) -> Explanation:
         executors += _executors(name, module, module.layers())
         looked_at = [step.reason is None for step in survey(module.layers(), PackedLayer)]
         fused, total = fused + sum(looked_at), total + len(looked_at)
+    if hasattr(model, "last_fallback"):
+        executors = [_of_graphs(model, each) for each in executors]
     return Explanation(reports, rows, fused, total, executors)
+
+
+def _of_graphs(graphed: Any, report: ExecutorReport) -> ExecutorReport:
+    """The report of a graphed model: by this thread's last call."""
+    reason = graphed.last_fallback if graphed.replays or graphed.last_fallback else "it was not called yet"
+    if reason is None:
+        return replace(report, executor="graph", refused={})
+    return replace(report, refused={"graph": reason, **report.refused})
 
 
 def _executors(name: str, encoder: nn.Module, layers: list[nn.Module]) -> list[ExecutorReport]:

@@ -125,3 +125,14 @@ def test_an_encoder_that_was_replaced_is_not_served():
     check(graphed, model, **PADDED)
     model.bert = accelerated()[1]
     check(graphed, model, "was not called", **PADDED)
+
+
+def test_explain_says_what_was_replayed():
+    _, model = build("bert", "ForSequenceClassification")
+    graphed = fastbert.graph(model.eval(), recorder=EagerRecorder, **SIZES)
+    assert "(graph: it was not called yet; " in str(fastbert.explain(graphed))
+    with torch.no_grad():
+        graphed(**lengths_batch([3, 5]))
+    assert str(fastbert.explain(graphed)).endswith("layers 0 to 2 by executor graph")
+    graphed(**lengths_batch([3, 5]))
+    assert "(graph: gradients are on: " in str(fastbert.explain(graphed))
