@@ -224,7 +224,10 @@ class GraphedTraining(GraphedModel):
         if (reason := by_grid(model)) is not None:
             return reason
         self._watch, self._is_new = watch_of(model), True
-        return None if self._watch else "changes would not be noticed"
+        reason = "changes would not be noticed" if self._watch is None else self._start()
+        if reason is not None:
+            self._drop()
+        return reason
 
     # -- replay ----------------------------------------------------------------------------------------------
 
@@ -352,7 +355,6 @@ class GraphedTraining(GraphedModel):
             return f"the model is on {device}, where there are no graphs"
         self._leaves = [p for p in self._watch[1] if p.requires_grad]
         if not self._leaves:
-            self._recorder = None
             return "no parameter needs a gradient"
         most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
         self._memory = torch.zeros(most, dtype=torch.int64, device=device)
@@ -365,8 +367,6 @@ class GraphedTraining(GraphedModel):
         """Record the graphs of a bucket on a batch, or say why they cannot be."""
         if bucket in self._failed:
             return self._failed[bucket]
-        if self._recorder is None and (reason := self._start()) is not None:
-            return reason
         while len(self._steps) >= self.max_graphs:
             self._recorder.wait()
             self._steps.popitem(last=False)
@@ -381,6 +381,8 @@ class GraphedTraining(GraphedModel):
                 if not derived:
                     self._check(step, forward)
         except Exception as error:  # the model computes what cannot be captured, or not be repeated
+            if isinstance(error, torch.OutOfMemoryError):
+                self._drop()  # the model itself needs the memory
             return self._refused(bucket, error)
         if derived:
             self._failed[bucket] = "weights are derived from parameters"

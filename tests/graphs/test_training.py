@@ -426,16 +426,28 @@ def test_a_recording_that_computes_something_else_does_not_serve(wrong, monkeypa
     assert graphed.replays == 0
 
 
+class Full(EagerRecorder):
+    def record_pair(self, forward, backward):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_full_device_gets_its_memory_back():
+    model, twin, _ = encoder_twins()
+    graphed = graph_training(twin, recorder=Full, **SIZES)
+    loss(graphed)
+    with pytest.warns(RuntimeWarning, match="recording failed: OutOfMemoryError"):
+        torch.testing.assert_close(loss(graphed), loss(model), rtol=1e-11, atol=1e-12)
+    assert graphed.bytes_held == 0
+
+
 def test_without_graphs_or_gradients_the_model_computes():
     _, twin, _ = encoder_twins()
     graphed = graph_training(twin, **SIZES)
-    loss(graphed)
     loss(graphed).backward()
     assert graphed.last_fallback == "the model is on cpu, where there are no graphs"
     assert training.encoders_of(twin) == []
     twin.requires_grad_(False)
     graphed = graph_training(twin, recorder=Poisoned, **SIZES)
-    loss(graphed)
     loss(graphed)
     assert graphed.last_fallback == "no parameter needs a gradient"
 
