@@ -106,9 +106,10 @@ def launched(
     token_type_ids: Tensor | None,
     inputs_embeds: Tensor | None,
 ) -> Tensor | None:
-    """What `embed` returns for packed ids, in inference on a device and without dropout: by the launcher.
+    """What `embed` returns for packed ids, in inference without dropout: by the launcher.
 
-    None if anything is unusual, except that `root` may be of any class. Then its caller has to look.
+    None if anything is unusual, except that `root` may be of any class. Then its caller has to look. The ids
+    must be in range, as those of checked inputs are.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or inputs_embeds is not None:
         return None

@@ -94,7 +94,8 @@ def float_product(
         given, sizes = [x, own.get("weight"), own.get("bias")], [(rows, inner), (outer, inner), (outer,)]
         if with_bias and checks.are_plain(given, [dtype] * 3, sizes):
             launch = dispatch.launcher(forward_of(activation, False, rows), x.device, dtype)
-            return launch(*given, activation, None, False)[0]
+            panels = weight_panels(module, x) if checks.has_values(x) else None
+            return launch(*given, activation, None, False, panels)[0]
         bias = module.bias if with_bias else None
         return linear(x, module.weight, bias, activation, panels=weight_panels(module, x))
     weights, biases = [m.weight for m in modules], [m.bias for m in modules]

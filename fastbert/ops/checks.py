@@ -32,7 +32,7 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None
 
 
 def are_plain(tensors: list, dtypes: list[torch.dtype], sizes: list[tuple]) -> bool:
-    """Whether kernels may read these tensors of a call of inference as they are, and they are on a device.
+    """Whether kernels may read these tensors of a call of inference as they are.
 
     Asked at every call: so C code walks the list. Nothing is known of the tensors before, and nothing is left
     to be checked but values.
@@ -46,7 +46,6 @@ def are_plain(tensors: list, dtypes: list[torch.dtype], sizes: list[tuple]) -> b
     count, device = len(tensors), tensors[0].device
     return (
         dtypes[0] in FLOATS
-        and not has_values(tensors[0])
         and [*map(_dtype_of, tensors)] == dtypes
         and [*map(_device_of, tensors)] == [device] * count
         and [*map(_layout_of, tensors)] == [torch.strided] * count

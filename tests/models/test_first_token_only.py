@@ -35,19 +35,24 @@ def bert() -> BertModel:
 @contextlib.contextmanager
 def products():
     """A list of (rows, outputs) of every product with a weight, in the order of the calls of a backend."""
-    seen, launch, found = [], dispatch.call, cpu.launchers
+    seen, call, launcher, found = [], dispatch.call, dispatch.launcher, cpu.launchers
 
-    def call(function, key, *args):
-        result = launch(function, key, *args)
-        if function.split()[0] in ("linear_fwd", "linear_int8_fwd"):
-            seen.append(tuple((result[0] if isinstance(result, tuple) else result).shape))
-        return result
+    def watched(function, launch):
+        def launched(*args):
+            result = launch(*args)
+            if function.split()[0] in ("linear_fwd", "linear_int8_fwd"):
+                seen.append(tuple((result[0] if isinstance(result, tuple) else result).shape))
+            return result
 
-    dispatch.call, cpu.launchers = call, lambda *_: None
+        return launched
+
+    dispatch.call = lambda function, *args: watched(function, call)(function, *args)
+    dispatch.launcher = lambda function, *where: watched(function, launcher(function, *where))
+    cpu.launchers = lambda *_: None
     try:
         yield seen
     finally:
-        dispatch.call, cpu.launchers = launch, found
+        dispatch.call, dispatch.launcher, cpu.launchers = call, launcher, found
 
 
 def inner_rows(seen: list[tuple[int, int]]) -> list[int]:
