@@ -6,15 +6,15 @@ Results are kept in build/tests, so that a second run compiles only what changed
 from __future__ import annotations
 
 import fcntl
+import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-
-from fastbert.runtime import loader
 
 ROOT = Path(__file__).resolve().parents[2]
 CPP = ROOT / "tests" / "cpu" / "cpp"
@@ -23,6 +23,8 @@ FLAGS += ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Wno-uninitialize
 FLAGS += [f"-I{ROOT / 'csrc'}", f"-I{CPP}"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+# set in processes whose extension is sanitized (sanitized.py): the sanitizers
+SANITIZERS = "FASTBERT_SANITIZERS"
 ISA_FLAGS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
 
@@ -76,31 +78,26 @@ def run_ninja(name: str, lines: list[str]) -> Path:
     """Run these lines of a build.ninja in build/tests/<name>, which is returned; fails where they fail."""
     ninja = pytest.importorskip("ninja")
     folder = ROOT / "build" / "tests" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # two test processes may want the same build
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "build.ninja").write_text("\n".join(lines) + "\n")
-        run = subprocess.run(
-            [shutil.which("ninja", path=ninja.BIN_DIR) or "ninja", "-C", str(folder)],
-            text=True,
-            capture_output=True,
-        )
-    assert run.returncode == 0, run.stdout + run.stderr
+    program = shutil.which("ninja", path=ninja.BIN_DIR) or "ninja"
+    run_alone(folder, [program, "-C", str(folder)], "\n".join(lines) + "\n")
     return folder
 
 
-def cpu_objects(flags: list[str], isas: bool) -> dict[str, tuple[Path, list[str]]]:
-    """Everything under csrc/cpu; with `isas` also the kernels, for each of their instruction sets."""
-    csrc = ROOT / "csrc" / "cpu"
-    objects = {}
-    for source in sorted(csrc.glob("*.cpp")):
-        wanted = isas_of(source)
-        if not wanted:
-            objects[source.stem] = (source, [*flags, f"-DFASTBERT_X86={int(isas)}"])
-        for isa in wanted if isas else ():
-            defined = [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"]
-            objects[f"{source.stem}.{isa}"] = (source, defined)
-    return objects
+def run_alone(folder: Path, command: list[str], lines: str = "", **options) -> None:
+    """Run a build in its folder, after the `lines` of its build.ninja are written; fails where it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # two test processes may want the same build
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if lines:
+            (folder / "build.ninja").write_text(lines)
+        run = subprocess.run(command, text=True, capture_output=True, **options)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def cpu_objects(flags: list[str]) -> dict[str, tuple[Path, list[str]]]:
+    """Everything under csrc/cpu but the kernels."""
+    sources = (ROOT / "csrc" / "cpu").glob("*.cpp")
+    return {p.stem: (p, [*flags, "-DFASTBERT_X86=0"]) for p in sorted(sources) if not isas_of(p)}
 
 
 def host_objects(archs: str) -> dict[str, tuple[Path, list[str]]]:
@@ -112,7 +109,7 @@ def host_objects(archs: str) -> dict[str, tuple[Path, list[str]]]:
     module += ['-DFASTBERT_CUDA_SOURCES=""', '-DFASTBERT_NVCC=""']
     module += [flag for path in includes for flag in ("-isystem", path)]
     objects = {f"bind_{p.stem}": (p, module) for p in sorted((ROOT / "csrc" / "bindings").glob("*.cpp"))}
-    return objects | cpu_objects(flags, isas=False)
+    return objects | cpu_objects(flags)
 
 
 def extension_name() -> str:
@@ -120,22 +117,35 @@ def extension_name() -> str:
     return "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def sanitized(op: str, sanitizers: str) -> Path:
-    """tests/cpu/cpp/sanitize_<op>.cpp, built with -fsanitize=<sanitizers>. The ops share their objects.
+def checks(sanitizers: str) -> list[str]:
+    """Flags of the compiler for these sanitizers, such as "address,undefined"."""
+    return ["-O1", "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
-    Kernels that this processor cannot run are compiled without: that takes an eighth of the time.
-    """
-    checks = ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    objects, sets = cpu_objects(["-O1", *checks], isas=True), [*ISA_FLAGS]
-    unrunnable = sets[["none", *sets].index(loader.extension.best_cpu_isa()) :]
-    for stem, (source, flags) in objects.items():
-        if stem.endswith((*unrunnable,)):
-            objects[stem] = source, [flag for flag in flags if flag not in checks]
-    name = "-".join(["sanitized", *sanitizers.split(",")])
-    if op == "parallel":  # needs no kernels
-        objects, name = {"parallel": objects["parallel"]}, f"{name}-parallel"
-    objects[f"driver_{op}"] = (CPP / f"sanitize_{op}.cpp", ["-O1", *checks])
-    return ninja_build(name, objects, op, [f"-fsanitize={sanitizers}", "-pthread"])
+
+def sanitized_extension(sanitizers: str) -> Path:
+    """`_C` with all CPU kernels and no CUDA, built by setup.py with -fsanitize=<sanitizers>."""
+    compiler()
+    folder = ROOT / "build" / "tests" / "-".join(["sanitized", *sanitizers.split(",")])
+    flags = {"CXXFLAGS": shlex.join([*checks(sanitizers), "-Werror"]), "LDFLAGS": checks(sanitizers)[2]}
+    places = "--build-lib", folder / "lib", "--build-temp", folder / "objects"
+    command = [sys.executable, "setup.py", "build_ext", *map(str, places)]
+    run_alone(folder, command, cwd=ROOT, env=os.environ | flags | {"FASTBERT_CUDA": "0"})
+    return folder / "lib" / "fastbert" / extension_name()
+
+
+def sanitized_parallel(sanitizers: str) -> Path:
+    """tests/cpu/cpp/sanitize_parallel.cpp, built with -fsanitize=<sanitizers>."""
+    flags = checks(sanitizers)
+    sources = {"parallel": ROOT / "csrc" / "cpu" / "parallel.cpp", "driver": CPP / "sanitize_parallel.cpp"}
+    objects = {name: (source, flags) for name, source in sources.items()}
+    name = "-".join(["parallel", *sanitizers.split(",")])
+    return ninja_build(name, objects, "parallel", [flags[2], "-pthread"])
+
+
+def team() -> Path:
+    """Shared library of tests/cpu/cpp/team.cpp: threads that the thread sanitizer knows."""
+    flags = checks("thread")
+    return ninja_build("team", {"team": (CPP / "team.cpp", flags)}, "libteam.so", ["-shared", flags[2]])
 
 
 def exponential() -> Path:
@@ -164,6 +174,10 @@ def faked_isa() -> Path:
 def int8_pairs() -> Path:
     """Shared library of tests/cpu/cpp/linear_int8_pairs.cpp: linear_int8 with AVX-512 but without VNNI."""
     csrc, flags = ROOT / "csrc" / "cpu", ["-O2", "-DFASTBERT_X86=1"]
+    name, link = "int8_pairs", ["-shared"]
+    if sanitizers := os.environ.get(SANITIZERS):
+        flags += checks(sanitizers)
+        name, link = "-".join([name, *sanitizers.split(",")]), [*link, flags[4]]
     objects = {name: (csrc / f"{name}.cpp", flags) for name in ("isa", "parallel")}
     objects["linear_int8_pairs"] = (CPP / "linear_int8_pairs.cpp", flags)
     for isa in isas_of(csrc / "linear_int8_simd.cpp"):
@@ -171,4 +185,4 @@ def int8_pairs() -> Path:
             csrc / "linear_int8_simd.cpp",
             [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"],
         )
-    return ninja_build("int8_pairs", objects, "libint8_pairs.so", ["-shared"])
+    return ninja_build(name, objects, "libint8_pairs.so", link)

@@ -4,15 +4,23 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
 #include <thread>
 #include <vector>
 
 #include "cpu/parallel.h"
-#include "sanitize.h"
 
 using namespace fastbert;
 
 namespace {
+
+void require(bool good, const char* what) {
+    if (good) return;
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+}
 
 // An OpenMP runtime of our own: the sanitizers know its threads. A region's size is its opener's.
 thread_local int region_size = 1;
