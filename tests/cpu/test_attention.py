@@ -17,7 +17,6 @@ from tests.support.cpu_attention import (
     SEED,
     backward,
     check,
-    ends,
     everything,
     forward,
     own_dtype,
@@ -26,6 +25,7 @@ from tests.support.cpu_attention import (
     strided_qkv,
 )
 from tests.support.cpu_checks import assert_same_on_any_threads
+from tests.support.inputs import ends_of
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
@@ -53,7 +53,7 @@ def test_backward_reads_the_bits_that_it_is_given(every_isa, dtype):
     lengths = (3, 0, 26, 1, 70, 129)
     (q, k, v), _ = strided_qkv(229, 2, 24, dtype, 2)
     dout, options = randn(231, 2, 24, dtype=dtype, seed=9), options_of(lengths, 2, slack=40)
-    args = ends(lengths), 169, options["scale"], True, options["bias"], options["gate"], 0.25, SEED, OFFSET
+    args = ends_of(lengths), 169, options["scale"], True, options["bias"], options["gate"], 0.25, SEED, OFFSET
     out, lse, _, bits = launchers.attention_fwd(cpu, q, k, v, *args, False, True)
     assert (bits.dtype, tuple(bits.shape)) == (torch.int32, (2, 231, 6))
     drawn = backward(dout, q, k, v, out, lse, lengths, **options)

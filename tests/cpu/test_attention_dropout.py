@@ -11,7 +11,8 @@ from fastbert.backends import cpu
 from fastbert.ops.dropout import philox_keep
 from fastbert.runtime import loader
 from tests.support import launchers
-from tests.support.cpu_attention import _C, OFFSET, SEED, backward, ends, forward, own_dtype, randn
+from tests.support.cpu_attention import _C, OFFSET, SEED, backward, forward, own_dtype, randn
+from tests.support.inputs import ends_of
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
@@ -29,7 +30,7 @@ def test_dropout_bits(every_isa, seed, p):
     near = {"rtol": 1e-6 if dtype == torch.float32 else 2**-7, "atol": 0}
     unit = unit.unsqueeze(1).expand(-1, nheads, -1).contiguous()
     for offset in (0, 2**32 - 1):
-        args = (ends(lengths), n, 1.0, False, None, None, p, seed, offset)
+        args = (ends_of(lengths), n, 1.0, False, None, None, p, seed, offset)
         out, lse, _, bits = launchers.attention_fwd(cpu, q, q, unit, *args, False, True)
         needs = (False, False, True, False, False)
         dv = launchers.attention_bwd(cpu, unit, q, q, unit, out, lse, *args, None, *needs)[2]

@@ -19,7 +19,6 @@ from tests.support.cpu_attention import (
     HALF,
     backward,
     check,
-    ends,
     everything,
     forward,
     own_dtype,
@@ -29,6 +28,7 @@ from tests.support.cpu_attention import (
     strided_qkv,
     truth,
 )
+from tests.support.inputs import ends_of
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
@@ -191,7 +191,7 @@ def test_exponential_is_within_one_ulp(every_isa):
 def test_nearly_all_outputs_are_correctly_rounded(every_isa, dtype):
     q, k, v = (randn(300, 2, 64, dtype=dtype, seed=s) for s in range(3))
     out = forward(q, k, v, (128, 172))[0]
-    expected = attention_ref(*(t.double() for t in (q, k, v)), ends((128, 172)), 172)[0]
+    expected = attention_ref(*(t.double() for t in (q, k, v)), ends_of((128, 172)), 172)[0]
     right = (out == expected.to(dtype)).double().mean()
     if not rounds_products(dtype):
         assert right >= 0.998

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import accumulate
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import CHANGES
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+from tests.support.inputs import ends_of
 from tests.support.layer_calls import through
 
 pytestmark = pytest.mark.skipif(
@@ -105,7 +105,7 @@ def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa
     model = of("bert", hidden_size=192, num_attention_heads=3, intermediate_size=260)
     layer = (model.quantize("int8") if int8 else model).layers()[0]
     x = torch.randn(sum(lengths) + capacity, 2 * 192)[:, :192]  # rows that are not next to each other
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    ends = ends_of(lengths)
     bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
     for sequences in (PackedBatch(ends, max(lengths)), PackedBatch(ends, max(lengths), bias)):
         torch.set_num_threads(1)
@@ -123,7 +123,7 @@ def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa
 def test_lengths_capacity_bias_and_gate(lengths, capacity, options, int8):
     model = of("bert").quantize("int8") if int8 else of("bert")
     layer, longest = model.layers()[1], max(lengths)
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    cu_seqlens = ends_of(lengths)
     x = torch.randn(sum(lengths) + capacity, 2 * 48)[:, :48]  # rows that are not next to each other
     bias = gate = None
     if options == "all":
@@ -329,7 +329,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
         made.clear()
         prepared.clear(layer)
         lengths = [100] * (rows // 100) + [rows % 100]
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        cu_seqlens = ends_of(lengths)
         x, sequences = torch.randn(rows, 48), PackedBatch(cu_seqlens, 100)
         with torch.no_grad():
             with fused_calls() as seen:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from fastbert.layers import patterns
 from fastbert.layers.patterns import Rows
+from tests.support.inputs import ends_of
 from tests.support.pattern_maps import ALL, dense
 
 LENGTHS = [[1], [2], [3], [1, 2, 3], [7, 1, 0, 33, 2, 64], [0, 5], [200, 3]]
@@ -17,10 +17,6 @@ def attend(pattern, values, ends, separators=None, room=0):
     """`patterns.attend`; the longest sequence may be said to be longer by `room`."""
     rows = Rows.of(ends, len(values), int(ends.diff().max()) + room)
     return patterns.attend(pattern, values, rows, separators)
-
-
-def ends_of(lengths):
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
 def packed(lengths, seed=0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from itertools import accumulate
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, batch
+from tests.support.inputs import ends_of
 from tests.support.model_pairs import SEQUENCE_TASKS, inputs_for, labels_for, model_of, pair
 
 LAYERS, HIDDEN, INNER = 3, 48, 80  # the tiny models of tests/support/hf_models.py
@@ -174,7 +174,7 @@ def test_sequences_without_tokens(bert):
 @pytest.mark.parametrize("grad", [False, True])
 def test_forward_packed(name, lengths, grad):
     model = model_of(name).double()
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    cu_seqlens = ends_of(lengths)
     ids = torch.randint(5, 120, (sum(lengths),), generator=torch.Generator().manual_seed(2))
     with torch.set_grad_enabled(grad), products() as seen:
         whole = model.forward_packed(ids, cu_seqlens, max(lengths))
@@ -248,7 +248,7 @@ def test_dropout_of_attention_draws_as_in_the_whole_layer():
 def test_dropout_after_attention_and_feed_forward_draws_by_the_rows_that_are_computed():
     layer, lengths, site = model_of("bert").double().layers()[-1].train(), [7, 1, 20, 3], 4
     layer.attention.self.dropout.p, layer.attention.output.dropout.p, layer.output.dropout.p = 0.0, 0.3, 0.6
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    cu_seqlens = ends_of(lengths)
     x = torch.randn(sum(lengths), HIDDEN, dtype=torch.float64)
     seed = torch.tensor([11])
     sequences = PackedBatch(cu_seqlens, max(lengths), seed=seed)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fastbert import testing
 from fastbert.backends.aten import attention as aten_attention
 from fastbert.ops.attention import attention, attention_ref
-from tests.support.attention_inputs import DOUBLE, DTYPES, PLAIN, ends, grads_of, is_long, qkv, serving
+from tests.support.attention_inputs import DOUBLE, DTYPES, PLAIN, grads_of, is_long, qkv, serving
+from tests.support.inputs import ends_of
 
 # --- the error rule: its cases are in test_error_rule.py ----------------------------------------------------
 
@@ -35,7 +36,7 @@ def test_every_length_alone_is_as_in_a_batch(backend):
     with serving(backend, long=True):
         for n in (*range(1, 131), 511, 512):
             inputs = qkv(n, 1, 16, torch.float64, seed=n)
-            out = attention(*(t.to(dtype) for t in inputs), ends([n]), n)
+            out = attention(*(t.to(dtype) for t in inputs), ends_of([n]), n)
             expected = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in inputs)).transpose(0, 1)
             pairs = zip((out, *grads_of(out, inputs)), (expected, *grads_of(expected, inputs)), strict=True)
             assert all((a.double() - e).abs().max() < tolerance for a, e in pairs), n
@@ -51,7 +52,7 @@ def test_bias_that_leaves_one_key_picks_its_value(backend, dtype):
     bias = torch.full((2, n, n), -math.inf)
     bias[:, torch.arange(n), picked] = 1.5
     with serving(backend):
-        out = attention(q, k, v, ends([n]), n, bias=bias)
+        out = attention(q, k, v, ends_of([n]), n, bias=bias)
         dq, dk, dv = grads_of(out, (q, k, v))
     assert torch.equal(out, v[picked])
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.dtype)
@@ -69,9 +70,9 @@ def test_bias_that_leaves_one_key_picks_its_value(backend, dtype):
 def test_softmax_scale(backend, scale):
     inputs = qkv(12, 2, 8, torch.float64)
     with serving(backend):
-        out = attention(*inputs, ends([5, 7]), 7, softmax_scale=scale)
+        out = attention(*inputs, ends_of([5, 7]), 7, softmax_scale=scale)
         grads = grads_of(out, inputs)
-    truth = attention_ref(*inputs, ends([5, 7]), 7, softmax_scale=float(scale))[0]
+    truth = attention_ref(*inputs, ends_of([5, 7]), 7, softmax_scale=float(scale))[0]
     for a, e in zip((out, *grads), (truth, *grads_of(truth, inputs)), strict=True):
         assert torch.allclose(a, e, rtol=0, atol=1e-12)
 
@@ -81,8 +82,8 @@ def test_softmax_scale(backend, scale):
 def test_large_scores_do_not_overflow(backend, dtype):
     q, k, v = (t.detach() for t in qkv(12, 2, 16, DTYPES[dtype]))
     with serving(backend):
-        out, lse = attention(100 * q, 100 * k, v, ends([5, 7]), 7, return_lse=True)
-    truth, truth_lse, _ = attention_ref(*((100 * t).double() for t in (q, k)), v.double(), ends([5, 7]), 7)
+        out, lse = attention(100 * q, 100 * k, v, ends_of([5, 7]), 7, return_lse=True)
+    truth, truth_lse, _ = attention_ref(*((100 * t).double() for t in (q, k)), v.double(), ends_of([5, 7]), 7)
     assert torch.isfinite(out).all()
     assert ((lse - truth_lse) / truth_lse).abs().max() < 1e-5
     assert (out - truth).abs().max() < 0.02
@@ -99,7 +100,7 @@ def test_explicit_products_cut_by_heads_and_sequences(nheads, monkeypatch):
     def run():
         out, lse = attention(
             *inputs,
-            ends([8, 8, 8, 5]),
+            ends_of([8, 8, 8, 5]),
             9,
             bias=bias,
             gate=gate,
@@ -121,11 +122,11 @@ def test_explicit_products_cut_by_heads_and_sequences(nheads, monkeypatch):
 
 def test_without_the_private_operator(monkeypatch):
     inputs = qkv(12, 2, 8, torch.bfloat16)
-    expected = attention(*inputs, ends([5, 7]), 7, causal=True)
+    expected = attention(*inputs, ends_of([5, 7]), 7, causal=True)
     monkeypatch.setattr(aten_attention, "_flash", None)
     for case in testing.small_cases("attention"):
         for dtype in DTYPES.values():
             assert all(row.passed for row in testing.run_case(case, "aten", dtype))
     with serving("aten"):
-        out = attention(*inputs, ends([5, 7]), 7, causal=True)
+        out = attention(*inputs, ends_of([5, 7]), 7, causal=True)
     assert (out - expected).abs().max() <= 2**-7

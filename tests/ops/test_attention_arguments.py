@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from fastbert.ops.attention import attention, attention_ref
 from fastbert.runtime import dispatch
-from tests.support.attention_inputs import DOUBLE, PLAIN, ends, grads_of, qkv, serving
+from tests.support.attention_inputs import DOUBLE, PLAIN, grads_of, qkv, serving
+from tests.support.inputs import ends_of
 
 _Q = torch.zeros(6, 2, 8)
 _PADDED = torch.zeros(2, 3, 2, 8)
-_CU = ends([4, 2])
+_CU = ends_of([4, 2])
 BAD = {
     "q_2d": ("q", ValueError, {"q": _Q[0]}),
     "q_4d_with_cu_seqlens": ("q", ValueError, {"q": _PADDED}),
@@ -65,8 +66,8 @@ def test_autocast_casts_as_sdpa_does(dtype, mixed):
     gate = torch.ones(2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)))
-        results = [attention(q, k, v, ends([6]), 6, gate=gate)]
-        results.append(attention(q, k, v, ends([6]), 6, gate=gate, return_probs=True)[0])
+        results = [attention(q, k, v, ends_of([6]), 6, gate=gate)]
+        results.append(attention(q, k, v, ends_of([6]), 6, gate=gate, return_probs=True)[0])
     for out in results:
         assert out.dtype == expected.dtype
         grads = grads_of(out, (q, k, v, gate))
@@ -75,7 +76,7 @@ def test_autocast_casts_as_sdpa_does(dtype, mixed):
         assert (out - expected.transpose(0, 1)).abs().max() < tolerance
     with torch.no_grad():  # the op itself casts nothing
         cast = (q, k, v) if dtype == torch.float64 else [t.bfloat16() for t in (q, k, v)]
-        outside = attention(*cast, ends([6]), 6, gate=gate)
+        outside = attention(*cast, ends_of([6]), 6, gate=gate)
         for out in results:
             assert (out - outside).abs().max() <= (0 if out is results[0] else 2**-8 * outside.abs().max())
 
@@ -86,18 +87,18 @@ def test_autocast_casts_as_sdpa_does(dtype, mixed):
 def test_bias_and_gate_keep_their_own_dtype(backend, dtype, bias_dtype):
     if backend not in DOUBLE and dtype == torch.float64:
         with pytest.raises(dispatch.BackendError, match="float64"), serving(backend):
-            attention(*qkv(6, 2, 8, dtype), ends([6]), 6)
+            attention(*qkv(6, 2, 8, dtype), ends_of([6]), 6)
         return
     q, k, v = qkv(6, 2, 8, dtype)
     bias = torch.randn(2, 6, 6).to(bias_dtype).requires_grad_()
     gate = torch.rand(2).to(bias_dtype).requires_grad_()
     with serving(backend):
-        out = attention(q, k, v, ends([6]), 6, bias=bias, gate=gate)
+        out = attention(q, k, v, ends_of([6]), 6, bias=bias, gate=gate)
         assert out.dtype == dtype
         dbias, dgate = grads_of(out, (bias, gate))
     assert dbias.dtype == dgate.dtype == bias_dtype
     wide = [t.detach().double() for t in (q, k, v)]
-    truth = attention_ref(*wide, ends([6]), 6, bias=bias.double(), gate=gate.double())[0]
+    truth = attention_ref(*wide, ends_of([6]), 6, bias=bias.double(), gate=gate.double())[0]
     assert (out - truth).abs().max() <= 4 * torch.finfo(dtype).eps * truth.abs().max() + 1e-6 * (
         dtype == torch.float32
     )

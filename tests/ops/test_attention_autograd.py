@@ -10,16 +10,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from fastbert.backends.aten import attention as aten_attention
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
-from tests.support.attention_inputs import (
-    DOUBLE,
-    PLAIN,
-    assert_near,
-    assert_same,
-    ends,
-    grads_of,
-    qkv,
-    serving,
-)
+from tests.support.attention_inputs import DOUBLE, PLAIN, assert_near, assert_same, grads_of, qkv, serving
+from tests.support.inputs import ends_of
 
 
 def test_probs_are_differentiable_and_lse_is_not():
@@ -29,12 +21,12 @@ def test_probs_are_differentiable_and_lse_is_not():
 
     def function(q, k, v, gate):
         out, probs = attention(
-            q, k, v, ends([4, 3]), 4, gate=gate, dropout_p=0.4, seed=seed, return_probs=True
+            q, k, v, ends_of([4, 3]), 4, gate=gate, dropout_p=0.4, seed=seed, return_probs=True
         )
         return out, probs
 
     assert torch.autograd.gradcheck(function, (q, k, v, gate))
-    out, lse, probs = attention(q, k, v, ends([4, 3]), 4, return_lse=True, return_probs=True)
+    out, lse, probs = attention(q, k, v, ends_of([4, 3]), 4, return_lse=True, return_probs=True)
     assert not lse.requires_grad
     assert probs.requires_grad
     with torch.no_grad():
@@ -42,11 +34,11 @@ def test_probs_are_differentiable_and_lse_is_not():
             dtype, tolerance = (torch.float64, 1e-12) if backend in DOUBLE else (torch.float32, 1e-6)
             with serving(backend):
                 served = attention(
-                    *(t.to(dtype) for t in (q, k, v)), ends([4, 3]), 4, return_lse=True, return_probs=True
+                    *(t.to(dtype) for t in (q, k, v)), ends_of([4, 3]), 4, return_lse=True, return_probs=True
                 )
             for a, e in zip(served, (out, lse, probs), strict=True):
                 assert torch.allclose(a.double(), e, rtol=0, atol=tolerance)
-    assert not attention(q, k, v, ends([4, 3]), 4, return_lse=True)[1].requires_grad
+    assert not attention(q, k, v, ends_of([4, 3]), 4, return_lse=True)[1].requires_grad
     assert torch.allclose(
         probs.sum(-1), (torch.arange(4) < torch.tensor([[4], [3]])).double().unsqueeze(1).expand(2, 2, 4)
     )
@@ -78,7 +70,7 @@ def _same_compiled(function, dropout: bool, lengths):
     longest = max(lengths)
     bias = torch.randn(len(lengths), 1, 1, longest, requires_grad=True)
     gate = torch.rand(3, requires_grad=True)
-    args = (*inputs, ends(lengths), longest, bias, gate, torch.tensor([11]) if dropout else None)
+    args = (*inputs, ends_of(lengths), longest, bias, gate, torch.tensor([11]) if dropout else None)
     wanted = (*inputs, bias, gate)
     expected, actual = _compiled_body(*args), function(*args)
     assert_same((*actual, *grads_of(actual[0], wanted)), (*expected, *grads_of(expected[0], wanted)))

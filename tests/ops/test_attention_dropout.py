@@ -7,7 +7,8 @@ import torch
 import torch._dynamo.testing
 
 from fastbert.ops.attention import attention
-from tests.support.attention_inputs import PLAIN, assert_near, assert_same, ends, grads_of, qkv, serving
+from tests.support.attention_inputs import PLAIN, assert_near, assert_same, grads_of, qkv, serving
+from tests.support.inputs import ends_of
 
 
 @pytest.mark.sweep_of("triton")
@@ -19,7 +20,7 @@ def test_dropout_does_not_depend_on_max_seqlen_or_layout_or_address(backend):
     options = {"dropout_p": 0.3, "offset": 4}
 
     def run(max_seqlen, seed):
-        out = attention(*inputs, ends([6, 6]), max_seqlen, seed=seed, **options)
+        out = attention(*inputs, ends_of([6, 6]), max_seqlen, seed=seed, **options)
         return (out, *grads_of(out, inputs))
 
     with serving(backend):
@@ -36,7 +37,7 @@ def test_dropout_does_not_depend_on_max_seqlen_or_layout_or_address(backend):
                     assert torch.equal(a, e)
         assert not torch.equal(run(6, torch.tensor([78]))[0], expected[0])
         assert not torch.equal(
-            attention(*inputs, ends([6, 6]), 6, seed=seed, dropout_p=0.3, offset=5), expected[0]
+            attention(*inputs, ends_of([6, 6]), 6, seed=seed, dropout_p=0.3, offset=5), expected[0]
         )
 
 
@@ -44,10 +45,10 @@ def test_dropout_does_not_depend_on_max_seqlen_or_layout_or_address(backend):
 def test_dropout_probability_zero_ignores_the_seed_and_probs_are_before_dropout(backend):
     inputs = [t.detach() for t in qkv(12, 2, 8)]
     with serving(backend):
-        plain = attention(*inputs, ends([5, 7]), 7)
-        assert torch.equal(attention(*inputs, ends([5, 7]), 7, dropout_p=0, seed=torch.tensor([1])), plain)
-        probs = attention(*inputs, ends([5, 7]), 7, return_probs=True)[1]
+        plain = attention(*inputs, ends_of([5, 7]), 7)
+        assert torch.equal(attention(*inputs, ends_of([5, 7]), 7, dropout_p=0, seed=torch.tensor([1])), plain)
+        probs = attention(*inputs, ends_of([5, 7]), 7, return_probs=True)[1]
         dropped = attention(
-            *inputs, ends([5, 7]), 7, return_probs=True, dropout_p=0.5, seed=torch.tensor([1])
+            *inputs, ends_of([5, 7]), 7, return_probs=True, dropout_p=0.5, seed=torch.tensor([1])
         )[1]
     torch.testing.assert_close(probs, dropped, rtol=1e-6, atol=0)  # dropout may compute them in another way

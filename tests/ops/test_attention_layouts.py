@@ -23,11 +23,11 @@ from tests.support.attention_inputs import (
     PLAIN,
     assert_near,
     assert_same,
-    ends,
     grads_of,
     qkv,
     serving,
 )
+from tests.support.inputs import ends_of
 
 
 @pytest.mark.parametrize("backend", PLAIN)
@@ -40,7 +40,7 @@ def test_padded_equals_packed_and_sdpa(backend, dtype):
         with torch.no_grad():
             plain = attention(q, k, v, bias=bias)
             packed, packed_lse = attention(
-                *(t.reshape(15, 2, 8) for t in (q, k, v)), ends([5, 5, 5]), 5, bias=bias, return_lse=True
+                *(t.reshape(15, 2, 8) for t in (q, k, v)), ends_of([5, 5, 5]), 5, bias=bias, return_lse=True
             )
     assert torch.equal(plain.reshape(15, 2, 8), packed)
     assert out.shape == q.shape
@@ -71,7 +71,7 @@ def test_zero_lengths(backend, lengths, capacity, options):
     with serving(backend):
         out, lse = attention(
             *inputs,
-            ends(lengths),
+            ends_of(lengths),
             longest,
             bias=bias,
             gate=gate,
@@ -85,10 +85,10 @@ def test_zero_lengths(backend, lengths, capacity, options):
     assert lse.shape == (2, total + capacity)
     for t in (out, lse, *grads):
         assert t.isfinite().all()
-    keep = keep_mask(torch.tensor([2]), 0, ends(lengths)[:-1], 2, longest, 0.5) if dropout else None
+    keep = keep_mask(torch.tensor([2]), 0, ends_of(lengths)[:-1], 2, longest, 0.5) if dropout else None
     truth, _, _ = attention_ref(
         *inputs,
-        ends(lengths),
+        ends_of(lengths),
         longest,
         bias=bias,
         gate=gate,
@@ -119,11 +119,11 @@ def test_poison_outside_the_sequences_changes_nothing(backend, dtype, options):
         b = torch.where(cells, b, poison).requires_grad_()
         inputs = [t.requires_grad_() for t in inputs]
         extra = {"bias": b, "dropout_p": 0.2, "seed": torch.tensor([1])} if options == "all" else {}
-        out, lse = attention(*inputs, ends(lengths), 7, return_lse=True, **extra)
+        out, lse = attention(*inputs, ends_of(lengths), 7, return_lse=True, **extra)
         grads = torch.autograd.grad(out, [*inputs, b][: 4 if extra else 3], g)
         with torch.no_grad():
-            probs = attention(*inputs, ends(lengths), 7, return_probs=True, **extra)[1]
-        through = attention(*inputs, ends(lengths), 7, return_probs=True, **extra)
+            probs = attention(*inputs, ends_of(lengths), 7, return_probs=True, **extra)[1]
+        through = attention(*inputs, ends_of(lengths), 7, return_probs=True, **extra)
         dprobs = torch.ones_like(through[1])
         return [out, lse, *grads, probs, *through, *torch.autograd.grad(through, inputs, (g, dprobs))]
 
@@ -146,10 +146,10 @@ def test_poison_outside_the_sequences_changes_nothing(backend, dtype, options):
 def test_nan_in_one_sequence_stays_there(backend):
     inputs = [t.detach() for t in qkv(12)]
     with serving(backend):
-        clean = attention(*inputs, ends([4, 5, 3]), 5)
+        clean = attention(*inputs, ends_of([4, 5, 3]), 5)
         for t in inputs:
             t[4:9] = math.nan
-        out = attention(*inputs, ends([4, 5, 3]), 5)
+        out = attention(*inputs, ends_of([4, 5, 3]), 5)
     assert_same((out[:4], out[9:]), (clean[:4], clean[9:]))
     assert out[4:9].isnan().all()
 
@@ -178,7 +178,7 @@ def test_numbers_that_are_none_go_where_the_reference_says(backend, dtype, lengt
         inputs = [t.detach().clone().requires_grad_() for t in given]
         out, lse = attention(
             *inputs,
-            ends([length]),
+            ends_of([length]),
             length,
             causal="causal" in options,
             return_lse=True,
@@ -213,12 +213,12 @@ def test_wholly_masked_rows_are_zero(backend, dtype, what, dropout_p):
     seed = torch.tensor([1])
     with serving(backend):
         out, lse = attention(
-            q, k, v, ends([6, 3]), 6, bias=bias, dropout_p=dropout_p, seed=seed, return_lse=True
+            q, k, v, ends_of([6, 3]), 6, bias=bias, dropout_p=dropout_p, seed=seed, return_lse=True
         )
         grads = grads_of(out, (q, k, v, bias))
         with torch.no_grad():
             probs = attention(
-                q, k, v, ends([6, 3]), 6, bias=bias, dropout_p=dropout_p, seed=seed, return_probs=True
+                q, k, v, ends_of([6, 3]), 6, bias=bias, dropout_p=dropout_p, seed=seed, return_probs=True
             )[1]
     assert all(t.isfinite().all() for t in (out, probs, *grads))
     assert torch.equal(out[dead], torch.zeros_like(out[dead]))
@@ -273,7 +273,7 @@ def test_strides_are_respected(backend):
                     given_ = [t.contiguous() if copy else t for t in used]
                     out = attention(
                         *given_[:3],
-                        ends(lengths),
+                        ends_of(lengths),
                         7,
                         bias=given_[3] if b is not None else None,
                         gate=gate.contiguous() if copy else gate,
@@ -297,7 +297,7 @@ def test_views_of_packed_qkv_are_not_copied(monkeypatch):
     monkeypatch.setattr(aten, "attention_fwd", spy)
     packed, padded = torch.randn(10, 3, 2, 8), torch.randn(2, 5, 3, 2, 8)
     with dispatch.use_backend(attention="aten"), torch.no_grad():
-        for tensor, rest in ((packed, (ends([4, 6]), 6)), (padded, ())):
+        for tensor, rest in ((packed, (ends_of([4, 6]), 6)), (padded, ())):
             q, k, v = tensor.unbind(-3)
             attention(q, k, v, *rest)
             assert seen == {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
@@ -326,9 +326,9 @@ def test_any_lengths_and_masks(data):
         gate = torch.randn(nheads, generator=g, dtype=torch.float64, requires_grad=True)
     wanted = [t for t in (*inputs, bias, gate) if t is not None]
     seed = torch.tensor([seed])
-    keep = keep_mask(seed, 3, ends(lengths)[:-1], nheads, longest, p) if p else None
+    keep = keep_mask(seed, 3, ends_of(lengths)[:-1], nheads, longest, p) if p else None
     truth, truth_lse, _ = attention_ref(
-        *inputs, ends(lengths), longest, causal=causal, bias=bias, gate=gate, dropout_p=p, keep_mask=keep
+        *inputs, ends_of(lengths), longest, causal=causal, bias=bias, gate=gate, dropout_p=p, keep_mask=keep
     )
     truths = (truth, *grads_of(truth, wanted))
     for backend in PLAIN:
@@ -337,7 +337,7 @@ def test_any_lengths_and_masks(data):
         with serving(backend):
             out, lse = attention(
                 *(t.to(dtype) for t in inputs),
-                ends(lengths),
+                ends_of(lengths),
                 longest,
                 causal=causal,
                 bias=given_bias,
@@ -358,13 +358,13 @@ def test_any_lengths_and_masks(data):
 def test_grid_round_trip(lengths, capacity, slack):
     x = torch.randn(sum(lengths) + capacity, 2)
     size = max(lengths, default=0) + slack
-    grid = to_grid(x, ends(lengths), size)
+    grid = to_grid(x, ends_of(lengths), size)
     assert grid.shape == (len(lengths), size, 2)
     for b, n in enumerate(lengths):
         start = sum(lengths[:b])
         assert torch.equal(grid[b, :n], x[start : start + n])
         assert not grid[b, n:].any()
-    back = from_grid(grid, ends(lengths), x.shape[0])
+    back = from_grid(grid, ends_of(lengths), x.shape[0])
     assert torch.equal(back[: sum(lengths)], x[: sum(lengths)])
     assert not back[sum(lengths) :].any()
 

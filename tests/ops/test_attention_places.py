@@ -14,7 +14,8 @@ from fastbert.ops import attention_places as op
 from fastbert.ops.attention import attention
 from fastbert.ops.attention_places import Places, attention_places, places_ref
 from fastbert.runtime import dispatch
-from tests.support.attention_places import ends_of, in_order, layouts, ranked
+from tests.support.attention_places import in_order, layouts, ranked
+from tests.support.inputs import ends_of
 from tests.support.triton_fixtures import fuzz
 
 LENGTHS, TOTAL, LONGEST = [3, 0, 20, 5], 30, 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import accumulate
 
 import pytest
 import torch
@@ -50,10 +49,6 @@ def serving(backend: str, long: bool = False):
             patch.setattr(aten, "attention_bwd", aten_attention._grid_bwd)
         with dispatch.use_backend(attention="aten" if backend == "grid" else backend):
             yield
-
-
-def ends(lengths) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def qkv(total: int, nheads: int = 2, headdim: int = 8, dtype=torch.float32, seed: int = 0):

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import torch
 from hypothesis import strategies as st
 
 from fastbert.kernels.attention_slots import HEIGHTS, slots
-
-
-def ends_of(lengths: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def tail(batch: int, end: int, height: int, n_slots: int) -> list[tuple[int, ...]]:

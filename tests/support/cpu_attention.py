@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 
 import torch
 
@@ -14,6 +13,7 @@ from fastbert.ops.attention_grid import keep_mask
 from fastbert.runtime import loader
 from tests.support import launchers
 from tests.support.cpu_truth import randn
+from tests.support.inputs import ends_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
@@ -31,10 +31,6 @@ def rounds_products(dtype) -> bool:
 def own_dtype() -> torch.dtype:
     """The dtype for which the instruction set in use has kernels of its own."""
     return torch.bfloat16 if _C.cpu_isa() == "avx512_bf16" else torch.float32
-
-
-def ends(lengths) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def strided_qkv(total, nheads, headdim, dtype, capacity, gaps=(3, 5)):
@@ -56,7 +52,7 @@ def options_of(q, lengths, slack, scale, causal, bias, gate, p):
     """The operands of the op behind q, k and v."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     longest = max(lengths, default=0) + slack
-    return ends(lengths), longest, scale, causal, bias, gate, p, SEED if p else None, OFFSET
+    return ends_of(lengths), longest, scale, causal, bias, gate, p, SEED if p else None, OFFSET
 
 
 def forward(q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0, probs=False):
@@ -111,8 +107,8 @@ def truth(q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, 
     bias = None if bias is None else bias.double().nan_to_num(nan=0.0, neginf=-math.inf)
     gate = None if gate is None else gate.double()
     wanted = [t.requires_grad_() for t in (*leaves, bias, gate) if t is not None]
-    keep = keep_mask(SEED, OFFSET, ends(lengths)[:-1], q.shape[1], size, p) if p else None
-    out, lse, probs = attention_ref(*leaves, ends(lengths), size, scale, causal, bias, gate, p, keep)
+    keep = keep_mask(SEED, OFFSET, ends_of(lengths)[:-1], q.shape[1], size, p) if p else None
+    out, lse, probs = attention_ref(*leaves, ends_of(lengths), size, scale, causal, bias, gate, p, keep)
     upstream = dout.double().nan_to_num()
     upstream[total:] = 0
     grads = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, upstream), strict=True))
@@ -137,7 +133,7 @@ def product_rounding(q, k, v, dout, lengths, slack=0, scale=None, causal=False, 
     probs = truth(q, k, v, dout, lengths, slack, scale, causal, bias, None, 0.0)["probs"]
     keep = torch.ones(probs.shape, dtype=torch.bool)
     if p:
-        keep = keep_mask(SEED, OFFSET, ends(lengths)[:-1], nheads, size, p)
+        keep = keep_mask(SEED, OFFSET, ends_of(lengths)[:-1], nheads, size, p)
     gate = torch.ones(nheads) if gate is None else gate
     gate, kept = gate.double().abs().view(-1, 1, 1), 1 / (1 - p)
 
@@ -145,7 +141,7 @@ def product_rounding(q, k, v, dout, lengths, slack=0, scale=None, causal=False, 
         return (x - x.bfloat16().double()).abs()
 
     bounds = {name: torch.zeros(q.shape, dtype=torch.float64) for name in ("out", "dq", "dk", "dv")}
-    for b, (start, n) in enumerate(zip(ends(lengths).tolist(), lengths, strict=False)):
+    for b, (start, n) in enumerate(zip(ends_of(lengths).tolist(), lengths, strict=False)):
         if n < FEW:
             continue
         rows = slice(start, start + n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 
@@ -14,3 +16,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -
     """Normal numbers that depend on the shape alone."""
     g = torch.Generator().manual_seed(sum(shape) + len(shape))
     return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
+
+
+def ends_of(lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
+    """cu_seqlens of these lengths."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -10,7 +10,8 @@ import fastbert
 from fastbert.ops import attention_places as op
 from fastbert.ops.attention import attention
 from fastbert.runtime import dispatch
-from tests.support.attention_places import ends_of, in_order, layouts, ranked
+from tests.support.attention_places import in_order, layouts, ranked
+from tests.support.inputs import ends_of
 from tests.support.triton_fixtures import DEVICE, assert_bit_equal, fuzz, kernels_of
 
 kernels = kernels_of("attention_places")
