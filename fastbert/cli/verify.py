@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"nothing to verify on {device.type}: {'; '.join(gaps[:3])}")
     passed = all(row.passed for row in rows)
     if args.json:
-        report = {"device": str(device), "passed": passed, "rows": [_finite(row.as_dict()) for row in rows]}
+        report = {"device": str(device), "passed": passed, "rows": [_finite(row._asdict()) for row in rows]}
         print(json.dumps(report, indent=1))
     else:
         failed = sum(not row.passed for row in rows)

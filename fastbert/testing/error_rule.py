@@ -15,8 +15,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,8 +117,7 @@ def draws(seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[to
     return generator, randn
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Error of one quantity (an output or a gradient), and eager PyTorch's error of the same."""
 
     op: str
@@ -134,10 +132,6 @@ class Row:
     eager_mean_error: float
     passed: bool
     reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def rounding_step(x: Tensor, dtype: torch.dtype) -> Tensor:
