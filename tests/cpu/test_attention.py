@@ -9,23 +9,20 @@ import torch
 
 from fastbert.backends import cpu
 from fastbert.runtime import loader
-from tests.support import launchers
 from tests.support.cpu_attention import (
     _C,
     DTYPES,
-    OFFSET,
-    SEED,
     backward,
     check,
     everything,
     forward,
+    inputs_of,
     own_dtype,
     randn,
     some_bias,
     strided_qkv,
 )
 from tests.support.cpu_checks import assert_same_on_any_threads
-from tests.support.inputs import ends_of
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
@@ -53,8 +50,7 @@ def test_backward_reads_the_bits_that_it_is_given(every_isa, dtype):
     lengths = (3, 0, 26, 1, 70, 129)
     (q, k, v), _ = strided_qkv(229, 2, 24, dtype, 2)
     dout, options = randn(231, 2, 24, dtype=dtype, seed=9), options_of(lengths, 2, slack=40)
-    args = ends_of(lengths), 169, options["scale"], True, options["bias"], options["gate"], 0.25, SEED, OFFSET
-    out, lse, _, bits = launchers.attention_fwd(cpu, q, k, v, *args, False, True)
+    out, lse, _, bits = cpu.attention_fwd(inputs_of(q, k, v, lengths, **options), False, True)
     assert (bits.dtype, tuple(bits.shape)) == (torch.int32, (2, 231, 6))
     drawn = backward(dout, q, k, v, out, lse, lengths, **options)
     noise = torch.randint(-(2**31), 2**31, bits.shape, generator=torch.Generator().manual_seed(1)).int()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.dropout import philox_keep
 from fastbert.runtime import loader
-from tests.support import launchers
 from tests.support.cpu_attention import _C, OFFSET, SEED, backward, forward, own_dtype, randn
 from tests.support.inputs import ends_of
 
@@ -30,10 +30,11 @@ def test_dropout_bits(every_isa, seed, p):
     near = {"rtol": 1e-6 if dtype == torch.float32 else 2**-7, "atol": 0}
     unit = unit.unsqueeze(1).expand(-1, nheads, -1).contiguous()
     for offset in (0, 2**32 - 1):
-        args = (ends_of(lengths), n, 1.0, False, None, None, p, seed, offset)
-        out, lse, _, bits = launchers.attention_fwd(cpu, q, q, unit, *args, False, True)
-        needs = (False, False, True, False, False)
-        dv = launchers.attention_bwd(cpu, unit, q, q, unit, out, lse, *args, None, *needs)[2]
+        rest = 1.0, False, None, None, p, seed, offset
+        inputs = AttentionInputs(q, q, unit, ends_of(lengths), n, *rest)
+        out, lse, _, bits = cpu.attention_fwd(inputs, False, True)
+        need = AttentionNeeds(False, False, True, False, False)
+        dv = cpu.attention_bwd(unit, inputs, out, lse, None, need)[2]
         start = 0
         for length in lengths:
             rows = torch.arange(start, start + length).unsqueeze(1)

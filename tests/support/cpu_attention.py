@@ -8,10 +8,9 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import cpu
-from fastbert.ops.attention import attention_ref
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
 from fastbert.ops.attention_grid import keep_mask
 from fastbert.runtime import loader
-from tests.support import launchers
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of
 
@@ -48,36 +47,25 @@ def strided_qkv(total, nheads, headdim, dtype, capacity, gaps=(3, 5)):
     return views, memory
 
 
-def options_of(q, lengths, slack, scale, causal, bias, gate, p):
-    """The operands of the op behind q, k and v."""
+def inputs_of(
+    q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0
+) -> AttentionInputs:
+    """The operands of the op."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    longest = max(lengths, default=0) + slack
-    return ends_of(lengths), longest, scale, causal, bias, gate, p, SEED if p else None, OFFSET
+    longest, seed = max(lengths, default=0) + slack, SEED if p else None
+    return AttentionInputs(q, k, v, ends_of(lengths), longest, scale, causal, bias, gate, p, seed, OFFSET)
 
 
-def forward(q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0, probs=False):
+def forward(q, k, v, lengths, probs=False, **options):
     """Call the backend itself: out, lse, probs."""
-    options = options_of(q, lengths, slack, scale, causal, bias, gate, p)
-    return launchers.attention_fwd(cpu, q, k, v, *options, probs, False)[:3]
+    return cpu.attention_fwd(inputs_of(q, k, v, lengths, **options), probs, False)[:3]
 
 
-def backward(
-    dout,
-    *tensors,
-    slack=0,
-    scale=None,
-    causal=False,
-    bias=None,
-    gate=None,
-    p=0.0,
-    needs=(True, True, True),
-    keep_bits=None,
-):
-    """Call the backend itself with q, k, v, out, lse and lengths: dq, dk, dv, dbias, dgate."""
-    *tensors, lengths = tensors
-    options = options_of(tensors[0], lengths, slack, scale, causal, bias, gate, p)
-    needs = (*needs, bias is not None, gate is not None)
-    return launchers.attention_bwd(cpu, dout, *tensors, *options, keep_bits, *needs)
+def backward(dout, q, k, v, out, lse, lengths, needs=(True, True, True), keep_bits=None, **options):
+    """Call the backend itself: dq, dk, dv, dbias, dgate."""
+    inputs = inputs_of(q, k, v, lengths, **options)
+    need = AttentionNeeds(*needs, inputs.bias is not None, inputs.gate is not None)
+    return cpu.attention_bwd(dout, inputs, out, lse, keep_bits, need)
 
 
 def everything(q, k, v, dout, lengths, **options):
@@ -88,13 +76,8 @@ def everything(q, k, v, dout, lengths, **options):
         assert torch.equal(a.nan_to_num(nan=7e3), b.nan_to_num(nan=7e3)), "probs change the result"
     assert none.shape == (0,)
     grads = backward(dout, q, k, v, out, lse, lengths, **options)
-    return dict(
-        zip(
-            ("out", "lse", "probs", "dq", "dk", "dv", "dbias", "dgate"),
-            (out, lse, probs, *grads),
-            strict=True,
-        )
-    )
+    names = "out", "lse", "probs", "dq", "dk", "dv", "dbias", "dgate"
+    return dict(zip(names, (out, lse, probs, *grads), strict=True))
 
 
 def truth(q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0):

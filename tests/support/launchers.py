@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 from torch import Tensor
 
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 
@@ -22,20 +22,6 @@ def flat(args: tuple) -> tuple:
 
 def attention_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
     return backend.attention_fwd(AttentionInputs(*args[:12]), *args[12:])
-
-
-def attention_bwd(
-    backend: ModuleType | SimpleNamespace,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest,
-) -> tuple[Tensor, ...]:
-    options, keep_bits, need, places = rest[:9], rest[9], AttentionNeeds(*rest[10:15]), rest[15:]
-    return backend.attention_bwd(dout, AttentionInputs(q, k, v, *options), out, lse, keep_bits, need, *places)
 
 
 def layer_norm_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
