@@ -17,8 +17,7 @@ from fastbert.backends.extension import attention as attention_args
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
-from tests.support.cpu_truth import assert_same_bits, randn
-from tests.support.cuda_attention_calls import (
+from tests.support.attention_calls import (
     HALF,
     HEADDIMS,
     SEED,
@@ -28,6 +27,7 @@ from tests.support.cuda_attention_calls import (
     made,
     sequences,
 )
+from tests.support.cpu_truth import assert_same_bits, randn
 
 pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
 

@@ -23,9 +23,8 @@ SLOW = (("32x16", "wide-high"), ("32x16", "two-words"))
 
 def cut(monkeypatch: pytest.MonkeyPatch, forward: str, backward: str) -> None:
     monkeypatch.setattr(test_attention.kernels, "config_for", test_attention.CUTS[forward])
-    monkeypatch.setattr(
-        test_attention_backward.kernels, "configs_for", test_attention_backward.CUTS[backward]
-    )
+    cuts = test_attention_backward.CUTS
+    monkeypatch.setattr(test_attention_backward.module, "configs_for", cuts[backward])
 
 
 @pytest.fixture(params=[*CUTS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW)], ids="-".join)

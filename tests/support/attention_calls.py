@@ -1,9 +1,9 @@
-"""Calls of the CUDA attention kernels on packed inputs, and what float64 says of their results."""
+"""Calls of attention's kernels on packed inputs, and what float64 says of their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from fastbert.backends import reference
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
 from fastbert.ops.attention_grid import keep_mask, unpack_bits
 from tests.support.cpu_truth import randn
+from tests.support.inputs import ends_of
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADDIMS = (32, 64, 128)
@@ -18,21 +19,25 @@ NAMES = ("dq", "dk", "dv", "dbias", "dgate")
 SEED = torch.tensor([0x123456789ABCDEF])
 
 
-def ends_of(lengths) -> torch.Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
 def made(
-    lengths, nheads=2, headdim=32, dtype=torch.bfloat16, *, capacity=0, slack=0, p=0.0, **options
+    lengths,
+    nheads=2,
+    headdim=32,
+    dtype=torch.bfloat16,
+    *,
+    capacity=0,
+    slack=0,
+    p=0.0,
+    device="cpu",
+    **options,
 ) -> AttentionInputs:
     """Inputs whose q, k, v are views of one packed tensor; `options` replace the defaults."""
-    q, k, v = randn(sum(lengths) + capacity, 3, nheads, headdim, dtype=dtype, seed=5).unbind(1)
+    q, k, v = randn(sum(lengths) + capacity, 3, nheads, headdim, dtype=dtype, seed=5).to(device).unbind(1)
     size, seed = max(lengths, default=0) + slack, SEED if p > 0 else None
     inputs = AttentionInputs(
         *(q, k, v, ends_of(lengths), size, headdim**-0.5, False, None, None, p, seed, 11)
-    )
-    return inputs._replace(**options)
+    )._replace(**options)
+    return AttentionInputs(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs))
 
 
 def sequences(inputs: AttentionInputs) -> list[tuple[int, int]]:
@@ -121,7 +126,11 @@ class Call:
         self.need = AttentionNeeds(True, True, True, inputs.bias is not None, inputs.gate is not None)
         self.out, self.lse, _, bits = reference.attention_fwd(inputs, False, inputs.dropout_p > 0)
         self.bits = bits if saved and inputs.dropout_p > 0 else None
-        self.dout = randn(*inputs.q.shape, dtype=inputs.q.dtype, seed=9) if dout is None else dout
+        self.dout = randn(*inputs.q.shape, seed=9).to(inputs.q) if dout is None else dout
+
+    def on(self, dout=None, **inputs) -> Call:
+        """A call of the same kernels, in which some inputs are others."""
+        return Call(self.backend, self.inputs._replace(**inputs), dout, tolerance=self.tolerance)
 
     def run(self, backend=None):
         """The five gradients."""
@@ -151,3 +160,29 @@ def assert_bit_equal(a, b) -> None:
     """The same gradients."""
     for name, x, y in zip(NAMES, a, b, strict=True):
         assert torch.equal(x, y), name
+
+
+class Kernels(NamedTuple):
+    """The kernels of a backend for one width of heads; those for sm_90a lack some options.
+
+    `tile`: rows of about one tile, of which the lengths of some tests are multiples.
+    """
+
+    backend: object
+    headdim: int
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str = "cpu"
+    hopper: bool = False
+    tile: int = 64
+
+    def call(self, lengths, dout=None, saved=True, **options) -> Call:
+        """A call of them on drawn inputs."""
+        options = {"headdim": self.headdim, "dtype": self.dtype, "device": self.device} | options
+        inputs = made(lengths, **options)
+        hopper = 0.012 if inputs.q.dtype == torch.bfloat16 else 0.002
+        half = hopper if self.hopper else 0.03
+        return Call(self.backend, inputs, dout, saved, 2e-5 if inputs.q.dtype == torch.float32 else half)
+
+    def extras(self, **options) -> dict:
+        """Options that the kernels for sm_90a lack."""
+        return {} if self.hopper else options
