@@ -44,9 +44,11 @@ def tested(sanitizers: str, *tests: str) -> str:
         "OMP_NUM_THREADS": "3",
         cpu_build.SANITIZERS: sanitizers,
     }
-    # of what is captured in another way, a sanitizer's report would be lost
+    # before LD_PRELOAD is set: compilers need no sanitizer
+    cpu_build.sanitized_extension(sanitizers)
+    # with pytest's usual capture a sanitizer's report would be lost
     options = "-p", "tests.support.sanitized", "-p", "no:cacheprovider", "-q", "-x", "--capture=sys"
-    # in a process without the sanitizers' library
+    # that test loads the extension in a process without LD_PRELOAD
     alone = "-k", "not loads_alone"
     command = [sys.executable, "-m", "pytest", *options, *alone, *tests]
     run = subprocess.run(command, cwd=cpu_build.ROOT, env=environment, text=True, capture_output=True)
@@ -83,7 +85,7 @@ def pytest_runtest_teardown() -> None:
 
 
 if cpu_build.SANITIZERS in os.environ:
-    os.environ.pop("LD_PRELOAD", None)  # what tests start is not sanitized
+    os.environ.pop("LD_PRELOAD", None)  # processes that tests start are not sanitized
     load(cpu_build.sanitized_extension(os.environ[cpu_build.SANITIZERS]))
 
     pytest.register_assert_rewrite("tests.support.cpu_attention")
