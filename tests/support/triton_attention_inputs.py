@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -10,6 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from fastbert.testing.op_cases.attention import AttentionCase
+from tests.support.attention_calls import made
 from tests.support.triton_fixtures import DEVICE, DTYPES
 from tests.support.triton_sanitizer import lazy_rows
 
@@ -19,24 +19,8 @@ INF = math.inf
 
 def forward_args(lengths, nheads=2, headdim=16, dtype=torch.float32, capacity=0, slack=0, **options):
     """Arguments of `attention_fwd`, in its order; `options` replace the defaults."""
-    g = torch.Generator().manual_seed(5)
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-    total = sum(lengths) + capacity
-    qkv = {name: torch.randn(total, nheads, headdim, generator=g).to(dtype).to(DEVICE) for name in "qkv"}
-    args = {
-        **qkv,
-        "cu_seqlens": ends,
-        "max_seqlen": max(lengths, default=0) + slack,
-        "softmax_scale": headdim**-0.5,
-        "causal": False,
-        "bias": None,
-        "gate": None,
-        "dropout_p": 0.0,
-        "seed": None,
-        "offset": 11,
-        "return_probs": False,
-        "save_bits": False,
-    }
+    inputs = made(lengths, nheads, headdim, dtype, capacity=capacity, slack=slack, device=DEVICE)
+    args = inputs._asdict() | {"return_probs": False, "save_bits": False}
     assert set(options) <= set(args)
     return args | options
 
