@@ -17,6 +17,8 @@ from tests.support import tiers
 # so that their asserts say as much as those of the test modules
 for name in (
     "accelerated_models",
+    "attention_calls",
+    "attention_gradients",
     "attention_inputs",
     "benches",
     "checkpoints",
