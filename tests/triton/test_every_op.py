@@ -78,10 +78,10 @@ def pack_and_unpack(x, packed):
     return kernels.packing_fwd(x, indices), kernels.packing_bwd(packed, indices, 5)
 
 
-def pooled(hidden, cu_seqlens, backward=False):
-    kernels, dy = test_pooling.kernels, torch.arange(40.0, device=DEVICE).reshape(2, 20)
+def pooled(hidden, cu_seqlens, dy=None):
+    kernels = test_pooling.kernels
     ys = [kernels.pooling_fwd(hidden, cu_seqlens, mode) for mode in test_pooling.MODES]
-    if not backward:
+    if dy is None:
         return ys
     pairs = zip(ys, test_pooling.MODES, strict=True)
     return [kernels.pooling_bwd(dy, hidden, y, cu_seqlens, mode) for y, mode in pairs]
@@ -157,15 +157,18 @@ LAUNCHERS = {
     ),
     "pooling": (
         test_pooling.kernels,
-        lambda: dict(zip(("hidden", "cu_seqlens"), packed([1, 4], 20), strict=True)),
+        lambda: dict(zip(("hidden", "cu_seqlens"), packed([3, 2], 20), strict=True)),
         pooled,
         ("hidden",),
     ),
     "pooling_backward": (
         test_pooling.kernels,
-        lambda: dict(zip(("hidden", "cu_seqlens"), packed([1, 4], 20), strict=True)),
-        lambda **args: pooled(**args, backward=True),
-        ("hidden",),
+        lambda: (
+            dict(zip(("hidden", "cu_seqlens"), packed([3, 2], 20), strict=True))
+            | {"dy": torch.arange(40.0, device=DEVICE).reshape(2, 20)}
+        ),
+        pooled,
+        ("hidden", "dy"),
     ),
 }
 # kernels whose results may have gaps too
