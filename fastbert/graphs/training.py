@@ -80,7 +80,11 @@ def graph_training(
     """
     encoder = model.base_model if isinstance(model, TaskModel) else model
     if not isinstance(encoder, BertModel):
-        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
+        kind = f"{type(model).__module__}.{type(model).__name__}"
+        raise TypeError(
+            f"model: expected a model of fastbert, got {kind}; save one of transformers, and load it by an "
+            "Auto class of fastbert"
+        )
     graphed = GraphedTraining(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
     return graphed if encoder is model else GraphedTask(model, graphed)
 
