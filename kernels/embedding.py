@@ -205,7 +205,7 @@ def embedding_fwd(
         for ids, count, (name, _) in zip(given, table_rows, ARGUMENTS[:3], strict=True):
             if ids is not None and count == 0:
                 raise IndexError(f"{name}s of a table without rows")
-    y = source.new_empty((rows, hidden))
+    y = torch.empty((rows, hidden), dtype=source.dtype, device=device)
     z = mean = rstd = None
     if save is not None:
         z = torch.empty_like(y) if save else source.new_empty((0,))
