@@ -37,7 +37,8 @@ def test_a_plain_call(tmp_path):
     done = subprocess.run(command, cwd=graphs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "host.json").read_text())
-    own, served = list(graphs.cases()), [r["case"] for r in data["rows"] if r["serving"]]
+    own, served = list(graphs.cases()), [r["case"] for r in data["rows"] if r.get("serving")]
     accelerated = [case for case in own if case != "first_token-1x128"]
     assert served == 2 * own + 2 * accelerated
+    assert [r["case"] for r in data["rows"] if r.get("replayed")] == ["eager", "recorded"]
     assert all(0 < r["min_us"] <= r["median_us"] for r in data["rows"])

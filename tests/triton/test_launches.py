@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fastbert.backends.aten import linear as aten_linear
-from fastbert.execution import launchers
+from fastbert.execution import gpu, launchers
 from fastbert.execution.call import Call
 from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
@@ -52,6 +52,7 @@ class Counted(TorchDispatchMode):
 def counted(monkeypatch, request):
     """The table of GPUs serves this device, all kernels are proven, and launches are counted."""
     monkeypatch.setattr(launchers, "on_gpu", lambda device: request.param == "directly")
+    monkeypatch.setattr(gpu, "serves", lambda x, call: "its kernels are CUDA's")
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "is_proven", lambda *unit: True)
