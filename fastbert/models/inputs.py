@@ -257,23 +257,13 @@ def packed_on_host(
     return Inputs(*parts[:2], parts[2] if config.family.segments else None, None, None, packed)
 
 
-def packed_inputs(
-    config: EncoderConfig,
-    device: torch.device,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-) -> Inputs:
-    """`check_inputs`, on `device`: by `packed_on_host` if that takes the batch."""
+def packed_inputs(config: EncoderConfig, device: torch.device, *given: Tensor | None) -> Inputs:
+    """`check_inputs` of the same arguments, on `device`: by `packed_on_host` if that takes the batch."""
+    *usual, position_ids, inputs_embeds = given
     found = None
     if position_ids is None and inputs_embeds is None:
-        found = packed_on_host(config, device, input_ids, attention_mask, token_type_ids)
-    if found is not None:
-        return found
-    given = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-    return check_inputs(config, device, *given).to(device)
+        found = packed_on_host(config, device, *usual)
+    return check_inputs(config, device, *given).to(device) if found is None else found
 
 
 def check_inputs(

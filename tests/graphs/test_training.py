@@ -111,7 +111,7 @@ def test_bits_of_a_batch_that_fills_its_bucket():
 
 
 def test_a_call_has_the_same_bits_before_and_after_it_is_recorded():
-    # or a run that goes on elsewhere would have others
+    # or a resumed run would have other bits
     found = []
     for calls in (1, 2):
         _, twin, graphed = encoder_twins()
