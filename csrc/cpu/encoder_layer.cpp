@@ -21,9 +21,6 @@ constexpr std::int64_t kOwnRows = 12;
 // Multiplications in the first product of the feed-forward, from which on a thread that works alone cuts a
 // product into tasks, to lend some (parallel.h). With fewer it reads the weights once.
 constexpr std::int64_t kWorthCutting = std::int64_t{1} << 26;
-// Rows of a register tile: a part is a whole number of tiles.
-constexpr std::int64_t kTile = 6;
-
 struct Rows {
     std::int64_t begin, count;
 };
@@ -105,9 +102,7 @@ template <class F>
 const char* by_rows(std::int64_t total, int threads, bool own_rows, const F& f) {
     if (!own_rows) return f(Rows{0, total}, threads);
     return by_parts(threads, [&](std::int64_t part) {
-        const auto border = [&](std::int64_t i) {
-            return i == threads ? total : total * i / threads / kTile * kTile;
-        };
+        const auto border = [&](std::int64_t i) { return total * i / threads; };
         return f(Rows{border(part), border(part + 1) - border(part)}, 1);
     });
 }
