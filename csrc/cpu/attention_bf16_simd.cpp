@@ -128,16 +128,16 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
         copy_rows(args.q, tokens.start + i, head, rows, headdim, width, q);
         times_panels(q, width / 2, padded, panels, n, depth, scores, keys);
         float factor[kQueryBlock];
+        Row softmax[kQueryBlock];
+        softmax_rows(args, sequence, head, i, rows, n, scores, keys, softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float* s = scores + r * keys;
             const std::int64_t row = tokens.start + i + r;
-            const Row softmax = softmax_row(s, args.causal ? i + r + 1 : n, n, args.softmax_scale,
-                                            bias_row(args.bias, sequence, head, i + r));
-            const bool empty = softmax.sum == 0.0f;
-            const float inverse = empty ? 0.0f : 1.0f / softmax.sum;
+            const bool empty = softmax[r].sum == 0.0f;
+            const float inverse = empty ? 0.0f : 1.0f / softmax[r].sum;
             if (args.lse != nullptr)
                 args.lse[head * args.total + row] =
-                    empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
+                    empty ? -INFINITY : softmax[r].top + __builtin_logf(softmax[r].sum);
             if (args.probs != nullptr) {
                 bf16* p = static_cast<bf16*>(args.probs) +
                           ((sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;
@@ -198,12 +198,12 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
         pair_rows(upstream, tokens.start + i, head, rows, headdim, width, dout_pairs);
         times_panels(q, width / 2, padded, k_panels, n, depth, p, keys);
         if (need_ds) times_panels(dout, width / 2, padded, v_panels, n, depth, dp, keys);
+        Row softmax[kQueryBlock];
+        softmax_rows(args, sequence, head, i, rows, n, p, keys, softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float *pr = p + r * keys, *dpr = dp + r * keys;
             const std::int64_t row = tokens.start + i + r;
-            const Row softmax = softmax_row(pr, args.causal ? i + r + 1 : n, n, args.softmax_scale,
-                                            bias_row(args.bias, sequence, head, i + r));
-            const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
+            const float inverse = softmax[r].sum == 0.0f ? 0.0f : 1.0f / softmax[r].sum;
             const Vec normal = broadcast(inverse);
             const std::uint64_t* const kept = kept_in_backward(args, head, row, n, bits);
             if (!need_ds) {

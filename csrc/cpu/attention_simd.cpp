@@ -139,8 +139,7 @@ bool forward_few(const AttentionFwd& args, std::int64_t sequence, std::int64_t h
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
     std::int64_t v_row;
     const float* const v = float_rows<T>(args.v, tokens.start, head, n, headdim, width, room, v_row);
-    for (std::int64_t i = 0; i < n; i += kRows)
-        tiles(scores + i, 1, stride, v, v_row, n, out + i * width, width, width, false);
+    tiles(scores, 1, stride, v, v_row, n, out, width, n, width, false);
     for (std::int64_t i = 0; i < n; ++i) {
         T* const o = static_cast<T*>(args.out) + ((tokens.start + i) * args.nheads + head) * headdim;
         for_vectors(headdim, [&](std::int64_t c, int, int m) __attribute__((always_inline)) {
@@ -171,16 +170,16 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
         copy_rows<T>(args.q, tokens.start + i, head, rows, padded, headdim, width, q);
         times_panels(q, width, padded, panels, n, headdim, scores, keys);
         float factor[kQueryBlock];
+        Row softmax[kQueryBlock];
+        softmax_rows(args, sequence, head, i, rows, n, scores, keys, softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float* s = scores + r * keys;
             const std::int64_t row = tokens.start + i + r;
-            const Row softmax = softmax_row(s, args.causal ? i + r + 1 : n, n, args.softmax_scale,
-                                            bias_row(args.bias, sequence, head, i + r));
-            const bool empty = softmax.sum == 0.0f;
-            const float inverse = empty ? 0.0f : 1.0f / softmax.sum;
+            const bool empty = softmax[r].sum == 0.0f;
+            const float inverse = empty ? 0.0f : 1.0f / softmax[r].sum;
             if (args.lse != nullptr)
                 args.lse[head * args.total + row] =
-                    empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
+                    empty ? -INFINITY : softmax[r].top + __builtin_logf(softmax[r].sum);
             if (args.probs != nullptr) {
                 T* p = static_cast<T*>(args.probs) +
                        ((sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;
@@ -240,12 +239,12 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
         copy_rows<T>(upstream, tokens.start + i, head, rows, padded, headdim, width, dout);
         times_panels(q, width, padded, k_panels, n, headdim, p, stride);
         if (need_ds) times_panels(dout, width, padded, v_panels, n, headdim, dp, stride);
+        Row softmax[kQueryBlock];
+        softmax_rows(args, sequence, head, i, rows, n, p, stride, softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float *pr = p + r * stride, *dpr = dp + r * stride, *wr = w + r * stride;
             const std::int64_t row = tokens.start + i + r;
-            const Row softmax = softmax_row(pr, args.causal ? i + r + 1 : n, n, args.softmax_scale,
-                                            bias_row(args.bias, sequence, head, i + r));
-            const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
+            const float inverse = softmax[r].sum == 0.0f ? 0.0f : 1.0f / softmax[r].sum;
             const Vec normal = broadcast(inverse);
             const std::uint64_t* const kept = kept_in_backward(args, head, row, n, bits);
             if (!need_ds) {

@@ -49,16 +49,27 @@ FASTBERT_INLINE void tile(const E* a, std::int64_t a_row, std::int64_t a_k, cons
         for (int v = 0; v < kVectors; ++v) store(c + r * c_row + v * kLanes, sum[r][v], kLanes);
 }
 
+// The same for `rows` rows, in whole tiles: a and c may reach up to kRows - 1 rows further.
+template <int kVectors, class E>
+FASTBERT_INLINE void column_of_tiles(const E* a, std::int64_t a_row, std::int64_t a_k, const E* b,
+                                     std::int64_t b_row, std::int64_t depth, float* c, std::int64_t c_row,
+                                     std::int64_t rows, bool accumulate) {
+    for (std::int64_t r = 0; r < rows; r += kRows)
+        tile<kVectors>(a + r * a_row, a_row, a_k, b, b_row, depth, c + r * c_row, c_row, accumulate);
+}
+
 // The same over `columns` (a multiple of kLanes) columns of b and c.
 template <class E>
 void tiles(const E* a, std::int64_t a_row, std::int64_t a_k, const E* b, std::int64_t b_row,
-           std::int64_t depth, float* c, std::int64_t c_row, std::int64_t columns, bool accumulate) {
+           std::int64_t depth, float* c, std::int64_t c_row, std::int64_t rows, std::int64_t columns,
+           bool accumulate) {
     std::int64_t j = 0;
     for (; j + kMaxVectors * kLanes <= columns; j += kMaxVectors * kLanes)
-        tile<kMaxVectors>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
+        column_of_tiles<kMaxVectors>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, rows, accumulate);
     for (; j + 2 * kLanes <= columns; j += 2 * kLanes)
-        tile<2>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
-    for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
+        column_of_tiles<2>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, rows, accumulate);
+    for (; j < columns; j += kLanes)
+        column_of_tiles<1>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, rows, accumulate);
 }
 
 // scores (rows x stride) = a (rows x depth, a_row apart) times the panels [depth][kKeyPanel] of all keys.
@@ -66,9 +77,8 @@ template <class E>
 void times_panels(const E* a, std::int64_t a_row, std::int64_t rows, const E* panels, std::int64_t keys,
                   std::int64_t depth, float* scores, std::int64_t stride) {
     for (std::int64_t j = 0; j < keys; j += kKeyPanel, panels += depth * kKeyPanel)
-        for (std::int64_t r = 0; r < rows; r += kRows)
-            tiles(a + r * a_row, a_row, 1, panels, kKeyPanel, depth, scores + r * stride + j, stride,
-                  less(kKeyPanel, round_up(keys - j, kLanes)), false);
+        tiles(a, a_row, 1, panels, kKeyPanel, depth, scores + j, stride, rows,
+              less(kKeyPanel, round_up(keys - j, kLanes)), false);
 }
 
 // out (rows x width) = weights (rows x depth) times b (depth x width, b_row apart).
@@ -76,17 +86,15 @@ template <class E>
 void times_rows(const E* weights, std::int64_t stride, std::int64_t rows, const E* b, std::int64_t b_row,
                 std::int64_t depth, std::int64_t width, float* out) {
     for (std::int64_t j = 0; j < depth; j += kDepth)
-        for (std::int64_t r = 0; r < rows; r += kRows)
-            tiles(weights + r * stride + j, stride, 1, b + j * b_row, b_row, less(kDepth, depth - j),
-                  out + r * width, width, width, j > 0);
+        tiles(weights + j, stride, 1, b + j * b_row, b_row, less(kDepth, depth - j), out, width, rows, width,
+              j > 0);
 }
 
 // sums[j] += Σ_k weights[k][j] b[k], for all keys j and `depth` elements k.
 template <class E>
 void add_transposed(const E* weights, std::int64_t stride, std::int64_t depth, const E* b, std::int64_t keys,
                     std::int64_t width, float* sums) {
-    for (std::int64_t j = 0; j < keys; j += kRows)
-        tiles(weights + j, 1, stride, b, width, depth, sums + j * width, width, width, true);
+    tiles(weights, 1, stride, b, width, depth, sums, width, keys, width, true);
 }
 
 template <class T>
@@ -107,35 +115,68 @@ struct Row {
     float top, sum;  // P = exp(s - top) / sum; sum 0 where no key is allowed
 };
 
-// One row of scores: scale and bias, then exp(s - max) in place; columns from `allowed` to `keys` become 0.
-FASTBERT_INLINE Row softmax_row(float* s, std::int64_t allowed, std::int64_t keys, float scale,
-                                const float* bias) {
+// The largest of one row of scores after scale and bias; with a bias, the row is left scaled and biased.
+FASTBERT_INLINE float top_of_row(float* s, std::int64_t allowed, float scale, const float* bias) {
     const Vec factor = broadcast(scale);
     Vec most[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
-    for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        Vec x = mul(load(s + j, n), factor);
-        if (bias != nullptr) x = add(x, load(bias + j, n));
-        store(s + j, x, n);
+    const auto take = [&](int k, int n, Vec x) __attribute__((always_inline)) {
         most[k] = maximum(most[k], n == kLanes ? x : first_or(x, n, -INFINITY));
-    });
-    const float top = largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
+    };
+    if (bias == nullptr)
+        for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
+            take(k, n, mul(load(s + j, n), factor));
+        });
+    else
+        for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
+            const Vec x = add(mul(load(s + j, n), factor), load(bias + j, n));
+            store(s + j, x, n);
+            take(k, n, x);
+        });
+    return largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
+}
+
+// exp(scale s - top) of a row in place, and its sum; columns from `allowed` to `keys` become 0.
+FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, std::int64_t keys, float scale, float top) {
     // No key is allowed, or there are NaNs, which a maximum may lose: the row is then NaN.
     if (top == -INFINITY) {
         float sum = 0.0f;
-        for (std::int64_t j = 0; j < allowed; ++j)
-            if (s[j] != s[j]) sum = s[j];
+        for (std::int64_t j = 0; j < allowed; ++j) {
+            const float x = s[j] * scale;
+            if (x != x) sum = x;
+        }
         for (std::int64_t j = 0; j < keys; ++j) s[j] = sum;
-        return {top, sum};
+        return sum;
     }
-    const Vec shift = broadcast(top);
+    const Vec factor = broadcast(scale), shift = broadcast(top);
     Vec total[4] = {zero(), zero(), zero(), zero()};
     for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        const Vec e = first(exponential(sub(load(s + j, n), shift)), n);
+        const Vec e = first(exponential(sub(mul(load(s + j, n), factor), shift)), n);
         store(s + j, e, n);
         total[k] = add(total[k], e);
     });
     for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;
-    return {top, sum4(total)};
+    return sum4(total);
+}
+
+FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, std::int64_t head,
+                                      std::int64_t i) {
+    return bias.data == nullptr
+               ? nullptr
+               : bias.data + sequence * bias.batch_stride + head * bias.head_stride + i * bias.row_stride;
+}
+
+// Softmax of `rows` rows of scores, `stride` apart, without the division: exp(s - top) in place. First all
+// maxima, then all sums: a row's exponentials need not wait for its own maximum.
+FASTBERT_INLINE void softmax_rows(const Attention& args, std::int64_t sequence, std::int64_t head,
+                                  std::int64_t first_row, std::int64_t rows, std::int64_t keys, float* s,
+                                  std::int64_t stride, Row* out) {
+    const bool biased = args.bias.data != nullptr;
+    const auto allowed = [&](std::int64_t r) { return args.causal ? first_row + r + 1 : keys; };
+    for (std::int64_t r = 0; r < rows; ++r)
+        out[r].top = top_of_row(s + r * stride, allowed(r), args.softmax_scale,
+                                bias_row(args.bias, sequence, head, first_row + r));
+    for (std::int64_t r = 0; r < rows; ++r)
+        out[r].sum = exponentials(s + r * stride, allowed(r), keys, biased ? 1.0f : args.softmax_scale, out[r].top);
 }
 
 // The tokens of one sequence.
@@ -151,13 +192,6 @@ FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
 // Whether backward needs dS, the gradient of the scores.
 FASTBERT_INLINE bool needs_ds(const AttentionBwd& args) {
     return args.dq != nullptr || args.dk != nullptr || args.ds != nullptr || args.dgate != nullptr;
-}
-
-FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, std::int64_t head,
-                                      std::int64_t i) {
-    return bias.data == nullptr
-               ? nullptr
-               : bias.data + sequence * bias.batch_stride + head * bias.head_stride + i * bias.row_stride;
 }
 
 // Floats of scratch that hold the bits of one row of up to `keys` keys.

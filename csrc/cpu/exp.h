@@ -17,7 +17,15 @@ FASTBERT_INLINE Vec first_or(Vec v, int n, float other) {
 FASTBERT_INLINE Vec nearest(Vec v) {
     return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec power) { return _mm512_scalef_ps(v, power); }
+// The integer nearest to v in float, and what `times_power_of_2` takes for it.
+struct Power {
+    Vec exponent, code;
+};
+FASTBERT_INLINE Power power_of(Vec x, float factor) {
+    const Vec exponent = nearest(mul(x, broadcast(factor)));
+    return {exponent, exponent};
+}
+FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec code) { return _mm512_scalef_ps(v, code); }
 #else
 FASTBERT_INLINE Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 FASTBERT_INLINE Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
@@ -32,33 +40,37 @@ FASTBERT_INLINE Vec first_or(Vec v, int n, float other) {
 FASTBERT_INLINE Vec nearest(Vec v) {
     return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// In two halves: the power goes down to -150, which one exponent field cannot hold.
-FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec power) {
-    const __m256i e = _mm256_cvtps_epi32(power), low = _mm256_srai_epi32(e, 1),
-                  high = _mm256_sub_epi32(e, low);
-    const __m256i bias = _mm256_set1_epi32(127);
-    const Vec a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(low, bias), 23));
-    const Vec b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(high, bias), 23));
-    return mul(mul(v, a), b);
+// The sum with 1.5 2^23 has the nearest integer in its lowest bits. 191 = 127 + 64: with it, these are the
+// exponent field of 2^(64 + integer), a normal number down to -150.
+constexpr float kShifted = 12582912.0f + 191.0f;
+struct Power {
+    Vec exponent, code;
+};
+FASTBERT_INLINE Power power_of(Vec x, float factor) {
+    const Vec code = fma(x, broadcast(factor), broadcast(kShifted));
+    return {sub(code, broadcast(kShifted)), code};
+}
+FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec code) {
+    const Vec power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(code), 23));
+    return mul(mul(v, power), broadcast(0x1p-64f));
 }
 #endif
 
 // exp(x) for x <= 0, within one unit in the last place. -inf and underflows give 0, NaN gives NaN.
-// x = m ln 2 + r with |r| <= ln(2) / 2; exp(r) by its series up to r^7, whose remainder is below 6e-9.
+// x = m ln 2 + r with |r| <= ln(2) / 2; exp(r) by a polynomial that is closest in its relative error, 4e-9.
 FASTBERT_INLINE Vec exponential(Vec x) {
     x = maximum(broadcast(-104.0f), x);  // exp(-104) rounds to 0; the second operand is returned for NaN
-    const Vec m = nearest(mul(x, broadcast(1.44269504088896341f)));
-    Vec r = fnma(m, broadcast(0.693145751953125f), x);  // ln 2 in two parts, the first with 15 bits
-    r = fnma(m, broadcast(1.428606820309417e-6f), r);
-    Vec series = broadcast(1.0f / 5040.0f);
-    series = fma(series, r, broadcast(1.0f / 720.0f));
-    series = fma(series, r, broadcast(1.0f / 120.0f));
-    series = fma(series, r, broadcast(1.0f / 24.0f));
-    series = fma(series, r, broadcast(1.0f / 6.0f));
-    series = fma(series, r, broadcast(0.5f));
+    const Power m = power_of(x, 1.44269504088896341f);
+    Vec r = fnma(m.exponent, broadcast(0.693145751953125f), x);  // ln 2 in two parts, the first with 15 bits
+    r = fnma(m.exponent, broadcast(1.428606820309417e-6f), r);
+    Vec series = broadcast(0.0013814599f);
+    series = fma(series, r, broadcast(0.008368717f));
+    series = fma(series, r, broadcast(0.04166839f));
+    series = fma(series, r, broadcast(0.16666521f));
+    series = fma(series, r, broadcast(0.49999994f));
     series = fma(series, r, broadcast(1.0f));
     series = fma(series, r, broadcast(1.0f));
-    return times_power_of_2(series, m);
+    return times_power_of_2(series, m.code);
 }
 
 }  // namespace

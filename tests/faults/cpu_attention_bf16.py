@@ -38,9 +38,9 @@ FAULTS = (
     _fault("few tokens rounded in backward", "if (tokens.length < kFew) return avx512", "if (false) return avx512"),
     # forward
     _fault("k taken for v", "pair_rows(args.v, tokens.start, head, n,", "pair_rows(args.k, tokens.start, head, n,"),
-    _fault("softmax of the future", "softmax_row(s, args.causal ? i + r + 1 : n, n,", "softmax_row(s, n, n,"),
-    _fault("lse without the maximum", "softmax.top + __builtin_logf(softmax.sum)", "__builtin_logf(softmax.sum)"),
-    _fault("lse of an empty row 0", "empty ? -INFINITY : softmax.top", "empty ? 0.0f : softmax.top"),
+    _fault("softmax of the future", "softmax_rows(args, sequence, head, i, rows, n, scores,", "softmax_rows(args, sequence, head, n, rows, n, scores,"),
+    _fault("lse without the maximum", "softmax[r].top + __builtin_logf(softmax[r].sum)", "__builtin_logf(softmax[r].sum)"),
+    _fault("lse of an empty row 0", "empty ? -INFINITY : softmax[r].top", "empty ? 0.0f : softmax[r].top"),
     _fault("probs not normalised", "store(p + j, mul(load(s + j, m), broadcast(inverse)), m);", "store(p + j, load(s + j, m), m);"),
     _fault("nothing dropped", "narrow(kept(load(p + j, n), word))", "narrow(load(p + j, n))"),
     _fault("dropout by the row within its sequence", "kept_in_forward(args, head, row, n, bits)", "kept_in_forward(args, head, i + r, n, bits)"),
@@ -52,7 +52,7 @@ FAULTS = (
     # backward
     _fault("dP from q", "times_panels(dout, width / 2, padded, v_panels,", "times_panels(q, width / 2, padded, v_panels,"),
     _fault("rows of dout strided like one head", "upstream{args.dout, args.nheads * headdim, headdim}", "upstream{args.dout, headdim, args.nheads * headdim}"),
-    _fault("future keys in backward", "softmax_row(pr, args.causal ? i + r + 1 : n,", "softmax_row(pr, n,"),
+    _fault("future keys in backward", "softmax_rows(args, sequence, head, i, rows, n, p,", "softmax_rows(args, sequence, head, i + 1, rows, n, p,"),
     _fault("P not normalised", "const Vec normal = broadcast(inverse);", "const Vec normal = broadcast(1.0f + 0.0f * inverse);"),
     _fault("dP not dropped", "if (drop) weigh(dpr,", "if (false) weigh(dpr,"),
     _fault("delta missing", "sub(load(dpr + j, c), broadcast(delta))", "load(dpr + j, c)"),
