@@ -1,4 +1,7 @@
-"""Executor of inference on a CPU: a whole layer in one call of the backend (ops/encoder_layer.py)."""
+"""Executor of inference on a CPU: whole layers in one call of the backend (ops/encoder_layer.py).
+
+A kept plan runs all its layers in one call, unless something is asked of each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fastbert.layers.form import Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
-from fastbert.ops.encoder_layer import close_team, encoder_layer, launchers, open_team
+from fastbert.ops.encoder_layer import FusedLayer, close_team, encoder_layer, launchers, open_team
 from fastbert.runtime import prepared
 
 
@@ -98,38 +101,56 @@ def keeps_panels(x: Tensor) -> tuple[bool, ...] | None:
     return tuple(each is not None and each[2](op, x.shape[0]) for op, each in found.items())
 
 
+class Stack(list):
+    """A group whose layers run in one call, where nothing is asked of one of them."""
+
+    def __init__(self, group: list[tuple[Step, Taken]]):
+        super().__init__(group)
+        self.layers = [_fused(step, taken.weights) for step, taken in group]
+        self.owns_bias = any(step.form.kept is not None for step, _ in group)
+
+    def serves(self, call: Call) -> bool:
+        """Whether one call runs all."""
+        asked = call.wants_states or call.gates is not None
+        return not (asked or (self.owns_bias and call.batch.bias is not None))
+
+
 def kept(group: list[tuple[Step, Taken]]) -> list[tuple[Step, Taken]] | None:
     """See `plan`."""
-    return None if any(callable(taken.weights) for _, taken in group) else group
+    return None if any(callable(taken.weights) for _, taken in group) else Stack(group)
 
 
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
     """See `plan`. Meanwhile the threads wait for the next layer without sleeping."""
     try:
         open_team(x)
+        if isinstance(group, Stack) and group.serves(call) and not blocks_of(group[0][0], x, call, True):
+            for step, _ in group:
+                step.layer.begin(x)
+            batch = call.batch
+            lengths = batch.cu_seqlens, batch.max_seqlen
+            return encoder_layer(group[0][1].launch, x, group.layers, *lengths, bias=batch.bias)
         for step, (launch, weights) in group:
             step.layer.begin(x)
-            form, parts, gate = step.form, step.parts, call.asked(step).gate
-            weights = weights() if callable(weights) else weights
-            how = {
-                "nheads": form.nheads,
-                "headdim": form.head_dim,
-                "inner": parts.intermediate.out_features,
-                "softmax_scale": form.head_dim**-0.5,
-                "gate": gate,
-                "activation": form.activation,
-                "eps": (parts.attention_norm.eps, parts.output_norm.eps),
-            }
+            gate = call.asked(step).gate
+            fused = [_fused(step, weights() if callable(weights) else weights)]
 
-            def layer(x, batch, out, launch=launch, weights=weights, how=how):
+            def layer(x, batch, out, launch=launch, fused=fused, gate=gate):
                 lengths = batch.cu_seqlens, batch.max_seqlen
-                return encoder_layer(launch, x, weights, *lengths, bias=batch.bias, out=out, **how)
+                return encoder_layer(launch, x, fused, *lengths, bias=batch.bias, gate=gate, out=out)
 
             blocks = blocks_of(step, x, call, fused=True)
-            x = call.keep(by_blocks(blocks, x, call.batch_of(form), layer))
+            x = call.keep(by_blocks(blocks, x, call.batch_of(step.form), layer))
     finally:
         close_team()
     return x
+
+
+def _fused(step: Step, weights: object) -> FusedLayer:
+    form, parts = step.form, step.parts
+    eps, scale = (parts.attention_norm.eps, parts.output_norm.eps), form.head_dim**-0.5
+    inner = parts.intermediate.out_features
+    return FusedLayer(weights, form.nheads, form.head_dim, inner, scale, form.activation, eps)
 
 
 def _another_kind(parts: Parts, kind: LinearKind, x: Tensor) -> bool:

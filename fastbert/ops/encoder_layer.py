@@ -1,4 +1,4 @@
-"""A whole encoder layer for inference in one call of a backend.
+"""Whole encoder layers for inference in one call of a backend.
 
 It is no op of the dispatch table, but attention, linear (or linear_int8) and layer_norm fused.
 
@@ -22,19 +22,17 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
         each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.
     sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
-    encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, headdim, inner, softmax_scale, bias, gate,
-        activation, eps, out) -> y
-        x, y: (total, hidden), last dimension contiguous; out: the memory for y, or None;
-        nheads, headdim: their product is the width of attention, whatever hidden is;
-        inner: columns of the intermediate layer; eps: of both norms; bias 4-D; the rest as in
-        `ops.attention` and `ops.linear`.
+    encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, out) -> y
+        layers: `FusedLayer`s, one after the other; x, y: (total, hidden), last dimension contiguous; out:
+        the memory for y, or None; bias 4-D; the rest as in `ops.attention` and `ops.linear`.
 
 Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +41,28 @@ from fastbert.ops import checks
 from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention_checks import check_bias, check_lengths
 from fastbert.runtime import dispatch
+
+
+class FusedLayer(NamedTuple):
+    """A layer as `encoder_layer` takes it.
+
+    Attributes:
+        weights: what `encoder_layer_weights` made, for `x`'s device and dtype.
+        nheads, headdim: heads, and the size of each; their product, the width of attention, need not be
+            hidden.
+        inner, activation: columns and activation of the intermediate layer.
+        softmax_scale: see `ops.attention`.
+        eps: of the norm after attention, and of the one after the feed-forward.
+    """
+
+    weights: object
+    nheads: int
+    headdim: int
+    inner: int
+    softmax_scale: float
+    activation: str | None
+    eps: tuple[float, float]
+
 
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
 
@@ -105,29 +125,21 @@ def close_team() -> None:
 def encoder_layer(
     launch: Callable,
     x: Tensor,
-    weights: object,
+    layers: Sequence[FusedLayer],
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    nheads: int,
-    headdim: int,
-    inner: int,
-    softmax_scale: float,
     bias: Tensor | None,
-    gate: Tensor | None,
-    activation: str | None,
-    eps: tuple[float, float],
+    gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One layer, without autograd.
+    """One or more layers, without autograd.
 
     Args:
-        launch, weights: of `launchers`, and what its other function made, for `x`'s device and dtype.
+        launch: of `launchers`.
         x: (total, hidden).
-        cu_seqlens, max_seqlen, softmax_scale, bias, gate: as `ops.attention.attention`, packed layout.
-        nheads, headdim: heads, and the size of each; their product need not be hidden.
-        inner, activation: columns and activation of the intermediate layer.
-        eps: of the norm after attention, and of the one after the feed-forward.
+        layers: in execution order.
+        cu_seqlens, max_seqlen, bias, gate: as `ops.attention.attention`, packed layout, the same for all.
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
 
     Returns:
@@ -139,11 +151,23 @@ def encoder_layer(
     checks.float_tensor("x", x)
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(f"x: expected shape (total, hidden), got {tuple(x.shape)}")
-    for name, size in (("nheads", nheads), ("headdim", headdim), ("inner", inner)):
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
     check_lengths(cu_seqlens, max_seqlen, x)
-    bias = check_bias(bias, cu_seqlens.shape[0] - 1, nheads, max_seqlen, x)
+    if not layers:
+        raise ValueError("layers: expected at least one")
+    for layer in layers:
+        for name, size in zip(FusedLayer._fields[1:4], layer[1:4], strict=True):
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        activation = layer.activation
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
+        checks.eps(layer.eps[0]), checks.eps(layer.eps[1])
+        shared = check_bias(bias, cu_seqlens.shape[0] - 1, layer.nheads, max_seqlen, x)
+        if gate is not None:
+            checks.float_tensor("gate", gate, x)
+            checks.shape("gate", gate, (layer.nheads,))
     if out is not None:
         checks.float_tensor("out", out, x)
         checks.shape("out", out, tuple(x.shape))
@@ -151,25 +175,6 @@ def encoder_layer(
             raise ValueError(
                 f"out: expected contiguous {x.dtype}, got {out.dtype} with strides {out.stride()}"
             )
-    if gate is not None:
-        checks.float_tensor("gate", gate, x)
-        checks.shape("gate", gate, (nheads,))
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    bias, gate = (None if t is None else dispatch.plain(t) for t in (bias, gate))
+    shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
-    return launch(
-        checks.rows(x),
-        weights,
-        cu_seqlens,
-        max_seqlen,
-        nheads,
-        headdim,
-        inner,
-        softmax_scale,
-        bias,
-        gate,
-        activation,
-        (checks.eps(eps[0]), checks.eps(eps[1])),
-        out,
-    )
+    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, out)

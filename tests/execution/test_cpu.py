@@ -20,7 +20,7 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.ops.encoder_layer import encoder_layer, launchers
+from fastbert.ops.encoder_layer import FusedLayer, encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
@@ -50,9 +50,9 @@ def fused_calls():
             return None
         make, launch, keeps_panels = all_of_them
 
-        def call(x, *args):
-            seen.append(x.shape[0])
-            return launch(x, *args)
+        def call(x, layers, *args):
+            seen.extend([x.shape[0]] * len(layers))
+            return launch(x, layers, *args)
 
         return make, call, keeps_panels
 
@@ -185,6 +185,44 @@ def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
         memory[14:], memory[:, 56:] = 3.0, 3.0
         assert torch.equal(through(layer, x, sequences), first)
     assert seen == [12, 12]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [60, 60]], ids=str)
+@torch.no_grad()
+def test_layers_in_one_call(lengths, int8, threads):  # noqa: F811
+    """The bits of a call per layer, also from rows that are not side by side, which stay as they are."""
+    model = of("bert", intermediate_size=97)
+    model = model.quantize("int8") if int8 else model
+    ends, longest = ends_of(lengths), max(lengths)
+    x = torch.randn(sum(lengths), 2 * 48)[:, :48]
+    before, bias = x.clone(), torch.randn(len(lengths), 3, longest, longest)
+    for number, layer in enumerate(model.layers()):
+        layer.attention.output.LayerNorm.eps, layer.output.LayerNorm.eps = 0.3 / (1 + number), 0.01 * number
+    steps, call = survey(model.layers()), Call(PackedBatch(ends, longest, bias), 2)
+    stack = executor.kept([(step, executor.takes(step, x, call)) for step in steps])
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        expected = x
+        for layer in model.layers():
+            expected = through(layer, expected, call.batch)
+        assert stack.serves(call)
+        assert torch.equal(executor.run(stack, x, call), expected)
+        assert torch.equal(x, before)
+
+
+@torch.no_grad()
+def test_what_is_asked_of_one_layer_takes_a_call_per_layer():
+    model, inputs = of("mpnet", pruned_heads={0: [1]}), batch("mpnet")
+    for asked in ({}, {"output_hidden_states": True}, {"head_mask": torch.tensor([0.5, 1.0, 0.0])}):
+        arguments = {**inputs, **asked}
+        with op_by_op():
+            expected = model(**arguments)
+        for _ in range(3):  # from the second call on by a kept plan
+            found = model(**arguments)
+            assert torch.equal(found[0], expected[0])
+            if "output_hidden_states" in asked:
+                assert all(map(torch.equal, found.hidden_states, expected.hidden_states))
 
 
 # --- when the weights change --------------------------------------------------------------------------------
@@ -353,11 +391,11 @@ def test_bad_input_is_named():
     with torch.no_grad():
         x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
         weights = executor.takes(*survey([layer]), x, Call(PackedBatch(ends, 4), 0)).weights
-        options = {"nheads": 3, "headdim": 16, "inner": 80, "softmax_scale": 0.25, "bias": None, "gate": None}
-        options |= {"activation": "gelu", "eps": (0.1, 0.1)}
+        layer = FusedLayer(weights, 3, 16, 80, 0.25, "gelu", (0.1, 0.1))
 
-        def call(x=x, cu_seqlens=ends, max_seqlen=4, **changed):
-            return encoder_layer(launch, x, weights, cu_seqlens, max_seqlen, **{**options, **changed})
+        def call(x=x, cu_seqlens=ends, max_seqlen=4, bias=None, gate=None, **changed):
+            layers = [layer, layer._replace(**changed)]
+            return encoder_layer(launch, x, layers, cu_seqlens, max_seqlen, bias=bias, gate=gate)
 
         assert call().shape == (6, 48)
         for match, changed in (
@@ -377,6 +415,8 @@ def test_bad_input_is_named():
                 call(**changed)
         with pytest.raises(TypeError, match="cu_seqlens: expected int32"):
             call(cu_seqlens=ends.long())
+        with pytest.raises(ValueError, match="layers: expected at least one"):
+            encoder_layer(launch, x, [], ends, 4, bias=None)
 
 
 def test_weights_for_another_instruction_set_are_refused():

@@ -41,7 +41,13 @@ FAULTS = (
     _fault("second residual is x", "layer.output.bias, attended, hidden,", "layer.output.bias, layer.x, layer.x_stride,"),
     _fault("bias of the output layer forgotten", "    args.x_bias = bias;\n", ""),
     _fault("first norm twice", "add_norm(layer, rows, layer.output_norm,", "add_norm(layer, rows, layer.attention_norm,"),
-    _fault("eps of the other norm", "args.output_norm.eps = output_eps;", "args.output_norm.eps = attention_eps;", _BINDING),
+    _fault("eps of the other norm", "args.output_norm.eps = layer.next<double>();", "args.output_norm.eps = (layer.next<double>(), args.attention_norm.eps);", _BINDING),
+    # layers one after the other
+    _fault("each reads the first rows", "pointer(all.empty() ? x : y)", "pointer(x)", _BINDING),
+    _fault("each reads with the first stride", "all.empty() ? x_stride : args.hidden", "x_stride", _BINDING),
+    _fault("the first layer again", "cpu_encoder_layer_fwd(all[i], threads)", "cpu_encoder_layer_fwd(all[0], threads)", _BINDING),
+    _fault("a layer too few", "i < all.size() &&", "i < all.size() - (all.size() > 1) &&", _BINDING),
+    _fault("no bias for the later layers", "args.bias = shared;", "if (all.empty()) args.bias = shared;", _BINDING),
     _fault("no activation", "layer.activation, inner, team);", "Activation::kNone, inner, team);"),
     _fault("bias twice", "context, width, hidden, width, false,", "context, width, hidden, width, true,"),
     # attention narrower than the rows, or wider

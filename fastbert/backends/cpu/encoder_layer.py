@@ -72,58 +72,29 @@ def _memory(scratch, place, size, like):
     return scratch[place][:size]
 
 
-def encoder_layer_fwd(
-    x,
-    weights,
-    cu_seqlens,
-    max_seqlen,
-    nheads,
-    headdim,
-    inner,
-    softmax_scale,
-    bias,
-    gate,
-    activation,
-    eps,
-    out=None,
-):
-    numbers, isa, held, scratch, made_for = weights
-    if isa != _C.cpu_isa():
-        raise RuntimeError(f"weights: panels made for {isa}, and {_C.cpu_isa()} is in use now")
+def encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, out=None):
     total, hidden = x.shape
-    last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
-    size_of = _C.cpu_linear_panels_size if scale is None else _C.cpu_linear_int8_panels_size
-    if (
-        made_for != (hidden, nheads * headdim, inner)
-        or norm.shape != (hidden,)
-        or last.numel() != size_of(inner, hidden)
-    ):
-        raise ValueError(
-            f"weights: expected those of a layer from {hidden} to {nheads} heads of {headdim}, and to "
-            f"{inner} columns, and back"
-        )
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
-    bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
+    # one form of bias serves all: a layer with other heads takes none, or one for each of them
+    bias, bias_numbers = bias_args(bias, batch, layers[0].nheads, max_seqlen)
     if gate is not None:
         gate = gate.float().contiguous()
     y = x.new_empty(total, hidden) if out is None else out
-    sizes = (batch, nheads, headdim, total, max_seqlen, inner, hidden)
+    code, sizes = DTYPE_CODES[x.dtype], (batch, total, max_seqlen, hidden)
     threads, work, room = torch.get_num_threads(), None, 0
+    scratch = layers[0].weights[3]
     # A large batch: the memory stays until its last layer has run, and leaves no holes in the heap.
     if scratch:
-        room = _C.cpu_encoder_layer_work(DTYPE_CODES[x.dtype], sizes, threads)
+        room = max(_C.cpu_encoder_layer_work(code, sizes, layer[1:4], threads) for layer in layers)
         work = _memory(scratch, 1, -(-room // x.element_size()), x)
     _C.cpu_encoder_layer_fwd(
-        DTYPE_CODES[x.dtype],
+        code,
         sizes,
-        numbers,
+        _numbers(layers, hidden),
         cu_seqlens.data_ptr(),
         x.data_ptr(),
         x.stride(0),
-        *eps,
-        CODES[activation],
-        softmax_scale,
         bias_numbers,
         0 if gate is None else gate.data_ptr(),
         y.data_ptr(),
@@ -132,3 +103,25 @@ def encoder_layer_fwd(
         room,
     )
     return y
+
+
+def _numbers(layers, hidden):
+    """Each layer as csrc/bindings/encoder_layer.cpp takes it."""
+    isa, taken = _C.cpu_isa(), []
+    for weights, nheads, headdim, inner, softmax_scale, activation, eps in layers:
+        numbers, made_with, held, _, made_for = weights
+        if made_with != isa:
+            raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
+        last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
+        size_of = _C.cpu_linear_panels_size if scale is None else _C.cpu_linear_int8_panels_size
+        if (
+            made_for != (hidden, nheads * headdim, inner)
+            or norm.shape != (hidden,)
+            or last.numel() != size_of(inner, hidden)
+        ):
+            raise ValueError(
+                f"weights: expected those of a layer from {hidden} to {nheads} heads of {headdim}, and to "
+                f"{inner} columns, and back"
+            )
+        taken.append(((nheads, headdim, inner), numbers, *eps, CODES[activation], softmax_scale))
+    return tuple(taken)

@@ -10,6 +10,7 @@ from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.ops.attention import attention
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
+from fastbert.ops.encoder_layer import FusedLayer
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights, encoder_layers
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.first_attention import first_attention
@@ -50,8 +51,8 @@ class Public(NamedTuple):
 
 
 def layer_call(**kwargs):
-    launch, weights, kwargs = kwargs.pop("launch"), kwargs.pop("weights"), kwargs
-    return encoder_layer_op.encoder_layer(launch, kwargs.pop("x"), weights, **kwargs)
+    layer = FusedLayer(**{name: kwargs.pop(name) for name in FusedLayer._fields})
+    return encoder_layer_op.encoder_layer(kwargs.pop("launch"), kwargs.pop("x"), [layer], **kwargs)
 
 
 def layer_operands(kind="linear"):
