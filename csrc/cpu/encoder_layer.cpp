@@ -21,6 +21,7 @@ constexpr std::int64_t kOwnRows = 12;
 // Multiplications in the first product of the feed-forward, from which on a thread that works alone cuts a
 // product into tasks, to lend some (parallel.h). With fewer it reads the weights once.
 constexpr std::int64_t kWorthCutting = std::int64_t{1} << 26;
+
 struct Rows {
     std::int64_t begin, count;
 };
