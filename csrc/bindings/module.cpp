@@ -28,8 +28,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("set_cpu_isa", [](const std::string& name) {
         if (name.find('\0') != std::string::npos || !set_isa(name.c_str()))
             throw py::value_error(
-                "FASTBERT_ISA: expected none, avx2, avx512, avx512_bf16 or best, and no more than this "
-                "processor has (" +
+                "FASTBERT_ISA: expected none, avx2, avx2_vnni, avx512, avx512_bf16 or best, and no more than "
+                "this processor has (" +
                 std::string(isa_name(best_isa())) + "), got " + name);
     });
     m.def(

@@ -6,8 +6,16 @@
 namespace fastbert {
 namespace {
 
-constexpr const char* kNames[] = {"none", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[] = {"none", "avx2", "avx2_vnni", "avx512", "avx512_bf16"};
 std::atomic<int> g_isa{-1};
+
+bool has_avx_vnni() {
+#if FASTBERT_X86
+    return __builtin_cpu_supports("avxvnni");
+#else
+    return false;
+#endif
+}
 
 }  // namespace
 
@@ -21,7 +29,7 @@ Isa best_isa() {
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (avx512 && __builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Bf16;
     if (avx512) return Isa::kAvx512;
-    if (avx2) return Isa::kAvx2;
+    if (avx2) return has_avx_vnni() ? Isa::kAvx2Vnni : Isa::kAvx2;
 #endif
     return Isa::kNone;
 }
@@ -47,6 +55,7 @@ bool set_isa(const char* name) {
     }
     const int best = static_cast<int>(best_isa());
     for (int isa = 0; isa <= best; ++isa) {
+        if (isa == static_cast<int>(Isa::kAvx2Vnni) && !has_avx_vnni()) continue;
         if (std::strcmp(name, kNames[isa]) == 0) {
             g_isa.store(isa, std::memory_order_relaxed);
             return true;

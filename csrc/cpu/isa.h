@@ -8,7 +8,8 @@
 
 namespace fastbert {
 
-enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };  // each has all before it
+// Each has all before it; AVX-512 may be without AVX-VNNI, whose place `linear_int8`'s own VNNI takes.
+enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx2Vnni = 2, kAvx512 = 3, kAvx512Bf16 = 4 };
 
 Isa best_isa();  // the highest that this processor (and this build) can run
 
@@ -17,15 +18,15 @@ Isa best_isa();  // the highest that this processor (and this build) can run
 Isa preferred_isa();
 
 Isa current_isa();               // the one in use
-bool set_isa(const char* name);  // a name, or "best", the preferred one; false if unknown or above best_isa()
-const char* isa_name(Isa isa);   // "none", "avx2", "avx512", "avx512_bf16"
+bool set_isa(const char* name);  // a name, or "best", the preferred one; false if unknown or not here
+const char* isa_name(Isa isa);   // "none", "avx2", "avx2_vnni", "avx512", "avx512_bf16"
 
 // The reason that an op returns where there are no kernels.
 inline constexpr const char* kNoIsa =
     "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
 
 // The table of kernels of the instruction set in use, or nullptr where there is none. Without kernels for
-// AVX-512-BF16, those for AVX-512 serve there.
+// AVX-512-BF16, those for AVX-512 serve there; with AVX-VNNI those for AVX2.
 template <class Kernels>
 const Kernels* pick(const Kernels* avx2, const Kernels* avx512, const Kernels* avx512_bf16 = nullptr) {
     switch (current_isa()) {
@@ -33,6 +34,7 @@ const Kernels* pick(const Kernels* avx2, const Kernels* avx512, const Kernels* a
             return avx512_bf16 != nullptr ? avx512_bf16 : avx512;
         case Isa::kAvx512:
             return avx512;
+        case Isa::kAvx2Vnni:
         case Isa::kAvx2:
             return avx2;
         default:

@@ -13,7 +13,7 @@ namespace fastbert {
 
 #if FASTBERT_X86
 namespace avx2 {
-extern const LinearInt8Kernels linear_int8_kernels;
+extern const LinearInt8Kernels linear_int8_kernels, linear_int8_vnni_kernels;
 }
 namespace avx512 {
 extern const LinearInt8Kernels linear_int8_kernels, linear_int8_vnni_kernels;
@@ -30,6 +30,7 @@ constexpr std::int64_t kGrain = 1 << 19;  // multiply-adds that pay for waking a
 const LinearInt8Kernels* kernels() {
 #if FASTBERT_X86
     static const bool vnni = __builtin_cpu_supports("avx512vnni");
+    if (current_isa() == Isa::kAvx2Vnni) return &avx2::linear_int8_vnni_kernels;
     return pick(&avx2::linear_int8_kernels,
                 vnni ? &avx512::linear_int8_vnni_kernels : &avx512::linear_int8_kernels);
 #else

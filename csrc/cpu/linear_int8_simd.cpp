@@ -84,6 +84,8 @@ FASTBERT_INLINE void store_shorts(std::uint16_t* p, UVec v) {
 FASTBERT_TILE_INT8(tile_pairs, dot_pairs)
 #ifdef __AVX512F__
 FASTBERT_TILE_INT8(tile_vnni, _mm512_dpbusd_epi32, __attribute__((target("avx512vnni"))))
+#else
+FASTBERT_TILE_INT8(tile_vnni, _mm256_dpbusd_avx_epi32, __attribute__((target("avxvnni"))))
 #endif
 #undef FASTBERT_TILE_INT8
 
@@ -99,7 +101,6 @@ struct Tiles {
                                                 {tile_pairs<1, 4>, tile_pairs<2, 4>, tile_pairs<3, 4>,
                                                  tile_pairs<4, 4>, tile_pairs<5, 4>, tile_pairs<6, 4>}};
 };
-#ifdef __AVX512F__
 template <>
 struct Tiles<4> {
     static constexpr Tile kAll[3][kTileRows] = {{tile_vnni<1, 1>, tile_vnni<2, 1>, tile_vnni<3, 1>,
@@ -109,7 +110,6 @@ struct Tiles<4> {
                                                 {tile_vnni<1, 4>, tile_vnni<2, 4>, tile_vnni<3, 4>,
                                                  tile_vnni<4, 4>, tile_vnni<5, 4>, tile_vnni<6, 4>}};
 };
-#endif
 
 template <class T, Activation kind>
 void finish(const ProductInt8& args, const QuantizedRow* quantized, const float* scale, const float* bias,
@@ -248,10 +248,8 @@ void make_panel(const ToPanelsInt8& args, std::int64_t panel, std::int32_t* sums
 
 extern const LinearInt8Kernels linear_int8_kernels;
 const LinearInt8Kernels linear_int8_kernels = {2, make_panel<2>, quantize<2>, product<2>};
-#ifdef __AVX512F__
 extern const LinearInt8Kernels linear_int8_vnni_kernels;
 const LinearInt8Kernels linear_int8_vnni_kernels = {4, make_panel<4>, quantize<4>, product<4>};
-#endif
 
 }  // namespace FASTBERT_ISA
 }  // namespace fastbert

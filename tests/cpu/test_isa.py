@@ -21,12 +21,13 @@ from tests.support.hostile.custom_ops import OPS
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("none", "avx2", "avx512", "avx512_bf16")
+NAMES = ("none", "avx2", "avx2_vnni", "avx512", "avx512_bf16")
 _C = loader.extension
 
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 AVX2 = "avx2 fma f16c bmi bmi2"
+VNNI = f"{AVX2} avxvnni"
 AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
 BF16 = f"{AVX512} avx512bf16"
 
@@ -60,6 +61,8 @@ def processor(library):
         ("", "amd", "none", "none"),
         (AVX2, "intel", "avx2", "avx2"),
         (AVX2, "amd", "avx2", "avx2"),  # Zen 1 to 3
+        (VNNI, "intel", "avx2_vnni", "avx2_vnni"),
+        ("avxvnni", "intel", "none", "none"),
         (AVX512, "intel", "avx512", "avx512"),
         (BF16, "intel", "avx512_bf16", "avx512"),  # vdpbf16ps at half the rate of float32
         (BF16, "amd", "avx512_bf16", "avx512_bf16"),  # Zen 4 and 5: at twice that rate
@@ -75,9 +78,12 @@ def test_best_and_preferred(processor, features, vendor, best, preferred):
     assert fake.fake_current().decode() == preferred
 
 
-@pytest.mark.parametrize(("full", "best"), ((AVX2, "avx2"), (AVX512, "avx512"), (BF16, "avx512_bf16")))
+EACH = ((AVX2, "avx2"), (VNNI, "avx2_vnni"), (AVX512, "avx512"), (BF16, "avx512_bf16"))
+
+
+@pytest.mark.parametrize(("full", "best"), EACH)
 def test_every_feature_is_needed(processor, full, best):
-    lower = {"avx2": ("none",), "avx512": ("none", "avx2"), "avx512_bf16": ("none", "avx2", "avx512")}[best]
+    lower = NAMES[: NAMES.index(best)]
     features = full.split()
     assert processor(full).fake_best().decode() == best
     for missing in features:
@@ -86,12 +92,13 @@ def test_every_feature_is_needed(processor, full, best):
 
 
 @pytest.mark.parametrize("vendor", ("intel", "amd"))
-@pytest.mark.parametrize(("features", "best"), ((AVX2, 1), (AVX512, 2), (BF16, 3)))
+@pytest.mark.parametrize(("features", "best"), (*EACH, (f"{BF16} avxvnni", "avx512_bf16")))
 def test_set_isa_takes_what_the_processor_has(processor, features, vendor, best):
-    for index, name in enumerate(NAMES):
+    for name in NAMES:
         fake = processor(features, vendor)
-        assert bool(fake.fake_set(name.encode())) == (index <= best), name
-        expected = name.encode() if index <= best else fake.fake_preferred()
+        has = NAMES.index(name) <= NAMES.index(best) and (name != "avx2_vnni" or "avxvnni" in features)
+        assert bool(fake.fake_set(name.encode())) == has, name
+        expected = name.encode() if has else fake.fake_preferred()
         assert fake.fake_current() == expected, "a refused name changes nothing"
     for name in ("", "AVX2", "avx512bf16", "avx512_", "avx5", "sse2"):
         assert not fake.fake_set(name.encode()), name
@@ -99,7 +106,7 @@ def test_set_isa_takes_what_the_processor_has(processor, features, vendor, best)
 
 @pytest.mark.parametrize("vendor", ("intel", "amd"))
 def test_best_is_the_preferred_one(processor, vendor):
-    fake = processor(BF16, vendor)
+    fake = processor(f"{BF16} avxvnni", vendor)
     for before in NAMES:
         assert fake.fake_set(before.encode())
         assert fake.fake_set(b"best")
@@ -107,8 +114,8 @@ def test_best_is_the_preferred_one(processor, vendor):
 
 
 def test_pick(processor):
-    fake = processor(BF16)
-    for tables, picked in ((2, (0, 1, 2, 2)), (3, (0, 1, 2, 3))):
+    fake = processor(f"{BF16} avxvnni")
+    for tables, picked in ((2, (0, 1, 1, 2, 2)), (3, (0, 1, 1, 2, 3))):
         for name, expected in zip(NAMES, picked, strict=True):
             assert fake.fake_set(name.encode())
             assert fake.fake_pick(tables) == expected, (tables, name)
@@ -162,12 +169,14 @@ def test_isa_from_the_environment(reports, value):
     )
     if value == "best":
         assert extension["cpu_isa"] == _C.preferred_cpu_isa()
+    elif value == "avx2_vnni" and extension["cpu_isa"] == "none":  # not every processor with AVX-512 has it
+        assert gap.endswith(f"({best}), got {value}")
     elif value in NAMES and NAMES.index(value) <= NAMES.index(best):
         assert extension["cpu_isa"] == value
     else:
         assert extension["cpu_isa"] == "none"
         assert gap.startswith(
-            "FASTBERT_ISA: expected none, avx2, avx512, avx512_bf16 or best, and no more than"
+            "FASTBERT_ISA: expected none, avx2, avx2_vnni, avx512, avx512_bf16 or best, and no more than"
         )
         assert gap.endswith(f"({best}), got {value}")
     if extension["cpu_isa"] == "none":

@@ -28,6 +28,7 @@ FAULTS = (
     _fault("last group left out", "panel + 4 * part, count,", "panel + 4 * part, count - (count > 9),"),
     _fault("AVX-512's pairs lose a bit", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, b))", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, _mm512_slli_epi16(_mm512_srli_epi16(b, 1), 1)))"),
     _fault("AVX2's pairs lose a bit", "_mm256_add_epi32(sums, _mm256_madd_epi16(a, b))", "_mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_slli_epi16(_mm256_srli_epi16(a, 1), 1), b))"),
+    _fault("AVX-VNNI not taken", "if (current_isa() == Isa::kAvx2Vnni) return &avx2::linear_int8_vnni_kernels;", "", _TASKS),
     _fault("sum of a column over whole groups alone", "sum += w;", "if (i / kGroup * kGroup + kGroup <= args.depth) sum += w;"),
     _fault("panel's padding unset", "__builtin_memset(out, 0, static_cast<std::size_t>(count) * 4 * kPanel);", ""),
     _fault("layouts equal in size", "(groups_of(depth, simd->group) + 1) + simd->group;", "(groups_of(depth, simd->group) + 1) + 4;", _TASKS),

@@ -23,7 +23,7 @@ from fastbert.runtime import dispatch, loader
 from fastbert.testing.op_cases.linear import LinearCase
 from fastbert.testing.op_cases.linear_int8 import LinearInt8Case
 from tests.support.attention_inputs import BACKENDS, is_long, serving
-from tests.support.cpu_fixtures import ISAS
+from tests.support.cpu_fixtures import ISAS, available_isas
 from tests.support.inputs import name
 from tests.support.ops import DTYPES, backends, serves
 
@@ -55,8 +55,9 @@ LARGE = {
     ],
     "linear_int8": [LinearInt8Case(250, 200, 130, "gelu")],
 }
-BY_PAIRS = ("attention", "linear")  # ops with kernels for pairs of bfloat16
-COMPILED = (*BY_PAIRS, "cross_entropy", "embedding", "layer_norm", "linear_int8")
+# ops with kernels of their own: for pairs of bfloat16, for AVX-VNNI
+OWN = {"avx512_bf16": ("attention", "linear"), "avx2_vnni": ("linear_int8",)}
+COMPILED = ("attention", "linear", "cross_entropy", "embedding", "layer_norm", "linear_int8")
 
 
 def ways(op: str) -> Iterator[tuple[str, str]]:
@@ -67,8 +68,8 @@ def ways(op: str) -> Iterator[tuple[str, str]]:
         if backend != "cpu" or op not in COMPILED:
             yield backend, backend
             continue
-        for isa in ISAS[: ("none", *ISAS).index(_C.best_cpu_isa())]:
-            if isa != "avx512_bf16" or op in BY_PAIRS:
+        for isa in available_isas():
+            if op in OWN.get(isa, (op,)):
                 yield "cpu", isa
                 if op in PACKED:
                     yield "cpu", f"{isa} packed"

@@ -1,7 +1,7 @@
 """`cpu`: C++ kernels with AVX2, AVX-512 or AVX-512-BF16, through raw pointers. Launchers allocate outputs.
 
 They run on PyTorch's own threads, `torch.get_num_threads()` of them. Environment:
-FASTBERT_ISA=avx512_bf16|avx512|avx2|none|best, read at import (csrc/cpu/isa.h).
+FASTBERT_ISA=avx512_bf16|avx512|avx2_vnni|avx2|none|best, read at import (csrc/cpu/isa.h).
 """
 
 from __future__ import annotations
