@@ -15,6 +15,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class Case:
         shape: the id without options, a format of the case.
         marks: for each option that the id names where it is not at its default, "option=format of its value",
             or the option alone where it is its own mark.
+        options: those that the op and its reference take beside the inputs, by the same names.
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
         kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
@@ -58,6 +60,7 @@ class Case:
     counts_host: ClassVar[bool] = False
     shape: ClassVar[str]
     marks: ClassVar[str] = ""
+    options: ClassVar[tuple[str, ...]] = ()
     grad_inputs: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ("y",)
 
@@ -76,8 +79,8 @@ class Case:
         raise NotImplementedError
 
     def call(self, **inputs) -> Tensor | tuple[Tensor, ...]:
-        """The public op."""
-        raise NotImplementedError
+        """The public op, `fastbert.ops.<op>.<op>`."""
+        return self._named(self.op)(**inputs)
 
     def in_parts(self, **inputs) -> Tensor | tuple[Tensor, ...]:
         """The same by the ops of `parts`, as models call them: what a kernel is timed beside."""
@@ -88,8 +91,8 @@ class Case:
         raise NotImplementedError
 
     def oracle(self, **inputs) -> Tensor | tuple[Tensor, ...]:
-        """The same by the op's reference; called with float64 inputs. The truth."""
-        raise NotImplementedError
+        """The same by the op's reference, `<op>_ref`; called with float64 inputs. The truth."""
+        return self._named(f"{self.op}_ref")(**inputs)
 
     def floor(self, inputs: dict[str, Any], name: str) -> float:
         """Conditioning floor added to eager's error in float32, for the quantity `name`."""
@@ -103,6 +106,11 @@ class Case:
         """Fewest bytes one forward moves: each input read once, each output written once."""
         raise NotImplementedError
 
+    def _named(self, function: str) -> Callable:
+        """A function of the op's module, with the case's options."""
+        found = getattr(importlib.import_module(f"fastbert.ops.{self.op}"), function)
+        return partial(found, **{name: getattr(self, name) for name in self.options})
+
     def __repr__(self) -> str:
         return f"{self.op}-{self.id}"
 
@@ -115,6 +123,11 @@ def draws(seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[to
         return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(device)
 
     return generator, randn
+
+
+def ends_of(lengths: Iterable[int], device: torch.device | str) -> Tensor:
+    """`cu_seqlens` of packed sequences of these lengths."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class Row(NamedTuple):

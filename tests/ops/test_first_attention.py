@@ -17,7 +17,7 @@ BACKENDS = ("reference", "aten")
 
 def operands(lengths=(5, 0, 9), dtype=torch.float64, **options):
     case = FirstAttentionCase(lengths, **options)
-    return case.inputs(dtype, "cpu") | {"softmax_scale": case.scale}
+    return case.inputs(dtype, "cpu") | {"softmax_scale": case.softmax_scale}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -129,7 +129,7 @@ def test_attention_of_first_tokens_waits_only_for_a_longest_length(monkeypatch):
     """The op, by `aten`; and `pays`, by a backend that decides from what the host knows."""
     for options in ({}, {"bias": "full", "gate": True, "tail": 3}, {"bias": "shared", "value_bias": False}):
         case = FirstAttentionCase((30, 0, 17), **options)
-        made = case.inputs(torch.float32, "cpu") | {"softmax_scale": case.scale}
+        made = case.inputs(torch.float32, "cpu") | {"softmax_scale": case.softmax_scale}
         expected = first_attention(**made)
         on_device = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
         with waits() as seen:

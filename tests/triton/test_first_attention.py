@@ -24,7 +24,7 @@ def operands(lengths=(20, 0, 33, 1), dtype=torch.bfloat16, seed=0, **options):
     """Arguments of the public function."""
     case = FirstAttentionCase(lengths, **options)
     longest = max(lengths)
-    return case.inputs(dtype, DEVICE, seed) | {"softmax_scale": case.scale, "max_seqlen": longest}
+    return case.inputs(dtype, DEVICE, seed) | {"softmax_scale": case.softmax_scale, "max_seqlen": longest}
 
 
 def run(made, **changes):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
+from torch.nn import functional as F
 
-from fastbert.ops.attention import attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, draws, ends_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,6 +49,7 @@ class AttentionCase(Case):
         "padded causal masked gate packed_qkv lse probs "
         "bias=bias_{} capacity=capacity{} slack=slack{} dropout_p=dropout sharpness=sharp{:g}"
     )
+    options = ("causal", "dropout_p")
     grad_inputs = ("q", "k", "v", "qkv", "bias", "gate")
 
     @property
@@ -79,10 +79,9 @@ class AttentionCase(Case):
         else:
             tensors = {name: randn(*rows, self.nheads, self.headdim) for name in "qkv"}
             tensors["q"] *= self.sharpness
-        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return {
             **tensors,
-            "cu_seqlens": None if self.padded else ends,
+            "cu_seqlens": None if self.padded else ends_of(self.lengths, device),
             "bias": self._bias(randn, g),
             "gate": 1 + 0.5 * randn(self.nheads) if self.gate else None,
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
@@ -101,47 +100,39 @@ class AttentionCase(Case):
                 bias[..., 0, 1, :] = -math.inf
         return bias
 
-    @staticmethod
-    def _split(inputs):
-        return inputs["qkv"].unbind(-3) if "qkv" in inputs else [inputs[name] for name in "qkv"]
+    def _apart(self, qkv=None, **inputs):
+        """Arguments of the op: q, k and v apart."""
+        inputs["max_seqlen"] = None if self.padded else self.max_seqlen
+        return inputs if qkv is None else inputs | dict(zip("qkv", qkv.unbind(-3), strict=True))
 
     def _pick(self, out, lse, probs):
         return (out, *((lse,) if self.lse else ()), *((probs,) if self.probs else ()))
 
-    def _by(self, function, qkv, cu_seqlens, **options):
-        options |= {"causal": self.causal, "dropout_p": self.dropout_p}
-        longest = None if self.padded else self.max_seqlen
-        return function(*self._split(qkv), cu_seqlens, longest, **options)
-
-    def call(self, cu_seqlens, bias, gate, seed, **qkv):
-        options = {"seed": seed, "offset": 5, "return_lse": self.lse, "return_probs": self.probs}
-        return self._by(attention, qkv, cu_seqlens, bias=bias, gate=gate, **options)
+    def call(self, **inputs):
+        more = {"offset": 5, "return_lse": self.lse, "return_probs": self.probs}
+        return super().call(**self._apart(**inputs), **more)
 
     def _keep(self, seed):
         """Dropout bits of every sequence, (batch, nheads, S, S)."""
         if not self.dropout_p:
             return None
-        starts = torch.tensor([0, *accumulate(self.lengths)], device=seed.device)[:-1]
+        starts = ends_of(self.lengths, seed.device)[:-1].long()
         return keep_mask(seed, 5, starts, self.nheads, self.max_seqlen, self.dropout_p)
 
     def eager(self, cu_seqlens, bias, gate, seed, **qkv):
-        q, k, v = self._split(qkv)
-        keep = self._keep(seed)
+        tensors, keep = [self._apart(**qkv)[name] for name in "qkv"], self._keep(seed)
         if self.padded:
-            return self._pick(*self._eager_batch(q, k, v, bias, gate, keep))
-        outs, lses, all_probs = [], [], []
-        for b, (start, end) in enumerate(pairwise(accumulate(self.lengths, initial=0))):
-            n = end - start
+            return self._pick(*self._eager_batch(*tensors, bias, gate, keep))
+        rows = (t[: sum(self.lengths)].unsqueeze(0).split(self.lengths, 1) for t in tensors)
+        results = []
+        for b, (n, *one) in enumerate(zip(self.lengths, *rows, strict=True)):
             part = None if bias is None else (bias if bias.dim() == 3 else bias[b])[:, :n, :n]
             kept = None if keep is None else keep[b, :, :n, :n]
-            rows = (t[start:end].unsqueeze(0) for t in (q, k, v))
-            out, lse, probs = self._eager_batch(*rows, part, gate, kept)
-            outs.append(out[0])
-            lses.append(lse[0])
-            all_probs.append(torch.nn.functional.pad(probs[0], (0, self.max_seqlen - n) * 2))
-        outs.append(q.new_zeros((self.capacity, self.nheads, self.headdim)))
-        lses.append(lses[0].new_zeros((self.nheads, self.capacity)))
-        return self._pick(torch.cat(outs), torch.cat(lses, 1), torch.stack(all_probs))
+            out, lse, probs = self._eager_batch(*one, part, gate, kept)
+            results.append((out[0], lse[0], F.pad(probs[0], (0, self.max_seqlen - n) * 2)))
+        outs, lses, probs = zip(*results, strict=True)
+        out = F.pad(torch.cat(outs), (0, 0, 0, 0, 0, self.capacity))
+        return self._pick(out, F.pad(torch.cat(lses, 1), (0, self.capacity)), torch.stack(probs))
 
     def _eager_batch(self, q, k, v, bias, gate, keep):
         """What an eager Transformers model runs, on (batch, seqlen, nheads, headdim)."""
@@ -163,13 +154,13 @@ class AttentionCase(Case):
             out = out * gate.unsqueeze(-1)
         return out, lse, probs
 
-    def oracle(self, cu_seqlens, bias, gate, seed, **qkv):
-        options = {"bias": bias, "gate": gate, "keep_mask": self._keep(seed)}
-        return self._pick(*self._by(attention_ref, qkv, cu_seqlens, **options))
+    def oracle(self, seed, **inputs):
+        return self._pick(*super().oracle(**self._apart(**inputs), keep_mask=self._keep(seed)))
 
     def floor(self, inputs, name):
         # A score of size s carries s roundings into exp; dS then multiplies by ‖dout‖‖v‖ and by ‖q‖ or ‖k‖.
-        q, k, v = (t.detach().double().norm(dim=-1).max().item() for t in self._split(inputs))
+        apart = self._apart(**inputs)
+        q, k, v = (apart[name].detach().double().norm(dim=-1).max().item() for name in "qkv")
         scale, longest, total = self.headdim**-0.5, max(self.lengths), sum(self.lengths)
         dout = self.headdim**0.5 + 3.0  # norm of a row of randn
         base = 4 * torch.finfo(torch.float32).eps * (1 + q * k * scale) / (1.0 - self.dropout_p)

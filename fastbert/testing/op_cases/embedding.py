@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.testing.error_rule import Case, draws
 from fastbert.testing.op_cases.layer_norm import steepness
 
@@ -31,6 +30,7 @@ class EmbeddingCase(Case):
     op = "embedding"
     shape = "{0.tokens}x{0.vocab}x{0.hidden}"
     marks = "position=no_position segment=no_segment inputs_embeds padding_idx=padding dropout_p=dropout"
+    options = ("padding_idx", "dropout_p")
     grad_inputs = ("word", "position", "segment", "inputs_embeds", "ln_weight", "ln_bias")
 
     def inputs(self, dtype, device, seed=0):
@@ -53,9 +53,8 @@ class EmbeddingCase(Case):
             "seed": torch.tensor([77 + seed], device=device) if self.dropout_p else None,
         }
 
-    def call(self, input_ids, word, ln_weight, ln_bias, seed, **options):
-        options |= {"padding_idx": self.padding_idx, "eps": 1e-12, "dropout_p": self.dropout_p}
-        return embedding(input_ids, word, ln_weight, ln_bias, **options, seed=seed, offset=OFFSET)
+    def call(self, **inputs):
+        return super().call(**inputs, offset=OFFSET)
 
     def _keep(self, seed):
         shape = self.tokens, self.hidden
@@ -74,9 +73,8 @@ class EmbeddingCase(Case):
         y = F.layer_norm(z, (self.hidden,), ln_weight, ln_bias, 1e-12)
         return y * self._keep(seed) / (1 - self.dropout_p) if self.dropout_p else y
 
-    def oracle(self, input_ids, word, ln_weight, ln_bias, seed, **options):
-        options |= {"padding_idx": self.padding_idx, "eps": 1e-12, "dropout_p": self.dropout_p}
-        return embedding_ref(input_ids, word, ln_weight, ln_bias, **options, keep_mask=self._keep(seed))
+    def oracle(self, seed, **inputs):
+        return super().oracle(**inputs, keep_mask=self._keep(seed))
 
     def floor(self, inputs, name):
         eps = torch.finfo(inputs["ln_weight"].dtype).eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,10 @@ from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.attention import attention
-from fastbert.ops.encoder_layers import LayerStack, LayerWeights, encoder_layers, encoder_layers_ref
+from fastbert.ops.encoder_layers import LayerStack, LayerWeights, first_rows
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, draws, ends_of
 
 _NAMES = LayerWeights._fields[5:]
 
@@ -40,6 +41,7 @@ class LayersCase(Case):
     marks = (
         "hidden=hidden{} activation={} eps=eps{:g} last_eps=last_eps{:g} causal first_only states bias=bias{}"
     )
+    options = ("causal", "first_only", "states", "max_seqlen")
     parts = ("linear", "attention", "layer_norm")
     counts_host = True
 
@@ -49,22 +51,29 @@ class LayersCase(Case):
         return sum(self.lengths)
 
     @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Those of a layer's matrices."""
+        width = self.nheads * self.headdim
+        hidden = self.hidden or width
+        return (3 * width, hidden), (hidden, width), (self.inner, hidden), (hidden, self.inner)
+
+    @property
     def output_names(self):
         return tuple(f"y{i}" for i in range(self.layers)) if self.states else ("y",)
 
     def inputs(self, dtype, device, seed=0):
         _, randn = draws(seed, dtype, device)
-        width = self.nheads * self.headdim
-        hidden = self.hidden or width
-        ends = torch.tensor((0, *self.lengths)).cumsum(0, dtype=torch.int32).to(device)
-        longest = max(self.lengths)
-        found = {"x": randn(self.total, hidden), "cu_seqlens": ends}
-        bias = randn(1, self.bias, longest, longest) if self.bias else None
+        hidden = self.shapes[1][0]
+        found = {"x": randn(self.total, hidden), "cu_seqlens": ends_of(self.lengths, device)}
+        bias = randn(1, self.bias, self.max_seqlen, self.max_seqlen) if self.bias else None
         for i in range(self.layers):
-            shapes = (3 * width, hidden), (hidden, width), (self.inner, hidden), (hidden, self.inner)
             made = [
                 t
-                for rows, columns in shapes
+                for rows, columns in self.shapes
                 for t in (randn(rows, columns, scale=columns**-0.5), randn(rows, scale=0.5))
             ]
             for at in (4, 10):
@@ -78,12 +87,10 @@ class LayersCase(Case):
         return LayerStack([LayerWeights(*how, *tensors) for tensors in each])
 
     def call(self, x, cu_seqlens, bias, **given):
-        more = {"bias": bias, "causal": self.causal, "first_only": self.first_only, "states": self.states}
-        return tuple(encoder_layers(x, self._stack(given), cu_seqlens, max(self.lengths), **more))
+        return tuple(super().call(x=x, stack=self._stack(given), cu_seqlens=cu_seqlens, bias=bias))
 
     def oracle(self, x, cu_seqlens, bias, **given):
-        more = bias, self.causal, self.first_only, self.states
-        return tuple(encoder_layers_ref(x, self._stack(given), cu_seqlens, max(self.lengths), *more))
+        return tuple(super().oracle(x=x, stack=self._stack(given), cu_seqlens=cu_seqlens, bias=bias))
 
     def eager(self, x, cu_seqlens, bias, **given):
         def attend(q, k, v):
@@ -95,16 +102,16 @@ class LayersCase(Case):
         def product(x, weight, bias, activation=None):
             return activate_eager(F.linear(x, weight, bias), activation)
 
-        return self._one_by_one(x, given, product, attend, norm)
+        return self._one_by_one(x, cu_seqlens, given, product, attend, norm)
 
     def in_parts(self, x, cu_seqlens, bias, **given):
         def attend(q, k, v):
-            return attention(q, k, v, cu_seqlens, max(self.lengths), causal=self.causal, bias=bias)
+            return attention(q, k, v, cu_seqlens, self.max_seqlen, causal=self.causal, bias=bias)
 
         def norm(z, x_bias, residual, weight, bias, eps):
             return layer_norm(z, weight, bias, residual=residual, x_bias=x_bias, eps=eps)
 
-        return self._one_by_one(x, given, linear, attend, norm)
+        return self._one_by_one(x, cu_seqlens, given, linear, attend, norm)
 
     def _parts(self, q, k, v, bias):
         """q, k, v and bias of each sequence."""
@@ -121,13 +128,13 @@ class LayersCase(Case):
         causal = self.causal and bias is None
         return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal)[0].transpose(0, 1)
 
-    def _one_by_one(self, x, given, product, attend, norm):
-        found, starts = [], torch.tensor((0, *self.lengths)).cumsum(0)[:-1].clamp_max(self.total - 1)
+    def _one_by_one(self, x, cu_seqlens, given, product, attend, norm):
+        found = []
         for i, w in enumerate(self._stack(given).layers):
             qkv = product(x, w.qkv_weight, w.qkv_bias).view(-1, 3, self.nheads, self.headdim)
             context = attend(*qkv.unbind(1)).flatten(1)
             if self.first_only and i == self.layers - 1:
-                x, context = x[starts], context[starts]
+                x, context = first_rows(x, cu_seqlens), first_rows(context, cu_seqlens)
             z = product(context, w.out_weight, None)
             a = norm(z, w.out_bias, x, w.norm_weight, w.norm_bias, w.eps)
             inner = product(a, w.up_weight, w.up_bias, self.activation)
@@ -142,16 +149,12 @@ class LayersCase(Case):
         return 64 * self.layers * eps * (1 + inputs["x"].abs().max().item())
 
     def flops(self):
-        width = self.nheads * self.headdim
-        hidden = self.hidden or width
-        products = 2 * self.total * (4 * width * hidden + 2 * hidden * self.inner)
-        return self.layers * (products + 4 * width * sum(n * n for n in self.lengths))
+        products = 2 * self.total * sum(map(math.prod, self.shapes))
+        return self.layers * (products + 4 * self.nheads * self.headdim * sum(n * n for n in self.lengths))
 
     def bytes(self, dtype):
-        width = self.nheads * self.headdim
-        hidden = self.hidden or width
-        weights = self.layers * (4 * width * hidden + 2 * hidden * self.inner)
-        return (weights + 2 * self.total * hidden) * dtype.itemsize
+        weights = self.layers * sum(map(math.prod, self.shapes))
+        return (weights + 2 * self.total * self.shapes[1][0]) * dtype.itemsize
 
 
 SMALL = [

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch.nn import functional as F
 
-from fastbert.ops.first_attention import first_attention, first_attention_ref
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, draws, ends_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,20 +29,24 @@ class FirstAttentionCase(Case):
 
     op = "first_attention"
     marks = "bias=bias_{} gate value_bias=no_value_bias tail=tail{} cancelling"
+    options = ("softmax_scale", "max_seqlen")
 
     @property
     def shape(self) -> str:
-        numbers = len(self.lengths), max(self.lengths), self.nheads, self.head_dim
+        numbers = len(self.lengths), self.max_seqlen, self.nheads, self.head_dim
         return f"{'x'.join(map(str, numbers))}-total{sum(self.lengths)}"
 
     @property
-    def scale(self) -> float:
-        """The factor of the scores."""
+    def softmax_scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths)
 
     def inputs(self, dtype, device, seed=0):
         g, randn = draws(seed, dtype, device)
-        width, batch, longest = self.nheads * self.head_dim, len(self.lengths), max(self.lengths)
+        width, batch = self.nheads * self.head_dim, len(self.lengths)
         x = randn(sum(self.lengths) + self.tail, width)
         weights = [randn(width, width, scale=width**-0.5) for _ in range(2)]
         if self.cancelling:
@@ -57,7 +59,7 @@ class FirstAttentionCase(Case):
         bias = None
         if self.bias:
             rows = {"shared": (1, self.nheads), "sequence": (batch, 1), "full": (batch, self.nheads)}
-            bias = randn(*rows[self.bias], 1, longest)
+            bias = randn(*rows[self.bias], 1, self.max_seqlen)
             hidden = torch.rand(bias.shape, generator=g) < 0.3
             hidden[-1, 0] = True  # a query that sees nothing
             bias = bias.masked_fill(hidden.to(device), float("-inf"))
@@ -67,31 +69,25 @@ class FirstAttentionCase(Case):
             "key_weight": weights[0],
             "value_weight": weights[1],
             "value_bias": randn(width) if self.value_bias else None,
-            "cu_seqlens": torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device),
+            "cu_seqlens": ends_of(self.lengths, device),
             "bias": bias,
             "gate": 1 + randn(self.nheads) if self.gate else None,
         }
 
-    def call(self, **inputs):
-        return first_attention(**inputs, softmax_scale=self.scale, max_seqlen=max(self.lengths))
-
     def eager(self, x, q, key_weight, value_weight, value_bias, cu_seqlens, bias, gate):
         """Keys and values of all tokens, softmax, product."""
-        shape = (-1, self.nheads, self.head_dim)
-        keys = F.linear(x, key_weight).reshape(shape)
-        values = F.linear(x, value_weight, value_bias).reshape(shape)
+        x, shape = x[: sum(self.lengths)], (-1, self.nheads, self.head_dim)
+        all_keys = F.linear(x, key_weight).reshape(shape).split(self.lengths)
+        all_values = F.linear(x, value_weight, value_bias).reshape(shape).split(self.lengths)
         rows = []
-        for i, (start, end) in enumerate(pairwise(accumulate(self.lengths, initial=0))):
-            scores = torch.einsum("hd,thd->ht", q[i], keys[start:end]) * self.scale
+        for i, (keys, values) in enumerate(zip(all_keys, all_values, strict=True)):
+            scores = torch.einsum("hd,thd->ht", q[i], keys) * self.softmax_scale
             if bias is not None:
-                scores = scores + bias[i if bias.shape[0] > 1 else 0, :, 0, : end - start]
+                scores = scores + bias[i if bias.shape[0] > 1 else 0, :, 0, : len(keys)]
             probs = torch.softmax(scores, -1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
-            out = torch.einsum("ht,thd->hd", probs, values[start:end])
+            out = torch.einsum("ht,thd->hd", probs, values)
             rows.append((out if gate is None else out * gate[:, None]).flatten())
         return torch.stack(rows)
-
-    def oracle(self, **inputs):
-        return first_attention_ref(**inputs, softmax_scale=self.scale)
 
     def floor(self, inputs, name):
         """4 eps (1 + max‖q‖ ‖k‖ scale) max‖v‖, as of `attention`."""
@@ -102,7 +98,7 @@ class FirstAttentionCase(Case):
         bias = None if inputs["value_bias"] is None else inputs["value_bias"].double()
         values = F.linear(x, inputs["value_weight"].double(), bias).norm(dim=-1).max().item()
         q = inputs["q"].double().norm(dim=-1).max().item()
-        return 4 * torch.finfo(inputs["x"].dtype).eps * (1 + q * keys * self.scale) * values
+        return 4 * torch.finfo(inputs["x"].dtype).eps * (1 + q * keys * self.softmax_scale) * values
 
     def flops(self):
         """By the definition, with a key and a value per token."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import NARROW, layer_norm, layer_norm_ref
+from fastbert.ops.layer_norm import NARROW
 from fastbert.testing.error_rule import Case, draws
 
 
@@ -47,6 +47,7 @@ class LayerNormCase(Case):
     op = "layer_norm"
     shape = "{0.rows}x{0.hidden}"
     marks = "residual x_bias dropout_p=dropout bias=no_bias half_x rounded"
+    options = ("dropout_p",)
     grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
 
     @property
@@ -65,9 +66,8 @@ class LayerNormCase(Case):
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
         }
 
-    def call(self, x, weight, bias, residual, x_bias, seed):
-        options = {"eps": 1e-12, "dropout_p": self.dropout_p, "offset": 3, "rounded": self.rounded}
-        return layer_norm(x, weight, bias, residual=residual, x_bias=x_bias, seed=seed, **options)
+    def call(self, **inputs):
+        return super().call(**inputs, offset=3, rounded=self.rounded)
 
     def _keep(self, x, seed):
         return keep_mask_2d(seed, 3, *x.shape, self.dropout_p) if self.dropout_p else None
@@ -85,8 +85,8 @@ class LayerNormCase(Case):
         y = F.layer_norm(self._sum(x, residual, x_bias, seed), (self.hidden,), weight, bias, 1e-12)
         return (y, y.to(x.dtype)) if self.rounded else y
 
-    def oracle(self, x, weight, bias, residual, x_bias, seed):
-        y = layer_norm_ref(x, weight, bias, residual, x_bias, 1e-12, self.dropout_p, self._keep(x, seed))
+    def oracle(self, x, seed, **inputs):
+        y = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed))
         return (y, y) if self.rounded else y
 
     def floor(self, inputs, name):

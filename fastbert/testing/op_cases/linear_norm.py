@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
-from fastbert.ops.linear_norm import linear_norm, linear_norm_ref, new_arrivals
+from fastbert.ops.linear_norm import new_arrivals
 from fastbert.testing.error_rule import Case, draws
 from fastbert.testing.op_cases.linear import ProductCase
 
@@ -25,6 +25,7 @@ class LinearNormCase(ProductCase):
 
     op = "linear_norm"
     marks = "arrivals=two_launches bias=no_bias norm_bias=no_norm_bias eps=eps{:g}"
+    options = ("eps",)
     parts = ("linear", "layer_norm")
 
     def inputs(self, dtype, device, seed=0):
@@ -40,9 +41,6 @@ class LinearNormCase(ProductCase):
             "arrivals": new_arrivals(device) if self.arrivals else None,
         }
 
-    def call(self, **inputs):
-        return linear_norm(**inputs, eps=self.eps)
-
     def in_parts(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
         z = linear(x, weight)
         return layer_norm(z, norm_weight, norm_bias, residual=residual, x_bias=bias, eps=self.eps)
@@ -51,8 +49,8 @@ class LinearNormCase(ProductCase):
         z = F.linear(x, weight, bias) + residual
         return F.layer_norm(z, (self.out_features,), norm_weight, norm_bias, self.eps)
 
-    def oracle(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
-        return linear_norm_ref(x, weight, bias, residual, norm_weight, norm_bias, self.eps)
+    def oracle(self, arrivals, **inputs):
+        return super().oracle(**inputs)
 
     def floor(self, inputs, name):
         """The sum's error by Cauchy-Schwarz, times the largest gain of LayerNorm."""
