@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 # The smallest default bucket
 _SMALLEST = 32
 # From so many tokens on -> default buckets per doubling
@@ -40,6 +42,8 @@ class Bucket(NamedTuple):
         first_token_only: whether it returns one row per sequence.
         pooled: whether it computes the pooler's output.
         pins: (op, backend) pairs that `use_backend` had pinned.
+        autocast: in training the dtype of autocast; None where it is off.
+        causal: in training whether a token sees only those up to itself; None: as the config says.
     """
 
     tokens: int
@@ -47,6 +51,8 @@ class Bucket(NamedTuple):
     first_token_only: bool
     pooled: bool
     pins: tuple[tuple[str, str], ...] = ()
+    autocast: torch.dtype | None = None
+    causal: bool | None = None
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:

@@ -39,10 +39,10 @@ import threading
 import warnings
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise, starmap
 from operator import attrgetter
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,9 @@ from torch import Tensor, nn
 from fastbert.graphs.buckets import Bucket, long_room, sequence_rooms, token_buckets
 from fastbert.graphs.calls import by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
 from fastbert.graphs.plans import Plan, make_plan
-from fastbert.graphs.recorder import Recorder, Recording, recorder_for
+from fastbert.graphs.recorder import Recorder, recorder_for
 from fastbert.graphs.staging import Rows, Stage, rows_in, words
-from fastbert.graphs.task import GraphedTask
+from fastbert.graphs.task import Around, GraphedTask
 from fastbert.graphs.weights import Weights
 from fastbert.layers.packing import Packing, send
 from fastbert.models.bert import BertModel
@@ -114,7 +114,7 @@ def graph(
     return graphed if encoder is model else GraphedTask(model, graphed)
 
 
-class GraphedModel:
+class GraphedModel(Around):
     """A model whose inference forward is replayed from CUDA graphs if possible; made by `graph`.
 
     Calls take and return what the model's calls do. Any thread may call, on any stream; replays run one after
@@ -161,7 +161,7 @@ class GraphedModel:
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._last = threading.local()
         self._lock = threading.Lock()  # guards all that follows
-        self._recordings: OrderedDict[Bucket, tuple[Recording, Callable]] = OrderedDict()
+        self._recordings: OrderedDict[Bucket, Any] = OrderedDict()
         self._recorder: Recorder | None = None
         self._weights: Weights | None = None
         self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
@@ -229,21 +229,6 @@ class GraphedModel:
         self._note(reason)
         return model.encode_inputs(inputs.to(model.device), None, False, False, first_token_only)[0]
 
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__}: its graphs are of this process and cannot be copied or pickled; copy or "
-            "pickle the model and call fastbert.graph again"
-        )
-
-    config = property(attrgetter("model.config"), doc="The model's.")
-    device = property(attrgetter("model.device"), doc="The model's.")
-    dtype = property(attrgetter("model.dtype"), doc="The model's.")
-    training = property(attrgetter("model.training"), doc="The model's; in training nothing is replayed.")
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's."""
-        return self.model.parameters()
-
     @property
     def last_fallback(self) -> str | None:
         """Why this thread's last call was not replayed; None if it was."""
@@ -259,8 +244,12 @@ class GraphedModel:
     def bytes_held(self) -> int:
         """Bytes of the graphs and their inputs now, without the model's weights."""
         with self._lock:
-            recorder = self._recorder
-            return self._memory.nbytes + (0 if recorder is None else recorder.bytes_held())
+            recorded = 0 if self._recorder is None else self._recorder.bytes_held()
+            return recorded + sum(t.nbytes for t in self._held())
+
+    def _held(self) -> list[Tensor]:
+        """What recordings share."""
+        return [self._memory]
 
     def clear(self) -> None:
         """Forget all graphs and free their memory; they are recorded again when needed."""
@@ -425,14 +414,19 @@ class GraphedModel:
 
     def _begin(self) -> str | None:
         """Prepare to record the model as it is now, or say why it cannot be recorded."""
-        device = self.model.device
-        recorder = self._make_recorder(device)
-        if recorder is None:
-            return f"the model is on {device}, where there are no graphs"
-        if any(p.is_inference() for p in self.model.parameters()):
+        model = self.model
+        if any(p.is_inference() for p in model.parameters()):
             return "the model was made in inference mode: changes of its weights would not be noticed"
-        self._weights, self._stage = Weights(self.model), Stage(self.model.config, device, self.model.dtype)
-        self._recorder = recorder
+        if (reason := self._allocate()) is None:
+            self._weights, self._stage = Weights(model), Stage(model.config, model.device, model.dtype)
+        return reason
+
+    def _allocate(self) -> str | None:
+        """Make the recorder and the memory of the inputs, or say why the device has no graphs."""
+        device = self.model.device
+        self._recorder = self._make_recorder(device)
+        if self._recorder is None:
+            return f"the model is on {device}, where there are no graphs"
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
             most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
             self._memory = torch.zeros(most, dtype=torch.int64, device=device)
@@ -487,11 +481,7 @@ class GraphedModel:
             return self._failed[bucket]
         if (reason := by_grid(self.model)) is not None:
             return reason
-        if len(self._recordings) >= self.max_graphs:
-            self._recorder.wait()
-            self._plans.clear()
-            while len(self._recordings) >= self.max_graphs:
-                self._recordings.popitem(last=False)
+        self._make_room()
         function = self._function(bucket)
         try:
             with self._recorder.in_order(), prepared.collect_used() as derived:
@@ -503,6 +493,14 @@ class GraphedModel:
         self._weights.follow(None)  # it does not watch what this recording derives
         self._derived |= {(id(owner), name): (owner, name, value) for owner, name, value in derived}
         return None
+
+    def _make_room(self) -> None:
+        """Free recordings, so that there may be one more."""
+        if len(self._recordings) >= self.max_graphs:
+            self._recorder.wait()
+            self._plans.clear()
+            while len(self._recordings) >= self.max_graphs:
+                self._recordings.popitem(last=False)
 
     def _refused(self, bucket: Bucket, error: Exception) -> str:
         """Keep, warn and return that the bucket's graph cannot be recorded."""
@@ -524,20 +522,34 @@ class GraphedModel:
                 self._inputs[sizes] = rows_in(self._memory, *sizes)
         return self._inputs[sizes]
 
+    def _inputs_in(self, where: Rows, bucket: Bucket) -> Inputs:
+        """A batch that fills the bucket, as views of the memory."""
+        _, rows, ends, _ = where
+        longest = min(bucket.tokens, self.model.config.max_tokens)
+        packed = Packing(bucket.sequences, longest, ends, longest)
+        return Inputs(rows[0], rows[1], rows[2] if self.model.family.segments else None, None, None, packed)
+
+    def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
+        """Write a batch as the bucket's graph reads it. Returns its tokens and sequences."""
+        _, rows, ends, _ = where
+        given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
+        total, batch = given[0].shape[0], inputs.packing.batch
+        rows[: len(given), :total] = send(torch.stack(given), rows.device)
+        rows[:, total:] = 0
+        ends[: batch + 1] = send(inputs.packing.cu_seqlens, ends.device)
+        ends[batch + 1 :] = total
+        return total, batch
+
     def _function(self, bucket: Bucket) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """What is recorded: the model's forward on the memory of `_rows`."""
-        model, (_, rows, ends, _) = self.model, self._rows(bucket)
-        longest = min(bucket.tokens, model.config.max_tokens)
-        packed = Packing(ends.shape[0] - 1, longest, ends, longest)
-        types = rows[2] if model.family.segments else None
-        inputs = Inputs(rows[0], rows[1], types, None, None, packed)
+        model, inputs = self.model, self._inputs_in(self._rows(bucket), bucket)
 
         def function() -> tuple[Tensor, Tensor | None]:
             with torch.inference_mode(False), torch.no_grad():
                 hidden = model.encode_inputs(inputs, None, False, False, bucket.first_token_only)[0]
                 if not bucket.pooled:
                     return hidden, None
-                first = hidden if bucket.first_token_only else packed.first_rows(hidden)
+                first = hidden if bucket.first_token_only else inputs.packing.first_rows(hidden)
                 return hidden, pool(model, model.family, first)
 
         return function
@@ -545,13 +557,7 @@ class GraphedModel:
     def _run(self, bucket: Bucket, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Copy a batch to where the bucket's graph reads it, replay, and copy the result."""
         self._packed = None
-        _, rows, ends, _ = self._rows(bucket)
-        given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
-        total, batch = given[0].shape[0], inputs.packing.batch
-        rows[: len(given), :total] = send(torch.stack(given), rows.device)
-        rows[:, total:] = 0
-        ends[: batch + 1] = send(inputs.packing.cu_seqlens, ends.device)
-        ends[batch + 1 :] = total
+        total, batch = self._fill(self._rows(bucket), bucket, inputs)
         self._recordings.move_to_end(bucket)
         recording, _ = self._recordings[bucket]
         recording.replay()

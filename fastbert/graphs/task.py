@@ -16,7 +16,27 @@ _UNASKED = (
 )
 
 
-class GraphedTask:
+class Around:
+    """What both kinds of graphed models say of their `model`; they stay in this process."""
+
+    model: Any
+    config = property(attrgetter("model.config"), doc="The model's.")
+    device = property(attrgetter("model.device"), doc="The model's.")
+    dtype = property(attrgetter("model.dtype"), doc="The model's.")
+    training = property(attrgetter("model.training"), doc="The model's.")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's."""
+        return self.model.parameters()
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: its graphs are of this process and cannot be copied or pickled; copy or "
+            "pickle the model and call fastbert.graph again"
+        )
+
+
+class GraphedTask(Around):
     """A model whose encoder is served by graphs, with a head or of transformers; made by `fastbert.graph`.
 
     Calls take and return what the model's calls do. What graphs cannot serve, the model computes itself.
@@ -43,22 +63,8 @@ class GraphedTask:
             encoder._note(_UNASKED)
         return output
 
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__}: its graphs are of this process and cannot be copied or pickled; copy or "
-            "pickle the model and call fastbert.graph again"
-        )
-
-    config = property(attrgetter("model.config"), doc="The model's.")
-    device = property(attrgetter("model.device"), doc="The model's.")
-    dtype = property(attrgetter("model.dtype"), doc="The model's.")
-    training = property(attrgetter("model.training"), doc="The model's; in training nothing is replayed.")
     last_fallback = property(attrgetter("encoder.last_fallback"), doc="See `GraphedModel`.")
     replays = property(attrgetter("encoder.replays"), doc="See `GraphedModel`.")
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's."""
-        return self.model.parameters()
 
     def clear(self) -> None:
         """See `GraphedModel.clear`."""

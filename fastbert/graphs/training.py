@@ -29,10 +29,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +45,7 @@ from fastbert.graphs.task import GraphedTask
 from fastbert.graphs.weights import HOOKED
 from fastbert.layers.embeddings import Embeddings
 from fastbert.layers.modules import calls_all, watched
-from fastbert.layers.packing import Packing, send
+from fastbert.layers.packing import send
 from fastbert.models.bert import BertModel
 from fastbert.models.encoder import dropout_seed
 from fastbert.models.heads.task_model import TaskModel, served_by
@@ -110,20 +108,6 @@ def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
 _SAME, _NOISE = 1e-2, 1e-3
 
 
-class _Kind(NamedTuple):
-    """What else a recording depends on: stands in a `Bucket` for its pins.
-
-    Attributes:
-        pins: see `Bucket`.
-        autocast: the dtype of autocast; None where it is off.
-        causal: whether a token sees only those up to itself; None: as the config says.
-    """
-
-    pins: tuple[tuple[str, str], ...]
-    autocast: torch.dtype | None
-    causal: bool | None
-
-
 class _Step(NamedTuple):
     """The two recordings of a bucket, and the parameters that get a gradient, by their numbers."""
 
@@ -162,7 +146,6 @@ class GraphedTraining(GraphedModel):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._steps: OrderedDict[Bucket, _Step] = OrderedDict()
         self._watch: tuple | None = None
         self._turn: Callable[[], _Turn | None] = _none
         self._leaves: list[nn.Parameter] = []
@@ -170,19 +153,8 @@ class GraphedTraining(GraphedModel):
         self._douts: dict[tuple[torch.dtype, int], Tensor] = {}
         self._seed, self._draws, self._is_new = torch.empty(0), False, False
 
-    @property
-    def graphs(self) -> list[Bucket]:
-        """See `GraphedModel`."""
-        with self._lock:
-            return list(self._steps)
-
-    @property
-    def bytes_held(self) -> int:
-        """See `GraphedModel`; with the copy of the gradients."""
-        with self._lock:
-            held = [self._memory, *self._grads, *self._douts.values()]
-            recorded = 0 if self._recorder is None else self._recorder.bytes_held()
-            return sum(t.nbytes for t in held) + recorded
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._grads, *self._douts.values()]
 
     # -- which calls -----------------------------------------------------------------------------------------
 
@@ -273,17 +245,17 @@ class GraphedTraining(GraphedModel):
         sizes = self._fitting(inputs.position_ids.shape[0], packed.batch, packed.max_seqlen)
         if isinstance(sizes, str):
             return sizes
-        kind = _Kind(dispatch.pins(), checks.autocast_dtype(self._watch[1][0]), causal)
-        bucket = Bucket(*sizes, first_only, False, kind)
+        half = checks.autocast_dtype(self._watch[1][0])
+        bucket = Bucket(*sizes, first_only, False, dispatch.pins(), half, causal)
         if self._is_new:
             self._is_new = False
             return bucket, "the model is new, or has changed"
         if self._turn() is not None:
             return bucket, "another forward waits for its backward"
-        if bucket not in self._steps and (reason := self._record_step(bucket, inputs)) is not None:
+        if bucket not in self._recordings and (reason := self._record_step(bucket, inputs)) is not None:
             return bucket, reason
-        self._steps.move_to_end(bucket)
-        step = self._steps[bucket]
+        self._recordings.move_to_end(bucket)
+        step = self._recordings[bucket]
         turn = _Turn(step, [self._leaves[i] for i in step.used])
         with self._recorder.in_order():
             self._fill(self._rows(bucket), bucket, inputs)
@@ -307,21 +279,15 @@ class GraphedTraining(GraphedModel):
                 return tokens, few if needed <= few else room
         return f"there are more than {self.buckets[-1]} tokens or {self.max_batch} sequences"
 
-    def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> None:
-        """Write a batch as the bucket's graphs read it."""
-        _, rows, ends, _ = where
-        device = rows.device
-        given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
-        total, batch = given[0].shape[0], inputs.packing.batch
-        rows[: len(given), :total] = send(torch.stack(given), device)
-        ends[: batch + 1] = send(inputs.packing.cu_seqlens, device)
-        ends[batch:] = self._padding(bucket, total, bucket.sequences - batch, device)
-
-    def _padding(self, bucket: Bucket, total: int, sequences: int, device: torch.device) -> Tensor:
-        """Where sequences of padding begin, and the last one ends: (sequences + 1,) int32."""
+    def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
+        total, batch = super()._fill(where, bucket, inputs)
         longest = min(bucket.tokens, self.model.config.max_tokens)
-        ends = torch.arange(total, total + longest * sequences + 1, longest, dtype=torch.int32)
-        return send(ends.clamp_(max=bucket.tokens), device)
+        # where sequences of padding begin, and the last one ends
+        ends = torch.arange(
+            total, total + longest * (bucket.sequences - batch) + 1, longest, dtype=torch.int32
+        )
+        where.ends[batch:] = send(ends.clamp_(max=bucket.tokens), where.ends.device)
+        return total, batch
 
     def _forward(self, turn: _Turn, rows: int) -> Tensor:
         with self._lock, self._recorder.in_order():
@@ -354,14 +320,9 @@ class GraphedTraining(GraphedModel):
     def _start(self) -> str | None:
         """Make the memory that recordings share, or say why nothing can be recorded."""
         model, device = self.model, self.model.device
-        self._recorder = self._make_recorder(device)
-        if self._recorder is None:
-            return f"the model is on {device}, where there are no graphs"
         self._leaves = [p for p in self._watch[1] if p.requires_grad]
-        if not self._leaves:
-            return "no parameter needs a gradient"
-        most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
-        self._memory = torch.zeros(most, dtype=torch.int64, device=device)
+        if (reason := self._allocate()) is not None or not self._leaves:
+            return reason or "no parameter needs a gradient"
         self._grads = [torch.zeros_like(p) for p in self._leaves]
         self._seed = torch.zeros(1, dtype=torch.int64, device=device)
         self._draws = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
@@ -371,9 +332,7 @@ class GraphedTraining(GraphedModel):
         """Record the graphs of a bucket on a batch, or say why they cannot be."""
         if bucket in self._failed:
             return self._failed[bucket]
-        while len(self._steps) >= self.max_graphs:
-            self._recorder.wait()
-            self._steps.popitem(last=False)
+        self._make_room()
         used: list[int] = []
         where = self._rows(bucket)
         forward = self._function_of(where, bucket, self._seed)
@@ -391,7 +350,7 @@ class GraphedTraining(GraphedModel):
         if derived:
             self._failed[bucket] = "weights are derived from parameters"
             return self._failed[bucket]
-        self._steps[bucket] = step
+        self._recordings[bucket] = step
         return None
 
     def _check(self, step: _Step, forward: Callable[[], Tensor]) -> None:
@@ -417,20 +376,15 @@ class GraphedTraining(GraphedModel):
 
     def _function_of(self, where: Rows, bucket: Bucket, seed: Tensor | None) -> Callable[[], Tensor]:
         """The forward of a batch that fills a bucket; with `seed` None it draws one, if it drops."""
-        model, (_, rows, ends, _) = self.model, where
-        longest, kind = min(bucket.tokens, model.config.max_tokens), bucket.pins
-        packed = Packing(ends.shape[0] - 1, longest, ends, longest)
-        types = rows[2] if model.family.segments else None
-        inputs = Inputs(rows[0], rows[1], types, None, None, packed)
-        half = kind.autocast is not None
+        model, inputs, half = self.model, self._inputs_in(where, bucket), bucket.autocast is not None
 
         def function() -> Tensor:
             # without the cache of autocast: casts that it holds are of weights as they were
             with (
                 torch.enable_grad(),
-                torch.autocast(model.device.type, kind.autocast, enabled=half, cache_enabled=False),
+                torch.autocast(model.device.type, bucket.autocast, enabled=half, cache_enabled=False),
             ):
-                asked = None, False, False, bucket.first_token_only, kind.causal
+                asked = None, False, False, bucket.first_token_only, bucket.causal
                 return model.encode_inputs(inputs, *asked, seed)[0]
 
         return function
@@ -451,7 +405,6 @@ class GraphedTraining(GraphedModel):
 
     def _drop(self) -> None:
         super()._drop()
-        self._steps.clear()
         self._douts.clear()
         self._watch, self._turn = None, _none
         self._leaves, self._grads, self._seed = [], [], torch.empty(0)
