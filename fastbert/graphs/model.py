@@ -49,9 +49,8 @@ from torch import Tensor, nn
 
 from fastbert.graphs.buckets import Bucket, long_room, sequence_rooms, token_buckets
 from fastbert.graphs.calls import by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
-from fastbert.graphs.plans import Plan, make_plan
 from fastbert.graphs.recorder import Recorder, recorder_for
-from fastbert.graphs.staging import Rows, Stage, rows_in, words
+from fastbert.graphs.staging import Plan, Rows, Stage, make_plan, rows_in, words
 from fastbert.graphs.task import Around, GraphedTask
 from fastbert.graphs.weights import Weights
 from fastbert.layers.packing import Packing, send
@@ -161,6 +160,7 @@ class GraphedModel(Around):
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._last = threading.local()
         self._lock = threading.Lock()  # guards all that follows
+        # -> (recording, what was recorded)
         self._recordings: OrderedDict[Bucket, Any] = OrderedDict()
         self._recorder: Recorder | None = None
         self._weights: Weights | None = None
@@ -337,13 +337,13 @@ class GraphedModel(Around):
         same = None if batch.ids is not None else (key, types is None)
         packed = None
         if same is None or self._packed != same:
-            packed = torch.empty(plan.words, dtype=torch.int64, pin_memory=plan.pinned)
+            packed = torch.empty(plan.inputs.shape, dtype=torch.int64, pin_memory=plan.inputs.is_cuda)
             sizes = plan.bucket.tokens, plan.bucket.sequences
             if not stage.pack(batch, *sizes, plan.indices is not None, packed):
                 return None
         with self._lock:
             # dropped meanwhile; or there is no state to compare with afterwards
-            if self._plans.get(key) is not plan or not self._weights.is_followed():
+            if self._plans.get(key) is not plan or self._weights.state is None:
                 return None
             if packed is None and self._packed != same:
                 return None
@@ -358,7 +358,7 @@ class GraphedModel(Around):
                     if types is not None:
                         plan.types.copy_(types)
                 plan.replay()
-                outputs = plan.copy_outputs()
+                outputs = plan.copy_outputs(*batch.shape[:2])
             if not self._weights.untouched():
                 return None
             self._last.reason = None
@@ -406,9 +406,10 @@ class GraphedModel(Around):
                 reason = self._weights.watched()
                 if reason is not None:
                     return reason, None, None
+                # before they are found right, so that no change is missed
                 state = self._weights.candidate(self._derived.values())
                 if self._settle():
-                    self._weights.follow(state)
+                    self._weights.state = state
                     return None, *outputs
         return "the model changed during the call", None, None
 
@@ -490,7 +491,7 @@ class GraphedModel(Around):
         except Exception as error:  # the model computes what cannot be captured
             return self._refused(bucket, error)
         self._recordings[bucket] = recording, function
-        self._weights.follow(None)  # it does not watch what this recording derives
+        self._weights.state = None  # it does not watch what this recording derives
         self._derived |= {(id(owner), name): (owner, name, value) for owner, name, value in derived}
         return None
 

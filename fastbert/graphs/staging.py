@@ -1,14 +1,18 @@
-"""The memory that recorded graphs read their inputs from, and batches packed for it on the host."""
+"""The memory that recorded graphs read from, batches packed for it on the host, and what a replay returns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastbert.graphs.buckets import Bucket
+from fastbert.graphs.recorder import Recording
 from fastbert.models.config import EncoderConfig
 from fastbert.models.inputs import packer_of, to_host
+from fastbert.ops.packing import unpack
 from fastbert.runtime import dispatch
 
 _IDS = (torch.int64, torch.int32)
@@ -148,3 +152,57 @@ class Stage:
 def is_on_host(t: Tensor) -> bool:
     """Whether a tensor is in CPU memory."""
     return t.device.type == "cpu"
+
+
+class Plan(NamedTuple):
+    """How a graph serves padded batches of one shape.
+
+    The views are the same at every call, and made once, because each takes a microsecond.
+
+    Attributes:
+        bucket: of the recording.
+        inputs: int64: what is written at a call.
+        ids, types: (sequences, columns) int64, the parts of `inputs` that have those of a batch whose tokens
+            are all kept; None of others.
+        indices: (total,) flat positions in the padded batch; None if all tokens are kept.
+        replay: computes the outputs again, in place.
+        hidden: the recording's output for these batches: packed if there are `indices`, else padded.
+        pooled: the pooler's output, or None.
+    """
+
+    bucket: Bucket
+    inputs: Tensor
+    ids: Tensor | None
+    types: Tensor | None
+    indices: Tensor | None
+    replay: Callable[[], None]
+    hidden: Tensor
+    pooled: Tensor | None
+
+    def copy_outputs(self, batch: int, seqlen: int) -> tuple[Tensor, Tensor | None]:
+        """(last_hidden_state, pooler_output), padded, in memory that the caller owns."""
+        padded = self.indices is not None and not self.bucket.first_token_only
+        hidden = unpack(self.hidden, self.indices, batch, seqlen) if padded else self.hidden.clone()
+        return hidden, None if self.pooled is None else self.pooled.clone()
+
+
+def make_plan(bucket: Bucket, recording: Recording, rows: Rows, shape: tuple[int, int, int]) -> Plan:
+    """The plan for batches of (sequences, columns, kept tokens) that the recording of `bucket` serves."""
+    size, seqlen, total = shape
+    dense = total == size * seqlen
+    hidden, pooled = recording.outputs
+    if bucket.first_token_only:
+        hidden = hidden[:size].unsqueeze(1)
+    else:
+        hidden = hidden[:total].view(size, seqlen, -1) if dense else hidden[:total]
+    words = rows.whole.shape[0] - (rows.indices.shape[0] if dense else 0)
+    return Plan(
+        bucket,
+        rows.whole[:words],
+        rows.ids[0, :total].view(size, seqlen) if dense else None,
+        rows.ids[2, :total].view(size, seqlen) if dense else None,
+        None if dense else rows.indices[:total],
+        recording.replay,
+        hidden,
+        None if pooled is None else pooled[:size],
+    )

@@ -53,6 +53,7 @@ from fastbert.models.inputs import Inputs
 from fastbert.ops import checks
 from fastbert.runtime import dispatch, prepared
 from fastbert.runtime.loader import extension
+from fastbert.runtime.model_state import hooks_of
 
 
 def graph_training(
@@ -424,12 +425,7 @@ def watch_of(model: nn.Module) -> tuple | None:
         return None
     modules = list(model.modules())
     tables = [t for m in modules for t in (m._parameters, m._buffers, m._modules, vars(m))]
-    hooks = [
-        each
-        for m in modules
-        for each in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    ]
-    leaves = list(model.parameters())
+    leaves, hooks = list(model.parameters()), hooks_of(modules)
     tensors = [*leaves, *model.buffers()]
     watch = extension.ModelWatch(modules, tables, hooks, [], tensors, [], [])
     flags = [p.requires_grad for p in leaves]

@@ -5,7 +5,7 @@ Python would read a thousand dictionaries for it (csrc/bindings/model_watch.cpp)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -41,6 +41,15 @@ class ModelState(NamedTuple):
         )
 
 
+def hooks_of(modules: Iterable[nn.Module]) -> list[dict]:
+    """The dictionaries of the modules' hooks."""
+    return [
+        each
+        for m in modules
+        for each in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    ]
+
+
 def state_of(
     modules: Sequence[nn.Module],
     tables: Sequence[dict],
@@ -61,12 +70,7 @@ def state_of(
     changes, sources = prepared.change_count(), prepared.sources_of(derived)
     if extension is None or sources is None or not all(map(is_plain, tensors)):
         return None
-    hooks = [
-        each
-        for m in modules
-        for each in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    ]
-    attributes = list(map(vars, modules))
+    attributes, hooks = list(map(vars, modules)), hooks_of(modules)
     if any(hooks) or any(each.get("training", True) for each in attributes):
         return None
     storages = [t.untyped_storage() for t in sources.marked]

@@ -525,7 +525,7 @@ def test_a_write_while_the_state_is_found_right():
             bias.add_(1)
         return found
 
-    g.graphed._weights.follow(None)
+    g.graphed._weights.state = None
     g.graphed._settle = settle_and_write
     with torch.no_grad():
         g.graphed(**PADDED)
