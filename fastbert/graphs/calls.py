@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Arguments of a call that needs no more than two calls of the extension (`GraphedModel._quickly`), and of
 # those that a graph can serve; with any other, the model itself runs
 _USUAL = frozenset(("input_ids", "attention_mask", "token_type_ids", "return_dict", "first_token_only"))
-_RECORDED = _USUAL | {"position_ids", "packed", "cu_seqlens", "max_seqlen"}
+RECORDED = _USUAL | {"position_ids", "packed", "cu_seqlens", "max_seqlen"}
 
 
 def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> bool:
@@ -36,11 +36,11 @@ def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> b
     )
 
 
-def unfit(model: BertModel, device: torch.device) -> str | None:
-    """Why no graph can serve a model on `device` now, whatever the arguments; None if one can."""
+def unfit(model: BertModel) -> str | None:
+    """Why no graph can serve a model now, whatever the arguments; None if one can."""
     if model.training:
         return "the model is in training mode"
-    return _unfit_around(model, device) or (HOOKED if is_hooked(model) else model.gap())
+    return _unfit_around(model, model.device) or (HOOKED if is_hooked(model) else model.gap())
 
 
 def _unfit_around(model: BertModel, device: torch.device) -> str | None:
@@ -69,15 +69,15 @@ def raise_bad_ids(device: torch.device) -> None:
         kernels.bad_ids(device).check()
 
 
-def unfit_arguments(config: EncoderConfig, given: dict[str, Any]) -> str | None:
-    """Why no graph can serve these arguments of `BertModel.forward`; None if one can."""
+def unfit_arguments(config: EncoderConfig, given: dict[str, Any], served: frozenset[str]) -> str | None:
+    """Why no graph can serve these arguments of `BertModel.forward`; None if one can, of those `served`."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     for name in ("output_attentions", "output_hidden_states"):
         if given.get(name) or (given.get(name) is None and getattr(config, name)):
             return f"{name} is asked for"
     for name, value in given.items():
         # causal=False is more than nothing: it overrides the config
-        if value is not None and (value is not False or name == "causal") and name not in _RECORDED:
+        if value is not None and (value is not False or name == "causal") and name not in served:
             return f"{name} is given"
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return "attention_mask has four dimensions"

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.graphs.buckets import Bucket, long_room, sequence_rooms, token_buckets
-from fastbert.graphs.calls import by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
+from fastbert.graphs.calls import RECORDED, by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
 from fastbert.graphs.recorder import Recorder, recorder_for
 from fastbert.graphs.staging import Plan, Rows, Stage, make_plan, rows_in, words
 from fastbert.graphs.task import Around, GraphedTask
@@ -129,6 +129,9 @@ class GraphedModel(Around):
         fallbacks: reason -> how many calls were not replayed.
     """
 
+    # what a call may ask for
+    _arguments = RECORDED
+
     def __init__(
         self,
         model: BertModel,
@@ -190,7 +193,7 @@ class GraphedModel(Around):
                 last, pooled = outputs
                 output = BaseModelOutputWithPooling.of(last_hidden_state=last, pooler_output=pooled)
                 return model.as_output(output, given.get("return_dict"))
-        reason = self._unfit() or self._unfit_arguments(given)
+        reason = self._unfit() or unfit_arguments(model.config, given, self._arguments)
         if reason is not None:
             self._note(reason)
             return model(*args, **kwargs)
@@ -223,11 +226,9 @@ class GraphedModel(Around):
 
     def encode_inputs(self, inputs: Inputs, first_token_only: bool = False) -> Tensor:
         """The last hidden states of checked and packed inputs, packed, by a graph if one can serve."""
-        model, reason = self.model, self._unfit()
-        if reason is None:
-            return self._encode(inputs, first_token_only, False)[0]
-        self._note(reason)
-        return model.encode_inputs(inputs.to(model.device), None, False, False, first_token_only)[0]
+        if (reason := self._unfit()) is not None:
+            return self._itself(reason, inputs, first_token_only)
+        return self._encode(inputs, first_token_only, False)[0]
 
     @property
     def last_fallback(self) -> str | None:
@@ -266,7 +267,7 @@ class GraphedModel(Around):
 
     def _unfit(self) -> str | None:
         """Why no graph can serve the model now, whatever the arguments."""
-        return unfit(self.model, self.model.device)
+        return unfit(self.model)
 
     def _checked(self, given: dict[str, Any]) -> Inputs:
         """The checked inputs of a call, of a padded batch where the caller has them."""
@@ -276,21 +277,21 @@ class GraphedModel(Around):
             return check_inputs(model.config, model.device, *tensors)
         return model.checked(*tensors, given.get("cu_seqlens"), given.get("max_seqlen"))
 
-    def _unfit_arguments(self, given: dict[str, Any]) -> str | None:
-        """Why no graph can serve these arguments of `BertModel.forward`."""
-        return unfit_arguments(self.model.config, given)
+    def _itself(self, reason: str, inputs: Inputs, *asked: bool | None) -> Tensor:
+        """The last hidden states by the model itself, and why."""
+        self._note(reason)
+        return self.model.encode_inputs(inputs.to(self.model.device), None, False, False, *asked)[0]
 
     def _encode(
         self, inputs: Inputs, first_only: bool, pooled: bool, causal: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(hidden, the pooler's output or None) of packed inputs, on the host or the device."""
         raise_bad_ids(self.model.device)
-        reason, *outputs = self._replay(inputs, first_only, pooled)
-        self._note(reason)
-        if reason is None:
-            return tuple(outputs)
-        inputs = inputs.to(self.model.device)
-        return self.model.encode_inputs(inputs, None, False, False, first_only)[0], None
+        found = self._replay(inputs, first_only, pooled)
+        if isinstance(found, str):
+            return self._itself(found, inputs, first_only), None
+        self._note(None)
+        return found
 
     # -- replay ----------------------------------------------------------------------------------------------
 
@@ -299,22 +300,27 @@ class GraphedModel(Around):
         total, packed = inputs.position_ids.shape[0], inputs.packing
         if total == 0:
             return "there are no tokens"
-        if total > self.buckets[-1]:
-            return f"there are more than {self.buckets[-1]} tokens"
-        if packed.batch > self.max_batch:
-            return f"there are more than {self.max_batch} sequences"
+        if (sizes := self._sizes(total, packed.batch)) is None:
+            tokens = f"{self.buckets[-1]} tokens"
+            return (
+                f"there are more than {tokens if total > self.buckets[-1] else f'{self.max_batch} sequences'}"
+            )
         if inputs.holes:
             return "the mask has holes, which this family's attention bias depends on"
-        return Bucket(*self._sizes(total, packed.batch), first_only, pooled, dispatch.pins())
+        return Bucket(*sizes, first_only, pooled, dispatch.pins())
 
-    def _sizes(self, total: int, batch: int) -> tuple[int, int]:
-        """(tokens, sequences) of the smallest graph for a batch, which one of them can hold."""
+    def _sizes(self, total: int, batch: int, longest: int = 0) -> tuple[int, int] | None:
+        """(tokens, sequences) of the smallest graph for a batch; None if none holds it.
+
+        With `longest` also for its padding, as sequences of at most so many tokens.
+        """
         first = bisect_left(self.buckets, total)
-        while self.rooms[first] < batch:
-            first += 1
-        tokens, room = self.buckets[first], self.rooms[first]
-        few = long_room(tokens, room)
-        return tokens, few if batch <= few else room
+        for tokens, room in zip(self.buckets[first:], self.rooms[first:], strict=True):
+            needed = batch - (total - tokens) // min(tokens, longest) if longest else batch
+            if needed <= room:
+                few = long_room(tokens, room)
+                return tokens, few if needed <= few else room
+        return None
 
     def _quickly(
         self, stage: Stage, given: dict[str, Any], first_only: bool
@@ -367,11 +373,11 @@ class GraphedModel(Around):
 
     def _plan(self, shape: tuple[int, int, int], first_only: bool, pins: tuple) -> Plan | None:
         """How to serve padded batches of a shape (see `Batch`); None if no recording can."""
-        (size, _, total), model = shape, self.model
-        if not 0 < total <= self.buckets[-1] or size > self.max_batch:
+        size, _, total = shape
+        if total == 0 or (sizes := self._sizes(total, size)) is None:
             return None
         with self._lock:
-            bucket = Bucket(*self._sizes(total, size), first_only, model.has_pooler, pins)
+            bucket = Bucket(*sizes, first_only, self.model.has_pooler, pins)
             if bucket not in self._recordings:
                 return None
             if len(self._plans) >= _PLANS:
@@ -381,37 +387,34 @@ class GraphedModel(Around):
             self._plans[shape, first_only, pins] = plan
         return plan
 
-    def _replay(
-        self, inputs: Inputs, first_only: bool, pooled: bool
-    ) -> tuple[str | None, Tensor | None, Tensor | None]:
-        """(None, hidden, pooled), copies that the caller owns; or (why not, None, None)."""
+    def _replay(self, inputs: Inputs, first_only: bool, pooled: bool) -> tuple[Tensor, Tensor | None] | str:
+        """(hidden, pooled), copies that the caller owns; or why not."""
         bucket = self._bucket(inputs, first_only, pooled)
         if isinstance(bucket, str):
-            return bucket, None, None
+            return bucket
         with self._lock:
             for _ in range(_TRIES):
                 if self._weights is not None and bucket not in self._recordings:
                     self._settle()
                 if self._weights is None and (reason := self._begin()) is not None:
-                    return reason, None, None
+                    return reason
                 if bucket not in self._recordings:
                     reason = self._weights.watched() or self._record(bucket)
                     if reason is not None:
-                        return reason, None, None
+                        return reason
                 with self._recorder.in_order():
                     outputs = self._run(bucket, inputs)
                 # Checked while the GPU already works
                 if self._weights.untouched():
-                    return None, *outputs
-                reason = self._weights.watched()
-                if reason is not None:
-                    return reason, None, None
+                    return outputs
+                if (reason := self._weights.watched()) is not None:
+                    return reason
                 # before they are found right, so that no change is missed
                 state = self._weights.candidate(self._derived.values())
                 if self._settle():
                     self._weights.state = state
-                    return None, *outputs
-        return "the model changed during the call", None, None
+                    return outputs
+        return "the model changed during the call"
 
     def _begin(self) -> str | None:
         """Prepare to record the model as it is now, or say why it cannot be recorded."""

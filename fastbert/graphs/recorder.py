@@ -81,11 +81,7 @@ class EagerRecorder:
 
 
 class CudaRecorder:
-    """Recordings that are CUDA graphs.
-
-    Before a capture the function runs once on the capture's stream: kernels are compiled, checked
-    (runtime/dispatch.py) and get their workspaces there.
-    """
+    """Recordings that are CUDA graphs."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -97,11 +93,7 @@ class CudaRecorder:
     def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
         """See `EagerRecorder`."""
         with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                function()
-            current.wait_stream(self._stream)
+            self._run(function)
             return Recording(*self._captured(function))
 
     def record_pair(
@@ -109,15 +101,19 @@ class CudaRecorder:
     ) -> tuple[Recording, Recording]:
         """See `EagerRecorder`."""
         with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                backward(forward())
-            current.wait_stream(self._stream)
+            self._run(lambda: backward(forward()))
             # what autograd saves is held from one capture to the other, so the second does not overwrite it
             output, replay = self._captured(forward)
             _, replay_backward = self._captured(lambda: backward(output))
             return Recording((output.detach(),), replay), Recording((), replay_backward)
+
+    def _run(self, function: Callable[[], object]) -> None:
+        """Run once before a capture: kernels are compiled, checked (runtime/dispatch.py) and get workspaces."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
 
     def _captured(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What a function returns while it is captured, and what replays it."""

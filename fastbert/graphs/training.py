@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,8 +35,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.graphs.buckets import Bucket, long_room
-from fastbert.graphs.calls import by_grid, raise_bad_ids, unfit_arguments
+from fastbert.graphs.buckets import Bucket
+from fastbert.graphs.calls import RECORDED, by_grid, raise_bad_ids
 from fastbert.graphs.model import GraphedModel
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
 from fastbert.graphs.staging import Rows, rows_in, words
@@ -145,6 +144,8 @@ class GraphedTraining(GraphedModel):
     See `GraphedModel` for what can be called and read.
     """
 
+    _arguments = RECORDED | {"causal"}
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._watch: tuple | None = None
@@ -176,9 +177,6 @@ class GraphedTraining(GraphedModel):
         if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph"
         return None
-
-    def _unfit_arguments(self, given: dict[str, Any]) -> str | None:
-        return unfit_arguments(self.model.config, {**given, "causal": None})
 
     def _state(self) -> str | None:
         """Why the model itself must run because of what it is now; None if it may be recorded."""
@@ -216,8 +214,7 @@ class GraphedTraining(GraphedModel):
         with self._lock:
             found = self._begun(inputs, *asked)
         if isinstance(found, str):
-            self._note(found)
-            return self.model.encode_inputs(inputs, None, False, False, *asked)[0], None
+            return self._itself(found, inputs, *asked), None
         bucket, turn = found
         rows = inputs.packing.batch if first_only else inputs.position_ids.shape[0]
         if isinstance(turn, _Turn):
@@ -243,9 +240,13 @@ class GraphedTraining(GraphedModel):
         packed = inputs.packing
         if inputs.bias is not None or inputs.inputs_embeds is not None or inputs.holes:
             return "the batch has more than ids, or a mask with holes"
-        sizes = self._fitting(inputs.position_ids.shape[0], packed.batch, packed.max_seqlen)
-        if isinstance(sizes, str):
-            return sizes
+        total, most = inputs.position_ids.shape[0], self.model.config.max_tokens
+        if total == 0:
+            return "there are no tokens"
+        if packed.max_seqlen > most:
+            return "a sequence is longer than graphs are recorded for"
+        if (sizes := self._sizes(total, packed.batch, most)) is None:
+            return f"there are more than {self.buckets[-1]} tokens or {self.max_batch} sequences"
         half = checks.autocast_dtype(self._watch[1][0])
         bucket = Bucket(*sizes, first_only, False, dispatch.pins(), half, causal)
         if self._is_new:
@@ -264,21 +265,6 @@ class GraphedTraining(GraphedModel):
                 self._seed.copy_(dropout_seed(inputs.device))
         self._turn = weakref.ref(turn)
         return bucket, turn
-
-    def _fitting(self, total: int, batch: int, longest: int) -> tuple[int, int] | str:
-        """(tokens, sequences) of the smallest graph that holds a batch and its padding as sequences."""
-        if total == 0:
-            return "there are no tokens"
-        most = self.model.config.max_tokens
-        if longest > most:
-            return "a sequence is longer than graphs are recorded for"
-        first = bisect_left(self.buckets, total)
-        for tokens, room in zip(self.buckets[first:], self.rooms[first:], strict=True):
-            needed = batch - (total - tokens) // min(tokens, most)
-            if needed <= room:
-                few = long_room(tokens, room)
-                return tokens, few if needed <= few else room
-        return f"there are more than {self.buckets[-1]} tokens or {self.max_batch} sequences"
 
     def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
         total, batch = super()._fill(where, bucket, inputs)
