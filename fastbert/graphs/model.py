@@ -162,19 +162,9 @@ class GraphedModel(Around):
         self._names = frozenset(p.name for p in parameters)
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._last = threading.local()
-        self._lock = threading.Lock()  # guards all that follows
-        # -> (recording, what was recorded)
-        self._recordings: OrderedDict[Bucket, Any] = OrderedDict()
+        self._lock = threading.Lock()  # guards what `_drop` makes
         self._recorder: Recorder | None = None
-        self._weights: Weights | None = None
-        self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
-        self._failed: dict[Bucket, str] = {}
-        self._stage: Stage | None = None
-        self._memory = torch.empty(0)
-        # the quick call that wrote what lies there, if another of its kind may leave all but the ids
-        self._packed: tuple | None = None
-        self._inputs: dict[tuple[int, int], Rows] = {}
-        self._plans: dict[tuple, Plan] = {}
+        self._drop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple:
         """`BertModel.forward`, by a graph if one can serve."""
@@ -440,13 +430,18 @@ class GraphedModel(Around):
         """Forget all recordings and what they depend on."""
         if self._recorder is not None:
             self._recorder.wait()
-        self._recordings.clear()
-        self._failed.clear()
-        self._recorder = self._weights = self._stage = None
-        self._derived = {}
+        # -> (recording, what was recorded)
+        self._recordings: OrderedDict[Bucket, Any] = OrderedDict()
+        self._recorder = None
+        self._weights: Weights | None = None
+        self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
+        self._failed: dict[Bucket, str] = {}
+        self._stage: Stage | None = None
         self._memory = torch.empty(0)
-        self._inputs.clear()
-        self._plans.clear()
+        # the quick call that wrote what lies there, if another of its kind may leave all but the ids
+        self._packed: tuple | None = None
+        self._inputs: dict[tuple[int, int], Rows] = {}
+        self._plans: dict[tuple, Plan] = {}
 
     def _settle(self) -> bool:
         """Whether the recordings are up to date.

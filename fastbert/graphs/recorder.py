@@ -108,7 +108,7 @@ class CudaRecorder:
             return Recording((output.detach(),), replay), Recording((), replay_backward)
 
     def _run(self, function: Callable[[], object]) -> None:
-        """Run once before a capture: kernels are compiled, checked (runtime/dispatch.py) and get workspaces."""
+        """Run once before a capture: kernels are compiled, checked and get their workspaces."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -146,15 +146,6 @@ class GraphedTraining(GraphedModel):
 
     _arguments = RECORDED | {"causal"}
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._watch: tuple | None = None
-        self._turn: Callable[[], _Turn | None] = _none
-        self._leaves: list[nn.Parameter] = []
-        self._grads: list[Tensor] = []
-        self._douts: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._seed, self._draws, self._is_new = torch.empty(0), False, False
-
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *self._grads, *self._douts.values()]
 
@@ -392,9 +383,12 @@ class GraphedTraining(GraphedModel):
 
     def _drop(self) -> None:
         super()._drop()
-        self._douts.clear()
-        self._watch, self._turn = None, _none
-        self._leaves, self._grads, self._seed = [], [], torch.empty(0)
+        self._watch: tuple | None = None
+        self._turn: Callable[[], _Turn | None] = _none
+        self._leaves: list[nn.Parameter] = []
+        self._grads: list[Tensor] = []
+        self._douts: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._seed, self._draws, self._is_new = torch.empty(0), False, False
 
 
 def _none() -> None:

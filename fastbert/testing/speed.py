@@ -157,7 +157,9 @@ def _times(
 ) -> list[tuple[float, float]]:
     """(median milliseconds per call, those of the host) of each backend, the second perhaps `case.parts`."""
     parts = " + ".join(case.parts)
-    inputs = error_rule.with_grad(_inputs(case, dtype, device), case.grad_inputs if training else (), None)
+    with DrawnThere(device):
+        inputs = case.inputs(dtype, device)
+    inputs = error_rule.with_grad(inputs, case.grad_inputs if training else (), None)
     call = functools.partial(case.call, **inputs)
     if training:
         call = _step(call, [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad])
@@ -170,14 +172,8 @@ def _times(
     return [each.medians() for each in timed]
 
 
-def _inputs(case: error_rule.Case, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """The case's inputs. A GPU draws its random numbers itself: what the host draws takes it long."""
-    with _DrawnThere(device):
-        return case.inputs(dtype, device)
-
-
-class _DrawnThere(TorchFunctionMode):
-    """`torch.randn` draws on the device, from a generator of its own: the user's goes on as before."""
+class DrawnThere(TorchFunctionMode):
+    """`torch.randn` draws on the device, which is faster than the host, from a generator of its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -218,15 +218,6 @@ def _tell(problem: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Report by a warning that the block could not change the file."""
-    try:
-        yield
-    except OSError as error:
-        _tell(f"verdicts of self-checks cannot be kept in {path.parent} ({path.name}: {error})")
-
-
 def _make(where: Path) -> None:
     """Make the folder, and those above it that are missing, for this user alone."""
     for path in [*reversed(where.parents), where]:
@@ -237,10 +228,15 @@ def _make(where: Path) -> None:
         raise PermissionError(f"the folder {problem}")
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """Replace the file in one step."""
+def _write(key: Key, data: dict[str, Any] | None) -> None:
+    """Replace the key's file in one step; None removes it. One warning where that cannot be."""
+    path = _file_of(key)
+    if path is None:
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with _writing(path):
+    try:
+        if data is None:
+            return path.unlink(missing_ok=True)
         _make(path.parent)
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -249,6 +245,8 @@ def _write(path: Path, data: dict[str, Any]) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+    except OSError as error:
+        _tell(f"verdicts of self-checks cannot be kept in {path.parent} ({path.name}: {error})")
 
 
 def _read_own(path: Path) -> dict[str, Any]:
@@ -325,21 +323,16 @@ def store(key: Key, verdict: Verdict) -> Verdict:
 
     Returns the one that counts.
     """
-    path = _file_of(key)
     kept = load(key) if verdict.passed else None
     if kept is not None and kept.outcome in (FAILED, SLOWER):
         return kept
-    if path is not None:
-        _write(path, facts_of(verdict) | {"key": key})
+    _write(key, facts_of(verdict) | {"key": key})
     return verdict
 
 
 def forget(key: Key) -> None:
     """Drop the verdict, so that the kernel is checked anew."""
-    path = _file_of(key)
-    if path is not None:
-        with _writing(path):
-            path.unlink(missing_ok=True)
+    _write(key, None)
 
 
 def attempt(key: Key) -> Verdict | None:
@@ -357,10 +350,7 @@ def settle(key: Key, before: Verdict | None, verdict: Verdict | None = None) -> 
     """
     if verdict is not None and verdict.outcome != UNDECIDED:
         return store(key, verdict)
-    if before is not None:
-        store(key, before)
-    else:
-        forget(key)
+    forget(key) if before is None else store(key, before)
     return verdict
 
 

@@ -465,10 +465,11 @@ def test_what_an_op_stands_for_computes_the_same():
         torch.testing.assert_close(case.in_parts(**inputs), case.oracle(**inputs))
 
 
-@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op != "linear_int8"])
+@pytest.mark.parametrize("op", dispatch.OPS)
 def test_what_is_timed_on_a_gpu_is_drawn_there(op):
     """The host takes seconds for all of it. Tensors of the meta device cannot be mixed with the host's."""
     for case, _ in speed._calls(op, (5, 3), torch.bfloat16):
-        inputs = speed._inputs(case, torch.bfloat16, torch.device("meta"))
+        with speed.DrawnThere(torch.device("meta")):
+            inputs = case.inputs(torch.bfloat16, torch.device("meta"))
         tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
         assert {tensor.device.type for tensor in tensors} == {"meta"}
