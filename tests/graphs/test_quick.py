@@ -452,6 +452,10 @@ CHANGES = {
         lambda m: m.encoder.layer[1].output.dense.register_forward_hook(scaling),
         "layer 1: output.dense has hooks or another forward",
     ),
+    "a hook before": (
+        lambda m: m.encoder.layer[1].output.dense.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
+        "layer 1: output.dense has hooks or another forward",
+    ),
     "a part in training": (
         lambda m: m.embeddings.LayerNorm.train(),
         "a part of the model is in training mode",

@@ -87,7 +87,8 @@ class GraphLike(EagerRecorder):
 @contextlib.contextmanager
 def frozen(model, parameters, derived):
     """Put the recorded memory in place of the modules' current tensors, without hooks, as in a graph."""
-    hooks = [(m, m._forward_hooks) for m in model.modules()]
+    kinds = "_forward_hooks", "_forward_pre_hooks"
+    hooks = [(m, kind, getattr(m, kind)) for m in model.modules() for kind in kinds]
     now = [(table, name, table[name]) for table, name, _ in parameters if name in table]
     make, replaying = prepared.derived, threading.get_ident()
 
@@ -98,8 +99,8 @@ def frozen(model, parameters, derived):
 
     for table, name, value in parameters:
         table[name] = value
-    for module, _ in hooks:
-        module._forward_hooks = {}
+    for module, kind, _ in hooks:
+        setattr(module, kind, {})
     prepared.derived = recorded
     try:
         yield
@@ -107,8 +108,8 @@ def frozen(model, parameters, derived):
         prepared.derived = make
         for table, name, value in now:
             table[name] = value
-        for module, seen in hooks:
-            module._forward_hooks = seen
+        for module, kind, seen in hooks:
+            setattr(module, kind, seen)
 
 
 class Graphed:

@@ -159,3 +159,13 @@ def test_a_backend_that_is_wrong_from_its_second_call_on_fails(monkeypatch):
 
 def test_an_id_names_what_is_not_at_its_default():
     assert [case.id for case in testing.small_cases("linear")] == ["5x24x40-gelu", "3x17x9-residual"]
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_eager_pytorch_computes_what_the_reference_does(op):
+    """Its error is the yardstick: one that computes something else would let any kernel pass."""
+    for case in testing.cases(op):
+        inputs = case.inputs(torch.float64, "cpu")
+        # eager rounds some results to float32
+        eager, wanted = case.eager(**inputs), case.oracle(**inputs)
+        torch.testing.assert_close(eager, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)

@@ -470,6 +470,7 @@ def test_what_is_timed_on_a_gpu_is_drawn_there(op):
     """The host takes seconds for all of it. Tensors of the meta device cannot be mixed with the host's."""
     for case, _ in speed._calls(op, (5, 3), torch.bfloat16):
         with speed.DrawnThere(torch.device("meta")):
+            assert torch.randn(1).device.type == "meta"
             inputs = case.inputs(torch.bfloat16, torch.device("meta"))
         tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
         assert {tensor.device.type for tensor in tensors} == {"meta"}
