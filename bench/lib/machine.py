@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.lib.timing import cache_bytes, memory_bytes
+from fastbert.runtime import loader
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +49,14 @@ def cpu_facts() -> dict[str, object]:
             if found := re.search(rf"^{field}\s*:\s*(.+)$", text, re.M):
                 facts[key] = found[1].strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return facts | {"cores": cores}
+    return facts | {"cores": cores, "isa": other_isa()}
+
+
+def other_isa() -> str | None:
+    """The instruction set of our kernels, where FASTBERT_ISA asks for another than they would take."""
+    extension = loader.extension
+    in_use = None if extension is None else extension.cpu_isa()
+    return None if extension is None or in_use == extension.preferred_cpu_isa() else in_use
 
 
 def slug(text: str) -> str:
@@ -62,7 +70,7 @@ def device_slug(environment: dict) -> str:
         return slug(environment["device"])
     cpu = environment["cpu"]
     which = f" family {cpu['family']} model {cpu['model']}" if "family" in cpu and "model" in cpu else ""
-    return f"cpu-{slug(cpu['name'] + which)}-{cpu['cores']}c"
+    return f"cpu-{slug(cpu['name'] + which)}-{cpu['cores']}c" + (f"-{cpu['isa']}" if cpu.get("isa") else "")
 
 
 def package_version(name: str) -> str | None:
