@@ -2,8 +2,8 @@
 
     fastbert bench avx2 encoder --model minilm --everything
 
-The rest is the other benchmark's. Results go to a folder of their own, `bench/results/<device>-avx2`. At first
-it takes half a minute longer, for the copies of ONNX Runtime and OpenVINO (lib/held.py).
+The rest is the other benchmark's. Results go to a folder of their own, `bench/results/<device>-avx2`.
+The first run takes half a minute longer, for the copies of ONNX Runtime and OpenVINO (lib/held.py).
 """
 
 from __future__ import annotations
