@@ -179,6 +179,7 @@ def test_isa_from_the_environment(reports, value):
             "FASTBERT_ISA: expected none, avx2, avx2_vnni, avx512, avx512_bf16 or best, and no more than"
         )
         assert gap.endswith(f"({best}), got {value}")
+    assert ("at its speed" in extension["bf16_on_a_cpu"]) == (extension["cpu_isa"] in NAMES[1:4])
     if extension["cpu_isa"] == "none":
         assert served["backend"] != "cpu"
         assert gap in served["why"]
