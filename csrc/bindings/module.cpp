@@ -55,6 +55,8 @@ PYBIND11_MODULE(_C, m) {
             set_always_alone(alone, microseconds);
         },
         py::arg("alone").noconvert(), py::arg("microseconds"), "For tests: see csrc/cpu/parallel.h");
+    m.def("set_may_be_alone", &set_may_be_alone, py::arg("may").noconvert(),
+          "For tests: see csrc/cpu/parallel.h");
     m.def("has_team", &has_team, "Whether work is spread over threads at all");
 
     bind_attention(m);

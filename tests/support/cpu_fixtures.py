@@ -47,9 +47,13 @@ def every_isa(request):
 
 @pytest.fixture
 def threads():
-    """Restore torch's number of threads after the test."""
-    before = torch.get_num_threads()
+    """Threads that work together, also on a busy machine; torch's number of them is restored afterwards."""
+    before, extension = torch.get_num_threads(), loader.extension
+    if extension is not None:
+        extension.set_may_be_alone(False)
     yield
+    if extension is not None:
+        extension.set_may_be_alone(True)
     torch.set_num_threads(before)
 
 

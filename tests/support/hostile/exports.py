@@ -56,6 +56,7 @@ def others():
         "set_tensor_functions": ((0,) * len(loader._TENSOR_FUNCTIONS), []),
         "set_team_start": ((0,) * len(loader._runtime()), []),
         "set_cpu_isa": ((_C.cpu_isa(),), [(n,) for n in ("", "avx1024", "x" * 10**6, "best\0", "AVX2")]),
+        "set_may_be_alone": ((True,), []),
         "set_always_alone": ((False, 1000), [(False, -1)]),
         "open_team": ((2,), [(0,), (2**20,), (2**31 - 1,)]),
         "cpu_encoder_layer_work": ((0, (3, 9, 5, 15), (3, 5, 7), 2), []),
