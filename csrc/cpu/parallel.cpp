@@ -25,6 +25,9 @@ using Clock = std::chrono::steady_clock;
 // sleeping thread costs 50 us on a virtual machine; short beside a time slice of the scheduler.
 constexpr auto kSpin = std::chrono::microseconds(1000);
 constexpr int kTracked = 64;  // threads whose core is known
+// How long the owner of a region works before it makes room for workers that have not come yet, and how often.
+constexpr auto kLate = std::chrono::microseconds(60);
+constexpr int kInvitations = 4;
 // How long the owner of lent tasks waits before it looks whether their workers get on.
 constexpr auto kPatience = std::chrono::microseconds(30);
 
@@ -231,8 +234,11 @@ class Aside {
 // The threads of one parallel region: the thread that opened it, worker 0, hands out jobs of tasks.
 class Team {
   public:
-    explicit Team(bool lends) : owner_(pthread_self()), workers_(lends ? new Worker[kTracked] : nullptr) {
+    // Of this many threads.
+    Team(int threads, bool lends)
+        : others_(threads - 1), owner_(pthread_self()), workers_(lends ? new Worker[kTracked] : nullptr) {
         for (auto& core : cores_) core.store(-1, std::memory_order_relaxed);
+        note_core(0);
     }
 
     bool is_mine() const { return pthread_equal(pthread_self(), owner_) != 0; }
@@ -245,12 +251,22 @@ class Team {
 
     void run(std::int64_t tasks, int width, Body body, void* context) {
         lent_.store(false, std::memory_order_relaxed);
+        invite();
         note_core(0);
         const std::uint32_t mine = work(tasks, width, body, context);
         const auto ready = [&] { return done_.load(std::memory_order_acquire) == tasks; };
         const bool crowded = is_crowded();
         if (!ready()) end_.wait(ready, !crowded, [] {});
         if (crowded || mine < tasks) t_crowd.note(crowded);  // else the others may only have been late
+    }
+
+    // A worker that slept may wake up on the owner's core and wait there for a time slice, 3 to 4 ms: the owner
+    // lets it run if another core is idle, and it steps aside.
+    void invite() {
+        if (entered_.load(std::memory_order_relaxed) >= others_ || invitations_ >= kInvitations) return;
+        if (Clock::now() < opened_ + kLate) return;
+        if (invitations_++ == 0 && !has_idle_core(others_)) invitations_ = kInvitations;
+        if (invitations_ < kInvitations) sched_yield();
     }
 
     // Waits a moment for the workers' first steps, which they may have to do on the owner's core.
@@ -296,6 +312,7 @@ class Team {
             if (workers_[i].moved.load(std::memory_order_relaxed)) workers_[i].give(sched_getcpu());
         ticket_.store(kClosed);
         begin_.wake();
+        invite();
         const auto ready = [&] { return left_.load(std::memory_order_acquire) >= others; };
         if (!ready()) end_.wait(ready, !is_crowded(), [] {});
     }
@@ -330,6 +347,14 @@ class Team {
                    (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed) &&
                     may_take(worker));
         };
+        // Where it would only keep the owner from its next job, or, in libgomp, from going on after the last.
+        const auto make_room = [&] {
+            if (lent_.load(std::memory_order_relaxed) || !shares_core(worker)) return true;
+            if (!aside.step(cores_[0].load(std::memory_order_relaxed), self)) return false;
+            note_core(worker);
+            return true;
+        };
+        make_room();
         for (;;) {
             const bool lent = lent_.load(std::memory_order_relaxed);
             begin_.wait(ready, !lent && !shares_core(worker), [&] {
@@ -337,16 +362,12 @@ class Team {
             });
             if (ticket == kClosed) break;
             note_core(worker);
-            if (!lent_.load(std::memory_order_relaxed) && shares_core(worker)) {
-                if (aside.step(cores_[0].load(std::memory_order_relaxed), self))
-                    note_core(worker);
-                else
-                    met_.store(true, std::memory_order_relaxed);
-            }
+            if (!make_room()) met_.store(true, std::memory_order_relaxed);
             if (self != nullptr) self->in_task.store(true, std::memory_order_relaxed);
             take(worker);
             if (self != nullptr) self->in_task.store(false, std::memory_order_relaxed);
         }
+        make_room();
         aside.leave();
         if (self != nullptr) self->leave();
         left_.fetch_add(1);
@@ -418,6 +439,9 @@ class Team {
         std::atomic<int> width{0};
     };
 
+    const int others_;
+    const Clock::time_point opened_ = Clock::now();
+    int invitations_ = 0;
     const pthread_t owner_;
     const std::unique_ptr<Worker[]> workers_;  // by worker; null: `lend` is not called
     std::uint64_t number_ = 0;                 // of the last job
@@ -454,7 +478,7 @@ thread_local bool t_alone = false;    // likewise, if the team would slow the th
 
 void open_region(int threads) {
     g_team_used.store(true, std::memory_order_relaxed);
-    t_open = new Team(true);
+    t_open = new Team(threads, true);
     g_runtime.start(Team::stand_by, t_open, static_cast<unsigned>(threads), 0);
 }
 
@@ -556,7 +580,7 @@ void parallel_for(std::int64_t tasks, int threads, Body body, void* context) {
     }
     if (t_open != nullptr) return t_open->run(tasks, width, body, context);
     g_team_used.store(true, std::memory_order_relaxed);
-    Once once{Team(false), tasks, width, body, context};
+    Once once{Team(width, false), tasks, width, body, context};
     g_runtime.parallel(Once::enter, &once, static_cast<unsigned>(width), 0);
 }
 
