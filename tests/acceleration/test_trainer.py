@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastbert
-from tests.support import processes
+from tests.support import accelerate_workers, ranks
 from tests.support.accelerated_models import HEAD, assert_close, assert_fused, first_kept, relative, tiny
 from tests.support.checkpoints import assert_same_state
 from tests.support.model_pairs import native
@@ -87,9 +87,9 @@ def test_prepared_by_an_accelerator_in_bf16(fresh_accelerator, first):
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+def two_processes():
     """Results of two processes that train together: by rank, by wrapper."""
-    return processes.ranks("accelerate_workers.py", tmp_path_factory.mktemp("two-processes"))
+    return ranks.in_a_group(2, accelerate_workers.results)
 
 
 @pytest.mark.sweep

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 import fastbert
 from fastbert.models import outputs
 from fastbert.models.base import PreTrainedModel
-from tests.support import processes
+from tests.support import ddp_logits_worker, ranks
 from tests.support.checkpoints import assert_same_state
 from tests.support.hf_models import batch, hf_model
 from tests.support.model_pairs import NO_DROPOUT, build, inputs_for, labels_for
@@ -139,16 +139,16 @@ def test_a_loop_that_measures_accuracy_while_it_trains(fresh_accelerator):
 
 
 @pytest.mark.sweep  # another process
-def test_ddp_neither_computes_nor_breaks_deferred_logits(tmp_path):
+def test_ddp_neither_computes_nor_breaks_deferred_logits():
     """DDP searches the outputs for tensors; the Trainer makes it search for unused parameters."""
-    (found,) = processes.ranks("ddp_logits_worker.py", tmp_path, world=1)
+    (found,) = ranks.in_a_group(1, ddp_logits_worker.results)
     expected = {
         "type": "LogitsOutput",
         "computed_by_forward": False,
         "computed_by_backward": False,
         "logits_equal": True,
     }
-    assert found == {"False": expected, "True": expected}
+    assert found == {False: expected, True: expected}
 
 
 # -- accelerate ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import SITES
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch
-from tests.support import launchers, processes
+from tests.support import launchers, ranks, training_workers
 from tests.support.accelerated_models import worst_gradient
 from tests.support.model_pairs import CASES, build, inputs_for, labels_for
 
@@ -399,9 +399,9 @@ def test_every_backend_trains_with_the_masks_of_the_reference(backend):
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+def two_processes():
     """Results of two processes that train a native model together: by rank, by wrapper."""
-    return processes.ranks("training_workers.py", tmp_path_factory.mktemp("training"))
+    return ranks.in_a_group(2, training_workers.results)
 
 
 @pytest.mark.sweep

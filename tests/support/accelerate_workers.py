@@ -1,12 +1,7 @@
-"""One of two processes that train an accelerated model together: `accelerate_workers.py RANK FOLDER 2`.
-
-They meet through a file in FOLDER. Each writes what it found for each wrapper to FOLDER/RANK.json.
-"""
+"""What two processes of `ranks.in_a_group` find that train an accelerated model together."""
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,13 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
 import fastbert
 from tests.support import accelerated_models
 from tests.support.accelerated_models import worst_gradient
 from tests.support.hf_models import batch
-from tests.support.processes import as_rank
 
 WORLD = 2
 STEPS = 3
@@ -124,7 +116,3 @@ def results(rank: int) -> dict:
         ranks = [0] if name == "tensor parallel" else [0, 1]  # whose batches are read
         result[name] = found(rank, wrap(), ranks)
     return result
-
-
-if __name__ == "__main__":
-    as_rank(results)

@@ -1,19 +1,10 @@
-"""A process in which DDP wraps a model with deferred logits: `ddp_logits_worker.py 0 FOLDER 1`.
-
-It writes what it found without and with a search for unused parameters to FOLDER/0.json.
-"""
+"""What DDP makes of a model with deferred logits, in a process of `ranks.in_a_group`."""
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
 from tests.support.model_pairs import build, inputs_for, labels_for
-from tests.support.processes import as_rank
 
 
 def found(find_unused: bool) -> dict[str, object]:
@@ -39,8 +30,4 @@ def found(find_unused: bool) -> dict[str, object]:
 
 def results(rank: int) -> dict:
     """`found`, by whether unused parameters are searched."""
-    return {str(find_unused): found(find_unused) for find_unused in (False, True)}
-
-
-if __name__ == "__main__":
-    as_rank(results)
+    return {find_unused: found(find_unused) for find_unused in (False, True)}

@@ -314,7 +314,7 @@ def in_use(run: Path) -> Iterator[None]:
 
 
 def leave(code: int) -> None:
-    """End this process as `processes.as_rank` does, once all have come here."""
+    """End this process as `ranks` ends its own, once all have come here."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(code)

@@ -121,8 +121,23 @@ def together(world: int, function: Callable[..., Any], *args: Any, seconds: floa
     return Ranks(world, function, *args).answers(seconds)
 
 
+def in_a_group(world: int, function: Callable[[int], Any], seconds: float = 240.0) -> list[Any]:
+    """What `function(rank)` returns in each of `world` processes that are one group of gloo."""
+    return together(world, _joined, function, seconds=seconds)
+
+
+def _joined(function: Callable[[int], Any]) -> Any:
+    dist.init_process_group("gloo")
+    return function(dist.get_rank())
+
+
 def _run(pipe: Any, variables: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
-    """Be one of the processes. It leaves without ending Python or the group, as `processes.as_rank` does."""
+    """Be one of the processes. It leaves without ending Python or the group.
+
+    A thread of gloo may still hold a tensor, whose end asks for Python's lock. Then ending the group hangs,
+    because it holds that lock and waits for the thread, and ending Python aborts ("terminate called without
+    an active exception", pytorch/pytorch#179291).
+    """
     os.environ.update(variables)
     multiprocessing.set_start_method("fork", force=True)  # of a DataLoader's workers, as usual
     torch.set_num_threads(1)

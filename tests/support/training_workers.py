@@ -1,26 +1,18 @@
-"""One of two processes that train a native model together: `training_workers.py RANK FOLDER 2`.
-
-They meet through a file in FOLDER. Each writes what it found for each wrapper to FOLDER/RANK.json.
-"""
+"""What two processes of `ranks.in_a_group` find that train a native model together."""
 
 from __future__ import annotations
 
 import contextlib
-import pathlib
-import sys
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
 import fastbert
 from fastbert.ops.linear import linear
 from tests.support.accelerate_workers import STEPS, WORLD, expected, part, tiny
 from tests.support.accelerated_models import full, worst_gradient
-from tests.support.processes import as_rank
 
 
 def native(checkpointing: bool = False) -> fastbert.BertForSequenceClassification:
@@ -120,7 +112,3 @@ def results(rank: int) -> dict:
     for name, wrap in WRAPPERS.items():
         result[name] = found(rank, wrap(), 3 if "micro" in name else 1, truth)
     return result | {"refused": refusal()}
-
-
-if __name__ == "__main__":
-    as_rank(results)
