@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -219,35 +215,6 @@ def test_a_signal_saves_and_the_same_call_goes_on(number, whole, call, tmp_path,
     assert digests(tmp_path / "run") == digests(whole)
 
 
-@pytest.mark.sweep
-def test_a_process_that_is_ended_saves(call, tmp_path):
-    """A real SIGTERM, with a worker that makes batches: status 143, one line, and a whole checkpoint."""
-    run = tmp_path / "run"
-    arguments = call(run, "--steps", "100000", "--workers", "1", "--save-every", "100000")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastbert", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        end = time.monotonic() + 120
-        while not ((run / "log.jsonl").exists() and (run / "log.jsonl").stat().st_size > 500):
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, to the worker too
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 143
-    (place,) = run.glob("step-*")
-    assert said == f"fastbert: stopped by SIGTERM; saved {place}\n"
-    assert checkpoints.fault_of(place) is None
-    assert log(run)[-1]["step"] == int(place.name.removeprefix("step-"))
-
-
 def test_what_changes_the_result_cannot_be_changed(whole, call, tmp_path, capsys):
     run = shutil.copytree(whole, tmp_path / "run")
     for options, message in (
@@ -276,44 +243,6 @@ def test_what_changes_the_result_cannot_be_changed(whole, call, tmp_path, capsys
         "--no-graphs",
     ]
     assert main(call(run, *more)) == 0
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, call, tmp_path, capsys):
-    run = shutil.copytree(whole, tmp_path / "run")
-    expected = digests(run)
-    path = run / "step-000006" / "model" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
-    capsys.readouterr()
-    assert main(call(run)) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        f"fastbert: not usable: {path}: was changed since it was written (its SHA-256 is another one)",
-        f"fastbert: {run / 'step-000004'}: goes on from step 4",
-    ]
-    assert digests(run) == expected
-
-
-def test_a_full_disk_keeps_the_checkpoint_before(whole, call, tmp_path, capsys, monkeypatch):
-    flushed, count = checkpoints._flushed, []
-
-    def full(path):
-        count.append(path)
-        if "step-000004" in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return flushed(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_flushed", full)
-        said = failed(call(tmp_path / "run"), capsys)
-    assert re.search(
-        r"step-000004: could not be saved, older checkpoints are unchanged: .*No space left", said
-    )
-    assert count
-    assert [path.name for path in (tmp_path / "run").glob("*step-*")] == ["step-000002"]
-    assert main(call(tmp_path / "run")) == 0
-    assert digests(tmp_path / "run") == digests(whole)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------

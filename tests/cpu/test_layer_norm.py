@@ -1,4 +1,4 @@
-"""The C++ layer_norm: every dtype, instruction set, odd size and stride, against float64 in plain torch."""
+"""The C++ layer_norm: every dtype, instruction set, odd size and stride, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastbert.backends import cpu
+from fastbert.backends import cpu, reference
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import LayerNormInputs, layer_norm_ref
 from fastbert.runtime import dispatch, loader
 from tests.support import cpu_build
 from tests.support.cpu_checks import assert_same_on_any_threads
-from tests.support.cpu_truth import HALF, assert_rounds_to, randn, strided_rows
+from tests.support.cpu_truth import HALF, assert_rounds_to, in_float64, randn, strided_rows
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 from tests.support.processes import python
 
@@ -33,28 +33,6 @@ pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 needs_cuda_part = pytest.mark.skipif(
     not getattr(_C, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
 )
-
-
-def forward64(x, weight, bias, residual, x_bias, eps, p, seed, offset):
-    """y, z, mean and rstd in float64."""
-    z = x.double() + (0 if x_bias is None else x_bias.double())
-    if p:
-        z = z * keep_mask_2d(seed, offset, *x.shape, p) / (1 - p)
-    z = z + (0 if residual is None else residual.double())
-    mean = z.mean(-1, keepdim=True)
-    rstd = 1 / ((z - mean).square().mean(-1, keepdim=True) + eps).sqrt()
-    y = (z - mean) * rstd * weight.double() + (0 if bias is None else bias.double())
-    return y, z, mean[:, 0], rstd[:, 0]
-
-
-def backward64(dy, z, weight, mean, rstd, p, seed, offset):
-    """dx, dz, dweight, dbias and dx_bias in float64, from the same saved z, mean and rstd."""
-    dy, z, rstd = dy.double(), z.double(), rstd.double()[:, None]
-    x_hat = (z - mean.double()[:, None]) * rstd
-    g = dy * weight.double()
-    dz = rstd * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
-    dx = dz * keep_mask_2d(seed, offset, *z.shape, p) / (1 - p) if p else dz
-    return dx, dz, (dy * x_hat).sum(0), dy.sum(0), dx.sum(0)
 
 
 OPTIONS = (  # residual, x_bias, bias, dropout_p, dtype of the parameters
@@ -79,43 +57,33 @@ def both_ways(rows, hidden, dtype, options):
     x_bias = randn(hidden, dtype=param_dtype, seed=6) if has_x_bias else None
     seed = SEED if p else None
 
-    y, z, mean, rstd = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, True)
-    truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET)
+    inputs = (x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET)
+    y, z, mean, rstd = layer_norm_fwd(cpu, *inputs, True)
+    truth = layer_norm_fwd(reference, *in_float64(*inputs), True)
     assert y.dtype == dtype
     assert mean.dtype == rstd.dtype == torch.float32
+    summed = x if truth[1].shape == (0,) else truth[1]
     # if a row is nearly constant (such as two elements), rstd magnifies the rounding of z
-    scale = truth[3].max().item() ** 2 * truth[1].abs().max().item() + 1 if rows else 1.0
+    scale = truth[3].max().item() ** 2 * summed.abs().max().item() + 1 if rows else 1.0
     assert_rounds_to(y, truth[0], scale, "y")
-    if has_residual or has_x_bias or p:
-        assert_rounds_to(z, truth[1], 1.0, "z")
-    else:
-        assert z.shape == (0,)
+    assert_rounds_to(z, truth[1], 1.0, "z")
     assert_rounds_to(mean, truth[2], 1.0, "mean")
     assert_rounds_to(rstd, truth[3], scale, "rstd")
-    unsaved = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, False)
+    unsaved = layer_norm_fwd(cpu, *inputs, False)
     assert torch.equal(unsaved[0], y)
     assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
 
-    z = z if z.numel() or not rows else x
-    z = z.reshape(rows, hidden)
-    grads = layer_norm_bwd(
-        cpu, dy, z, weight, mean, rstd, p, seed, OFFSET, True, True, has_x_bias, has_residual
-    )
-    dx, dz, dweight, dbias, dx_bias = backward64(dy, z, weight, mean, rstd, p, seed, OFFSET)
-    scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 4 if rows else 1.0
+    saved = (dy, z if z.numel() else x, weight, mean, rstd, p, seed, OFFSET)
+    needs = (True, True, has_x_bias, has_residual)
+    grads = layer_norm_bwd(cpu, *saved, *needs)
+    truth = layer_norm_bwd(reference, *in_float64(*saved), *needs)
+    scale = rstd.max().item() ** 2 * (1 + summed.abs().max().item()) * 4 if rows else 1.0
     sums = 4 * scale * max(rows, 1) ** 0.5
-    assert_rounds_to(grads[0], dx, scale, "dx")
-    if has_residual and p:
-        assert_rounds_to(grads[1], dz, scale, "dresidual")
-    else:
-        assert grads[1].shape == (0,)
-    assert_rounds_to(grads[2], dweight, sums, "dweight")
-    assert_rounds_to(grads[3], dbias, sums, "dbias")
-    assert grads[2].dtype == grads[3].dtype == grads[4].dtype == torch.float32
-    if has_x_bias:
-        assert_rounds_to(grads[4], dx_bias, sums, "dx_bias")
-    else:
-        assert grads[4].shape == (0,)
+    assert_rounds_to(grads[0], truth[0], scale, "dx")
+    assert_rounds_to(grads[1], truth[1], scale, "dresidual")
+    for name, grad, expected in zip(("dweight", "dbias", "dx_bias"), grads[2:], truth[2:], strict=True):
+        assert grad.dtype == torch.float32
+        assert_rounds_to(grad, expected, sums, name)
     for memory, copy in zip((x_memory, residual_memory), before, strict=True):
         assert torch.equal(memory.view(torch.uint8), copy.view(torch.uint8)), "an input was written"
 

@@ -14,6 +14,11 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def in_float64(*args):
+    """The arguments, with floating-point tensors in float64."""
+    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
 def strided_rows(rows, hidden, dtype, gap, seed):
     """(rows, hidden) with `gap` NaNs behind each row, as a view, and the memory it lies in."""
     memory = torch.full((rows * (hidden + gap) + 64,), float("nan"), dtype=dtype)
