@@ -1,4 +1,4 @@
-"""The C++ embedding: every dtype, instruction set, odd size and stride, against float64 in plain torch."""
+"""The C++ embedding: every dtype, instruction set, odd size and stride, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import itertools
 import pytest
 import torch
 
-from fastbert.backends import aten, cpu
+from fastbert.backends import aten, cpu, reference
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import loader
 from tests.support.cpu_checks import assert_same_on_any_threads
-from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
+from tests.support.cpu_truth import (
+    HALF,
+    assert_rounds_to,
+    assert_same_bits,
+    in_float64,
+    randn,
+    strided_rows,
+)
 from tests.support.launchers import embedding_bwd, embedding_fwd
 
 DTYPES = (torch.float32, *HALF)
@@ -73,9 +80,8 @@ class Batch:
         )
 
     def forward(self, save=True, backend=cpu):
-        return embedding_fwd(
-            backend, *self.args(), self.weight, self.bias, 1e-5, self.p, self.seed, OFFSET, save
-        )
+        inputs = (*self.args(), self.weight, self.bias, 1e-5, self.p, self.seed, OFFSET)
+        return embedding_fwd(backend, *(in_float64(*inputs) if backend is reference else inputs), save)
 
     def backward(self, z, mean, rstd, padding_idx=PAD, backend=cpu, dy=None, sizes=None, need_dln=True):
         embeds = self.embeds is not None
@@ -89,52 +95,15 @@ class Batch:
         )
         dy = self.dy if dy is None else dy
         saved = (dy, z, self.weight, mean, rstd, *ids, *sizes, padding_idx, self.p, self.seed, OFFSET)
+        saved = in_float64(*saved) if backend is reference else saved
         return dict(zip(NAMES, embedding_bwd(backend, *saved, embeds, need_dln), strict=True))
-
-    def keep(self):
-        if not self.p:
-            return 1.0
-        return keep_mask_2d(SEED, OFFSET, self.tokens, self.hidden, self.p) / (1 - self.p)
-
-    def forward64(self):
-        """y, z, mean and rstd in float64."""
-        z = (self.word[self.ids] if self.embeds is None else self.embeds).double()
-        for table, ids in ((self.position, self.position_ids), (self.segment, self.types)):
-            if table is not None:
-                z = z + table[ids].double()
-        mean = z.mean(-1, keepdim=True)
-        rstd = 1 / ((z - mean).square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        y = ((z - mean) * rstd * self.weight.double() + self.bias.double()) * self.keep()
-        return y, z, mean[:, 0], rstd[:, 0]
-
-    def backward64(self, z, mean, rstd, padding_idx=PAD):
-        """The gradients in float64, from the same saved z, mean and rstd."""
-        dn, rstd = self.dy.double() * self.keep(), rstd.double()[:, None]
-        x_hat = (z.double() - mean.double()[:, None]) * rstd
-        g = dn * self.weight.double()
-        dz = rstd * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
-
-        def scatter(table, ids, skip=-1):
-            if table is None:
-                return dz.new_empty(0)
-            out = dz.new_zeros(table.shape[0], self.hidden).index_add_(0, ids, dz)
-            return out.index_fill_(0, torch.tensor([skip]), 0) if skip >= 0 else out
-
-        return {
-            "dword": scatter(self.word if self.embeds is None else None, self.ids, padding_idx),
-            "dposition": scatter(self.position, self.position_ids),
-            "dsegment": scatter(self.segment, self.types),
-            "dinputs_embeds": dz.new_empty(0) if self.embeds is None else dz,
-            "dln_weight": (dn * x_hat).sum(0),
-            "dln_bias": dn.sum(0),
-        }
 
 
 def both_ways(tokens, hidden, dtype, options):
     """Forward and backward of the backend, each output against float64."""
     batch = Batch(tokens, hidden, dtype, **options)
     y, z, mean, rstd = batch.forward()
-    truth = batch.forward64()
+    truth = batch.forward(backend=reference)
     assert (y.dtype, z.dtype, mean.dtype, rstd.dtype) == (dtype, dtype, torch.float32, torch.float32)
     # if a row is nearly constant (such as two elements), rstd magnifies the rounding of z
     scale = truth[3].max().item() ** 2 * truth[1].abs().max().item() + 1 if tokens else 1.0
@@ -146,7 +115,7 @@ def both_ways(tokens, hidden, dtype, options):
     assert_same_bits(unsaved[0], y, "y without save")
     assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
 
-    grads, truth = batch.backward(z, mean, rstd), batch.backward64(z, mean, rstd)
+    grads, truth = (batch.backward(z, mean, rstd, backend=b) for b in (cpu, reference))
     scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 8 if tokens else 1.0
     for name, grad in grads.items():
         sums = 1.0 if name == "dinputs_embeds" else 2 * max(tokens, 1) ** 0.5

@@ -15,12 +15,19 @@ from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.extension import DTYPE_CODES
-from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref
+from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref, slope_ref
 from fastbert.ops.linear import linear, panel_maker
 from fastbert.runtime import loader
 from tests.support import cpu_build
 from tests.support.cpu_checks import assert_same_on_any_threads
-from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
+from tests.support.cpu_truth import (
+    HALF,
+    activation64,
+    assert_same_bits,
+    gelu_tanh_argument,
+    randn,
+    strided_rows,
+)
 
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
@@ -55,12 +62,6 @@ def gradients(dy, x, weight, pre, activation):
     g, dbias = gradient(dy, pre, activation)
     dx = launcher._product(g, weight, weight.shape[1])
     return dx, launcher._product(g.t(), x, x.shape[1]), dbias.to(dy.dtype)
-
-
-def slope64(pre, activation):
-    """act'(pre) in float64."""
-    z = pre.double().requires_grad_()
-    return torch.autograd.grad(activate_ref(z, activation).sum(), z)[0]
 
 
 def assert_sums_to(actual, truth, magnitude, name):
@@ -122,7 +123,7 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
     if backward:
         dy, pre = randn(rows, columns, dtype=dtype, seed=5), None if activation is None else pre
         g, dbias = gradient(dy, pre, activation)
-        g64 = dy.double() if activation is None else dy.double() * slope64(pre, activation)
+        g64 = dy.double() if activation is None else dy.double() * slope_ref(pre.double(), activation)
         assert_sums_to(g, g64, 2 * dy.double().abs(), "g")
         # dx and dweight are products of g as it is stored; dbias is summed before the rounding
         wide_g = g.double()
@@ -231,7 +232,7 @@ def test_results_are_rounded_once(isa, dtype):
         assert (y == truth.to(dtype)).double().mean() >= 0.997, (activation, residual is None)
     dy, pre = randn(400, 300, dtype=dtype, seed=7), randn(400, 300, dtype=dtype, seed=8)
     dbias = cpu.linear_bwd(dy, None, None, pre, "gelu", False, False, True)[2]
-    assert (dbias == (dy.double() * slope64(pre, "gelu")).sum(0).to(dtype)).double().mean() >= 0.99
+    assert (dbias == (dy.double() * slope_ref(pre.double(), "gelu")).sum(0).to(dtype)).double().mean() >= 0.99
 
 
 @pytest.mark.parametrize("depth", (768, 3072, 20_000))
@@ -286,37 +287,6 @@ def derivative(z, activation):
     return gradient(torch.ones_like(z)[None], z[None], activation, with_dbias=False)[0][0]
 
 
-_TANH = 2 * math.sqrt(2 / math.pi)
-
-
-def activation64(z, activation):
-    """(act, act') in float64, without the cancellation in the negative tail that activate_ref may have."""
-    z = z.double()
-    if activation == "gelu":
-        phi = 0.5 * torch.erfc(-z / math.sqrt(2))
-        return z * phi, phi + z * torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-    if activation == "gelu_tanh":
-        u = _TANH * (z + 0.044715 * z**3)
-        s, c = torch.sigmoid(u), torch.sigmoid(-u)
-        return z * s, s + z * s * c * _TANH * (1 + 0.134145 * z * z)
-    if activation == "silu":
-        s = torch.sigmoid(z)
-        return z * s, s * (1 + z * torch.sigmoid(-z))
-    if activation == "relu":
-        return z.clamp(min=0), (z > 0).double()
-    if activation == "tanh":
-        return torch.tanh(z), 4 * torch.sigmoid(2 * z) * torch.sigmoid(-2 * z)
-    raise ValueError(f"activation: no formula of {activation!r} here")
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_truth_is_what_the_op_defines(activation):
-    z = torch.linspace(-6, 6, 1001, dtype=torch.float64)
-    act, slope = activation64(z, activation)
-    torch.testing.assert_close(act, activate_ref(z, activation))
-    torch.testing.assert_close(slope, slope64(z, activation))
-
-
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu", "tanh"))
 def test_float32_activations_keep_their_relative_accuracy(isa, activation):
     """Also in the negative tail, as far as the rounding of exp's argument allows."""
@@ -324,7 +294,7 @@ def test_float32_activations_keep_their_relative_accuracy(isa, activation):
     truth, slope = activation64(z, activation)
     argument = {
         "gelu": 0.5 * z.double() ** 2,
-        "gelu_tanh": 3 * _TANH * (z.double() + 0.044715 * z.double() ** 3).abs(),
+        "gelu_tanh": 3 * gelu_tanh_argument(z.double()).abs(),
         "silu": 0.0,
         "tanh": 0.0,
     }[activation]
@@ -732,7 +702,7 @@ def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
         ours = cpu.linear_fwd(x, weight, None, "gelu", None, False, packed)[0]
         assert seen == []
         torch.testing.assert_close(y, ours, rtol=1e-5, atol=1e-5)
-        truth = dy.double() * slope64(dy, "gelu")
+        truth = dy.double() * slope_ref(dy.double(), "gelu")
         torch.testing.assert_close(grads[0].double(), truth @ weight.double(), rtol=1e-5, atol=1e-4)
 
 

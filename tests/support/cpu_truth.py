@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fastbert import testing
+from fastbert.ops.activation import activate_ref, slope_ref
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -17,6 +20,20 @@ def randn(*shape, dtype=torch.float32, seed=0):
 def in_float64(*args):
     """The arguments, with floating-point tensors in float64."""
     return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
+def gelu_tanh_argument(z):
+    """u of gelu_tanh(z) = z σ(u): 2 √(2/π) (z + 0.044715 z³)."""
+    return 2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
+
+
+def activation64(z, activation):
+    """(act, act') in float64, without the cancellation of 1 + tanh in the negative tail of gelu_tanh."""
+    z = z.double()
+    if activation != "gelu_tanh":
+        return activate_ref(z, activation), slope_ref(z, activation)
+    s, c = (torch.sigmoid(gelu_tanh_argument(a)) for a in (z, -z))
+    return z * s, s + z * s * c * 2 * math.sqrt(2 / math.pi) * (1 + 0.134145 * z * z)
 
 
 def strided_rows(rows, hidden, dtype, gap, seed):

@@ -11,6 +11,7 @@ from fastbert.backends import reference
 from fastbert.backends.cuda import linear as cuda_linear
 from fastbert.ops.activation import ACTIVATIONS, activate_ref
 from fastbert.testing.op_cases.linear import LinearCase
+from tests.support.cpu_truth import activation64
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
@@ -129,14 +130,6 @@ def activated(z: torch.Tensor, activation: str) -> torch.Tensor:
     return kernels.linear_fwd(z.new_zeros(1, 1), z.new_zeros(len(z), 1), z, activation, None, False)[0][0]
 
 
-def truth(z: torch.Tensor, activation: str) -> torch.Tensor:
-    """The activation in float64, without the cancellation of 1 + tanh in the negative tail."""
-    z = z.double()
-    if activation == "gelu_tanh":
-        return z * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))
-    return activate_ref(z, activation)
-
-
 def samples() -> torch.Tensor:
     g = torch.Generator().manual_seed(5)
     return torch.cat([torch.randn(3072, generator=g), torch.rand(1024, generator=g) * 15 - 9]).to(DEVICE)
@@ -147,7 +140,7 @@ def samples() -> torch.Tensor:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_correctly_rounded(dtype, activation, exact_gelu):
     z = samples().to(dtype)
-    expected = truth(z, activation).to(dtype)
+    expected = activation64(z, activation)[0].to(dtype)
     assert (activated(z, activation) == expected).double().mean() >= 0.999
 
 
@@ -164,10 +157,10 @@ def test_cheap_gelu(dtype):
     g = torch.Generator().manual_seed(11)
     pre = torch.randn(8192, generator=g).to(DEVICE)
     z = pre.to(dtype)
-    y, right = activated(z, "gelu"), truth(z, "gelu")
+    y, right = activated(z, "gelu"), activation64(z, "gelu")[0]
     assert share <= (y == right.to(dtype)).double().mean() < 0.999  # the exact one has more
     z = torch.linspace(-4, 8, 20_001, device=DEVICE).to(dtype)
-    y, right = activated(z, "gelu").double(), truth(z, "gelu")
+    y, right = activated(z, "gelu").double(), activation64(z, "gelu")[0]
     step = torch.finfo(dtype).eps * 2.0 ** right.abs().log2().floor()
     step = step.clamp_min(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
     bound = torch.where(z.abs() < 2, most, far)
@@ -180,7 +173,7 @@ def test_cheap_gelu(dtype):
 def gelu_errors(pre: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's errors and those of PyTorch's two ops, at pre-activations that PyTorch has to round."""
     weight = torch.cat([pre.to(dtype).unsqueeze(1), (pre - pre.to(dtype).float()).to(dtype).unsqueeze(1)], 1)
-    exact = truth(weight.double().sum(1), "gelu")
+    exact = activation64(weight.double().sum(1), "gelu")[0]
     ones = torch.ones(1, 2, dtype=dtype, device=DEVICE)
     ours = kernels.linear_fwd(ones, weight, None, "gelu", None, False)[0][0].double()
     eager = torch.nn.functional.gelu((ones @ weight.T)[0]).double()
@@ -207,7 +200,7 @@ def test_cheap_gelu_at_its_ends(dtype):
     assert y[5:].abs().max() <= 1e-34
     z = -torch.rand(4096, generator=torch.Generator().manual_seed(2)) * 16 - 4
     y = activated(z.to(dtype).to(DEVICE), "gelu").double()
-    assert (y - truth(z.to(dtype).to(DEVICE), "gelu")).abs().max() <= 1e-6
+    assert (y - activation64(z.to(dtype).to(DEVICE), "gelu")[0]).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("module", [kernels.activation_kernels, cuda_linear], ids=["triton", "cuda"])
@@ -238,7 +231,7 @@ def test_float32_adds_the_bias_last():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_in_float32(activation):
     z = samples()
-    expected = truth(z, activation)
+    expected = activation64(z, activation)[0]
     actual = activated(z, activation).double()
     assert (actual - expected).abs().max() <= 1e-6
     assert ((actual - expected) / expected).nan_to_num().abs().max() <= 2e-5  # in the tail too
