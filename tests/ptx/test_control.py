@@ -204,23 +204,3 @@ def test_an_unknown_form_is_named():
     # A statement of several lines counts them, and so does a comment.
     with pytest.raises(UnknownForm, match=line.format(18)):
         written(f"mov.u32\n%r2,\n%ctaid.x; /* a\n\ncomment */\n{unknown}")
-
-
-def test_bounds_of_an_array_and_a_number_of_each_kind():
-    """Parameters lie where their sizes ask for it; what lies behind `count` stays as it is."""
-    body = """ld.param.b64 %rd1, [x]; ld.param.b32 %r1, [count]; ld.param.b32 %r5, [by];
-        mov.u32 %r2, %ctaid.x; mov.u32 %r3, %tid.x; mad.lo.s32 %r2, %r2, 64, %r3;
-        setp.ge.s32 %p1, %r2, %r1; @%p1 bra $L__end; mad.wide.s32 %rd2, %r2, 4, %rd1;
-        ld.global.f32 %r4, [%rd2]; add.f32 %r4, %r4, %r5; st.global.f32 [%rd2], %r4;
-    $L__end:"""
-    text = kernel(body, ".param .u64 .ptr .global .align 1 x, .param .u32 count, .param .f32 by")
-    program = Program(text.replace("by)\n", "by)\n.reqntid 64\n"))
-    info = program.kernels["k"]
-    places = [("x", "u64", 0), ("count", "u32", 8), ("by", "f32", 12)]
-    assert [(p.name, p.type, p.offset) for p in info.parameters] == places
-    assert info.reqntid == (64,)
-    for count in (0, 100, 128):
-        x, expected = (torch.arange(128, dtype=torch.float32) for _ in range(2))
-        program.launch("k", (2,), (64,), [x, count, 0.5], seed=count)
-        expected[:count] += 0.5
-        assert torch.equal(x, expected)

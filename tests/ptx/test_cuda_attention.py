@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import attention as attention_args
@@ -21,6 +20,7 @@ from tests.support.attention_calls import (
     HALF,
     HEADDIMS,
     SEED,
+    broken_rules,
     check_bits,
     check_forward,
     ends_of,
@@ -90,11 +90,6 @@ def each(request):
     return run if request.param != "float32" else lambda inputs: run(inputs._replace(**wide(inputs)))
 
 
-def broken_rules(case, dtype, backward=False):
-    rows = testing.run_case(case, "cuda", dtype, backward=backward)
-    return [(case, dtype, r.quantity, r.reason) for r in rows if not r.passed]
-
-
 # Every kernel: each head with nothing, with dropout, with a bias.
 EVERY_KERNEL = [
     case
@@ -113,9 +108,9 @@ def test_every_kernel(emulated, forward, schedule):
     """The cases of `CASES` run in half precision and with backward in test_cuda_attention_backward.py."""
     emulated.schedule = schedule
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
-        assert broken_rules(case, dtype) == []
+        assert broken_rules(case, dtype, backward=False) == []
     for case in (*EVERY_KERNEL, *(c for c in CASES if c.headdim >= 32 and not c.probs)):
-        assert broken_rules(replace(case, dropout_p=0.0), torch.float32) == []
+        assert broken_rules(replace(case, dropout_p=0.0), torch.float32, backward=False) == []
     ours = {name for name in emulated.library.names if "attention_forward" in name}
     assert len(ours) == 21
     assert {launch.kernel for launch in emulated.launches} == ours
@@ -533,12 +528,12 @@ def served(emulated, monkeypatch):
 )
 def test_error_rule_of_hopper(served, case, dtype):
     """As a self-check on a GPU runs it."""
-    assert broken_rules(case, dtype) == []
+    assert broken_rules(case, dtype, backward=False) == []
 
 
 def test_gradients_use_what_hopper_saves(served):
     case = AttentionCase((140, 19), 2, 64, dropout_p=0.25, packed_qkv=True)
-    assert broken_rules(case, torch.bfloat16, backward=True) == []
+    assert broken_rules(case, torch.bfloat16) == []
 
 
 def test_which_calls_hopper_serves(emulated, monkeypatch):

@@ -9,7 +9,6 @@ import re
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
@@ -26,6 +25,7 @@ from tests.support.attention_calls import (
     Call,
     Kernels,
     assert_bit_equal,
+    broken_rules,
     drawn,
     made,
     sequences,
@@ -72,11 +72,6 @@ EVERY_KERNEL = [
         AttentionCase((66, 65), 2, headdim, bias="shared", masked=True, dropout_p=0.1, causal=True),
     )
 ]
-
-
-def broken_rules(case, dtype):
-    rows = testing.run_case(case, "cuda", dtype)
-    return [(case, dtype, r.quantity, r.reason) for r in rows if not r.passed]
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))

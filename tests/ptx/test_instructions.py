@@ -185,13 +185,6 @@ def test_bytes_that_prmt_drops_need_no_value():
     np.testing.assert_array_equal(got["%d"], given & 0xFFFFFFFF)
 
 
-def test_guards():
-    lines = [".reg .b32 %d;", ".reg .b32 %a;", ".reg .pred %p;", "setp.lt.u32 %p, %a, 7;", "mov.b32 %d, 0;"]
-    lines += ["@%p add.u32 %d, %d, 1;", "@!%p add.u32 %d, %d, 2;"]
-    got = run_instruction(lines, {"%a": np.arange(isa.WARP)}, ["%d"])
-    np.testing.assert_array_equal(got["%d"], np.where(np.arange(isa.WARP) < 7, 1, 2))
-
-
 @pytest.mark.parametrize("sizes", ((32, 16), (64, 32), (64, 16)), ids=str)
 def test_moves_of_pieces(sizes):
     random = np.random.default_rng(1)

@@ -28,15 +28,6 @@ def test_shfl(mode, random):
             np.testing.assert_array_equal(np.asarray(got["%q"]).astype(bool), inside)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8, 16, 31])
-def test_butterfly_with_constants(offset, random):
-    """As compilers write it: numbers in the text, no predicate."""
-    values = random.integers(0, 1 << 32, isa.WARP, dtype=np.uint64)
-    lines = [".reg .b32 %d;", ".reg .b32 %v;", f"shfl.sync.bfly.b32 %d, %v, {offset}, 31, -1;"]
-    got = run_instruction(lines, {"%v": values}, ["%d"])
-    np.testing.assert_array_equal(np.asarray(got["%d"]).astype(np.uint64), values[np.arange(32) ^ offset])
-
-
 def test_shfl_within_a_part_of_the_warp(random):
     """Lanes of the mask read each other, in a branch that the others do not take."""
     values = random.integers(0, 1 << 32, isa.WARP, dtype=np.uint64)

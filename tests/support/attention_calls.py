@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
 from fastbert.ops.attention_grid import keep_mask, unpack_bits
+from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of
 
@@ -43,6 +45,12 @@ def made(
 def sequences(inputs: AttentionInputs) -> list[tuple[int, int]]:
     """(first row, length) of each sequence."""
     return list(zip(inputs.cu_seqlens.tolist(), inputs.cu_seqlens.diff().tolist(), strict=False))
+
+
+def broken_rules(case: AttentionCase, dtype: torch.dtype, backward: bool = True) -> list[tuple]:
+    """What the `cuda` backend breaks of the error rule."""
+    rows = testing.run_case(case, "cuda", dtype, backward=backward)
+    return [(case, dtype, r.quantity, r.reason) for r in rows if not r.passed]
 
 
 def in_float64(inputs: AttentionInputs) -> AttentionInputs:

@@ -108,7 +108,6 @@ class Kernel:
 
     name: str
     parameters: list[Parameter]
-    reqntid: tuple[int, ...] | None = None
     statements: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label -> index of the statement that follows
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -165,9 +164,6 @@ def parse(text: str) -> Module:
             module.variables[match["name"]] = variable(match)
         body = Body(text, entry.end(), text.count("\n", 0, entry.end()) + 1)
         kernel = Kernel(entry.group(1), parameters(entry.group(2) or ""))
-        required = re.search(r"\.reqntid\s+([\d,\s]+)", entry.group(3))
-        if required:
-            kernel.reqntid = tuple(int(n) for n in required.group(1).split(","))
         at = body.read(kernel)
         module.kernels[kernel.name] = kernel
     for match in VARIABLE.finditer(text, at):

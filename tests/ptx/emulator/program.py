@@ -25,7 +25,6 @@ class KernelInfo:
 
     name: str
     parameters: tuple[Parameter, ...]
-    reqntid: tuple[int, ...] | None
     shared_bytes: int
 
 
@@ -66,7 +65,7 @@ class Program:
             if contract:
                 kernel = contracted(kernel)
             made = self.decoded[name] = decode(module, kernel)
-            self.kernels[name] = KernelInfo(name, tuple(kernel.parameters), kernel.reqntid, made.shared_bytes)
+            self.kernels[name] = KernelInfo(name, tuple(kernel.parameters), made.shared_bytes)
             self.handles[name] = self.handle(made)
 
     def handle(self, made: Decoded) -> int:
