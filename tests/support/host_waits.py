@@ -49,6 +49,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(real(actual), expected, rtol=0, atol=5e-5)
 
 
+def close_outputs(actual, expected) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in actual.items():
+        close(value, expected[key])
+
+
 def packed_batch(name: str):
     """(ids, cu_seqlens, longest, types) of three sequences, one of them empty."""
     g = torch.Generator().manual_seed(1)
@@ -91,38 +97,21 @@ def test_the_device_counts_what_would_wait():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("where", ["device", "no mask", "host", "mask on the host"])
 @pytest.mark.parametrize("first_only", [False, True])
 @torch.no_grad()
-def test_a_padded_batch_waits_once(name, masked, first_only):
+def test_a_padded_batch_waits_once_unless_the_host_has_the_lengths(name, where, first_only):
     host, device = pair(name)
     inputs = batch(name)
-    if not masked:
+    if where == "no mask":
         del inputs["attention_mask"]
+    given = inputs if where == "host" else {k: fake(v) for k, v in inputs.items()}
+    if where == "mask on the host":
+        given["attention_mask"] = inputs["attention_mask"]
     with waits() as seen:
-        out = device(**{k: fake(v) for k, v in inputs.items()}, first_token_only=first_only)
-        assert len(seen) == 1
-    expected = host(**inputs, first_token_only=first_only)
-    assert out.keys() == expected.keys()
-    for key, value in out.items():
-        close(value, expected[key])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("first_only", [False, True])
-@torch.no_grad()
-def test_no_wait_where_the_host_has_the_lengths(name, first_only):
-    host, device = pair(name)
-    inputs = batch(name)
-    expected = host(**inputs, first_token_only=first_only)
-    moved = {k: fake(v) for k, v in inputs.items()}
-    for given in (inputs, {**moved, "attention_mask": inputs["attention_mask"]}):
-        with waits() as seen:
-            out = device(**given, first_token_only=first_only)
-            assert seen == []
-        assert out.keys() == expected.keys()
-        for key, value in out.items():
-            close(value, expected[key])
+        out = device(**given, first_token_only=first_only)
+        assert len(seen) == (0 if "host" in where else 1)
+    close_outputs(out, host(**inputs, first_token_only=first_only))
 
 
 def test_attention_of_first_tokens_waits_only_for_a_longest_length(monkeypatch):
@@ -172,8 +161,7 @@ def test_no_wait_where_the_last_layer_attends_to_first_tokens(name, monkeypatch)
         assert len(calls) >= 1
         assert min(calls) >= longest
         assert bound is None or calls == [bound]
-        for key, value in out.items():
-            close(value, expected[key])
+        close_outputs(out, expected)
     # MPNet has no graph for a mask with holes
     assert (graphed.last_fallback is None) == (name != "mpnet")
 
@@ -384,9 +372,7 @@ def test_a_graphed_model_waits_no_more():
                     out = graphed(**given, **extra)
                     assert graphed.last_fallback is None
                     assert len(seen) == count
-                expected = host(**inputs, **extra)
-                for key, value in out.items():
-                    close(value, expected[key])
+                close_outputs(out, host(**inputs, **extra))
 
 
 @pytest.mark.parametrize("masked", [True, False])

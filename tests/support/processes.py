@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,12 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess:
         capture_output=True,
         timeout=120,
     )
+
+
+def passed_alone(file: str) -> int:
+    """Run the tests of a file of tests/support in a process of their own; how many there are. All pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "--tb=short"]
+    command += [f"tests/support/{file}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
