@@ -10,12 +10,14 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import triton as backend
+from fastbert.ops.activation import ACTIVATIONS
 from fastbert.runtime import dispatch
 from fastbert.testing import verdicts
 from fastbert.testing.error_rule import evaluate
 from tests.support.launchers import embedding_fwd, layer_norm_bwd, layer_norm_fwd
 from tests.support.triton_fixtures import (
     DEVICE,
+    DTYPES,
     HugeStrides,
     assert_bit_equal,
     assert_repeats,
@@ -217,6 +219,42 @@ def test_offsets_beyond_2_to_31_elements(op, gap, limits, monkeypatch):
     actual = run(**args | {name: far(args[name], gap) for name in names})
     assert any(t.dim() == 2 and t.stride(0) > 2**30 for t in actual) == (op in FAR_RESULTS)
     assert_bit_equal(actual, expected)
+
+
+def ones_through(op, pre, activation):
+    """(g, dbias): ones that pass an activation's slope at `pre`."""
+    ones = torch.ones_like(pre)
+    if op == "linear_backward":
+        return test_linear_backward.passed(ones, pre, activation)
+    return test_feed_forward.kernels.inner_gradient(ones[:, :1], ones[:1].T, pre, activation, True)
+
+
+SLOPES = pytest.mark.parametrize("op", ["feed_forward", "linear_backward"])
+
+
+@SLOPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_limits_and_nan_of_slopes(op, activation, dtype):
+    """At ±∞ 1 and 0, tanh's 0; at 0 a half, relu's 0, tanh's 1; at NaN NaN, relu's 1 as in PyTorch."""
+    pre = torch.tensor([[float("inf"), -float("inf"), 0.0, float("nan")]], dtype=dtype, device=DEVICE)
+    g = ones_through(op, pre, activation)[0][0]
+    expected = {"relu": [1.0, 0.0, 0.0], "tanh": [0.0, 0.0, 1.0]}.get(activation, [1.0, 0.0, 0.5])
+    assert g[:3].tolist() == expected
+    assert g[3].isnan() if activation != "relu" else g[3] == 1
+
+
+@SLOPES
+def test_a_nan_stays_in_its_column(op):
+    pre = torch.randn(70, 40, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    clean = ones_through(op, pre.bfloat16(), "gelu")
+    pre[33, 7] = float("nan")
+    dirty = ones_through(op, pre.bfloat16(), "gelu")
+    others = [c for c in range(40) if c != 7]
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[..., others], b[..., others])
+    assert dirty[1][7].isnan()
+    assert dirty[0].isnan().sum() == 1
 
 
 def vectors_and_matrix(rows=2**24, width=16):

@@ -97,17 +97,6 @@ def test_gelu_near_0_is_rounded_about_once_in_float32():
     assert error.mean() <= 2e-8
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_limits_and_nan(activation, dtype):
-    """At ±∞ 1 and 0, tanh's 0; at 0 a half, relu's 0, tanh's 1; at NaN NaN, relu's 1 as in PyTorch."""
-    pre = torch.tensor([[float("inf"), -float("inf"), 0.0, float("nan")]], dtype=dtype, device=DEVICE)
-    g = passed(torch.ones_like(pre), pre, activation)[0][0]
-    expected = {"relu": [1.0, 0.0, 0.0], "tanh": [0.0, 0.0, 1.0]}.get(activation, [1.0, 0.0, 0.5])
-    assert g[:3].tolist() == expected
-    assert g[3].isnan() if activation != "relu" else g[3] == 1
-
-
 def test_exact_on_small_integers():
     args = arguments(40, 6, 20, activation="relu")
     args |= {name: (args[name] * 3).round() for name in ("dy", "x", "weight", "pre")}
@@ -133,18 +122,6 @@ def test_sums_in_float32(dtype):
     dy, pre = dy[:1500], torch.full((1500, 2), 0.3, dtype=dtype, device=DEVICE)
     slope = slope_ref(pre[:1].double(), "gelu")[0]
     assert torch.equal(passed(dy, pre, "gelu")[1], (1500 * slope).to(dtype))
-
-
-def test_a_nan_stays_in_its_column():
-    args = arguments(70, 5, 40)
-    clean = passed(args["dy"], args["pre"], "gelu")
-    args["pre"][33, 7] = float("nan")
-    dirty = passed(args["dy"], args["pre"], "gelu")
-    others = [c for c in range(40) if c != 7]
-    for a, b in zip(clean, dirty, strict=True):
-        assert torch.equal(a[..., others], b[..., others])
-    assert dirty[1][7].isnan()
-    assert dirty[0].isnan().sum() == 1
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
