@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fastbert
 from fastbert.acceleration import interface
@@ -184,13 +185,14 @@ def test_label_on_a_masked_token(key, kind):
         fast(**inputs)
 
 
+def in_training(name: str = "bert") -> list[nn.Module]:
+    """[stock, accelerated], in float64 and without dropout."""
+    return [copy.deepcopy(m).double().train() for m in pair(name, SPANS)]
+
+
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_training_is_the_stock_models(name):
-    slow, fast = (copy.deepcopy(m).double().train() for m in pair(name, SPANS))
-    for m in (slow, fast):
-        for module in m.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+    slow, fast = in_training(name)
     inputs, labels = asked(name)
     expected = slow(**inputs, **labels)
     with calls(fast, packed=0, padded=1, fused=layer_calls(name), stock=0):
@@ -207,28 +209,16 @@ def test_training_is_the_stock_models(name):
     assert fastbert.explain(fast).models[0].unpads
 
 
-def test_frozen_encoder_under_a_head_in_training():
-    slow, fast = (copy.deepcopy(m).double().train() for m in pair("bert", SPANS))
-    for m in (slow, fast):
-        m.bert.eval().requires_grad_(False)
+@pytest.mark.parametrize("how", ["frozen", "recomputed"])
+def test_gradients_over_an_encoder_that_is(how):
+    slow, fast = in_training()
     inputs, labels = asked()
+    if how == "frozen":
+        for m in (slow, fast):
+            m.bert.eval().requires_grad_(False)
+    else:
+        fast.bert.forward = functools.partial(checkpoint, fast.bert.forward, use_reentrant=False)
     for m in (slow, fast):
-        m(**inputs, **labels).loss.backward()
-    same_gradients(fast, slow, 1e-9)
-
-
-def test_checkpointed_encoder_recomputes_what_it_did():
-    from torch.utils.checkpoint import checkpoint
-
-    slow, fast = (copy.deepcopy(m).double().train() for m in pair("bert", SPANS))
-    inputs, labels = asked()
-    for m in (slow, fast):
-        for module in m.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        forward = m.bert.forward
-        if m is fast:
-            m.bert.forward = functools.partial(checkpoint, forward, use_reentrant=False)
         m(**inputs, **labels).loss.backward()
     same_gradients(fast, slow, 1e-9)
 

@@ -63,6 +63,13 @@ def loss(call, lengths=(5, 9), seed: int = 0, **more) -> torch.Tensor:
     return output.last_hidden_state.square().sum() + output.pooler_output.sum()
 
 
+def both_backward(model, twin, graphed, **more) -> None:
+    """Gradients of `loss` of both, which had none."""
+    for m, call in ((model, model), (twin, graphed)):
+        m.zero_grad()
+        loss(call, **more).backward()
+
+
 def same_gradients(model, twin) -> None:
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
@@ -204,16 +211,12 @@ def in_half(model):
 def test_a_changed_model_is_recorded_again(change):
     model, twin, graphed = encoder_twins()
     for times in range(3):
-        for m, call in ((model, model), (twin, graphed)):
-            m.zero_grad()
-            loss(call).backward()
+        both_backward(model, twin, graphed)
         assert graphed.last_fallback == (None if times else NEW)
     change(model)
     change(twin)
     for reason in (NEW, None, None):
-        for m, call in ((model, model), (twin, graphed)):
-            m.zero_grad()
-            loss(call).backward()
+        both_backward(model, twin, graphed)
         assert graphed.last_fallback == reason
         same_gradients(model, twin)
 
@@ -288,9 +291,7 @@ def test_options_have_recordings_of_their_own(given):
     model, twin, graphed = encoder_twins()
     loss(graphed)
     for more in ({}, given, {}, given):
-        for m, call in ((model, model), (twin, graphed)):
-            m.zero_grad()
-            loss(call, **more).backward()
+        both_backward(model, twin, graphed, **more)
         same_gradients(model, twin)
         assert graphed.last_fallback is None
     assert len(graphed.graphs) == 2

@@ -21,10 +21,9 @@ LAST, PROBE = "encoder.layer.1", "encoder.layer.1.attention.self"
 
 def stock(name: str = "bert", auto: type = MODEL, attention: str = "sdpa", **config) -> nn.Module:
     """A model of transformers, in eval, without dropout unless `config` says otherwise."""
-    head = {"distilbert": "seq_classif_dropout", "albert": "classifier_dropout_prob"}.get(name)
+    heads = {"distilbert": ("seq_classif_dropout", "qa_dropout"), "albert": ("classifier_dropout_prob",)}
     config = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **config}
-    if head:
-        config[head] = 0.0
+    config |= dict.fromkeys(heads.get(name, ()), 0.0)
     model = hf_model(name, auto, **config)
     if name != "mpnet":
         model.set_attn_implementation(attention)
