@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, product
+from unittest import mock
 
 import torch
 
@@ -610,12 +611,12 @@ def tuning_jobs(op: str, full: bool) -> Jobs:
 def recorded(module, call: Callable[[], None]) -> list[tuple]:
     """The launches (kernel, args, config) that `call` makes through `module.launch`."""
     launches = []
-    original = module.launch
-    module.launch = lambda kernel, grid, device, *args, **config: launches.append((kernel, args, config))
-    try:
+
+    def launch(kernel, grid, device, *args, **config):
+        launches.append((kernel, args, config))
+
+    with mock.patch.object(module, "launch", launch):
         call()
-    finally:
-        module.launch = original
     return launches
 
 
@@ -623,38 +624,20 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
     """(ASTSource, options) for a launch, specialised as Triton's runtime specialises it."""
     import triton
 
-    pointers = {
-        torch.float32: "*fp32",
-        torch.bfloat16: "*bf16",
-        torch.float16: "*fp16",
-        torch.int64: "*i64",
-        torch.int32: "*i32",
-        torch.int16: "*i16",
-        torch.uint8: "*u8",
-        torch.int8: "*i8",
-        torch.bool: "*i1",
-    }
     signature, constexprs, attrs = {}, {}, {}
-    aligned = [["tt.divisibility", 16]]
     for i, param in enumerate(kernel.params):
         value = args[i] if i < len(args) else config[param.name]
         one = type(value) is int and value == 1 and not param.do_not_specialize
         if param.is_constexpr or value is None or one:
             signature[param.name], constexprs[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = pointers[value.dtype]
-            if value.device.type == "meta" or value.data_ptr() % 16 == 0:
-                attrs[(i,)] = aligned
-        elif hasattr(value, "block_shape"):  # a tensor descriptor made on the host
-            signature[param.name] = triton.runtime.jit.mangle_type(value)
-        elif isinstance(value, int):
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not param.do_not_specialize:
-                attrs[(i,)] = aligned
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            raise TypeError(f"{param.name}: no Triton type for {value!r}")
+            continue
+        signature[param.name] = triton.runtime.jit.mangle_type(value)
+        if isinstance(value, torch.Tensor):
+            place = 0 if value.device.type == "meta" else value.data_ptr()
+        else:  # a tensor descriptor made on the host and a float have no specialisation
+            place = value if isinstance(value, int) and not param.do_not_specialize else 1
+        if place % 16 == 0:
+            attrs[(i,)] = [["tt.divisibility", 16]]
     options = {k: v for k, v in config.items() if k in ("num_warps", "num_stages", "maxnreg")}
     options |= {"enable_fp_fusion": True}
     if max_registers is not None:
