@@ -492,17 +492,13 @@ def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys, eve
     assert found._asdict() == table["linear"]["bfloat16 48x96 gelu"]["6"]
 
 
-def only_one_task(monkeypatch, task):
-    monkeypatch.setattr(tune, "tasks", lambda *args: [task])
-
-
 @interpreted
 def test_entries_are_merged_into_what_the_file_held(tmp_path, monkeypatch, task, few):
     out = tmp_path / "cpu.json"
     before = {"device": "cpu", "linear": {"float32 9x9": {"3": {"kept": 1}}, task.key: {"2": {"kept": 2}}}}
     out.write_text(json.dumps(before))
     configs = few(1.0, 0.9, 0.5, 0.7)
-    only_one_task(monkeypatch, task)
+    monkeypatch.setattr(tune, "tasks", lambda *args: [task])
     assert tune.main(["--device", "cpu", "--out", str(out)]) == 0
     table = json.loads(out.read_text())
     assert table["linear"]["float32 9x9"] == {"3": {"kept": 1}}
