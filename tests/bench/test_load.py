@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from bench.lib import load, load_engine, turns
 from tests.support.benches import ROOT
+from tests.support.processes import runs
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped neighbour stays")
 
@@ -37,14 +37,6 @@ def row(name: str, loss: float, spread: float = 0.02, **facts: object) -> dict:
     }
     row = {"candidate": name, "status": "ok", "loss": loss, "spread": spread, "quiet_spread": 0.02}
     return {**row, **sizes, "cosine": 1.0, **facts}
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has ended; a zombie has."""
-    try:
-        return pathlib.Path("/proc", str(pid), "stat").read_text().split(") ")[1][0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def wait_until(true, seconds: float = 20.0) -> None:
@@ -234,9 +226,9 @@ def test_a_neighbour_ends_with_a_benchmark_that_is_killed():
     script += "both[0].resume(); print(*[n.process.pid for n in both], flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         pids = [int(pid) for pid in run.stdout.readline().split()]
-        assert not any(map(ended, pids))
+        assert all(map(runs, pids))
         os.kill(run.pid, signal.SIGKILL)
-    wait_until(lambda: all(map(ended, pids)))
+    wait_until(lambda: not any(map(runs, pids)))
 
 
 @pytest.mark.sweep

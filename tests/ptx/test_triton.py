@@ -3,12 +3,6 @@
 Triton's compiler is the independent truth: its layouts, fragments, swizzles and waits must come out right.
 """
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -16,8 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fastbert.testing import error_rule
 from tests.ptx.emulator import library
+from tests.support import processes
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTION = {"_attention_places_kernel", "_attention_fwd_kernel", "_attention_bwd_dq_kernel"}
 ATTENTION |= {"_attention_bwd_dkdv_kernel", "_attention_bwd_dbias_kernel"}
@@ -48,11 +42,7 @@ OPS = {
 def rows_of(module: str, *options: str) -> list[dict]:
     """What a module of this folder prints, run with Triton's interpreter off."""
     library.engine()  # skips where no compiler is
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"tests.ptx.{module}", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=3600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return processes.rows_of("-m", f"tests.ptx.{module}", *options)
 
 
 def assert_right(rows: list[dict], kernels: set[str]) -> None:

@@ -16,7 +16,7 @@ from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
 from fastbert.testing import checking, error_rule, proving, serving, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
-from tests.support.fake_backends import fake_backend, run
+from tests.support.fake_backends import fake_backend, next_process, run
 
 pytestmark = pytest.mark.usefixtures("clean_tables")
 
@@ -85,13 +85,6 @@ def counted(monkeypatch):
     checked, check = [], testing.self_check
     monkeypatch.setattr(error_rule, "self_check", lambda *args: checked.append(args[:2]) or check(*args))
     return checked
-
-
-def next_process():
-    """Forget everything that a new process would not know: only the disk counts."""
-    verdicts.found.clear()
-    proving._alone.clear()
-    dispatch._resolved.clear()
 
 
 def test_a_good_backend_serves_after_its_check_and_is_checked_once(monkeypatch):

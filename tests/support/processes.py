@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -30,3 +31,20 @@ def passed_alone(file: str) -> int:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+def rows_of(*arguments: str) -> list[dict]:
+    """What Python prints with these arguments and Triton's interpreter off: one JSON object per line."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=3600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; a zombie has."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

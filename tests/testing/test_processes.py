@@ -19,7 +19,8 @@ from fastbert.runtime import dispatch
 from fastbert.testing import checking, proving, serving, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
-from tests.support.fake_backends import fake_backend, run
+from tests.support.fake_backends import fake_backend, next_process, run
+from tests.support.processes import runs
 
 pytestmark = pytest.mark.usefixtures("apart")
 
@@ -35,11 +36,6 @@ def inside(monkeypatch):
     seen, real = [], checking.check
     monkeypatch.setattr(checking, "check", lambda unit, device: seen.append(unit) or real(unit, device))
     return seen
-
-
-def next_process():
-    verdicts.found.clear()
-    dispatch._resolved.clear()
 
 
 def served_by(dtype=torch.float32):
@@ -301,17 +297,10 @@ def test_it_ends_with_its_parent(cache):
         time.sleep(0.05)
     parent.kill()
     parent.communicate()
-    while alive(child):
+    while runs(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert verdicts.load(key()).outcome == "killed"
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_long_wait_is_told_once(planted, fake, monkeypatch):
@@ -341,7 +330,7 @@ def test_ctrl_c_ends_the_process_and_blames_no_kernel(planted, monkeypatch, cach
         patched.setattr(checking._Worker, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert not alive(pids[0])
+    assert not runs(pids[0])
     assert list(cache.iterdir()) == []
     planted("good")
     run()

@@ -19,7 +19,7 @@ from fastbert.testing.op_cases.layer_norm import LayerNormCase
 from fastbert.testing.op_cases.linear import LinearCase
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Time, Verdict
-from tests.support.fake_backends import FLOATS, fake_backend, run
+from tests.support.fake_backends import FLOATS, fake_backend, next_process, run
 
 CPU = torch.device("cpu")
 REAL = {name: getattr(aten, name) for name in ("layer_norm_fwd", "layer_norm_bwd")}
@@ -67,12 +67,6 @@ def clock(monkeypatch):
     for name in ("layer_norm_fwd", "layer_norm_bwd"):
         monkeypatch.setattr(aten, name, clock.lasting(REAL[name], 1e-3))
     return clock
-
-
-def next_process():
-    """Only the verdicts on disk are known."""
-    verdicts.found.clear()
-    dispatch._resolved.clear()
 
 
 def serving_now(call="layer_norm_fwd"):

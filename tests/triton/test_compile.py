@@ -4,30 +4,16 @@ On sm_90 no register of a warp group's product is touched before the wait for it
 """
 
 import importlib
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.support.processes import rows_of
 
 
 def compiled(op: str, *options: str) -> list[dict]:
     """Rows of tests/support/triton_compile.py."""
-    return rows_of("triton_compile.py", op, *options)
-
-
-def rows_of(script: str, *options: str) -> list[dict]:
-    """What a script of tests/support prints, run with the interpreter off."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "tests/support" / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return rows_of("tests/support/triton_compile.py", op, *options)
 
 
 def assert_fit(rows: list[dict]) -> None:
@@ -149,7 +135,7 @@ def test_the_last_to_arrive_sees_what_all_have_stored():
 
     Stores of sums, a barrier of the block, a fence of the GPU with one atomic, a barrier, and loads past L1.
     """
-    rows = rows_of("memory_order_of_linear_norm.py", "80", "90", "100", "120")
+    rows = rows_of("tests/support/memory_order_of_linear_norm.py", "80", "90", "100", "120")
     assert [row["arch"] for row in rows] == [80, 90, 100, 120]
     for row in rows:
         assert row["ptx"] == ["store", "barrier", "atomic", "barrier", "load"], row
