@@ -19,8 +19,7 @@ from fastbert.cli.main import main
 from fastbert.pretraining.corpus import Corpus
 from fastbert.training import checkpoints, curves
 from fastbert.training.loop import Trainer
-from tests.support.small_runs import log
-from tests.support.tiny_training import digests, known_roof  # noqa: F401
+from tests.support.tiny_training import digests, known_roof, log  # noqa: F401
 
 DRAW = curves.draw
 QUICK = ["--batch-size", "4", "--steps", "6", "--max-length", "32", "--lr", "1e-3", "--warmup", "0.2"]

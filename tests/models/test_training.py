@@ -19,6 +19,7 @@ from fastbert.runtime import dispatch
 from tests.support import launchers, ranks, training_workers
 from tests.support.accelerated_models import worst_gradient
 from tests.support.model_pairs import CASES, build, inputs_for, labels_for
+from tests.support.numbered_text import relative_error
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 DROPOUT = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
@@ -54,13 +55,6 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     """The same names, bit-equal gradients."""
     assert actual.keys() == expected.keys()
     assert [name for name, g in expected.items() if not torch.equal(actual[name], g)] == []
-
-
-def error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The relative error of all gradients as one vector."""
-    assert actual.keys() == expected.keys()
-    wrong = torch.stack([(actual[name].double() - g.double()).norm() for name, g in expected.items()])
-    return (wrong.norm() / torch.stack([g.double().norm() for g in expected.values()]).norm()).item()
 
 
 def a_layer(dtype: torch.dtype = torch.float32, **config) -> EncoderLayer:
@@ -99,8 +93,8 @@ def test_autocast_gradients_are_no_worse_than_transformers_own(task, dtype):
             (loss * 1024).backward()  # as a GradScaler does
             found.append({name: g / 1024 for name, g in gradients(module).items()})
         assert all(g.dtype == torch.float32 for g in found[0].values())
-        mine.append(error(found[0], truth))
-        theirs.append(error(found[1], truth))
+        mine.append(relative_error(found[0], truth))
+        theirs.append(relative_error(found[1], truth))
     assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
 
 
@@ -394,8 +388,8 @@ def test_every_backend_trains_with_the_masks_of_the_reference(backend):
         expected, other = step(model, inputs), step(model, inputs, seed=4)
     with dispatch.use_backend(**chosen):
         actual = step(model, inputs)
-    assert error(actual, expected) <= 2e-6
-    assert error(other, expected) > 0.05
+    assert relative_error(actual, expected) <= 2e-6
+    assert relative_error(other, expected) > 0.05
 
 
 @pytest.fixture(scope="module")

@@ -29,13 +29,12 @@ from tests.support.small_runs import (
     config,
     cut_after,
     family_of,
-    log,
     moments,
     ran,
     small,
     weights,
 )
-from tests.support.tiny_training import digests
+from tests.support.tiny_training import digests, log
 
 # recipe -> its losses, and what else is counted
 LOSSES = {
@@ -282,14 +281,15 @@ def test_models_that_do_not_fit(corpus, stock, tokenizer_dir, text_file, tmp_pat
 
 @pytest.fixture(scope="module")
 def whole_run(corpus, tmp_path_factory):
-    """The directory of a run without interruption, by its recipe."""
+    """The directory of a run without interruption, by its recipe and its growth."""
     found = {}
 
-    def of(name: str) -> Path:
-        if name not in found:
-            found[name] = tmp_path_factory.mktemp("whole") / "run"
-            ran(corpus, config(corpus, family_of(name)), small(name), found[name])
-        return found[name]
+    def of(name: str, growth: Growth | None = None) -> Path:
+        if (name, id(growth)) not in found:
+            run = found[name, id(growth)] = tmp_path_factory.mktemp("whole") / "run"
+            recipe, layers = (small(name), 2) if growth is None else (constant(name), 4)
+            ran(corpus, config(corpus, family_of(name), num_hidden_layers=layers), recipe, run, growth=growth)
+        return found[name, id(growth)]
 
     return of
 
@@ -402,34 +402,19 @@ def test_a_new_phase_with_a_fresh_optimizer_has_no_copied_moments(corpus):
     assert made[1].moments is not None
 
 
-@pytest.fixture(scope="module")
-def unbroken(corpus, tmp_path_factory):
-    """The digests of a whole run, by its growth."""
-    found = {}
-
-    def of(growth: Growth) -> dict[str, str]:
-        if id(growth) not in found:
-            run = tmp_path_factory.mktemp("whole") / "run"
-            ran(corpus, config(corpus, num_hidden_layers=4), constant(), run, growth=growth)
-            found[id(growth)] = digests(run)
-        return found[id(growth)]
-
-    return of
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("growth", [GROWN, COPIED, FROZEN], ids=["fresh", "copied", "frozen"])
 def test_a_run_that_breaks_at_a_border_goes_on_to_the_same_bits(
-    growth, every, step, unbroken, corpus, tmp_path
+    growth, every, step, whole_run, corpus, tmp_path
 ):
     """Before, at and after each border, whether or not there is a checkpoint of the step before."""
     given = corpus, config(corpus, num_hidden_layers=4), constant(), tmp_path
     broken_at(step, *given, growth=growth, save_every=every)
     assert not (tmp_path / "step-000006").exists()
     ran(*given, growth=growth, save_every=every)
-    assert digests(tmp_path) == unbroken(growth)
+    assert digests(tmp_path) == digests(whole_run("roberta", growth))
 
 
 @pytest.mark.sweep

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import resource
 import signal
@@ -31,7 +30,7 @@ from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stream import Batch
 from tests.support.processes import ROOT
-from tests.support.tiny_training import CONFIG, Classes, Numbered, NumberedPlan, digests
+from tests.support.tiny_training import CONFIG, Classes, Numbered, NumberedPlan, digests, log
 
 STEPS = 4
 MICRO_BATCHES = 6
@@ -362,8 +361,3 @@ def misses(run: Path, one: Path, truth: Path, dtype: torch.dtype = torch.float32
         if [line[key] for line in lines[0]] != [line[key] for line in lines[2]]:
             found.append(f"log: {key}")
     return found
-
-
-def log(run: Path) -> list[dict[str, Any]]:
-    """The lines of log.jsonl."""
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,6 @@ def cut_after(run: Path, step: int, to: Path) -> Path:
         if int(folder.name.removeprefix("step-")) > step:
             shutil.rmtree(folder)
     return to
-
-
-def log(run: Path) -> list[dict[str, Any]]:
-    """The lines of log.jsonl."""
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def weights(run: Path, step: int, folder: str = "model") -> dict[str, Tensor]:

@@ -126,3 +126,8 @@ def digests(run: Path) -> dict[str, str]:
     paths = [run / "log.jsonl", *sorted(newest.rglob("*.safetensors"))]
     found = {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
     return {**found, "step": json.loads((newest / "trainer.json").read_text())["step"]}
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    """The lines of log.jsonl."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
