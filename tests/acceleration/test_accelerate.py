@@ -275,8 +275,7 @@ def test_fastberts_own_models_need_no_accelerate(kind):
     )
     assert "calls" not in second
     assert f"layers 0 to {LAYERS - 1} by executor " in third
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a stock model beside it is accelerated without a warning
+    with warnings.catch_warnings(action="error"):  # a stock model beside it is accelerated without a warning
         beside = nn.ModuleList([model, stock("bert")])
         assert fastbert.explain(fastbert.accelerate(beside)).fused_layers == 2 * LAYERS
 
@@ -324,8 +323,7 @@ def test_other_versions_of_transformers_are_left_alone(monkeypatch):
     assert [set(vars(m)) for m in model.modules()] == keys
     for version in ("5.0.0", "5.23.0", "5.99.1", "5.24.0.dev0"):
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             fast = fastbert.accelerate(stock("bert"))
         assert all(layer.fused for layer in fastbert.explain(fast).layers)
 
@@ -469,8 +467,7 @@ def test_decoders_run_as_they_are(name):
     with pytest.raises(ValueError, match="decoder"):
         fastbert.accelerate(copy.deepcopy(slow), strict=True)
     ids = inputs["input_ids"][3:, :5]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         settings_ = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
         assert torch.equal(fast.generate(ids, **settings_), slow.generate(ids, **settings_))
 

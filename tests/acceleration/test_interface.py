@@ -52,8 +52,7 @@ def stock(name: str, auto: type = transformers.AutoModel, **overrides) -> torch.
     """A tiny transformers model, in eval on sdpa. Weights are at unit scale, so that attention matters."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **EXTRA.get(name, {}), **overrides})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = auto.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:

@@ -54,8 +54,7 @@ FIGURES = {
 )
 def test_any_text_can_be_drawn(tmp_path, name, text):
     """Those of a file of the user's are no mathematics, fit on the picture, and are all there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         results.save(tmp_path / "out", "name", {}, {}, {"drawn": FIGURES[name](text)})
     assert (tmp_path / "out" / "drawn.png").read_bytes().startswith(b"\x89PNG")
     root = ElementTree.parse(tmp_path / "out" / "drawn.svg").getroot()

@@ -56,8 +56,7 @@ NAMES = [
 def test_saved_by_transformers_loads_here(name, tmp_path):
     model = theirs(name)
     model.save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         loaded = load(name, tmp_path)
     assert_same_state(loaded, model)
     assert loaded.load_report.missing == loaded.load_report.unused == []

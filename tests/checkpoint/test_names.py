@@ -39,8 +39,7 @@ def test_old_and_wrapped_names(bert_mlm, tmp_path, spell, said):
     }
     state["bert.embeddings.position_ids"] = torch.arange(40)[None]
     state["embeddings.token_type_ids"] = torch.zeros(1, 40, dtype=torch.long)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         assert_same_state(load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state)), bert_mlm)
     assert len(told) == (said is not None)
     assert said is None or re.search(said, str(told[0].message))
@@ -151,8 +150,7 @@ def test_bare_encoder_without_pooler(prefix, tmp_path):
         assert output.pooler_output is None
         assert torch.allclose(output.last_hidden_state, expected, atol=1e-4)
         loaded.save_pretrained(tmp_path / place)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fastbert.AutoModel.from_pretrained(tmp_path / "a", add_pooling_layer=False)
     with pytest.raises(CheckpointError, match=r"pooler\.[a-z.]*weight.*add_pooling_layer=False"):
         fastbert.AutoModel.from_pretrained(tmp_path / "a", add_pooling_layer=True)

@@ -43,8 +43,7 @@ def test_a_head_of_another_size_is_fresh_where_asked(folder):
     assert model.config.num_labels == len(model.config.id2label) == 3
     whole = load(folder)
     assert_same_state(model.bert, whole.bert)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         _, theirs = transformers.BertForSequenceClassification.from_pretrained(
             folder, num_labels=3, ignore_mismatched_sizes=True, output_loading_info=True
         )
@@ -52,8 +51,7 @@ def test_a_head_of_another_size_is_fresh_where_asked(folder):
     assert info.keys() >= {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}
     assert {key for key, _, _ in info["mismatched_keys"]} == set(head)
     assert info["missing_keys"] == info["unexpected_keys"] == set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert_same_state(load(folder, ignore_mismatched_sizes=True), whole)  # nothing to ignore
 
 

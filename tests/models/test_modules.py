@@ -889,9 +889,8 @@ def test_classes_made_from_a_stock_class():
         slow = pair("bert")[0]
         slow.__class__ = cls
         fast = copy.deepcopy(slow)
-        with warnings.catch_warnings():
-            # how it handles Doubled is not tested, only that the result is right
-            warnings.simplefilter("ignore")
+        # how it handles Doubled is not tested, only that the result is right
+        with warnings.catch_warnings(action="ignore"):
             fastbert.accelerate(fast)
         assert isinstance(fast, cls)
         assert type(fast).__qualname__ == cls.__qualname__ != cls.__name__

@@ -152,8 +152,7 @@ def test_a_bad_backend_is_dropped_with_one_warning(monkeypatch, text):
     assert len(caught) == 1
     assert torch.equal(y, aten.layer_norm_fwd(LayerNormInputs(torch.ones(2, 16), torch.ones(16)), False)[0])
     dispatch._resolved.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run()  # the verdict is remembered: no second check, no second warning
     line = next(c for c in serving.choices("cpu") if c.op == "layer_norm" and c.dtype == "float32")
     assert line.backend == "aten"
@@ -179,8 +178,7 @@ def test_a_failure_in_one_dtype_leaves_the_others(monkeypatch):
     fake_backend(monkeypatch, layer_norm_fwd=fault)
     with pytest.warns(RuntimeWarning, match="no bfloat16 here"):
         run(torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run(torch.float32)
     lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "layer_norm"}
     assert lines["bfloat16"] == "aten"

@@ -71,8 +71,7 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = auto.from_config(hf_config(name, **overrides)).eval()
     if name != "mpnet":  # its own eager attention is all it has
         model.set_attn_implementation("eager")

@@ -64,8 +64,7 @@ def plant(behaviours: str) -> list[str]:
 
 
 def first_use(served: list[str]) -> dict:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         layer_norm(torch.ones(2, 4), torch.ones(4))
         at_first = len(served)
         layer_norm(torch.ones(2, 4), torch.ones(4))

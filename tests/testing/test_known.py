@@ -52,8 +52,7 @@ def test_what_is_known_is_not_checked(table, cache, monkeypatch, outcome):
     """A proven kernel serves at once, in a graph's capture too, and a slower one does not."""
     table(outcome, None if outcome == "passed" else "slower than aten: 2.00 x its time")
     monkeypatch.setattr(proving, "_capturing", lambda device: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run()
     assert served_by() == ("triton" if outcome == "passed" else "aten")
     assert not cache.exists()  # and nothing is written

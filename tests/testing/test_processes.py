@@ -68,8 +68,7 @@ def test_whatever_it_does_this_process_goes_on(planted, fake, monkeypatch, fault
     with pytest.warns(RuntimeWarning, match=f"failed its self-check on cpu in float32 .*{text}") as caught:
         y = run()
     assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run()
     assert torch.equal(y, torch.zeros(2, 16))
     assert served == checks == []
@@ -198,8 +197,7 @@ def test_where_no_process_can_decide_this_one_does(two_ops, fake, monkeypatch, c
     path, checks = fake(code), inside(monkeypatch)
     if not code:
         monkeypatch.setattr(checking, "COMMAND", ["/no/such/program"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run()
         use_linear()
     assert served_by() == "triton"

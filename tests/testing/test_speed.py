@@ -92,8 +92,7 @@ def planted(monkeypatch, clock, forward, backward):
 )
 def test_a_slower_kernel_does_not_serve_and_nobody_is_warned(monkeypatch, clock, forward, backward, ratio):
     planted(monkeypatch, clock, forward, backward)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run()
         next_process()
         run()  # nor by the verdict on disk
@@ -296,8 +295,7 @@ def test_a_kernel_may_serve_in_inference_alone_or_in_training_alone(
 ):
     served = attention_kernels(monkeypatch, clock, cuda, triton)
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             attend(grad=False)
             served.clear()
             attend(grad=False)

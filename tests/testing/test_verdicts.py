@@ -223,8 +223,7 @@ def test_where_verdicts_are_kept(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert verdicts.folder() == tmp_path / ".cache" / "fastbert" / "self_checks"
     monkeypatch.setenv("FASTBERT_CACHE", "")  # nothing is kept
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         verdicts.store(KEY, Verdict("wrong"))
         assert verdicts.attempt(KEY) is verdicts.load(KEY) is None
         verdicts.settle(KEY, None)
@@ -296,8 +295,7 @@ def test_a_verdict_is_replaced_in_one_step_or_not_at_all(cache):
 def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "file"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         verdicts.settle(KEY, verdicts.attempt(KEY), Verdict(None))
         verdicts.store(KEY, Verdict("wrong"))
         assert verdicts.load(KEY) is None
@@ -477,10 +475,8 @@ def test_without_locks_there_are_no_turns(monkeypatch, error):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     before, done = len(os.listdir("/proc/self/fd")), []
-    with contextlib.suppress(KeyboardInterrupt), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with verdicts.turn(KEY):
-            done.append(1)
+    with contextlib.suppress(KeyboardInterrupt), warnings.catch_warnings(action="error"), verdicts.turn(KEY):
+        done.append(1)
     assert done == ([] if error is KeyboardInterrupt else [1])
     assert len(os.listdir("/proc/self/fd")) == before
     monkeypatch.setenv("FASTBERT_CACHE", "")  # nor without a folder
