@@ -31,12 +31,11 @@ from tests.support.numbered_text import (
     Numbered,
     assert_as_papers,
     at_unit_scale,
-    batch_of,
     originals,
     padded,
     relative_error,
-    tensors,
 )
+from tests.support.objectives import batch_of, tensors
 from tests.support.vocabulary_rows import VocabularyRows
 
 
@@ -94,7 +93,7 @@ def test_labels_are_readable_from_the_ids(batch, monkeypatch):
         return plain_loss(self, logits, labels, encoded)
 
     monkeypatch.setattr(type(module.model), "loss", loss)
-    inputs = tensors(batch.inputs)
+    inputs = tensors(batch)
     kept = inputs["input_ids"].clone()
     _, counted = module(inputs, measure=True)
     assert torch.equal(inputs["input_ids"], kept)  # the caller's ids are as they were
@@ -174,7 +173,7 @@ def backward(module: ReplacedTokenLosses, losses: dict[str, torch.Tensor]) -> di
     ids=["projected", "unprojected", "generator-unprojected", "as-wide"],
 )
 def test_losses_and_gradients_are_the_papers(share, config, batch, monkeypatch):
-    module, inputs = module_of(share, **config), tensors(batch.inputs)
+    module, inputs = module_of(share, **config), tensors(batch)
     assert module.weights == {"rtd": 50.0}
     single = stock(module)
     double = copy.deepcopy(single).double()
@@ -201,7 +200,7 @@ def test_losses_and_gradients_are_the_papers(share, config, batch, monkeypatch):
 def test_autocast_gradients_are_no_worse_than_transformers_own(monkeypatch):
     mine, theirs = [], []
     for seed in range(3):
-        inputs = tensors(batch_of(ReplacedTokens(Numbered(), seed=seed)).inputs)
+        inputs = tensors(batch_of(ReplacedTokens(Numbered(), seed=seed)))
         module = module_of(seed=seed)
         models = stock(module)
         double = copy.deepcopy(models).double()
@@ -221,7 +220,7 @@ def test_autocast_gradients_are_no_worse_than_transformers_own(monkeypatch):
 def test_no_gradient_passes_through_what_was_drawn(batch):
     """The discriminator's loss moves of the generator only what is shared with it."""
     module = module_of()
-    losses, _ = module(tensors(batch.inputs))
+    losses, _ = module(tensors(batch))
     losses["rtd"].backward(retain_graph=True)
     shared = {id(p) for p in module.model.parameters()}
     assert all(p.grad is None for p in module.generator.parameters() if id(p) not in shared)
@@ -237,7 +236,7 @@ def test_no_prediction_at_all():
     batch = batch_of(ReplacedTokens(format))
     assert batch.counts == {"mlm": 0, "rtd": 4, "replaced": 0}
     module = module_of()
-    losses, counted = module(tensors(batch.inputs), measure=True)
+    losses, counted = module(tensors(batch), measure=True)
     assert losses["mlm"] == 0
     assert counted["mlm"] == counted["replaced"] == 0
     (losses["mlm"] + losses["rtd"]).backward()
@@ -329,7 +328,7 @@ def test_the_embedding_block_is_one(batch):
     assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
     made = optimizer("adamw", groups, 1e-2)
     before = module.model.electra.embeddings.LayerNorm.bias.clone()
-    losses, _ = module(tensors(batch.inputs))
+    losses, _ = module(tensors(batch))
     (losses["mlm"] + losses["rtd"]).backward()
     made.step()
     tied(module)
@@ -406,7 +405,7 @@ def test_what_examples_depend_on():
 def test_work_is_that_of_the_products(embedding, monkeypatch):
     """Of all products of both models on one sequence, counted by PyTorch; a step is three forwards."""
     batch = batch_of(ReplacedTokens(Numbered([40])))
-    module, inputs = module_of(embedding_size=embedding), tensors(batch.inputs)
+    module, inputs = module_of(embedding_size=embedding), tensors(batch)
     models = stock(module)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         paper(models, inputs, inputs["labels"][inputs["labels"] != IGNORED])

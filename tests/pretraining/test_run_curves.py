@@ -11,7 +11,8 @@ from fastbert.pretraining.corpus import Corpus
 from fastbert.pretraining.run import model_of, stages
 from fastbert.training.optimizers import decay_groups, optimizer
 from fastbert.training.stream import Stream
-from tests.support.numbered_text import padded, relative_error, tensors
+from tests.support.numbered_text import padded, relative_error
+from tests.support.objectives import tensors
 from tests.support.small_runs import config, small
 
 STEPS = 30
@@ -55,7 +56,7 @@ def test_thirty_steps_are_those_of_transformers(family, recipe, name, text_file,
     label = {"bert": "next_sentence_label", "albert": "sentence_order_label"}.get(family)
     for step in range(STEPS):
         batch = stream.batch(step)
-        inputs = tensors(batch.inputs)
+        inputs = tensors(batch)
         losses, _ = ours(inputs)
         mine = sum(losses.values())
         given = padded(inputs)

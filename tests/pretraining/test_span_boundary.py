@@ -26,11 +26,10 @@ from tests.support.numbered_text import (
     Numbered,
     assert_as_papers,
     at_unit_scale,
-    batch_of,
     padded,
     relative_error,
-    tensors,
 )
+from tests.support.objectives import batch_of, tensors
 from tests.support.vocabulary_rows import VocabularyRows
 
 WIDE = Masking("span", share=0.5)  # more and longer spans
@@ -143,7 +142,7 @@ def test_losses_and_gradients_are_the_papers(family, max_targets, config):
     assert batch.inputs["token_type_ids"].any()
     if family == "roberta":  # it has one type
         batch.inputs["token_type_ids"] = np.zeros_like(batch.inputs["token_type_ids"])
-    module, inputs = module_of(family, max_targets, **config), tensors(batch.inputs)
+    module, inputs = module_of(family, max_targets, **config), tensors(batch)
     assert module.weights == {}
     single = Paper(module, max_targets).train()
     double = copy.deepcopy(single).double()
@@ -161,7 +160,7 @@ def test_losses_and_gradients_are_the_papers(family, max_targets, config):
 def test_autocast_gradients_are_no_worse_than_eager():
     mine, theirs = [], []
     for seed in range(3):
-        inputs = tensors(batch_of(SpanBoundary(Numbered(), WIDE, seed=seed)).inputs)
+        inputs = tensors(batch_of(SpanBoundary(Numbered(), WIDE, seed=seed)))
         module = module_of(seed=seed)
         eager = Paper(module, 20).train()
         double = copy.deepcopy(eager).double()
@@ -176,7 +175,7 @@ def test_autocast_gradients_are_no_worse_than_eager():
 
 def test_what_is_counted():
     batch = batch_of(SpanBoundary(Numbered()))
-    module, inputs = module_of(), tensors(batch.inputs)
+    module, inputs = module_of(), tensors(batch)
     with VocabularyRows(VOCAB) as seen:
         assert module(inputs)[1] == {}
     assert 0 < max(seen.rows) <= batch.counts["mlm"]
@@ -192,7 +191,7 @@ def test_no_prediction_at_all():
     batch = batch_of(SpanBoundary(Numbered([2, 2])))
     assert batch.counts == {"mlm": 0, "sbo": 0}
     module = module_of()
-    losses, counted = module(tensors(batch.inputs), measure=True)
+    losses, counted = module(tensors(batch), measure=True)
     assert losses == {"mlm": 0, "sbo": 0}
     assert counted == {"mlm": 0, "sbo": 0}
     sum(losses.values()).backward()

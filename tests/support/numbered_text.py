@@ -12,9 +12,7 @@ from torch import Tensor
 
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED
-from fastbert.pretraining.objectives.masked import Objective
 from fastbert.testing import compare
-from fastbert.training.stream import Batch
 
 CLS, SEP, MASK = 2, 3, 4
 FIRST, STEP = 5, 40  # place i of sequence s has the id FIRST + STEP * s + i
@@ -59,21 +57,10 @@ class Numbered:
         return Example(ids, places % 4 != 2, (places > length // 2).astype(np.int64), -100)
 
 
-def batch_of(objective: Objective, epoch: int = 0) -> Batch:
-    """All sequences of an epoch as one micro-batch."""
-    plan = objective.plan(epoch)
-    return objective.collate([objective.example(plan, epoch, i) for i in range(len(plan.lengths))])
-
-
 def originals(format: Numbered) -> np.ndarray:
     """(total,) the ids before masking, packed."""
     plan = format.plan(0)
     return np.concatenate([format.build(plan, i).ids for i in range(len(format.lengths))])
-
-
-def tensors(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs as the loop passes them."""
-    return {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in inputs.items()}
 
 
 def padded(inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -81,18 +81,16 @@ def stock(losses: Losses, cls: type = transformers.BertForMaskedLM) -> torch.nn.
     return hf.eval()
 
 
-def batch_of(objective: Objective, count: int = 4, epoch: int = 0, first: int = 0) -> Batch:
-    """Examples of an epoch, one after the other."""
-    plan = objective.plan(epoch)
-    return objective.collate([objective.example(plan, epoch, first + i) for i in range(count)])
+def batch_of(objective: Objective, count: int | None = None) -> Batch:
+    """The first `count` examples, or all of a plan that has `lengths`, as one micro-batch."""
+    plan = objective.plan(0)
+    count = len(plan.lengths) if count is None else count
+    return objective.collate([objective.example(plan, 0, i) for i in range(count)])
 
 
 def tensors(batch: Batch) -> dict[str, Any]:
-    """The inputs of a batch as tensors."""
-    return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in batch.inputs.items()
-    }
+    """The inputs of a batch as the loop passes them."""
+    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in batch.inputs.items()}
 
 
 def logits_of(losses: Losses, inputs: dict[str, Any]) -> Tensor:
