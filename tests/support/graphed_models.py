@@ -15,7 +15,7 @@ from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
-from tests.support.hf_models import hf_config
+from tests.support.hf_models import hf_config, unit_scale
 
 CPU = torch.device("cpu")
 SIZES = {"max_tokens": 512, "max_batch": 64}
@@ -25,13 +25,7 @@ def fresh(name: str = "bert", dtype: torch.dtype = torch.float64, **config) -> B
     """A tiny model with weights at unit scale. In float64 a difference is a mistake, not rounding."""
     torch.manual_seed(0)
     model = AutoModel.from_config(EncoderConfig.from_hf(hf_config(name, **config))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.5 / parameter.shape[1] ** 0.5)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype)
+    return unit_scale(model).to(dtype)
 
 
 shared = functools.cache(fresh)  # for tests that leave the model as it is

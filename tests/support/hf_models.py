@@ -68,6 +68,16 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
 
 
 @torch.no_grad()
+def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
+    """The model with matrices of new weights and other vectors, so that every part matters."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, scale / parameter.shape[1] ** 0.5)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
     torch.manual_seed(seed)
@@ -75,12 +85,7 @@ def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **ov
         model = auto.from_config(hf_config(name, **overrides)).eval()
     if name != "mpnet":  # its own eager attention is all it has
         model.set_attn_implementation("eager")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, 1.5 / parameter.shape[1] ** 0.5)
-        else:
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return unit_scale(model)
 
 
 def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:

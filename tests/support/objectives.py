@@ -20,6 +20,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import Corpus
 from fastbert.pretraining.objectives.masked import Losses, Objective
 from fastbert.training.stream import Batch
+from tests.support.hf_models import unit_scale
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 FIRST = 100  # the first number; below it are special tokens and numbers that no text has
@@ -63,13 +64,7 @@ def built(objective: Objective, dtype: torch.dtype = torch.float64, seed: int = 
     """The losses of a new tiny model, weights at unit scale, so that every part matters."""
     torch.manual_seed(seed)
     losses = objective.losses(objective.model(tiny(objective.format.corpus.vocab_size, **values)))
-    with torch.no_grad():
-        for parameter in losses.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return losses.to(dtype)
+    return unit_scale(losses, 1.0).to(dtype)
 
 
 def stock(losses: Losses, cls: type = transformers.BertForMaskedLM) -> torch.nn.Module:
