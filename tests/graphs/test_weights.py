@@ -21,6 +21,13 @@ from tests.support.graphed_models import Graphed, GraphLike, fresh, lengths_batc
 from tests.support.hf_models import batch
 
 
+@pytest.fixture
+def g(monkeypatch):
+    """As on a GPU, its weights are derived tensors; a CPU's fused layer has an object of its own."""
+    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
+    return Graphed(fresh("bert", torch.float32))
+
+
 @torch.no_grad()
 def scale(model, factor=1.1):
     for parameter in model.parameters():
@@ -62,11 +69,8 @@ def in_inference_mode(model):
         lambda m: [parameter.detach().numpy().__imul__(0.9) for parameter in m.parameters()],
     ],
 )
-def test_weights_changed_in_place_stay_valid(change, monkeypatch):
+def test_weights_changed_in_place_stay_valid(change, g):
     """Graphs are not recorded again, and derived weights are rebuilt."""
-    # a CPU's fused layer keeps its weights in an object of its own; GPUs derive tensors
-    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
-    g = Graphed(fresh("bert", torch.float32))
     calls = ({"return_dict": False}, {"return_dict": False, "first_token_only": True}, {"packed": True})
 
     def call():
@@ -90,15 +94,13 @@ def test_weights_changed_in_place_stay_valid(change, monkeypatch):
     assert g.recorded == recorded == 5
 
 
-def test_whether_weights_were_written_is_asked_of_the_host_alone(monkeypatch):
+def test_whether_weights_were_written_is_asked_of_the_host_alone(g):
     """An operation on tensors of the device might wait for it."""
 
     class Refuse(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError(f"{func} was called")
 
-    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
-    g = Graphed(fresh("bert", torch.float32))
     g.check(**batch("bert"))
     assert g.graphed._derived
     with Refuse():
@@ -111,10 +113,8 @@ def test_whether_weights_were_written_is_asked_of_the_host_alone(monkeypatch):
     assert g.recorded == 1
 
 
-def test_a_write_that_the_model_itself_found_first(monkeypatch):
+def test_a_write_that_the_model_itself_found_first(g):
     """The model then has other derived weights than the graph, and has set the marks again."""
-    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
-    g = Graphed(fresh("bert", torch.float32))
     g.check(**batch("bert"))
     by_data(g.model)
     with torch.no_grad():
@@ -123,10 +123,8 @@ def test_a_write_that_the_model_itself_found_first(monkeypatch):
     assert g.recorded == 1
 
 
-def test_every_kind_of_recording_has_its_derived_weights(monkeypatch):
+def test_every_kind_of_recording_has_its_derived_weights(g):
     """In one bucket of tokens, the recording that needs the fewest weights comes first."""
-    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
-    g = Graphed(fresh("bert", torch.float32))
     for order in ((True, False), (False, True)):
         for first_only in order:
             g.check(**lengths_batch([3, 4]), first_token_only=first_only)
@@ -134,10 +132,8 @@ def test_every_kind_of_recording_has_its_derived_weights(monkeypatch):
     assert g.recorded == 2
 
 
-def test_derived_weights_of_a_backend_that_is_not_asked(monkeypatch):
+def test_derived_weights_of_a_backend_that_is_not_asked(g):
     """They are not rebuilt, so their recordings must be dropped."""
-    monkeypatch.setattr(cpu, "serves", lambda *_: "off")
-    g = Graphed(fresh("bert", torch.float32))
     g.check(**batch("bert"))
     scale(g.model)
     with dispatch.use_backend("aten"):
