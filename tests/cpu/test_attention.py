@@ -24,7 +24,6 @@ from tests.support.cpu_attention import (
 )
 from tests.support.cpu_checks import assert_same_on_any_threads
 
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 

@@ -14,7 +14,6 @@ from fastbert.runtime import loader
 from tests.support.cpu_attention import _C, OFFSET, SEED, backward, forward, own_dtype, randn
 from tests.support.inputs import ends_of
 
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 

@@ -30,7 +30,6 @@ from tests.support.cpu_attention import (
 )
 from tests.support.inputs import ends_of
 
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 

@@ -15,10 +15,7 @@ from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, ra
 DTYPES = (torch.float32, *HALF)
 IGNORE = -100
 INF, NAN = float("inf"), float("nan")
-_C = loader.extension
-
-pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
+pytestmark = pytest.mark.skipif(loader.extension is None, reason=str(loader.missing))
 
 
 def labels_of(rows, classes, labelled=1.0, ignore_index=IGNORE, seed=0):

@@ -32,8 +32,6 @@ from tests.support.cpu_truth import (
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
 _C = loader.extension
-
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 

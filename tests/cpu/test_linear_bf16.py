@@ -29,7 +29,6 @@ from tests.support.cpu_truth import assert_same_bits, randn, strided_rows
 _C = loader.extension
 BF16 = torch.bfloat16
 
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = [
     pytest.mark.skipif(_C is None, reason=str(loader.missing)),
     pytest.mark.skipif(

@@ -17,13 +17,12 @@ from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.runtime import loader
 from tests.support import cpu_build
 from tests.support.cpu_checks import assert_same_on_any_threads
+from tests.support.cpu_fixtures import using_isa
 from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
 _C = loader.extension
-
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
@@ -64,9 +63,7 @@ def isa(request, monkeypatch):
         monkeypatch.setattr(launcher, "_C", request.getfixturevalue("without_vnni"))
         yield request.param
     else:
-        from tests.support.cpu_fixtures import _using  # as a plugin it is imported after this file
-
-        yield from _using(request.param)
+        yield from using_isa(request.param)
 
 
 def integers(*shape, seed=0):

@@ -11,8 +11,6 @@ from fastbert.runtime import loader
 from tests.support.cpu_truth import assert_same_bits
 
 _C = loader.extension
-
-pytest_plugins = ("tests.support.cpu_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 

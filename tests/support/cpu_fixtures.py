@@ -22,7 +22,7 @@ def available_isas() -> list[str]:
     return found
 
 
-def _using(name):
+def using_isa(name):
     """Body of a fixture: this instruction set in use; skips where the processor lacks it."""
     module = loader.extension
     if name not in available_isas():
@@ -36,13 +36,13 @@ def _using(name):
 @pytest.fixture(params=("avx2", "avx512"))
 def isa(request):
     """AVX2 and AVX-512 in turn, for ops without kernels for AVX-512-BF16 (cpu/test_isa.py)."""
-    yield from _using(request.param)
+    yield from using_isa(request.param)
 
 
 @pytest.fixture(params=("avx2", "avx512", "avx512_bf16"))
 def every_isa(request):
     """Each instruction set in turn; AVX-VNNI is `linear_int8`'s alone."""
-    yield from _using(request.param)
+    yield from using_isa(request.param)
 
 
 @pytest.fixture
