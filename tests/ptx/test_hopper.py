@@ -67,15 +67,6 @@ def results(n: int) -> str:
     return "\n".join(lines)
 
 
-def matrix_of(target: np.ndarray, n: int) -> np.ndarray:
-    """The 64 x n matrix that 128 threads hold."""
-    found = np.full((64, n), np.nan)
-    for thread in range(128):
-        for i in range(n // 2):
-            found[isa.place_d_wgmma(thread, i)] = target[thread, i]
-    return found
-
-
 def integers(random: np.random.Generator, rows: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
     values = random.integers(-9, 10, (rows, 16))
     if kind == "bf16":
@@ -85,6 +76,20 @@ def integers(random: np.random.Generator, rows: int, kind: str) -> tuple[np.ndar
 
 N64 = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
 FENCE = "fence.proxy.async.shared::cta;\n"
+COMMIT, WAIT = "wgmma.commit_group.sync.aligned;\n", "wgmma.wait_group.sync.aligned {};\n"
+DONE = COMMIT + WAIT.format(0)
+
+
+def product(n: int, body: str, image: bytes, schedule: str, more: str = "", given: tuple = ()) -> np.ndarray:
+    """The 64 x n matrix that 128 threads hold after the statements; `more` declares what is `given`."""
+    target = np.zeros((128, n // 2), np.float32)
+    made = program(body + results(n), f".param .u64 target{more}", shared=len(image))
+    made.launch("k", (1,), (128,), [target, *given], schedule=schedule, shared=bytes(image))
+    found = np.full((64, n), np.nan)
+    for thread in range(128):
+        for i in range(n // 2):
+            found[isa.place_d_wgmma(thread, i)] = target[thread, i]
+    return found
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -109,19 +114,13 @@ mov.b64 %rd2, {descriptor_a};
 mov.b64 %rd3, {descriptor_b};
 wgmma.fence.sync.aligned;
 {form} {sums}, %rd2, %rd3, 0, 1, 1, {transposed};
-wgmma.commit_group.sync.aligned;
-wgmma.wait_group.sync.aligned 0;
+{DONE}
 {form} {sums}, %rd2, %rd3, %p1, 1, 1, {transposed};
 {form} {sums}, %rd2, %rd3, %p1, -1, 1, {transposed};
 {form} {sums}, %rd2, %rd3, 1, 1, 1, {transposed};
-wgmma.commit_group.sync.aligned;
-wgmma.wait_group.sync.aligned 0;
-{results(n)}
+{DONE}
 """
-        target = np.zeros((128, n // 2), np.float32)
-        made = program(body, ".param .u64 target", shared=len(image))
-        made.launch("k", (1,), (128,), [target], schedule=schedule, shared=bytes(image))
-        np.testing.assert_array_equal(matrix_of(target, n), 2 * left @ right.T)
+        np.testing.assert_array_equal(product(n, body, image, schedule), 2 * left @ right.T)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -129,9 +128,8 @@ wgmma.wait_group.sync.aligned 0;
 @pytest.mark.parametrize("major", ["k", "mn"])
 def test_products_of_registers(major, width, schedule, random):
     """A in four registers per thread."""
-    n = 64
     left, a = integers(random, 64, "bf16")
-    right, b = integers(random, n, "bf16")
+    right, b = integers(random, 64, "bf16")
     image = bytearray(random.bytes(32768))
     descriptor = put(image, b, 4096, major, width)
     held = isa.scattered(a, 4, isa.place_d_wgmma, 2, lanes=128)
@@ -143,14 +141,10 @@ ld.param.u64 %rd4, [given]; mul.wide.u32 %rd5, %r0, 16; add.s64 %rd4, %rd4, %rd5
 mov.b64 %rd3, {descriptor};
 wgmma.fence.sync.aligned;
 {N64} {names(0, 32)}, {names(300, 4)}, %rd3, 0, 1, 1, {int(major == "mn")};
-wgmma.commit_group.sync.aligned;
-wgmma.wait_group.sync.aligned 0;
-{results(n)}
+{DONE}
 """
-    target = np.zeros((128, n // 2), np.float32)
-    made = program(body, ".param .u64 target, .param .u64 given", shared=len(image))
-    made.launch("k", (1,), (128,), [target, given], schedule=schedule, shared=bytes(image))
-    np.testing.assert_array_equal(matrix_of(target, n), left @ right.T)
+    found = product(64, body, image, schedule, ", .param .u64 given", (given,))
+    np.testing.assert_array_equal(found, left @ right.T)
 
 
 N8 = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
@@ -164,8 +158,6 @@ SHARED = f"{N8} {names(0, 4)}, %rd2, %rd3, 0, 1, 1, 0, 0;\n"
 HELD = f"{N8} {names(0, 4)}, {names(100, 4)}, %rd3, 0, 1, 1, 0;\n"
 AGAIN = f"{N8} {names(0, 4)}, %rd2, %rd3, 1, 1, 1, 0, 0;\n"
 OTHER = f"{N8} {names(8, 4)}, %rd2, %rd3, 0, 1, 1, 0, 0;\n"
-COMMIT, WAIT = "wgmma.commit_group.sync.aligned;\n", "wgmma.wait_group.sync.aligned {};\n"
-DONE = COMMIT + WAIT.format(0)
 
 
 def run_group(body: str, schedule: str = "late", shared: bytes = bytes(8192)) -> np.ndarray:
