@@ -95,7 +95,7 @@ def test_spearman_in_closed_form():
     assert np.isnan(spearman(np.array([2, 2, 2]), np.arange(3)))
 
 
-def treebank(seed, count=60, with_punctuation=True):
+def treebank(seed, count=60):
     """(sentences, examples, states): layer 1 holds the trees exactly, layer 0 says nothing.
 
     A word is the sum of unit vectors of the edges on its path to the root, so two words' distance,
@@ -108,8 +108,7 @@ def treebank(seed, count=60, with_punctuation=True):
         heads = random_tree(draw, n)
         upos = ["NOUN"] * n
         leaves = [i for i in range(n) if i + 1 not in heads]
-        if with_punctuation:
-            upos[leaves[-1]] = "PUNCT"
+        upos[leaves[-1]] = "PUNCT"
         sentences.append(sentence(" ".join("w" * n), " ".join(upos), heads, " ".join("x" * n)))
         own = np.zeros((n, 40), np.float32)
         basis = np.eye(40)[:, :n]

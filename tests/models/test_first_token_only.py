@@ -19,6 +19,7 @@ from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
+from tests.support import model_pairs
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.inputs import ends_of
 from tests.support.model_pairs import SEQUENCE_TASKS, inputs_for, labels_for, model_of, pair
@@ -60,14 +61,12 @@ def inner_rows(seen: list[tuple[int, int]]) -> list[int]:
     return [rows for rows, out in seen if out == INNER]
 
 
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 5e-6) -> None:
+    model_pairs.close(a, b, tolerance)
+
+
 def depth(model: BertModel) -> int:
     return len(model.base_model.layers())
-
-
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 5e-6) -> None:
-    assert a.shape == b.shape
-    error = (a - b).abs().max().item() if a.numel() else 0.0
-    assert error <= tolerance, f"max error {error:.3g}"
 
 
 # -- the same rows as the whole layer's ----------------------------------------------------------------------

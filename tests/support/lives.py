@@ -45,13 +45,8 @@ class End:
     said: str
 
 
-def begun(
-    run: Path,
-    make: Callable[[Path], loop.Trainer],
-    before: Callable[[], None] | None = None,
-    words: Path | None = None,
-) -> int:
-    """Start a life; its process number. Its words go to the file `words`, or RUN.txt."""
+def begun(run: Path, make: Callable[[Path], loop.Trainer], before: Callable[[], None] | None = None) -> int:
+    """Start a life; its process number. Its words go to RUN.txt."""
     _imported()
     pid = os.fork()
     if pid:
@@ -59,7 +54,7 @@ def begun(
     code = 70
     try:
         os.setpgid(0, 0)
-        said = os.open(words or run.with_suffix(".txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        said = os.open(run.with_suffix(".txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(said, 1)
         os.dup2(said, 2)
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a shell ignores some for what runs in the background
@@ -92,13 +87,13 @@ def _imported() -> None:
     torch.set_num_threads(threads)
 
 
-def ended(pid: int, run: Path, words: Path | None = None, seconds: float = 60.0) -> End:
+def ended(pid: int, run: Path, seconds: float = 60.0) -> End:
     """Wait for the end of a life."""
     deadline = time.monotonic() + seconds
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
-            said = words or run.with_suffix(".txt")
+            said = run.with_suffix(".txt")
             return End(os.waitstatus_to_exitcode(status), said.read_text() if said.exists() else "")
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
@@ -113,15 +108,14 @@ def life(
     *,
     kill_after: float | None = None,
     before: Callable[[], None] | None = None,
-    words: Path | None = None,
 ) -> End:
     """One life, killed after some seconds if it still runs then."""
-    pid = begun(run, make, before, words)
+    pid = begun(run, make, before)
     if kill_after is not None:
         time.sleep(kill_after)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return ended(pid, run, words)
+    return ended(pid, run)
 
 
 def finished(run: Path, make: Callable[[Path], loop.Trainer] = tiny_training.trainer) -> dict[str, Any]:

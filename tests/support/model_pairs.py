@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import transformers
@@ -139,15 +139,14 @@ def half_errors(
     models: Sequence[torch.nn.Module],
     dtype: torch.dtype,
     batches: Iterable[dict[str, torch.Tensor]],
-    read: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor] = kept_rows,
 ) -> list[torch.Tensor]:
     """Per model in `dtype`: distances from the last model in float64 with the same rounded weights."""
     halves = [copy.deepcopy(model).to(dtype) for model in models]
     exact, errors = copy.deepcopy(halves[-1]).double(), [[] for _ in models]
     for inputs in batches:
-        truth = read(exact, inputs)
+        truth = kept_rows(exact, inputs)
         for model, found in zip(halves, errors, strict=True):
-            out = read(model, inputs)
+            out = kept_rows(model, inputs)
             assert out.dtype == dtype
             found.append((out.double() - truth).abs().flatten())
     return [torch.cat(found) for found in errors]

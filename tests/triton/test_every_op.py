@@ -257,10 +257,6 @@ def test_a_nan_stays_in_its_column(op):
     assert dirty[0].isnan().sum() == 1
 
 
-def vectors_and_matrix(rows=2**24, width=16):
-    return torch.empty(width, device="meta"), *(torch.empty(s, device="meta") for s in (rows, (rows, width)))
-
-
 def launch_embedding_backward(kernels, vector, rows, x):
     kernels._table_bwd(x, rows.long(), 2**20, -1, torch.float32)
     kernels._dz_and_sums(x, x, vector, rows, rows, 0.0, None, 0, x, None, None)
@@ -289,7 +285,7 @@ GRIDS = {
 def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(op, monkeypatch):
     kernels, grids = LAUNCHERS[op][0], []
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
-    GRIDS[op](kernels, *vectors_and_matrix())
+    GRIDS[op](kernels, *(torch.empty(shape, device="meta") for shape in (16, 2**24, (2**24, 16))))
     assert grids
     assert all(n <= 65535 for grid in grids for n in grid[1:])
 

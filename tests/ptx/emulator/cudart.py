@@ -376,29 +376,20 @@ class Raising:
 
 
 @contextlib.contextmanager
-def emulated_cuda(
-    schedule: str = "late",
-    seed: int = 0,
-    *,
-    multiprocessors: int = 2,
-    memory: Iterable[torch.Tensor] = (),
-    **options: object,
-) -> Iterator[Emulation]:
+def emulated_cuda(schedule: str = "late", seed: int = 0, **options: object) -> Iterator[Emulation]:
     """Run the `cuda` backend on CPU tensors, its kernels in the emulator.
 
     Args:
         schedule, seed: of `Program.launch`.
-        multiprocessors: how many the device has.
-        memory: tensors that kernels may touch besides those of their launcher.
         options: further arguments of `Program.launch`.
     """
     library = extension()
-    emulation = Emulation(library, schedule, seed, options, list(memory), allowed=library.allowed)
+    emulation = Emulation(library, schedule, seed, options, allowed=library.allowed)
     patched = [
         (cuda, "available", lambda device_type: None if device_type == "cpu" else "emulated on cpu alone"),
         (cuda.device, "extension", Raising(emulation)),
         (cuda.device, "place", lambda device: (0, 0)),
-        (cuda.device, "multiprocessors", lambda device: multiprocessors),
+        (cuda.device, "multiprocessors", lambda device: 2),
         (cuda.device, "is_hopper", lambda device: True),
         (cuda.device, "has_group_products", lambda device: False),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),

@@ -29,8 +29,6 @@ def run_instruction(
     *,
     shared: bytes | None = None,
     target: str = "sm_80",
-    memory: Sequence[object] = (),
-    schedule: str = "late",
 ) -> dict[str, np.ndarray]:
     """Run statements in one warp, or in as many as there are 32 values of inputs.
 
@@ -40,8 +38,6 @@ def run_instruction(
         outputs: registers whose values are returned as unsigned numbers; predicates as bool.
         shared: what shared memory holds at first; the key "shared" of the result is what it holds afterwards.
         target: for the header.
-        memory: further tensors that the statements may touch.
-        schedule: of asynchronous copies.
     """
     sizes = widths(lines)
     warps = -(-max((np.size(values) for values in inputs.values()), default=1) // LANES)
@@ -92,9 +88,7 @@ def run_instruction(
         f"{smem}\n.reg .b64 %runaddress;\n.reg .b32 %runlane, %runword;\n{declarations(lines)}\n"
         f"mov.u32 %runlane, %ctaid.x;\nmad.lo.u32 %runlane, %runlane, 32, %laneid;\n{body}\nret;\n}}\n"
     )
-    after = Program(text).launch(
-        "run", (warps,), (LANES,), arrays, memory=memory, schedule=schedule, shared=shared
-    )
+    after = Program(text).launch("run", (warps,), (LANES,), arrays, shared=shared)
     found = {name: values != 0 if size_of(name) == 0 else values for name, values in results.items()}
     return found | ({"shared": after} if shared else {})
 
