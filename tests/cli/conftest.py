@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -102,8 +103,5 @@ def undrawn(request, monkeypatch):
 @pytest.fixture
 def no_work(monkeypatch):
     """No model runs: what is wrong is said before."""
-
-    def run(*args, **kwargs):
-        raise AssertionError("the model ran before the mistake was named")
-
-    monkeypatch.setattr(BertModel, "encode_inputs", run)
+    ran = AssertionError("the model ran before the mistake was named")
+    monkeypatch.setattr(BertModel, "encode_inputs", mock.Mock(side_effect=ran))

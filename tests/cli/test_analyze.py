@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -374,10 +375,8 @@ def test_a_name_that_is_not_utf8(folder, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(results.np, "savez_compressed", full)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(results.np, "savez_compressed", mock.Mock(side_effect=full))
     assert call(folder, "attention", "encoder", "lines.txt", tmp_path / "out") == 2
     assert f"{tmp_path / 'out'}: could not be written: OSError: [Errno 28] No sp" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -563,10 +562,7 @@ def test_one_seed_one_result_of_starts(folder, tmp_path):
 
 
 def test_a_signal_ends_it_and_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
-    def stopped(*args, **options):
-        raise Interrupted(15, None)
-
-    monkeypatch.setattr(starts, "starts", stopped)
+    monkeypatch.setattr(starts, "starts", mock.Mock(side_effect=Interrupted(15, None)))
     assert call(folder, "starts", "words", "starts.jsonl", tmp_path / "out", "--labels", "class") == 128 + 15
     assert "stopped by SIGTERM" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -335,10 +336,7 @@ def test_a_full_disk_names_the_output_and_leaves_it_whole(run, model, text, tmp_
 def test_a_disk_that_fails_at_the_end_names_the_output(run, model, text, tmp_path, monkeypatch, call):
     output = tmp_path / "o.npy"
     output.write_bytes(b"precious")
-
-    def fails(*_):
-        raise OSError(28, "No space left on device")
-
+    fails = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fails)
         _, err = run(*encode_args(model, text, output, "--overwrite"), status=2)

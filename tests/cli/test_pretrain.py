@@ -10,6 +10,7 @@ import shutil
 import signal
 from pathlib import Path
 from pydoc_data.topics import topics
+from unittest import mock
 
 import pytest
 import transformers
@@ -330,11 +331,8 @@ def test_the_picture_is_named_if_it_is_drawn(whole, call, tmp_path, capsys, monk
     monkeypatch.setattr(curves, "draw", lambda run: Path(run) / "curves.png")
     assert main(call(tmp_path / "a", recipe="bert")) == 0
     assert f"{tmp_path / 'a' / 'curves.png'}: the curves\n" in capsys.readouterr().out
-
-    def draw(run):
-        raise ValueError("log.jsonl: line 3: no JSON")
-
-    monkeypatch.setattr(curves, "draw", draw)  # without it the run is whole
+    fails = mock.Mock(side_effect=ValueError("log.jsonl: line 3: no JSON"))
+    monkeypatch.setattr(curves, "draw", fails)  # without it the run is whole
     assert main(call(tmp_path / "a")) == 0
     out, err = capsys.readouterr()
     assert "no curves: log.jsonl: line 3: no JSON\n" in err

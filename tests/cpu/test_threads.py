@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -106,11 +107,7 @@ def test_a_layer_that_is_not_fused_lets_the_threads_go(calls, runtime):
 
 def test_an_error_in_a_layer_lets_the_threads_go(calls, runtime, monkeypatch):
     model = tiny()
-
-    def fail(*_, **__):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(cpu, "encoder_layer", fail)
+    monkeypatch.setattr(cpu, "encoder_layer", mock.Mock(side_effect=RuntimeError("planted")))
     with torch.no_grad(), pytest.raises(RuntimeError, match="planted"):
         model(IDS)
     assert calls == ["open_team", "close_team"]

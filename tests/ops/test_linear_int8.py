@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -288,11 +290,7 @@ def test_aten_asks_once_whether_the_integer_product_is_exact(monkeypatch):
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
     assert not probe(device)
-
-    def absent(a, b):
-        raise RuntimeError("not implemented")
-
-    monkeypatch.setattr(torch, "_int_mm", absent)
+    monkeypatch.setattr(torch, "_int_mm", mock.Mock(side_effect=RuntimeError("not implemented")))
     assert not probe(device)
     monkeypatch.delattr(torch, "_int_mm")
     assert not probe(device)

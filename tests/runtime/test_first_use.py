@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -127,19 +128,13 @@ def changed(change):
     return fwd
 
 
-def raising(error):
-    def fwd(*args):
-        raise error
-
-    return fwd
-
-
+no_memory = mock.Mock(side_effect=OutOfResources("shared memory"))
 FAULTS = {
     "y: max error": {"layer_norm_fwd": changed(lambda y: y + 0.1)},
     "NaN": {"layer_norm_fwd": changed(lambda y: y * float("nan"))},
     "dx: max error": {"layer_norm_bwd": lambda *args: tuple(t * 1.1 for t in aten.layer_norm_bwd(*args))},
-    "OutOfResources: shared memory": {"layer_norm_fwd": raising(OutOfResources("shared memory"))},
-    "ZeroDivisionError: by zero": {"layer_norm_fwd": raising(ZeroDivisionError("by zero"))},
+    "OutOfResources: shared memory": {"layer_norm_fwd": no_memory},
+    "ZeroDivisionError: by zero": {"layer_norm_fwd": mock.Mock(side_effect=ZeroDivisionError("by zero"))},
 }
 
 
@@ -186,10 +181,8 @@ def test_a_failure_in_one_dtype_leaves_the_others(monkeypatch):
 
 
 def test_a_broken_context_is_said_and_kept(monkeypatch):
-    def fault(*args):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    fake_backend(monkeypatch, layer_norm_fwd=fault)
+    fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+    fake_backend(monkeypatch, layer_norm_fwd=mock.Mock(side_effect=fault))
     monkeypatch.setattr(checking, "_context_lost", lambda device: True)
     with pytest.raises(dispatch.BackendError, match=r"broke the CUDA context.*illegal memory access.*anew"):
         run()
@@ -202,10 +195,7 @@ def test_a_broken_context_is_said_and_kept(monkeypatch):
 
 
 def test_a_context_is_lost_where_waiting_for_the_device_fails(monkeypatch):
-    def fail(device):
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("CUDA error")))
     assert checking._context_lost(torch.device("cuda"))
     assert not checking._context_lost(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -228,12 +229,8 @@ def test_saving_replaces_what_was_there(encoder, tmp_path, monkeypatch):
     again = SentenceEncoder.from_pretrained(folder, device="cpu")
     assert (again.pooling, again.normalize, again.prompt, again.max_length) == ("cls", False, "p: ", 30)
     before = (folder / "tokenizer.json").read_bytes()
-
-    def full(path, content):
-        raise OSError(28, "No space left on device", path)
-
     monkeypatch.setattr(type(encoder.model), "save_pretrained", lambda *_: None)
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(fastbert.CheckpointError, match=r"tokenizer\.json: could not be saved.*No space left"):
         encoder.save_pretrained(folder)
     assert (folder / "tokenizer.json").read_bytes() == before

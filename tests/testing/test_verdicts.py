@@ -18,6 +18,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -470,10 +471,7 @@ def test_a_turn_waits_for_another_and_for_its_end_but_not_for_ever(cache, monkey
 def test_without_locks_there_are_no_turns(monkeypatch, error):
     import fcntl
 
-    def refuse(*args):
-        raise error
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
     before, done = len(os.listdir("/proc/self/fd")), []
     with contextlib.suppress(KeyboardInterrupt), warnings.catch_warnings(action="error"), verdicts.turn(KEY):
         done.append(1)

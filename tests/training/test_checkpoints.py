@@ -431,11 +431,7 @@ def test_a_run_begins_in_an_empty_directory_alone(name, tmp_path):
 def test_what_is_refused_before_the_first_step_binds_nobody(tmp_path):
     """The corrected call begins."""
     (bad,) = tiny_training.stages()
-
-    def build():
-        raise ValueError("model: does not fit")
-
-    bad.build = build
+    bad.build = mock.Mock(side_effect=ValueError("model: does not fit"))
     with pytest.raises(ValueError, match="does not fit"):
         trainer(tmp_path, stages=[bad], config={"wrong": 1}).run()
     assert trainer(tmp_path, 2).run().step == 2
