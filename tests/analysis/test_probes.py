@@ -250,15 +250,9 @@ def test_a_code_does_not_know_what_it_codes():
     np.testing.assert_allclose(share, 1.0, rtol=1e-6)
 
 
-def test_a_code_learns_from_all_before_the_block_and_no_more(monkeypatch):
+def test_a_code_learns_from_all_before_the_block_and_no_more(noted):
     states, labels = known(0, n=160)
-    learned = []
-
-    def counted(probes, states, train, held_out, **options):
-        learned.append(len(train) + len(held_out))
-        return fit(probes, states, train, held_out, **options)
-
-    monkeypatch.setattr(probing, "fit", counted)
+    learned = noted(probing, "fit", lambda _, states, train, held_out, **rest: len(train) + len(held_out))
     found = online_code(states, targets_of(labels), recipe=SHORT._replace(epochs=1))
     assert learned == [4 * known for known in found.blocks[:-1]]
 

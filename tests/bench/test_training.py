@@ -190,14 +190,8 @@ def test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory():
 
 @pytest.mark.parametrize("tag", ["fp32", "bf16"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (8, 8)])
-def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
-    seen, call = [], dispatch.call
-
-    def spy(function, key, *args):
-        seen.append((function, launchers.flat(args)))
-        return call(function, key, *args)
-
-    monkeypatch.setattr(dispatch, "call", spy)
+def test_attention_alone_does_a_steps_work(noted, tag, lengths):
+    seen = noted(dispatch, "call", lambda function, key, *args: (function, launchers.flat(args)))
     before, device = attention.op.SAVED_ON, torch.device("cpu")
     candidates = attention.calls(lengths, TINY, attention.DTYPES[tag], device)
     assert tuple(candidates) == attention.CANDIDATES

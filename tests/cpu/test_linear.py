@@ -247,13 +247,10 @@ def test_long_float32_sums_are_no_worse_than_torchs(isa, depth):
 
 
 @pytest.mark.parametrize(("family", "ours"), [(None, 0), (23, 0), (25, 1), (26, 2), (30, 2)])
-def test_float32_gradients_are_mkls_where_it_leads(isa, family, ours, monkeypatch):
+def test_float32_gradients_are_mkls_where_it_leads(isa, family, ours, monkeypatch, noted):
     """On AMD's processors with AVX-512 dx is ours, from Zen 5 on dweight too; either way they are right."""
     monkeypatch.setattr(launcher, "amd_family", lambda: family)
-    product, seen = launcher._product, []
-    monkeypatch.setattr(
-        launcher, "_product", lambda *args, **options: seen.append(1) or product(*args, **options)
-    )
+    seen = noted(launcher, "_product")
     dy, x, weight = randn(70, 130), randn(70, 96, seed=1), randn(130, 96, seed=2)
     dx, dweight, _ = cpu.linear_bwd(dy, x, weight, None, None, True, True, False)
     assert len(seen) == (ours if isa.startswith("avx512") else 0)

@@ -57,12 +57,8 @@ def in_parallel(runtime) -> bool:
     return bool(runtime.omp_in_parallel())
 
 
-def test_threads_stand_by_for_the_layers_and_leave_after_them(calls, runtime, monkeypatch):
-    model, inside = tiny(), []
-    original = cpu.encoder_layer
-    monkeypatch.setattr(
-        cpu, "encoder_layer", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
-    )
+def test_threads_stand_by_for_the_layers_and_leave_after_them(calls, runtime, noted):
+    model, inside = tiny(), noted(cpu, "encoder_layer", lambda *args, **options: in_parallel(runtime))
     with torch.no_grad():
         model(IDS)
     assert calls == ["open_team", "close_team"]

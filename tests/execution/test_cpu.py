@@ -228,15 +228,8 @@ def test_what_is_asked_of_one_layer_takes_a_call_per_layer():
 # --- when the weights change --------------------------------------------------------------------------------
 
 
-def test_weights_are_prepared_once_and_again_when_one_changes(monkeypatch):
-    model, inputs, made = of("bert"), batch("bert"), []
-    make = cpu.encoder_layer_weights
-
-    def counted(*args):
-        made.append(1)
-        return make(*args)
-
-    monkeypatch.setattr(cpu, "encoder_layer_weights", counted)
+def test_weights_are_prepared_once_and_again_when_one_changes(noted):
+    model, inputs, made = of("bert"), batch("bert"), noted(cpu, "encoder_layer_weights")
     dispatch._resolved.clear()
     with torch.no_grad():
         first = model(**inputs)[0]
@@ -351,11 +344,9 @@ def test_pins_hold(op):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypatch, int8):
+def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypatch, noted, int8):
     model = of("bert").quantize("int8") if int8 else of("bert")
-    layer, made = model.layers()[0], []
-    make = cpu.encoder_layer_weights
-    monkeypatch.setattr(cpu, "encoder_layer_weights", lambda *args: made.append(1) or make(*args))
+    layer, made = model.layers()[0], noted(cpu, "encoder_layer_weights")
     monkeypatch.setattr(cpu_sizes, "FUSED_ROWS", 700)
     dispatch._resolved.clear()
     for rows, calls in (
@@ -435,11 +426,9 @@ def test_weights_for_another_instruction_set_are_refused():
 
 
 @pytest.fixture
-def surveys(monkeypatch):
+def surveys(noted):
     """How often layers were looked at, as the length of a list."""
-    seen, survey = [], plan.survey
-    monkeypatch.setattr(plan, "survey", lambda *args, **options: seen.append(1) or survey(*args, **options))
-    return seen
+    return noted(plan, "survey")
 
 
 @torch.no_grad()

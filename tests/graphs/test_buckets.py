@@ -71,20 +71,18 @@ def test_a_bucket_has_a_graph_for_long_and_one_for_short_sequences():
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
 @torch.no_grad()
-def test_what_is_recorded(name, monkeypatch):
+def test_what_is_recorded(name, noted):
     """Sequences may be as long as the bucket's tokens and the model's positions allow, not longer."""
-    model, seen = shared(name), []
-    encode = type(model).encode_inputs
 
-    def spy(self, inputs, *args):
-        seen.append((inputs.packing.batch, inputs.packing.seqlen, inputs.packing.max_seqlen))
-        return encode(self, inputs, *args)
+    def sizes(self, inputs, *args):
+        return inputs.packing.batch, inputs.packing.seqlen, inputs.packing.max_seqlen
 
-    monkeypatch.setattr(type(model), "encode_inputs", spy)
+    model = shared(name)
+    seen = noted(type(model), "encode_inputs", sizes)
     g, longest = Graphed(model), model.config.max_tokens
     assert 64 < longest < 80  # roberta and mpnet: fewer than the positions of the table
     for length, expected in ((5, (8, 32, 32)), (48, (8, 48, 48)), (longest, (8, longest, longest))):
-        del seen[:]
+        seen.clear()
         g.graphed(torch.full((1, length), 9))
         assert set(seen) == {expected}
 

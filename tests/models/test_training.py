@@ -224,16 +224,9 @@ def test_checkpointing_changes_no_bit(task, dtype):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(noted):
     """(function, arguments) of every launch, in order."""
-    seen, original = [], dispatch.call
-
-    def call(function, key, *args):
-        seen.append((function.split()[0], launchers.flat(args)))
-        return original(function, key, *args)
-
-    monkeypatch.setattr(dispatch, "call", call)
-    return seen
+    return noted(dispatch, "call", lambda name, key, *args: (name.split()[0], launchers.flat(args)))
 
 
 @pytest.mark.parametrize("name", ["bert", "albert"])

@@ -310,13 +310,12 @@ def check_a_weight_in_training(chunk_rows: int, need_dx: bool, wide: bool) -> No
         (torch.float16, True, False, False, False),
     ],
 )
-def test_who_multiplies_the_logits_on_a_cpu(dtype, leads, pairs, slow, expected, monkeypatch):
+def test_who_multiplies_the_logits_on_a_cpu(dtype, leads, pairs, slow, expected, monkeypatch, noted):
     """PyTorch's libraries where they are faster; a wide weight is cast for them."""
     monkeypatch.setattr(cpu_linear, "mkl_leads", lambda transposed=False: leads)
     monkeypatch.setattr(cpu_linear, "by_pairs", lambda dtype: pairs)
     monkeypatch.setattr(aten_linear, "bf16_is_slow", lambda: slow)
-    launch, seen = aten_linear.linear_fwd, []
-    monkeypatch.setattr(aten_linear, "linear_fwd", lambda x, *args: seen.append(x.dtype) or launch(x, *args))
+    seen = noted(aten_linear, "linear_fwd", lambda x, *_: x.dtype)
     monkeypatch.setattr(cpu_linear, "_FEWEST_ROWS", 0)
     given, labels = inputs(70, 32, 50), torch.arange(70) % 50
     with (

@@ -79,20 +79,14 @@ def test_the_counts_of_a_batch(batch):
     assert batch.inputs["labelled"] == labelled == 5 + 2 + 6 + 1 + 4
 
 
-def test_labels_are_readable_from_the_ids(batch, monkeypatch):
+def test_labels_are_readable_from_the_ids(batch, monkeypatch, noted):
     """The discriminator reads the originals and what was drawn; the label is 1 where the two differ."""
     module, truth = module_of(), torch.from_numpy(originals(Numbered()))
     predicted = torch.from_numpy(batch.inputs["labels"] != IGNORED)
     written = truth[predicted].clone()
     written[::3] += 1  # two of three draws are right
     monkeypatch.setattr(replaced_tokens, "drawn", lambda logits: written)
-    given, plain_loss = [], type(module.model).loss
-
-    def loss(self, logits, labels, encoded):
-        given.append((logits, labels))
-        return plain_loss(self, logits, labels, encoded)
-
-    monkeypatch.setattr(type(module.model), "loss", loss)
+    given = noted(type(module.model), "loss", lambda self, logits, labels, encoded: (logits, labels))
     inputs = tensors(batch)
     kept = inputs["input_ids"].clone()
     _, counted = module(inputs, measure=True)

@@ -427,18 +427,13 @@ def test_the_seeds_value_counts_and_not_its_address(forward):
 # --- which calls it takes -----------------------------------------------------------------------------------
 
 
-def test_other_calls_go_to_the_next_backend(emulated, monkeypatch):
+def test_other_calls_go_to_the_next_backend(emulated, monkeypatch, noted):
     monkeypatch.setattr(launchers, "HOPPER", False)
-    calls, following = [], dispatch.next_function
-
-    def counted(*args):
-        calls.append(args)
-        return following(*args)
+    calls = noted(dispatch, "next_function", lambda *args: args)
 
     def forward(inputs):
         return emulated.backend.attention_fwd(inputs, False, False)
 
-    monkeypatch.setattr(dispatch, "next_function", counted)
     base = made((20,), 2, 64)
 
     def misplaced(t, row, head, first=0):

@@ -98,7 +98,7 @@ def test_what_the_kernels_do_not_have(emulated):
         assert "no backend" in gap(fine._stack(fine.inputs(torch.bfloat16, "cpu")), torch.device("cpu"))
 
 
-def test_a_model_by_kept_plans(emulated, monkeypatch):
+def test_a_model_by_kept_plans(emulated, monkeypatch, noted):
     """Its layers, with the outputs of all of them, and with first tokens alone; three calls of each."""
     monkeypatch.setattr(launchers, "on_gpu", lambda device: True)
     torch.manual_seed(0)
@@ -116,8 +116,7 @@ def test_a_model_by_kept_plans(emulated, monkeypatch):
     eager = AutoModel.from_config(config).eval().bfloat16()
     eager.load_state_dict(model.state_dict())
     ids, mask = torch.randint(50, (3, 9)), torch.arange(9) < torch.tensor([[9], [2], [5]])
-    called = []
-    monkeypatch.setattr(emulated.backend, "encoder_layers_fwd", watched(emulated.backend, called))
+    called = noted(emulated.backend, "encoder_layers_fwd")
     dispatch._resolved.clear()
     for options in ({}, {"output_hidden_states": True}, {"first_token_only": True}):
         with torch.no_grad():
@@ -134,16 +133,6 @@ def test_a_model_by_kept_plans(emulated, monkeypatch):
                 ):
                     assert error_rule.compare(one, two, three, torch.bfloat16)[-1] == ""
     assert len(called) == 9
-
-
-def watched(backend, called):
-    function = backend.encoder_layers_fwd
-
-    def call(*args):
-        called.append(args)
-        return function(*args)
-
-    return call
 
 
 def listed(value):

@@ -117,9 +117,8 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     ("rows", "word"), [(0, " few"), (1, " few"), (32, " few"), (33, " some"), (256, " some"), (257, "")]
 )
 @pytest.mark.parametrize("training", [False, True])
-def test_few_rows_are_told_in_inference(monkeypatch, rows, word, training):
-    asked, real = [], dispatch._serving
-    monkeypatch.setattr(dispatch, "_serving", lambda call, *rest: asked.append(call) or real(call, *rest))
+def test_few_rows_are_told_in_inference(noted, rows, word, training):
+    asked = noted(dispatch, "_serving", lambda call, *rest: call)
     assert dispatch.rows_kind(rows) == word
     x, w = torch.ones(rows, 1, 2, requires_grad=training), torch.ones(3, 2)
     linear(x, w, activation="relu")
@@ -314,12 +313,9 @@ def test_explain_says_what_is_missing_and_what_is_unverified(monkeypatch):
     assert (why().backend, why().why) == ("aten", "triton: not installed")
 
 
-def test_autocast_is_off_inside_a_backend(monkeypatch):
-    states, serving = [], dispatch.backend_module(FIRST)
-    launch = serving.linear_fwd
-    monkeypatch.setattr(
-        serving, "linear_fwd", lambda *args: states.append(torch.is_autocast_enabled("cpu")) or launch(*args)
-    )
+def test_autocast_is_off_inside_a_backend(noted):
+    serving = dispatch.backend_module(FIRST)
+    states = noted(serving, "linear_fwd", lambda *args: torch.is_autocast_enabled("cpu"))
     dispatch._resolved.clear()
     with torch.autocast("cpu", torch.bfloat16):
         y = linear(torch.ones(1, 2), torch.ones(3, 2))

@@ -28,6 +28,23 @@ def one_thread(request):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def noted(monkeypatch):
+    """`noted(owner, name, note)`: a list that gets `note` of the arguments of each call of a function."""
+
+    def watch(owner, name, note=lambda *args, **options: None):
+        seen, original = [], getattr(owner, name)
+
+        def call(*args, **options):
+            seen.append(note(*args, **options))
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+        return seen
+
+    return watch
+
+
 @pytest.fixture(scope="session")
 def minilm():
     """The folder of the real all-MiniLM-L6-v2."""

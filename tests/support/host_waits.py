@@ -138,19 +138,13 @@ def test_attention_of_first_tokens_waits_only_for_a_longest_length(monkeypatch):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_no_wait_where_the_last_layer_attends_to_first_tokens(name, monkeypatch):
+def test_no_wait_where_the_last_layer_attends_to_first_tokens(name, monkeypatch, noted):
     """Nor in the graphs of first tokens, which call the op on their capacity."""
     host, device = pair(name)
     inputs = batch(name)
     expected = host(**inputs, first_token_only=True)
-    calls = []
-
-    def counted(*args, **options):
-        calls.append(options["max_seqlen"])
-        return first_attention(*args, **options)
-
     monkeypatch.setattr(layer, "pays", lambda x, batch: True)
-    monkeypatch.setattr(layer, "first_attention", counted)
+    calls = noted(layer, "first_attention", lambda *args, **options: options["max_seqlen"])
     longest = int(inputs["attention_mask"].sum(1).max())
     graphed = graphs.graph(device, recorder=EagerRecorder, max_tokens=512)
     for run, bound in ((device, longest), (graphed, None), (graphed, None)):

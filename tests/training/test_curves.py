@@ -27,16 +27,10 @@ def written(run, steps: int, **more) -> list[dict]:
     return lines
 
 
-def drawn(run, monkeypatch) -> list:
+def drawn(run, noted) -> list:
     """The panels of the picture."""
     figure = pytest.importorskip("matplotlib.figure").Figure
-    kept, save = [], figure.savefig
-
-    def keep(self, *given, **options):
-        kept.append(self)
-        return save(self, *given, **options)
-
-    monkeypatch.setattr(figure, "savefig", keep)
+    kept = noted(figure, "savefig", lambda self, *args, **options: self)
     assert curves.draw(run) == run / "curves.png"
     content = (run / "curves.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
@@ -46,9 +40,9 @@ def drawn(run, monkeypatch) -> list:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("steps", [1, 30, 200])
-def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
+def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, noted):
     lines = written(tmp_path, steps)
-    panels = drawn(tmp_path, monkeypatch)
+    panels = drawn(tmp_path, noted)
     assert [axes.get_title() for axes in panels] == ["loss (nats)", "accuracy", "learning rate"]
     names = {"loss (nats)": ["loss", "mlm_loss", "sentence_loss"], "accuracy": ["mlm_accuracy"]}
     for axes in panels:
@@ -66,12 +60,12 @@ def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
     assert panels[1].get_ylim() == (0, 1)
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path, monkeypatch):
+def test_a_line_that_is_being_written_is_left_out(tmp_path, noted):
     written(tmp_path, 3)
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     assert [line["step"] for line in curves.read(tmp_path)] == [1, 2, 3]
-    assert list(drawn(tmp_path, monkeypatch)[0].get_lines()[0].get_xdata()) == [1, 2, 3]
+    assert list(drawn(tmp_path, noted)[0].get_lines()[0].get_xdata()) == [1, 2, 3]
 
 
 def test_a_picture_replaces_a_link_and_not_its_target(tmp_path):

@@ -365,21 +365,8 @@ def two_stages(**second: Any) -> list[Stage]:
     return [first, dataclasses.replace(other, **second)]
 
 
-def seen_ids(monkeypatch) -> list[np.ndarray]:
-    """What `_backward` gets, in order."""
-    found: list[np.ndarray] = []
-    backward = Trainer._backward
-
-    def watched(self, batch, *rest, **options):
-        found.append(batch.inputs["input_ids"])
-        return backward(self, batch, *rest, **options)
-
-    monkeypatch.setattr(Trainer, "_backward", watched)
-    return found
-
-
-def test_a_stage_has_its_own_source_and_begins_where_it_says(tmp_path, monkeypatch):
-    found = seen_ids(monkeypatch)
+def test_a_stage_has_its_own_source_and_begins_where_it_says(tmp_path, noted):
+    found = noted(Trainer, "_backward", lambda self, batch, *_, **__: batch.inputs["input_ids"])
     other = Numbered(size=9, seed=6)
     result = trainer(
         tmp_path, stages=two_stages(source=other, first_micro_batch=4, first_step=3, sequences=2)

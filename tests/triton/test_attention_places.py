@@ -94,17 +94,9 @@ def test_lengths_in_a_strided_or_negative_tensor():
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(noted):
     """A list that names each launch of the kernel of places."""
-    found = []
-    original = kernels.launch
-
-    def launch(kernel, *args, **config):
-        found.append(kernel.fn.__name__)
-        original(kernel, *args, **config)
-
-    monkeypatch.setattr(kernels, "launch", launch)
-    return found
+    return noted(kernels, "launch", lambda kernel, *args, **config: kernel.fn.__name__)
 
 
 def model(**more) -> fastbert.BertModel:

@@ -122,18 +122,14 @@ def test_sums_are_kept_in_float32():
 
 
 @pytest.mark.parametrize("name", ["dy", "down_weight", "pre"])
-def test_a_start_that_no_tensor_map_has(name, monkeypatch):
+def test_a_start_that_no_tensor_map_has(name, noted):
     """Any matrix may begin between two multiples of 16 bytes; then none moves by TMA."""
     args = arguments(19, 24, 72, torch.bfloat16)
     moved = torch.empty(args[name].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(
         args[name].shape
     )
     assert moved.copy_(args[name]).data_ptr() % 16
-    taken = []
-    run_with = kernels.inner_gradient_with
-    monkeypatch.setattr(
-        kernels, "inner_gradient_with", lambda c, *rest: (taken.append(c.tma), run_with(c, *rest))[1]
-    )
+    taken = noted(kernels, "inner_gradient_with", lambda config, *rest: config.tma)
     assert_right(args)
     assert_right(args | {name: moved})
     assert taken == [True, False]

@@ -233,15 +233,9 @@ def test_no_rows_and_many(rows):
     assert kernels.takes(1, kernels.MOST_COLUMNS)
 
 
-def test_launches(monkeypatch):
+def test_launches(monkeypatch, noted):
     """One with counters where few sums are left to the end, else two, none without rows."""
-    launched, launch = [], kernels.launch
-
-    def spy(kernel, *args, **options):
-        launched.append(kernel.fn.__name__)
-        launch(kernel, *args, **options)
-
-    monkeypatch.setattr(kernels, "launch", spy)
+    launched = noted(kernels, "launch", lambda kernel, *args, **options: kernel.fn.__name__)
     for rows, one_launch, names in (
         (20, True, ["_linear_norm_kernel"]),
         (20, False, ["_linear_norm_kernel", "_normalize_kernel"]),
