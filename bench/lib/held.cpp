@@ -1,7 +1,8 @@
 // What the processor says of itself, without AVX-512, AVX-VNNI and AMX: see held.py.
 //
 // A library learns by the instruction `cpuid` what it may use. held.py has replaced each by `ud2`, which has
-// the same size and raises SIGILL. The handler runs cpuid in its place and takes those bits out of the answer.
+// the same size and raises SIGILL. The handler runs cpuid in its place and takes those bits out of the
+// answer.
 #include <cpuid.h>
 #include <signal.h>
 #include <ucontext.h>
@@ -22,7 +23,8 @@ void answer(int, siginfo_t*, void* context) {
         signal(SIGILL, SIG_DFL);
         return;
     }
-    const auto leaf = static_cast<unsigned>(registers[REG_RAX]), part = static_cast<unsigned>(registers[REG_RCX]);
+    const auto leaf = static_cast<unsigned>(registers[REG_RAX]),
+               part = static_cast<unsigned>(registers[REG_RCX]);
     unsigned a, b, c, d;
     __cpuid_count(leaf, part, a, b, c, d);
     if (leaf == 7 && part == 0) {
@@ -31,7 +33,7 @@ void answer(int, siginfo_t*, void* context) {
         d = without(d, {2, 3, 8, 22, 23, 24, 25});         // 4VNNIW, 4FMAPS, VP2INTERSECT, AMX, FP16
     }
     if (leaf == 7 && part == 1) {
-        a = without(a, {4, 5, 21});     // AVX-VNNI, AVX512-BF16, AMX-FP16
+        a = without(a, {4, 5, 21});      // AVX-VNNI, AVX512-BF16, AMX-FP16
         d = without(d, {4, 5, 10, 19});  // AVX-VNNI-INT8, AVX-NE-CONVERT, AVX-VNNI-INT16, AVX10
     }
     registers[REG_RAX] = a;
@@ -44,7 +46,7 @@ void answer(int, siginfo_t*, void* context) {
 }  // namespace
 
 extern "C" int held_answer() {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = answer;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
     return sigaction(SIGILL, &action, nullptr);

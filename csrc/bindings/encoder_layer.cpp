@@ -81,7 +81,7 @@ std::int64_t encoder_layer_work(int dtype, const py::tuple& batch_sizes, const p
 
 void read_weights(EncoderLayer& args, const py::tuple& weights) {
     Reader weight(weights);
-    LayerLinear* const linears[] = {&args.query,          &args.key,   &args.value, &args.attention_output,
+    LayerLinear* const linears[] = {&args.query,        &args.key,   &args.value, &args.attention_output,
                                     &args.intermediate, &args.output};
     for (LayerLinear* linear : linears) *linear = weight.linear();
     args.attention_norm = weight.norm();

@@ -123,9 +123,8 @@ FASTBERT_INLINE float top_of_row(float* s, std::int64_t allowed, float scale, co
         most[k] = maximum(most[k], n == kLanes ? x : first_or(x, n, -INFINITY));
     };
     if (bias == nullptr)
-        for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-            take(k, n, mul(load(s + j, n), factor));
-        });
+        for_vectors(allowed, [&](std::int64_t j, int k, int n)
+                                 __attribute__((always_inline)) { take(k, n, mul(load(s + j, n), factor)); });
     else
         for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
             const Vec x = add(mul(load(s + j, n), factor), load(bias + j, n));
@@ -136,7 +135,8 @@ FASTBERT_INLINE float top_of_row(float* s, std::int64_t allowed, float scale, co
 }
 
 // exp(scale s - top) of a row in place, and its sum; columns from `allowed` to `keys` become 0.
-FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, std::int64_t keys, float scale, float top) {
+FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, std::int64_t keys, float scale,
+                                   float top) {
     // No key is allowed, or there are NaNs, which a maximum may lose: the row is then NaN.
     if (top == -INFINITY) {
         float sum = 0.0f;
@@ -176,7 +176,8 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, std::int64_t sequence, 
         out[r].top = top_of_row(s + r * stride, allowed(r), args.softmax_scale,
                                 bias_row(args.bias, sequence, head, first_row + r));
     for (std::int64_t r = 0; r < rows; ++r)
-        out[r].sum = exponentials(s + r * stride, allowed(r), keys, biased ? 1.0f : args.softmax_scale, out[r].top);
+        out[r].sum =
+            exponentials(s + r * stride, allowed(r), keys, biased ? 1.0f : args.softmax_scale, out[r].top);
 }
 
 // The tokens of one sequence.

@@ -25,7 +25,8 @@ using Clock = std::chrono::steady_clock;
 // sleeping thread costs 50 us on a virtual machine; short beside a time slice of the scheduler.
 constexpr auto kSpin = std::chrono::microseconds(1000);
 constexpr int kTracked = 64;  // threads whose core is known
-// How long the owner of a region works before it makes room for workers that have not come yet, and how often.
+// How long the owner of a region works before it makes room for workers that have not come yet, and how
+// often.
 constexpr auto kLate = std::chrono::microseconds(60);
 constexpr int kInvitations = 4;
 // How long the owner of lent tasks waits before it looks whether their workers get on.
@@ -260,8 +261,8 @@ class Team {
         if (crowded || mine < tasks) t_crowd.note(crowded);  // else the others may only have been late
     }
 
-    // A worker that slept may wake up on the owner's core and wait there for a time slice, 3 to 4 ms: the owner
-    // lets it run if another core is idle, and it steps aside.
+    // A worker that slept may wake up on the owner's core and wait there for a time slice, 3 to 4 ms: the
+    // owner lets it run if another core is idle, and it steps aside.
     void invite() {
         if (entered_.load(std::memory_order_relaxed) >= others_ || invitations_ >= kInvitations) return;
         if (Clock::now() < opened_ + kLate) return;
