@@ -60,7 +60,8 @@ def colours(candidates: Iterable[str]) -> dict[str, str]:
 
 def machine(run: Run) -> str:
     """Threads and device of a run."""
-    return f"{run.machine['threads']} threads of {run.machine['device']}"
+    isa = (run.machine.get("cpu") or {}).get("isa")  # where it is another than serves by default
+    return f"{run.machine['threads']} threads of {run.machine['device']}" + (f", {isa}" if isa else "")
 
 
 def made(run: Run) -> str:
