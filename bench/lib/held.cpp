@@ -1,6 +1,6 @@
-// What the processor says of itself, without AVX-512, AVX-VNNI and AMX: see held.py.
+// `cpuid` without the bits of AVX-512, AVX-VNNI and AMX: see held.py.
 //
-// A library learns by the instruction `cpuid` what it may use. held.py has replaced each by `ud2`, which has
+// A library reads from the instruction `cpuid` what it may use. held.py has replaced each by `ud2`, which has
 // the same size and raises SIGILL. The handler runs cpuid in its place and takes those bits out of the
 // answer.
 #include <cpuid.h>

@@ -1,8 +1,8 @@
 """Everybody held to AVX2 on a processor with AVX-512, for `bench/avx2.py`.
 
-Ours, PyTorch, oneDNN and MKL take an environment variable. ONNX Runtime asks the processor alone, and so does
-OpenVINO's fp32 product, which `ONEDNN_MAX_CPU_ISA` does not reach. They run from copies in which each `cpuid`
-is an instruction that held.cpp answers.
+Ours, PyTorch, oneDNN and MKL have an environment variable for it. ONNX Runtime and OpenVINO's fp32 product go
+by `cpuid` alone (`ONEDNN_MAX_CPU_ISA` does not reach that product). They run from copies in which each
+`cpuid` is replaced by an instruction that held.cpp handles.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def copy_of(package: str, folder: Path) -> Path | None:
         return None
     place = folder / f"{package}-{importlib.metadata.version(package)}"
     if not place.exists():
-        unfinished = place.with_suffix(f".{os.getpid()}")
+        unfinished = folder / f"{place.name}-{os.getpid()}"
         shutil.copytree(Path(spec.origin).parent, unfinished / package)
         for library in unfinished.rglob("*.so*"):
             replace_cpuid(library)
@@ -81,11 +81,12 @@ def replace_cpuid(library: Path) -> int:
 
 
 def answer() -> None:
-    """Answer the replaced instructions of this process, if it is to be held. Before a peer is imported."""
+    """Handle the replaced instructions of this process, if it is to be held. Before a peer is imported."""
     if HELD in os.environ and not _answering:
         with tempfile.TemporaryDirectory() as folder:
             _answering.append(roofs.build(Path(folder), "held"))
-        _answering[0].held_answer()
+        if _answering[0].held_answer() != 0:
+            raise RuntimeError("SIGILL has no handler: the peers cannot be held to AVX2")
 
 
 _answering: list = []

@@ -1,4 +1,4 @@
-"""Peers held to AVX2: what a library that asks the processor is told."""
+"""Peers held to AVX2: what `cpuid` returns in a copied library."""
 
 from __future__ import annotations
 
