@@ -137,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", action="append", choices=tuple(DTYPES), help="may be repeated; default: all"
     )
     verify.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    verify.add_argument("--quick", action="store_true", help="only the few small cases of each op: seconds")
     verify.add_argument("--all", action="store_true", help="print every check, not the worst of each group")
 
     warm = commands.add_parser(

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
                 if reason is not None:
                     gaps.append(f"{op} by {backend} in {dtype_name}: {reason}")
                     continue
-                group = _verify_group(op, backend, dtype_name, device)
+                group = _verify_group(op, backend, dtype_name, device, args.quick)
                 rows += group
                 if not args.json:
                     _print_group(op, backend, dtype_name, group, args.all)
@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
 _LINE = "{:<14}{:<11}{:<10}{:>7}  {:>10}  {:>10}  {}"
 
 
-def _verify_group(op: str, backend: str, dtype_name: str, device: torch.device) -> list[testing.Row]:
+def _verify_group(
+    op: str, backend: str, dtype_name: str, device: torch.device, quick: bool
+) -> list[testing.Row]:
     rows: list[testing.Row] = []
     try:
-        rows.extend(testing.verify([op], [backend], [DTYPES[dtype_name]], device))
+        rows.extend(testing.verify([op], [backend], [DTYPES[dtype_name]], device, quick=quick))
     except Exception as error:  # a kernel that raises has failed; the other ones are still of interest
         _log.debug("verify: %s by %s in %s", op, backend, dtype_name, exc_info=True)
         infinite = (float("inf"),) * 4

@@ -628,6 +628,13 @@ def test_verify_passes_and_prints_each_group(run):
     assert out.splitlines()[-1].endswith("checks on cpu, 0 failed")
 
 
+def test_quick_verify_runs_the_small_cases(run):
+    choice = ("--op", "layer_norm", "--backend", "aten", "--dtype", "float32", "--device", "cpu", "--json")
+    for flags, cases in (((), testing.cases), (("--quick",), testing.small_cases)):
+        rows = json.loads(run("verify", *choice, *flags)[0])["rows"]
+        assert {row["case"] for row in rows} == {case.id for case in cases("layer_norm")}
+
+
 def test_verify_fails_with_status_1(run, monkeypatch):
     """A wrong result, and a kernel that raises."""
 
@@ -636,7 +643,7 @@ def test_verify_fails_with_status_1(run, monkeypatch):
             "linear", "8x8", "aten", "float32", "cpu", "y", error, 0.25, 0.1, 0.1, passed, reason
         )
 
-    def broken(ops, backends, dtypes, device):
+    def broken(ops, backends, dtypes, device, quick):
         yield row(True, error=float("inf"))
         yield row(False, "max error over eager's")
         raise RuntimeError("illegal memory access")
