@@ -64,7 +64,7 @@ lint: $(READY)
 
 # the site in build/site: guides, and the API from the docstrings, which are read without being imported
 docs: $(PAGES)
-	$(BIN)mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict -q
 
 # the suite, about 10 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
 bench: $(PEERS)

@@ -1,4 +1,4 @@
-"""The generated parts of README and docs: numbers from bench/results, tables from the package.
+"""The generated parts of docs: numbers and the speed picture from bench/results, tables from the package.
 
     python docs/make.py            write them
     python docs/make.py --check    write nothing; exit status 1 if something would change
@@ -22,6 +22,7 @@ if __name__ == "__main__":  # run as a script: docs/ need not be on the path, be
     sys.path[0] = str(ROOT)
 
 from bench.lib import quoted  # noqa: E402
+from bench.lib.charts import front  # noqa: E402
 from bench.lib.tables import table  # noqa: E402
 from fastbert.pretraining import recipe  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
@@ -155,7 +156,6 @@ def _what(room: str, files: list[Path]) -> str:
 # the suite's kinds that docs/numbers.md has a table of
 KINDS = ("encoder", "latency", "training", "memory", "accelerate", "encode", "load", "mlperf")
 PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
-    "README.md": [("numbers", _quoted(quoted.readme))],
     "docs/numbers.md": [
         ("runs", _quoted(quoted.runs)),
         *((name, _quoted(quoted.kind, name)) for name in KINDS),
@@ -165,6 +165,10 @@ PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
     "docs/op-matrix.md": [("op matrix", matrix), ("dispatch table", order)],
     "docs/floors.md": [("floors", floors)],
     "docs/pretrain.md": [("recipes", recipes)],
+}
+PICTURES: dict[str, Callable[[], str]] = {
+    "docs/speed.svg": partial(front.picture, columns=3),
+    "docs/speed-phone.svg": partial(front.picture, columns=1),
 }
 
 
@@ -178,20 +182,26 @@ def made(text: str, name: str, lines: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the generated parts; with --check, only say which files are out of date."""
+    """Write the generated parts and pictures; with --check, only say which files are out of date."""
     if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
     changed = []
-    for file, parts in PARTS.items():
-        path = ROOT / file
-        before = after = path.read_text()
-        for name, make in parts:
-            after = made(after, name, make())
+
+    def keep(file: str, before: str, after: str) -> None:
         if after != before:
             changed.append(file)
             if not arguments:
-                path.write_text(after)
+                (ROOT / file).write_text(after)
+
+    for file, parts in PARTS.items():
+        before = after = (ROOT / file).read_text()
+        for name, make in parts:
+            after = made(after, name, make())
+        keep(file, before, after)
+    for file, picture in PICTURES.items():
+        path = ROOT / file
+        keep(file, path.read_text() if path.is_file() else "", picture())
     for file in changed:
         print(f"{file}: {'out of date' if arguments else 'written'}")
     return 1 if arguments and changed else 0

