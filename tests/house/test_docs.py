@@ -15,11 +15,13 @@ import importlib.util
 import io
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 
 import fastbert
 from fastbert.runtime import dispatch
@@ -341,6 +343,31 @@ def test_commands_exist(page):
             check_command(words)
         except (AssertionError, OSError) as error:
             raise AssertionError(f"{name(page)}:{line}: {' '.join(words)}: {error}") from error
+
+
+def test_the_workflows_run_commands_that_exist():
+    steps = [
+        step["run"]
+        for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for job in yaml.safe_load(file.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert len(steps) >= 4
+    for step in steps:
+        for line in step.splitlines():
+            check_command(shlex.split(re.sub(r"\$\{\{.*?\}\}", "1", line)))
+
+
+def test_versions_that_are_written_twice_agree():
+    """Of the linters, in pyproject.toml and for pre-commit; of fastbert itself, there and in CITATION.cff."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(pin.split("==") for pin in project["optional-dependencies"]["lint"])
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pinned = {hook["repo"].rpartition("/")[2]: hook["rev"] for hook in hooks}
+    assert pinned["ruff-pre-commit"] == f"v{pins['ruff']}"
+    assert pinned["mirrors-clang-format"] == f"v{pins['clang-format']}"
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == project["version"]
 
 
 def test_the_encode_commands_of_the_pages_run(folder, monkeypatch):
