@@ -1,8 +1,9 @@
-# demo · test · sweep · exhaustive · lint · docs · bench · gpu
+# demo · test · sweep · exhaustive · lint · docs · bench · gpu · wheels
 #
 #   make test        five minutes: every op, backend, dtype and head, four families per test; bad inputs
 #   make sweep       all lengths, shapes, options and seeds; builds under sanitizers; more faults. PART=2/4: a quarter, as in CI
-#   make exhaustive  hours: every planted fault, 400 mutants, a thousand killed saves, whole builds, the oldest Triton
+#   make exhaustive  hours: every planted fault, 400 mutants, a thousand killed saves, whole builds, the oldest Triton,
+#                    other Pythons and torches
 # Each test belongs to one of the three, by the markers beside it and the rule of tests/support/tiers.py.
 #
 # A virtual environment is made in $(VENV). `VENV=` (empty) uses $(PYTHON) as it is, with the torch it already has and
@@ -15,6 +16,9 @@ PART   ?= a
 ARGS   ?=
 # processes of the test-suite; each takes one to two GB
 WORKERS ?= 2
+# `make wheels WHEELS=cpu PYTHONS="python3.12 python3.13"`; no PYTHONS: $(PY)
+WHEELS ?= cpu pure cu13
+PYTHONS ?=
 
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
@@ -23,6 +27,7 @@ READY := build/in-place
 BUILT := $(READY)
 PEERS := $(READY)
 PAGES :=
+TOOLS := $(READY)
 else
 PY    := $(VENV)/bin/python
 BIN   := $(VENV)/bin/
@@ -30,10 +35,11 @@ READY := $(VENV)/ready
 BUILT := $(VENV)/built
 PEERS := $(VENV)/peers
 PAGES := $(VENV)/docs
+TOOLS := $(VENV)/wheels
 endif
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f ! -name '*.md' 2>/dev/null)
 
-.PHONY: demo test sweep exhaustive lint docs bench gpu
+.PHONY: demo test sweep exhaustive lint docs bench gpu wheels
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
@@ -52,8 +58,9 @@ sweep: $(READY)
 
 # one process: each of these has the machine to itself. `make exhaustive ARGS="-k killed_saves"` runs some of the tests, and no
 # mutants; an interrupted run of the mutants resumes at the same commit
-exhaustive: $(READY)
+exhaustive: $(READY) $(TOOLS)
 	$(PYTEST) -m slow $(ARGS)
+	$(if $(ARGS),,$(PY) tests/support/compatibility.py)
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) tests/support/mutants.py --sample 400 --seed 0 \
 		--out build/mutants-$(shell git rev-parse --short HEAD).jsonl)
 
@@ -61,6 +68,10 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	git ls-files 'csrc/*' 'tests/cpu/cpp/*' 'tests/ptx/cuda/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
+
+# wheels for PyPI in dist/, each tried in an empty environment; cu13 needs nvcc 13 and ten minutes of two cores
+wheels: $(TOOLS)
+	for kind in $(WHEELS); do $(PY) .ci/wheels.py $$kind $(PYTHONS) || exit 1; done
 
 # the site in build/site: guides, and the API from the docstrings, which are read without being imported
 docs: $(PAGES)
@@ -96,6 +107,10 @@ EXTRAS := $(PY) -c "import sys, tomllib; extras = tomllib.load(open('pyproject.t
 # what tests and checks need besides
 $(VENV)/ready: $(VENV)/built
 	$(EXTRAS) test lint | xargs -0 $(PIP)
+	touch $@
+
+$(VENV)/wheels: $(VENV)/built
+	$(EXTRAS) wheels | xargs -0 $(PIP)
 	touch $@
 
 # what benchmarks compare with; they say which is missing, so a package that cannot be installed stops nothing

@@ -12,6 +12,8 @@ Environment:
                         to compile it for: FASTBERT_CUDA_ARCHS, or a GPU that nvidia-smi lists
   FASTBERT_CUDA_ARCHS   such as "90a" or "80;90a;120"; PTX is always added. Unset: those of the GPUs here;
                         with FASTBERT_CUDA=1 and no GPU all of CUDA_ARCHS
+  FASTBERT_WHEEL        pure: no extension, a wheel for every system; cu13: the distribution is called
+                        fastbert-kernels-cu13; unset: fastbert-kernels with the extension
   CXX, CXXFLAGS, LDFLAGS, CUDA_HOME, MAX_JOBS   as usual
 """
 
@@ -23,10 +25,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError, SetupError
@@ -51,6 +54,7 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 CUDA_ARCHS = ["80", "90a", "100a", "120"]
 FEATURES = {"90": "90a", "100": "100a"}  # devices whose own instructions our kernels use
+WHEEL = os.environ.get("FASTBERT_WHEEL", "")
 PTX_ARCH = "80"  # the oldest: every later device can compile it
 NVCC_FLAGS = [
     *("-std=c++17", "-O3", "--threads", "4"),
@@ -228,15 +232,20 @@ class BuildExtension(build_ext):
         module += [flag for path in includes for flag in ("-isystem", path)]
         base = [*cxx, *CXX_FLAGS, *extra]
 
-        ninja = Ninja(Path(self.build_temp).resolve() / "fastbert")
+        # An editable install builds in a temporary folder, and its objects would be lost
+        temp = Path(f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}")
+        temp = ROOT / temp if self.editable_mode else Path(self.build_temp)
+        ninja = Ninja(temp.resolve() / "fastbert")
         ninja.compile_rule("bindings", [*base, *module])
         # apart, so that an edit of a kernel compiles no other binding anew
         sources = ";".join(f"{name}={digest}" for name, digest in cuda_sources().items()) if nvcc else ""
         release = release_of(nvcc) if nvcc else ""
         facts = [f'-DFASTBERT_CUDA_SOURCES="{sources}"', f'-DFASTBERT_NVCC="{release}"']
         ninja.compile_rule("module", [*base, *module, *facts])
+        # Bindings alone depend on Python: all Pythons share the other objects
+        tag = f".{sys.implementation.cache_tag}"
         for source in sorted((CSRC / "bindings").glob("*.cpp")):
-            ninja.compile("module" if source.stem == "module" else "bindings", source)
+            ninja.compile("module" if source.stem == "module" else "bindings", source, tag)
         ninja.compile_rule("cpu", [*base, x86])
         for isa, flags in isas.items():
             ninja.compile_rule(isa, [*base, *flags, f"-DFASTBERT_ISA={isa}"])
@@ -267,6 +276,15 @@ class BuildExtension(build_ext):
         ninja.run()
 
 
+class Named(Distribution):
+    """The wheel with CUDA kernels is another distribution than the one that pyproject.toml names."""
+
+    def parse_config_files(self, *args, **kwargs) -> None:
+        super().parse_config_files(*args, **kwargs)
+        if WHEEL == "cu13":
+            self.metadata.name = "fastbert-kernels-cu13"
+
+
 class Editable(editable_wheel):
     """Puts `.editable` on the path, a folder with nothing but a link to fastbert/.
 
@@ -283,7 +301,10 @@ class Editable(editable_wheel):
         super().finalize_options()
 
 
+if WHEEL not in ("", "pure", "cu13"):
+    raise SetupError(f"FASTBERT_WHEEL: expected pure, cu13 or nothing, got {WHEEL!r}")
 setup(
-    ext_modules=[Extension("fastbert._C", sources=["csrc/bindings/module.cpp"])],
+    distclass=Named,
+    ext_modules=[] if WHEEL == "pure" else [Extension("fastbert._C", sources=["csrc/bindings/module.cpp"])],
     cmdclass={"build_ext": BuildExtension, "editable_wheel": Editable},
 )

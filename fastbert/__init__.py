@@ -269,19 +269,28 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
-def _warn_of_the_other_project() -> None:
-    """PyPI's `fastbert` is an unrelated project whose files have our folder and partly our names."""
+def _distribution(name: str) -> metadata.Distribution | None:
     try:
-        other = metadata.distribution("fastbert")
+        return metadata.distribution(name)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def _warn_of_others() -> None:
+    """Warn of another distribution whose files lie in our folder: PyPI's `fastbert`, or both of ours."""
+    other, what = _distribution("fastbert"), "an unrelated project"
+    if other is None and _distribution("fastbert-kernels") is not None:
+        other, what = _distribution("fastbert-kernels-cu13"), "the same package with CUDA kernels"
+    if other is None:
         return
+    name = other.metadata["Name"]
     warnings.warn(
-        f"the distribution 'fastbert' {other.version}, an unrelated project, is installed at "
+        f"the distribution {name!r} {other.version}, {what}, is installed at "
         f"{other.locate_file('')} and has a module of the same name as 'fastbert-kernels': whichever was "
-        "installed last wins, file by file. Run `pip uninstall fastbert`, then "
+        f"installed last wins, file by file. Run `pip uninstall {name}`, then "
         "`pip install --force-reinstall --no-deps fastbert-kernels`",
         stacklevel=3,
     )
 
 
-_warn_of_the_other_project()
+_warn_of_others()
