@@ -143,8 +143,8 @@ def cuda_archs(nvcc: str) -> list[str]:
 
 
 def cuda_sources(folder: Path = CSRC / "cuda") -> dict[str, str]:
-    """Hash of the sources of each family of CUDA kernels: `attention*.cu` and all that they include; of
-    `encoder_layers`, which runs the others' kernels, of all sources.
+    """Hash of the sources of each family of CUDA kernels: `attention*.cu` and all that they include. The
+    hash of `encoder_layers` is that of all sources, because it runs kernels of all of them.
 
     The extension keeps them: by them an installed wheel knows what was proven of its kernels.
     """

@@ -1,4 +1,4 @@
-"""Another benchmark with everybody held to AVX2, on a processor with AVX-512.
+"""Another benchmark, fastbert and its peers held to AVX2, on a processor with AVX-512.
 
     fastbert bench avx2 encoder --model minilm --everything
 

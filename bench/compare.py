@@ -14,10 +14,10 @@ One run per side is enough for work of many milliseconds on a quiet machine. Sma
 virtual machine with two cores, of 60 comparisons of runs of one commit (48 benchmarks of 0.1 to 20 ms) 36 had
 a flag with one run per side, 12 with two, 4 with three and 1 with five. A spin of 20% around one kernel was
 flagged in 28, 30, 30 and 30 of 30; a C++ kernel that visits every row 1.2 times (13 to 23% slower, by shape)
-in 22, 20, 29 and 30 of 30. With the whole threshold beside the peers too, that one was flagged in 15 of 30
-with three runs per side and in none with five, because peers of 0.1 ms drift by 5%.
+in 22, 20, 29 and 30 of 30. With the whole threshold beside the peers too, the kernel was flagged in 15
+of 30 with three runs per side and in none with five, because peers of 0.1 ms drift by 5%.
 
-Ten whole runs of one commit (287 benchmarks, 90 of them ours; two of them two hours before the others), every
+Ten whole runs of one commit (287 benchmarks, 90 of them ours; two of them two hours earlier), every
 second one on one side, raise no flag in either direction. Of all 252 ways to take five of them 13 have one
 flag each, of five ops and latencies under 12 ms, most of them the gradient of an embedding.
 """
@@ -48,11 +48,11 @@ class Change:
     """A benchmark in two runs; times in seconds.
 
     Attributes:
-        name: of the benchmark.
-        group: what it is compared with.
-        candidate: who computes.
+        name: the benchmark's.
+        group: the benchmarks that it is compared with.
+        candidate: the engine that computes.
         before, after: the medians of the best runs; None where a side does not have it.
-        ratios: after over before of each kind: "median", "least", "beside its peers", "at best beside them".
+        ratios: after over before, per kind: "median", "least", "beside its peers", "at best beside them".
     """
 
     name: str
@@ -95,14 +95,14 @@ def read(path: Path) -> dict[str, dict]:
 
 
 def candidate_of(benchmark: dict) -> str:
-    """Who computes; "" for a benchmark of one candidate."""
+    """The engine that computes; "" for a benchmark of one candidate."""
     return benchmark["extra_info"].get("candidate") or (benchmark["params"] or {}).get("candidate", "")
 
 
 def beside_peers(benchmark: dict, run: Iterable[dict]) -> float | None:
     """The median over that of the peers of the same group and precision; None without peers.
 
-    A peer itself is held beside the others.
+    A peer is compared with the other peers.
     """
     mine = candidate_of(benchmark)
     peers = [

@@ -11,17 +11,17 @@ products of `feed_forward`, and `linear_norm`. Kernels that dispatch.py's table 
 the first dtype, and of these the large batches. The candidates are those of the kernel's own module, which
 tests/support/triton_compile.py compiles for other GPUs: without spills, within shared memory.
 
-At most 12 candidates per entry are timed. The config that the module's heuristic chooses is the first. The
-others are pruned by a count: a tile is left out where the busiest multiprocessor would have more than 1.5
+At most 12 candidates per entry are timed. The config that the module's heuristic chooses is the first. Other
+candidates are pruned by a count: a tile is left out where the busiest multiprocessor would have more than 1.5
 times the work that it has with the best tile (products; see `work` of kernels/linear.py, and of
 kernels/linear_norm.py, where each number of parts counts as a tile of its own). The tiles that are left are
 tried in the order of their work, and each in several depths, stages and orders: the first 6 tiles, the second
 form of the first 4, and the third of the first 2, where there are so many.
 
 A candidate that does not compile, or breaks the error rule at the shape that is timed, is recorded and left
-out. Of a kernel of backward all gradients are compared. The others are timed turn by turn. The heuristic's
-config stays unless another is 1% faster. The two kernels of attention's backward are entries of their own,
-timed as all of that backward.
+out. Of a kernel of backward all gradients are compared. The timed candidates are interleaved. The
+heuristic's config stays unless another is 1% faster. The two kernels of attention's backward are entries of
+their own, timed as all of that backward.
 
 The table is written after every entry, merged into what the file held. When the budget is spent, the other
 entries stay as they were. At run time nothing is timed: kernels/tuning.py reads the table.

@@ -3,8 +3,8 @@
 #
 #     sh examples/pretrain.sh [FOLDER]
 #
-# Then FOLDER/run has the checkpoints, which transformers loads, and curves.png. The same command goes on where it
-# was interrupted. Three million words show that it learns; they do not make a good model.
+# Then FOLDER/run has the checkpoints, which transformers loads, and curves.png. Rerun the command to resume an
+# interrupted run. Three million words show that the model learns; they do not make a good model.
 set -eu
 
 here=$(dirname "$0")

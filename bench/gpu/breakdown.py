@@ -1,4 +1,4 @@
-"""Where the time of a forward and of a training step goes on a GPU: by kernel, ours and transformers'.
+"""The GPU's time of a forward and of a training step by kernel, for fastbert and transformers.
 
     python bench/gpu/breakdown.py [--models base large] [--budget SECONDS] [--json FILE]
 

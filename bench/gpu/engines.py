@@ -1,6 +1,6 @@
 """Every way to run the encoder's forward on a GPU that the benchmark compares: ours and the peers.
 
-One `Bank` per model holds the weights, drawn on the device and the same for everybody. `Bank.forward(name)`
+One `Bank` per model holds the weights, drawn on the device and shared by all engines. `Bank.forward(name)`
 builds an engine, or raises with the reason.
 """
 

@@ -4,7 +4,7 @@
 
 | row | what must hold |
 |---|---|
-| `killed` | a run that gets SIGKILL and goes on ends with the weights, moments and log of one that got none |
+| `killed` | a run that is killed and resumed ends with the weights, moments and log of an unbroken run |
 | `fp16` | a run with a loss scaler ends, with finite losses that fall |
 | `ddp`, `fsdp` | torchrun with one process on nccl (a CPU: gloo): losses as without it, within 2% |
 
@@ -130,7 +130,7 @@ def commands(place: Place) -> dict[str, list[str]]:
 
 
 def killed(place: Place, runs: dict[str, subprocess.Popen]) -> dict:
-    """One run to its end, one that is killed after its first checkpoint and goes on."""
+    """One run to its end, one that is killed after its first checkpoint and resumed."""
     process = runs["killed"]
     while not list((place.folder / "killed").glob("step-*/manifest.json")) and process.poll() is None:
         time.sleep(PATIENCE)

@@ -22,8 +22,8 @@ fails, crashes or hangs is recorded in `DIR/steps.jsonl` with the end of its out
 need at least; a step for which too little is left is recorded as skipped. The exit status is 1 if a step
 failed.
 
-After each step DIR holds one more file, `run-<part>.tar`, with all the others: where few files come back from
-a machine, this one is enough, and `merge` takes it. A part writes at most eight files.
+After each step the archive `run-<part>.tar` in DIR has all other files: where few files come back from a
+machine, the archive is enough, and `merge` takes it. A part writes at most eight files.
 
 This file needs only Python's standard library: if torch cannot be imported, that is recorded too.
 """
@@ -59,7 +59,7 @@ GRACE_SECONDS = 5.0  # what a step keeps between its own end and the one that is
 
 @dataclass(frozen=True)
 class Run:
-    """What every step is told."""
+    """The settings that all steps share."""
 
     out: Path
     device: str

@@ -1,6 +1,6 @@
 """`fastbert.analysis` beside the plain way: transformers with eager attention, its maps, a forward per head.
 
-- `forward`: the encoder's forward and the head, for the gain that the others have anyway.
+- `forward`: the encoder's forward and the head, for the gain that the other rows include.
 - `statistics`: `attention_statistics`, entropy, who is looked at and the patterns' features; plain: the same
   from the maps of `output_attentions`.
 - `importance`: one backward for all examples; plain: a backward per example, with a factor per head.

@@ -30,7 +30,7 @@ def build(bank: Bank, wanted: tuple[str, ...]) -> dict[str, Forward | str]:
 
 
 class Engines:
-    """The engines of one model at a time, each built once: a model that is asked for replaces the one before.
+    """The engines of one model at a time, each built once: another model replaces it.
 
     Args:
         bank_of: makes what builds a model's engines by name: a `Bank`, or that of bench/gpu/engines.py.

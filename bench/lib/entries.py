@@ -462,8 +462,8 @@ def is_later(task: Task) -> bool:
 def candidates(task: Task, device: tuning.Device) -> list[Any]:
     """The configs to time, the heuristic's first, at most MOST; in the same order on every run.
 
-    The others are ranked by the place of their tile, of those with the least work, and twice their place
-    among the configs of that tile.
+    The other configs are ranked by the place of their tile among those with the least work, plus twice their
+    place among the configs of that tile.
     """
     kind, device = KINDS[task.op], facts_of(device)
     rivals: dict[tuple, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Everybody held to AVX2 on a processor with AVX-512, for `bench/avx2.py`.
+"""All engines held to AVX2 on a processor with AVX-512, for `bench/avx2.py`.
 
 Ours, PyTorch, oneDNN and MKL have an environment variable for it. ONNX Runtime and OpenVINO's fp32 product go
 by `cpuid` alone (`ONEDNN_MAX_CPU_ISA` does not reach that product). They run from copies in which each

@@ -7,7 +7,7 @@
 | `threads` | 2 Python threads that call one model | time / (quiet time × 2) |
 
 The quiet time is that of one call at a time: of one thread in one process for `processes`, of all threads
-for the others. With several callers the time is that of a call of each of them, by the throughput of all
+for `neighbour` and `threads`. With several callers the time of a call follows from the throughput of all
 together: callers / (calls per second of all). So `processes` and `threads` have a loss of 1.0 where the
 callers share the cores perfectly; it is below 1.0 where one caller does not fill the cores. A neighbour takes
 its own share: two threads on two cores keep 2/3 of the machine beside it, which is a loss of 1.5.
@@ -348,7 +348,7 @@ class Bench:
 
 
 def row_of(kind: str, model: str, workload: str, name: str, party: Party) -> dict:
-    """A party's row, without what the others of its group say about it."""
+    """A party's row, without the comparison with its group."""
     row = {
         "step": "load",
         "name": f"load-{kind}-{name}-{model}-{workload}",

@@ -38,8 +38,8 @@ def timed(forward: Callable[[], object], begin: float, seconds: float, alone: bo
 
     `alone` calls count from now on, for `seconds`. With other callers those count that lie within the
     `seconds` from `begin` (a reading of `time.perf_counter`): what begins before only keeps the machine
-    loaded, and after it the others have stopped. The first call never counts: it loads the weights into the
-    caches again, which other engines have used in the meantime.
+    loaded, and after it the other callers have stopped. The first call never counts: it loads the weights
+    into the caches again, which other engines have used in the meantime.
     """
     forward()
     if alone:

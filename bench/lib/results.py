@@ -143,8 +143,8 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 def newest(results: Path = RESULTS) -> Iterator[Run]:
     """Of each device's folder the latest run of the suite, by the folders' names. Raises as `read`.
 
-    A run of a part of it does not count: one with less than half of the benchmarks of the largest. But it
-    follows where it is the latest with a kind of benchmark that the others lack.
+    A run with less than half of the benchmarks of the largest is a part of the suite, and does not count. But
+    it follows where it is the latest with a kind of benchmark that no whole run has.
     """
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         runs = read_all(folder)

@@ -1,4 +1,4 @@
-"""Who serves each op of a timed row: every self-check before the first one, and the backends behind it."""
+"""The backend of each op of a timed row: all self-checks run before the first row, and the row names it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Trial:
 def trials(
     model: workloads.Model, inputs: dict, few: dict, tag: str, wanted: tuple[str, ...], head: str
 ) -> dict[str, Trial]:
-    """candidate -> its trial, each step run once, on a GPU three times. If one fails, the others still run.
+    """candidate -> its trial, each step run once, on a GPU three times. Others run although one fails.
 
     Gradients are compared on the batch `few`.
     """

@@ -106,10 +106,10 @@ def is_noisy(row: Mapping) -> bool:
 
 
 def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
-    """Peer -> how many times as fast as it one of our candidates is, or the reason why nobody can say.
+    """Peer -> the speed-up of one of our candidates over it, or the reason why there is none.
 
-    Peers are the others of the group in the same precision. A peer's own row has no ratios. Of two rows of
-    memory it is our peak over the peer's.
+    Peers are other candidates of the group in the same precision. A peer's own row has no ratios. For memory
+    the ratio is our peak over the peer's.
     """
     found: dict[str, float | str] = {}
     if row["status"] != "ok" or not is_ours(row["candidate"]):

@@ -98,7 +98,9 @@ def expand(name: str) -> tuple[str, ...]:
 def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
     """Token length of each sequence of one batch; `seed` matters only to the drawn workloads."""
     if name in GROUPS:
-        raise ValueError(f"name: {name!r} stands for the batches {', '.join(GROUPS[name])}: name one of them")
+        raise ValueError(
+            f"name: {name!r} is short for the batches {', '.join(GROUPS[name])}: name one of them"
+        )
     expand(name)
     return FIXED[name] if name in FIXED else draw_squad(DRAWN[name], seed)
 

@@ -68,7 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    group.addoption("--threads", type=count, help="of everybody (default: the cores of this process)")
+    group.addoption(
+        "--threads", type=count, help="threads of every candidate (default: the cores of this process)"
+    )
     group.addoption(
         "--samples", type=count, default=7, help="of each candidate; half as many where one takes seconds"
     )
@@ -79,7 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One run, on as many threads for everybody as the process may use cores."""
+    """One run, with as many threads per candidate as the process may use cores."""
     config.addinivalue_line("markers", "long: left out unless --everything is given")
     config.addinivalue_line("markers", "cpu: measured on a CPU only")
     if config.getoption("device") == "cuda" and not (torch.cuda.is_available() or config.option.collectonly):

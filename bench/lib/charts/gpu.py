@@ -1,4 +1,4 @@
-"""Where the time goes on a GPU: a bar per engine and batch, cut by kind of kernel, and what it waits."""
+"""A GPU's time: a bar per engine and batch, cut by kind of kernel, and the time that the GPU waits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def breakdown(data: dict) -> matplotlib.figure.Figure:
     panels[1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5, frameon=False)
     environment = data["environment"]
     figure.suptitle(
-        f"Where the time goes on an {environment['device']}: milliseconds of one call\n"
+        f"Time on an {environment['device']}: milliseconds of one call\n"
         f"commit {(data.get('commit') or 'unknown')[:9]}, {data['date'][:10]}, torch {environment['torch']}, "
         f"Triton {environment['triton']}",
         fontsize=11,
