@@ -167,20 +167,6 @@ def test_what_a_page_names_exists(page):
     assert words - words_of_the_sources() - {*FOREIGN.split()} == set()
 
 
-def test_the_changelog_says_where_modules_are_now():
-    """A new place is `room.module`, other modules of that room after it, and perhaps words."""
-    rows = re.findall(r"^  \| (.+?) \| (.+?) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)[2:]
-    assert len(rows) > 15
-    for old, new in rows:
-        room: tuple[str, ...] = ()
-        for place in re.split(", |; ", new):
-            if re.fullmatch(r"[\w.]+", place):
-                parts = tuple(place.split("."))
-                room = parts[:-1] if "." in place else room
-                path = ROOT.joinpath("fastbert", *room, parts[-1])
-                assert path.with_suffix(".py").is_file() or path.is_dir(), (old, place)
-
-
 # ---- python blocks ----
 
 
