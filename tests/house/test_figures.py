@@ -1,6 +1,6 @@
 """Every figure on a page is that of a committed row of bench/results.
 
-Tables of README.md and docs/numbers.md are made by docs/make.py (tests/bench/test_quoted.py). Figures in prose
+docs/make.py writes the tables of README.md and docs/numbers.md (tests/bench/test_quoted.py). Figures in prose
 are listed here, each with the result that it comes from.
 """
 
