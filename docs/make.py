@@ -39,7 +39,7 @@ DTYPES = {
 
 
 def _quoted(part: Callable[..., list[str]], *arguments: str) -> Callable[[], list[str]]:
-    """A part that is made from the suite's newest rows."""
+    """A part made from the suite's newest rows."""
     return lambda: part(*arguments, _newest())
 
 
@@ -56,7 +56,7 @@ def _passes(backend: str, op: str) -> str:
 
 
 def matrix() -> list[str]:
-    """A row per op, a column per backend: passes, and the dtypes it stores."""
+    """A row per op, a column per backend: the passes and the stored dtypes."""
     body = []
     for op in dispatch.OPS:
         cells = []
@@ -82,13 +82,13 @@ def order() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """A row per recipe: its objective and sequences, its phases, its optimizer."""
+    """A row per recipe: objective, sequences, phases, optimizer."""
     body = []
     for name in recipe.names():
         made = recipe.Recipe.load(name)
         kind = made.format["kind"] + (f" ({made.format['relation']})" if "relation" in made.format else "")
         phases = made.phases
-        warm = [f"{p.warmup:,}" if p.warmup >= 1 else f"{p.warmup:.4g} of them" for p in phases]
+        warm = [f"{p.warmup:,}" if p.warmup >= 1 else f"{p.warmup:.4g} of the steps" for p in phases]
         body.append(
             [
                 f"`{name}`",
@@ -117,7 +117,7 @@ def recipes() -> list[str]:
 
 
 def _each(values: list[str]) -> str:
-    """One value per phase, or the one that all have."""
+    """The values of the phases, or one value if all are equal."""
     return values[0] if len(set(values)) == 1 else ", ".join(values)
 
 
@@ -182,7 +182,7 @@ def made(text: str, name: str, lines: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the generated parts and pictures; with --check, only say which files are out of date."""
+    """Write the generated parts and pictures; with --check, only print the files that are out of date."""
     if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ WORDS = [
     ("of the first(?=[,.;:)]| it )", "name it"),
     ("the (?:[a-z]+ before's|ones? before)|of before", "the previous"),
     (
-        "(?:tokens|sentences|texts|calls|requests|steps|bytes|[KMG]i?B|FLOPs?|ops|labels?|rows?|times)"
+        "(?:tokens|sentences|texts|requests|steps|bytes|[KMG]i?B|FLOPs?|ops|labels?|rows?|times)"
         " an? (?:second|step|call|sequence|sentence|token|text|row|layer|line|core|thread)",
         "per",
     ),

@@ -338,7 +338,7 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
             found["gpu numbers"] += [f"{caption}, peak memory; {where(steps, trained, results)}:", ""]
             found["gpu numbers"] += [*training_table(steps), "", *daggers(steps)]
         if path.with_name("breakdown.json").exists():
-            found["gpu numbers"] += [f"![Where the time goes]({picture(path).name})", ""]
+            found["gpu numbers"] += [f"![GPU time by kind of kernel]({picture(path).name})", ""]
         checks = path.with_name("checks.json")
         if checks.exists():
             found["gpu numbers"] += [checks_line(json.loads(checks.read_text())), ""]
@@ -395,9 +395,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     merging = commands.add_parser("merge", help="into bench/results, kernels/tuned and the docs")
-    merging.add_argument("paths", type=Path, nargs="+", metavar="DIR", help="or run-….tar; the earlier first")
     merging.add_argument(
-        "--commit", action="append", default=[], help="of a DIR's tree, once for each, where it does not say"
+        "paths", type=Path, nargs="+", metavar="DIR", help="or run-….tar; earlier ones first"
+    )
+    merging.add_argument(
+        "--commit", action="append", default=[], help="of a DIR that does not name its commit, once each"
     )
     merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
     merging.add_argument("--proofs", type=Path, default=verdicts.FOLDER, help="instead of the shipped folder")
