@@ -21,9 +21,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def check_keys(
     names: Names, config: Any, files: list[Path], found: dict[str, Stored], strict: bool = True
 ) -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """(missing keys of heads, which may be fresh; keys as stored that the model lacks; what is to be told).
+    """Compare the keys of the files with the module's.
 
-    The last maps a reason to keys as stored: those of a training alone, and without `strict` unknown ones.
+    Returns:
+        (missing keys of heads, which may be fresh; stored keys that the module lacks; a reason -> the stored
+        keys left out for it, which are training aids and, without `strict`, unknown keys).
 
     Raises:
         CheckpointError: any other difference.
@@ -55,8 +57,8 @@ def check_keys(
         elif unexpected and not refused:
             why += "; strict=False leaves them out"
         raise CheckpointError(f"{where}: {'; '.join(problems)}{why}")
-    told = {"of the training alone": aids, "unknown": [] if strict else unknown}
-    return fresh, [found[k].key for k in extra], {r: [found[k].key for k in ks] for r, ks in told.items()}
+    left_out = {"of the training alone": aids, "unknown": [] if strict else unknown}
+    return fresh, [found[k].key for k in extra], {r: [found[k].key for k in ks] for r, ks in left_out.items()}
 
 
 def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
@@ -94,7 +96,7 @@ def _is_int8(item: Stored | None) -> bool:
 
 
 def check_mathematics(config: Any, files: list[Path]) -> None:
-    """Refuse a config.json of another save than the weights, if they say with which one they were saved.
+    """Refuse a config.json from another save than the weights', if the weights name the config of their save.
 
     A config that agrees with the weights is right, whatever config.json says. If config.json agrees with the
     weights, any config is right: the caller has overridden keys.
@@ -105,7 +107,7 @@ def check_mathematics(config: Any, files: list[Path]) -> None:
             continue
         try:
             stated = type(config).from_dict({"model_type": config.model_type, **read_config(file.parent)})
-        # There is none, or it is of another architecture
+        # config.json is missing, or of another architecture
         except (CheckpointError, TypeError, ValueError):
             stated = config
         if differing := _differing(stated, stamp.mathematics):
@@ -156,7 +158,7 @@ def check_shapes(
     return left_out
 
 
-def _size_key(names: Names, key: str, axis: int) -> str | None:
+def _size_key(names: Names, key: str, axis: int) -> str:
     """The config key that sets the size of one axis of a parameter."""
     family, layer = names.family, names.family.layer
     hidden = "embedding_size" if family.projection and ".embeddings." in "." + key else "hidden_size"
@@ -183,7 +185,7 @@ def _size_key(names: Names, key: str, axis: int) -> str | None:
 
 
 def check_value(names: Names, key: str, item: Stored) -> None:
-    """Refuse a tensor of another kind than weights, not finite, or too large for the model's dtype."""
+    """Refuse a tensor that holds no weights, is not finite, or is too large for the model's dtype."""
     tensor, dtype = item.tensor, names.state[key].dtype
     if key in names.int8:
         problem = names.int8[key].problem(key.rpartition(".")[2], tensor)
@@ -197,7 +199,7 @@ def check_value(names: Names, key: str, item: Stored) -> None:
         )
     if tensor.numel() == 0:
         return
-    # In one pass and without a copy; both are NaN if an element is
+    # One pass without a copy; low and high are NaN if an element is
     low, high = (float(v) for v in torch.aminmax(tensor))
     if not (abs(low) < float("inf") and abs(high) < float("inf")):
         raise CheckpointError(f"{item}: holds {'NaN' if low != low else 'infinity'}; expected finite weights")

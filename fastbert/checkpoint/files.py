@@ -3,7 +3,7 @@
 A save renames two files, config.json and then the weights. A process that is killed between the two leaves
 the new config beside the old weights. So a save leaves notes in its folder (`.saving-…`) before it renames
 anything: the old config and the new one. And weights say in their metadata with which config they were saved.
-Whoever reads the directory next can tell the case and takes the old config (`config_of_weights`).
+So the next reader can tell the case and takes the old config (`config_of_weights`).
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def is_dead(tag: str) -> bool:
 
 
 def check_plain(path: Path) -> None:
-    """Raise CheckpointError if a file of ours cannot be at a path: there is a link, a folder, a FIFO, …
+    """Raise CheckpointError if a path is taken by anything but a plain file: a link, a folder, a FIFO, …
 
-    What is opened to be written is not to be read from a pipe, nor to empty a file elsewhere.
+    Opening a FIFO for writing would hang, and opening a link would empty a file elsewhere.
     """
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise CheckpointError(f"{path}: is not a plain file")
@@ -117,8 +117,9 @@ def check_free(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -
     """Raise CheckpointError unless a directory of results can be written to a place; see `new_directory`.
 
     Args:
-        ours: patterns of the names that such a directory has.
-        overwrite: whether one that has no others may be replaced.
+        place: path of the directory; a link is followed.
+        ours: patterns of the names in such a directory.
+        overwrite: whether a directory that holds only such names may be replaced.
     """
     where, place = place, Path(os.path.realpath(place))
     _settle(place)
@@ -166,14 +167,14 @@ def _check_place(where: Path, place: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(place: Path, ours: Iterable[str] = (), overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill. It takes its place, whole, when the block ends, and is removed if the block raises.
+    """A folder to fill. It is renamed to `place` when the block ends, and removed if the block raises.
 
-    A kill at any moment leaves the old directory, the new one or none. The next call removes what killed ones
-    have left, and puts back an old directory that one had taken away.
+    A kill at any moment leaves the old directory, the new one or none. The next call removes what killed
+    calls have left, and puts back an old directory that a killed call had moved away.
 
     Args:
-        place: of the directory; through a link that to which it points. It must not exist, or be empty.
-        ours, overwrite: what may be there and is replaced; see `check_free`.
+        place: path of the directory; a link is followed. It must be missing or empty.
+        ours, overwrite: what else may be there and is replaced; see `check_free`.
 
     Raises:
         CheckpointError: something else is there, or it could not be written; what was there is unchanged.
@@ -202,7 +203,7 @@ def new_directory(place: Path, ours: Iterable[str] = (), overwrite: bool = False
         # the folder is gone by now
         raise CheckpointError(str(error).replace(str(new), str(where))) from error
     except OSError as error:
-        # of an input file, which the error names; a full disk names none
+        # An error of an input file names it and passes; that of a full disk names no file
         ours = str(_beside(place, "", "")).removesuffix("..tmp")
         if error.errno is None or not str(error.filename or ours).startswith((ours, str(place))):
             raise
@@ -214,7 +215,7 @@ def _beside(place: Path, kind: str, tag: str) -> Path:
 
 
 def _settle(place: Path) -> None:
-    """Remove what killed processes have left beside a place; put back what one had taken away."""
+    """Remove what killed processes have left beside a place; put back a directory that one had moved away."""
     for left in sorted(place.parent.glob(f".{glob.escape(place.name)}.*.tmp")):
         kind, _, tag = left.name[len(place.name) + 2 : -len(".tmp")].partition(".")
         if kind not in ("new", "old", "gone") or not is_dead(tag):
@@ -222,7 +223,7 @@ def _settle(place: Path) -> None:
         if kind == "old" and not os.path.lexists(place):
             os.rename(left, place)
             continue
-        if kind == "old":  # never seen with a part of it removed
+        if kind == "old":  # renamed first: no reader sees it partly removed
             left = left.rename(_beside(place, "gone", tag))
         shutil.rmtree(left, ignore_errors=True)
 
@@ -386,7 +387,7 @@ def _config_digest(directory: Path) -> str | None:
             shards = read_json(directory / SAFETENSORS_INDEX).get("weight_map") or {}
             file = directory / Path(min(shards.values())).name
         stamp = read_stamp(file)
-    # Loading it says what is wrong
+    # Loading the weights reports what is wrong
     except (CheckpointError, AttributeError, TypeError, ValueError):
         return None
     return None if stamp is None else stamp.config

@@ -112,7 +112,7 @@ def _read_own_config(directory: Path) -> dict[str, Any]:
             f"{path}: is of a save that was killed before its weights were in place, and there was no "
             "config.json before that save; save again"
         )
-    # Says what is wrong
+    # Raises, with the cause
     return read_json(path)
 
 

@@ -29,7 +29,7 @@ from fastbert.layers import quantized as quantization
 
 logger = logging.getLogger(__name__)
 
-# So many layers take no time on the meta device
+# Up to this many layers take no time on the meta device
 _FEW_LAYERS = 100
 
 
@@ -40,8 +40,8 @@ class LoadReport:
     Attributes:
         files: the files read.
         missing: the module's keys that no file holds (a fresh head); empty for a complete checkpoint.
-        unused: keys, as stored, that the module does not have: of other heads, of a training's helpers, and
-            without `strict` unknown ones.
+        unused: stored keys that the module lacks, which are those of other heads, training aids and, without
+            `strict`, unknown keys.
         mismatched: (key, shape in the file, shape in the module) of the weights that were not loaded because
             their shapes differ; the module's are fresh.
     """
@@ -53,8 +53,8 @@ class LoadReport:
 
 
 def load_weights(
-    model: nn.Module,
-    directory: str | os.PathLike,
+    model: Any,
+    directory: str | os.PathLike | None,
     *,
     allow_missing_head: bool = True,
     ignore_mismatched_sizes: bool = False,
@@ -68,11 +68,12 @@ def load_weights(
     is changed if anything is refused.
 
     Args:
-        model: a model of this package. Used are its `config`, `base_model_prefix`, `is_base_model` and
-            `tied_weights()`.
-        directory: holds model.safetensors, pytorch_model.bin or shards of either with their index.
-        allow_missing_head: True gives a head (or its pooler) without any key in the files fresh values, with
-            one warning; False refuses it.
+        model: a model of this package; its `config`, `base_model_prefix`, `is_base_model` and
+            `tied_weights()` are read.
+        directory: holds model.safetensors, pytorch_model.bin or shards of either with their index; None if
+            `state_dict` is given.
+        allow_missing_head: True initialises a head (or its pooler) of which the files hold no key, with one
+            warning; False refuses it.
         ignore_mismatched_sizes: True initialises a weight whose shape differs from the file's, with one
             warning that names it; False refuses it.
         use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
@@ -193,8 +194,8 @@ def stored_dtype(directory: str | os.PathLike, use_safetensors: bool | None = No
 
 
 @torch.no_grad()
-def _assign(model: nn.Module, names: Names, found: dict[str, Stored], fresh: set[str]) -> None:
-    # id of the parameter on meta -> the one that replaces it
+def _assign(model: Any, names: Names, found: dict[str, Stored], fresh: set[str]) -> None:
+    # id of a parameter on meta -> its replacement
     made: dict[int, Tensor] = {}
     for key, param in names.state.items():
         if not param.is_meta or id(param) in made or key in names.tied:
@@ -214,7 +215,8 @@ def _assign(model: nn.Module, names: Names, found: dict[str, Stored], fresh: set
         source = names.state[names.tied.get(key, key)]
         owner, _, name = key.rpartition(".")
         module = model.get_submodule(owner)
-        (module._parameters if name in module._parameters else module._buffers)[name] = made[id(source)]
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        table[name] = made[id(source)]
 
 
 def _initialise(key: str, value: Tensor, std: float) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.checkpoint.read import Stored
@@ -32,17 +33,17 @@ class Names:
         wrappers: what `rename` took off the keys' fronts.
     """
 
-    def __init__(self, model: nn.Module):
-        self.family = model.config.family
-        self.state = model.state_dict(keep_vars=True)
-        self.tied = {k: v for k, v in model.tied_weights().items() if k in self.state}
-        self.is_base = model.is_base_model
+    def __init__(self, model: Any):
+        self.family: Any = model.config.family
+        self.state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self.tied: dict[str, str] = {k: v for k, v in model.tied_weights().items() if k in self.state}
+        self.is_base: bool = model.is_base_model
         self.prefix = "" if self.is_base else model.base_model_prefix + "."
-        self.stored_prefix = model.base_model_prefix + "."
+        self.stored_prefix: str = model.base_model_prefix + "."
         self.encoder = [key for key in self.state if key.startswith(self.prefix)]
         self.roots = {key[len(self.prefix) :].split(".")[0] for key in self.encoder}
-        self.pooler = (self.family.pooler or "pooler") + "."
-        self.int8 = {
+        self.pooler: str = (self.family.pooler or "pooler") + "."
+        self.int8: dict[str, quantization.QuantizedLinear] = {
             f"{name}.{leaf}": module
             for name, module in model.named_modules()
             if isinstance(module, quantization.QuantizedLinear)
@@ -76,7 +77,7 @@ class Names:
         return key.split(".")[0] in _TRAINING_AIDS
 
     def part(self, key: str) -> str | None:
-        """The part that may be missing as a whole to which the key belongs; None if it belongs to none."""
+        """The part of a key, if that part may be missing as a whole; else None."""
         if self.is_base:
             return None
         if key.startswith(self.prefix):

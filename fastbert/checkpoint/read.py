@@ -43,6 +43,8 @@ def weights_of(
 ) -> tuple[list[Path], dict[str, Stored]]:
     """What `read_weights` returns; or the same for the caller's tensors, with "state_dict" as the file."""
     if state_dict is None:
+        if directory is None:
+            raise TypeError("directory: expected a path if there is no state_dict, got None")
         return read_weights(Path(directory), use_safetensors)
     where = Path("state_dict")
     return [where], _given(where, state_dict)

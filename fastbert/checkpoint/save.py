@@ -6,7 +6,7 @@ A save that changes the config has five steps:
     2. shards, if any, are renamed to names that nothing points to
     3. config.json is renamed into place
     4. the weights (or the index of the shards) are renamed into place: now it is the new checkpoint
-    5. the folder and the files that nobody reads any more are removed
+    5. the folder and the files that are no longer read are removed
 Between 3 and 4, or after a kill there, a reader takes the old config from the notes (`files.py`). The next
 save puts it back before it starts.
 """
@@ -21,10 +21,10 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.checkpoint.files import (
     CONFIG,
@@ -46,7 +46,7 @@ from fastbert.layers import quantized as quantization
 
 
 def save(
-    model: nn.Module,
+    model: Any,
     directory: str | os.PathLike,
     *,
     max_shard_size: int | str = "5GB",
@@ -86,7 +86,7 @@ def save(
     config_text = _config_text(model, state)
     stamp = Stamp(digest(config_text.encode()), model.config.mathematics())
     shards = _split(state, limit)
-    with _told(directory):
+    with _naming(directory):
         directory.mkdir(parents=True, exist_ok=True)
         _settle(directory)
         return _write(directory, config_text.encode(), stamp, state, shards)
@@ -106,7 +106,7 @@ def _whole(directory: Path, needed: set, known: Iterable[str], given: dict[str, 
 
 
 @contextlib.contextmanager
-def _told(file: Path) -> Iterator[None]:
+def _naming(file: Path) -> Iterator[None]:
     """Turn any error into a CheckpointError that names the file."""
     try:
         yield
@@ -127,7 +127,7 @@ def _bytes(size: int | str) -> int:
     return value
 
 
-def _config_text(model: nn.Module, state: dict[str, Tensor]) -> str:
+def _config_text(model: Any, state: dict[str, Tensor]) -> str:
     values = model.config.to_dict()
     values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
     dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
@@ -160,7 +160,7 @@ def _write(
     with contextlib.ExitStack() as stack:  # its end removes what was not renamed
         workplace = stack.enter_context(_workplace(directory))
         for name, keys in zip(names, shards, strict=True):
-            with _told(directory / name):
+            with _naming(directory / name):
                 _write_safetensors(workplace / name, {key: state[key] for key in keys}, stamp)
         weights = workplace / SAFETENSORS, directory / SAFETENSORS
         if len(shards) > 1:  # under names that nothing points to until the index is renamed
@@ -201,7 +201,7 @@ def _write(
     stale = {file.name for file in directory.glob("model-*-of-*.safetensors")} - set(names)
     if len(shards) == 1:
         stale.add(SAFETENSORS_INDEX)
-    for name in stale:  # nothing reads them any more
+    for name in stale:  # no index names them any more
         with contextlib.suppress(OSError):
             (directory / name).unlink(missing_ok=True)
     return [directory / name for name in names]
@@ -209,7 +209,7 @@ def _write(
 
 def _written(directory: Path, workplace: Path, name: str, content: bytes) -> Path:
     """Write and flush a file in the workplace; an error names its later place in the directory."""
-    with _told(directory / name), open(workplace / name, "wb") as handle:
+    with _naming(directory / name), open(workplace / name, "wb") as handle:
         handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())
@@ -256,9 +256,9 @@ def _write_safetensors(file: Path, tensors: dict[str, Tensor], stamp: Stamp) -> 
 
 
 def _order_metadata(handle: BinaryIO) -> None:
-    """Put the metadata's entries in order: safetensors writes them in another one each time.
+    """Sort the metadata's entries, whose order safetensors changes from save to save.
 
-    So one model gives one sequence of bytes.
+    So equal models are saved as equal bytes.
     """
     size = int.from_bytes(handle.read(8), "little")
     header = json.loads(handle.read(size))
