@@ -93,8 +93,8 @@ def load_weights(
     if foreign and not quantization.in_config(config):
         method = foreign.get("quant_method", foreign.get("format")) if isinstance(foreign, dict) else foreign
         raise CheckpointError(
-            f"{Path(directory) / CONFIG}: quantization_config: quantised weights are not read but those of "
-            f"this package's quantize(), got {method!r}; load the floating-point checkpoint and quantise that"
+            f"{Path(directory or '') / CONFIG}: quantization_config: expected none, or weights of this "
+            f"package's quantize(), got {method!r}; load the floating-point checkpoint and quantise that"
         )
     names = Names(model)
     files, stored = weights_of(directory, use_safetensors, state_dict)

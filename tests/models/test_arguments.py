@@ -241,6 +241,11 @@ def test_a_state_dict_instead_of_the_files(folder):
     ):
         with pytest.raises(TypeError, match=message):
             load(folder, state_dict=wrong)
+    config = type(model.config).from_hf(model.config)
+    config.quantization_config = {"quant_method": "gptq"}
+    words = r"^config\.json: quantization_config: expected none, or .*got 'gptq'"
+    with pytest.raises(fastbert.CheckpointError, match=words):
+        load(None, config=config, state_dict=given)
     words = r"name_or_path: .* NoneType; None needs both config= and state_dict="
     with pytest.raises(TypeError, match=words):
         load(None, state_dict=given)
