@@ -1,7 +1,7 @@
 """Pairs of texts to scores: a sequence classifier that reads both texts at once (re-ranking, entailment).
 
-A directory is a plain HuggingFace one, or one saved by sentence-transformers: its activation, maximum length
-and prompts are obeyed. Other modules than the classifier are refused by name.
+A directory is a plain HuggingFace one, or one saved by sentence-transformers, whose activation, maximum
+length and prompts are used. Other modules than the classifier are refused by name.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class CrossEncoder(TextModel):
 
     Args:
         model: a fastbert sequence classifier in eval mode, on its device.
-        tokenizer: of the `tokenizers` library. Copied, so its padding and truncation do not change.
+        tokenizer: from the `tokenizers` library. Copied, so its padding and truncation do not change.
         activation_fn: logits (batch, num_labels) -> scores; None = a sigmoid for one label, else none.
         max_length: most tokens of a pair, special ones included; None = as many as the model allows.
         lower_case: convert the texts to lower case before they are tokenised.
         prompt: text put before the first text of every pair, if a call names no other.
         prompts: name -> prompt, for `prompt_name`.
-        segments: whether the model is told which text of its pair a token is of, if it has segments.
+        segments: whether token types (which text of a pair a token belongs to) are passed to the model, if
+            it has segments.
 
     Raises:
         TypeError: no model, or no tokenizer; `from_pretrained` loads both from a directory.
@@ -50,6 +51,7 @@ class CrossEncoder(TextModel):
     """
 
     _result: ClassVar[str] = "score"
+    model: BertForSequenceClassification
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class CrossEncoder(TextModel):
         Args:
             directory: the folder (or a hub name, where huggingface_hub is installed).
             num_labels, activation_fn, max_length: override the directory's; None = the directory's.
-            dtype: of the weights; None = as the directory stores them.
+            dtype: the weights' dtype; None = as the directory stores them.
             device: None = the first GPU if there is one, else the CPU.
 
         Raises:
@@ -99,11 +101,13 @@ class CrossEncoder(TextModel):
         path = directory / "config_sentence_transformers.json"
         settings = read_json(path) if path.is_file() else {}
         prompt, prompts = prompt_settings(path, settings)
+        overrides: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
         model = AutoModelForSequenceClassification.from_pretrained(
             transformer,
             dtype="auto" if dtype is None else dtype,
             device=device,
-            **({} if num_labels is None else {"num_labels": num_labels}),
+            output_loading_info=False,
+            **overrides,
         )
         says_length, lower_case, segments = text_settings(transformer)
         if max_length is None and says_length is not None:
@@ -150,11 +154,11 @@ class CrossEncoder(TextModel):
         """Score pairs of texts, without gradients, in batches packed without padding. The order is kept.
 
         Args:
-            pairs: a sequence of pairs of texts, or of {"text": a pair}. One pair, or one dict, gives one
-                score.
-            prompt_name: of the prompt, among `prompts`, to put before the first text of every pair.
-            prompt: that text itself; "" for none. None, if there is no prompt_name either: the default.
-            activation_fn: as of the class; None = the class's.
+            pairs: a sequence of pairs of texts, or of {"text": a pair}; or one pair, or one dict.
+            prompt_name: name, in `prompts`, of the text to put before the first text of every pair.
+            prompt: that text itself; "" for none. If neither prompt_name nor prompt is given, the default
+                prompt is used.
+            activation_fn: as in the constructor; None = the constructor's.
             apply_softmax: a softmax over the labels, after the activation; nothing where there is one label.
             batch_tokens: most tokens in one batch; at least `max_length`.
             batch_size: most pairs in one batch; None = no limit but `batch_tokens`.
@@ -162,7 +166,8 @@ class CrossEncoder(TextModel):
                 first) or "error".
 
         Returns:
-            (len(pairs),) float32, or (len(pairs), num_labels) of several labels; for one pair its entry.
+            (len(pairs),) float32, or (len(pairs), num_labels) if there are several labels; for one pair its
+            entry.
 
         Raises:
             EncodingError: a pair that cannot be encoded, or whose score is not finite, by index.
@@ -179,9 +184,9 @@ class CrossEncoder(TextModel):
         single = isinstance(pairs, dict) or (
             isinstance(pairs, (list, tuple)) and len(pairs) > 0 and isinstance(pairs[0], str)
         )
-        pairs = [pairs] if single else listed("pairs", pairs)
-        out = np.empty((len(pairs),) if labels == 1 else (len(pairs), labels), np.float32)
-        for index, pair in enumerate(pairs):
+        given = [pairs] if single else listed("pairs", pairs)
+        out = np.empty((len(given),) if labels == 1 else (len(given), labels), np.float32)
+        for index, pair in enumerate(given):
             inner = pair.get("text") if isinstance(pair, dict) else pair
             if isinstance(inner, str):
                 raise TypeError(f"pairs[{index}]: a str; expected a pair of texts")
@@ -189,9 +194,9 @@ class CrossEncoder(TextModel):
         def forward(tokens: TokenBatch) -> np.ndarray:
             return self._forward(tokens, activation_fn or self.activation_fn, apply_softmax)
 
-        for first in range(0, len(pairs), SLICE):
+        for first in range(0, len(given), SLICE):
             try:
-                tokens = self.tokenize(pairs[first : first + SLICE], prompt)
+                tokens = self.tokenize(given[first : first + SLICE], prompt)
                 if on_long == "error" and tokens.truncated.size:
                     raise self.too_long(tokens)
                 rows = out[first : first + SLICE]
@@ -276,8 +281,8 @@ def _transformer_of(directory: Path) -> Path:
 def _activation(directory: Path, name: object, labels: int) -> Activation:
     """The activation of torch.nn that a file names; no other code is imported."""
     found = getattr(torch.nn, str(name).rpartition(".")[2], None)
-    plain = isinstance(found, type) and issubclass(found, torch.nn.Module)
-    if not plain or f"{found.__module__}.{found.__name__}" != name:
+    is_module = isinstance(found, type) and issubclass(found, torch.nn.Module)
+    if found is None or not is_module or f"{found.__module__}.{found.__name__}" != name:
         raise ValueError(
             f"{directory}: activation_fn {name!r}; expected one of torch.nn's, such as "
             "'torch.nn.modules.activation.Sigmoid'; pass activation_fn="

@@ -1,8 +1,8 @@
 """Text to embeddings: tokenise, sort by length, pack into batches, run, pool, put back in order.
 
 A directory is a plain HuggingFace one (config.json, weights, tokenizer.json or vocab.txt), or one saved by
-sentence-transformers: then its modules.json, pooling, normalisation, maximum length and default prompt are
-obeyed. What is not implemented (a Dense module, some pooling modes) is refused by name, not skipped.
+sentence-transformers, whose modules.json, pooling, normalisation, maximum length and default prompt are used.
+What is not implemented (a Dense module, some pooling modes) is refused by name, not skipped.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class SentenceEncoder(TextModel):
 
     Args:
         model: a fastbert encoder in eval mode, on its device; or any module with `config` and
-            `forward_packed`. That is called with CPU tensors, for pooling "cls" with first_token_only=True.
-        tokenizer: of the `tokenizers` library. Copied, so its padding and truncation do not change.
+            `forward_packed`, which is called with CPU tensors, and with first_token_only=True for pooling
+            "cls".
+        tokenizer: from the `tokenizers` library. Copied, so its padding and truncation do not change.
         pooling: "mean" (over all tokens, special ones included), "cls" (the last layer then computes the
             first tokens only) or "max".
         normalize: scale each embedding to length 1; an all-zero one stays zero.
@@ -53,7 +54,8 @@ class SentenceEncoder(TextModel):
         lower_case: convert the text to lower case before it is tokenised.
         prompt: text put before every sentence, if a call names no other.
         prompts: name -> prompt, for `encode(…, prompt_name=…)`, `encode_query` and `encode_document`.
-        segments: whether the model is told which text of its pair a token is of, if it has segments.
+        segments: whether token types (which text of a pair a token belongs to) are passed to the model, if
+            it has segments.
         include_prompt: must be True where a prompt is used: pooling without the prompt's tokens is not
             implemented.
         similarity_fn_name: what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan".
@@ -109,7 +111,7 @@ class SentenceEncoder(TextModel):
             directory: the folder (or a hub name, where huggingface_hub is installed).
             pooling, normalize, max_length, prompt: override the directory's; None = the directory's (see
                 `sentence_settings`).
-            dtype: of the weights; None = as the directory stores them.
+            dtype: the weights' dtype; None = as the directory stores them.
             device: None = the first GPU if there is one, else the CPU.
 
         Raises:
@@ -257,10 +259,10 @@ class SentenceEncoder(TextModel):
 
         Args:
             sentences: a sequence of texts, of pairs of texts, or of {"text": one of the two}. An empty text
-                is encoded as its special tokens alone. One text, or one dict, gives one vector.
-            prompt_name: of the prompt, among `prompts`, to put before every sentence.
-            prompt: text put before every sentence, before the first text of a pair; "" for none. None, if
-                there is no prompt_name either: the default prompt.
+                is encoded as its special tokens alone. One text, or one dict, is encoded as one vector.
+            prompt_name: name, in `prompts`, of the text to put before every sentence.
+            prompt: text put before every sentence (before the first text of a pair); "" for none. If
+                neither prompt_name nor prompt is given, the default prompt is used.
             batch_tokens: most tokens in one batch; at least `max_length`.
             batch_size: most sentences in one batch; None = no limit but `batch_tokens`. The embeddings do
                 not depend on it beyond rounding.
@@ -268,8 +270,8 @@ class SentenceEncoder(TextModel):
                 terminal; False does not; None (sentence-transformers' rule) does if the level of the logger
                 "fastbert" is INFO or DEBUG.
             precision: "float32"; "int8" or "uint8", 256 steps from the least to the largest number of each
-                dimension over these sentences, of which there must be two; "binary" or "ubinary", eight
-                signs per int8 or uint8. As sentence-transformers' `quantize_embeddings`.
+                dimension over these sentences, at least two; "binary" or "ubinary", eight signs per int8 or
+                uint8. As sentence-transformers' `quantize_embeddings`.
             normalize_embeddings: scale each embedding to length 1, after truncation.
             truncate_dim: keep so many leading numbers of each embedding; None = all.
             on_long: what to do with a sentence of more than `max_length` tokens: "truncate" or "error".
@@ -296,15 +298,15 @@ class SentenceEncoder(TextModel):
             raise TypeError(f"progress: {type(progress).__name__}; expected a function, or None")
         prompt = self._prompt_of(prompt, prompt_name)
         single = isinstance(sentences, (str, dict))
-        sentences = [sentences] if single else listed("sentences", sentences)
-        out = np.empty((len(sentences), self.width), self.dtype)
+        given = [sentences] if single else listed("sentences", sentences)
+        out = np.empty((len(given), self.width), self.dtype)
         if show_progress_bar is None:
             show_progress_bar = _log.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
         if show_progress_bar and sys.stderr.isatty():
-            progress = bar(len(sentences), progress)
-        for first in range(0, len(sentences), SLICE):
+            progress = bar(len(given), progress)
+        for first in range(0, len(given), SLICE):
             try:
-                tokens = self.tokenize(sentences[first : first + SLICE], prompt)
+                tokens = self.tokenize(given[first : first + SLICE], prompt)
                 if on_long == "error" and tokens.truncated.size:
                     raise self.too_long(tokens)
                 out[first : first + SLICE] = self.encode_tokens(
@@ -355,11 +357,11 @@ class SentenceEncoder(TextModel):
     # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
     @torch.no_grad()
     def _forward(self, tokens: TokenBatch) -> np.ndarray:
-        # The tokenizer has no special tokens, and all sentences are empty
+        # All sentences are empty, and the tokenizer adds no special tokens
         if tokens.ids.size == 0:
             return np.zeros((len(tokens.lengths), self.width), self.dtype)
         ids, cu_seqlens, max_seqlen, types = packed_tensors(tokens)
-        # all on the host: nothing waits for a GPU before its result
+        # All on the host: the forward needs no GPU sync before its result
         packed = (ids, cu_seqlens, max_seqlen) if types is None else (ids, cu_seqlens, max_seqlen, types)
         if self.pooling == "cls":
             rows = self.model.forward_packed(*packed, first_token_only=True)  # (sentences, hidden)
@@ -395,7 +397,7 @@ def encode(
 
     Args:
         model: a HuggingFace or sentence-transformers directory, loaded for this one call; or a
-            `SentenceEncoder`, which has its settings already: then none may be given here.
+            `SentenceEncoder`, which has its own settings, so that none may be passed here.
         pooling, normalize, max_length, dtype, device: as `SentenceEncoder.from_pretrained`.
         sentences, prompt_name, prompt, batch_tokens, batch_size, show_progress_bar, precision,
             normalize_embeddings, truncate_dim, on_long: as `SentenceEncoder.encode`.
@@ -413,7 +415,7 @@ def encode(
     if isinstance(model, SentenceEncoder):
         given = [name for name, value in settings.items() if value is not None]
         if given:
-            raise ValueError(f"{', '.join(given)}: settings of a SentenceEncoder are given when it is made")
+            raise ValueError(f"{', '.join(given)}: settings of a SentenceEncoder belong in its constructor")
         encoder = model
     elif isinstance(model, (str, Path)):
         encoder = SentenceEncoder.from_pretrained(model, **settings)

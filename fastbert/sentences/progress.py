@@ -11,7 +11,7 @@ def bar(total: int, also: Callable[[int, int], None] | None) -> Callable[[int, i
     """A callback for batches that shows how many of `total` sentences are done, their rate and the time left.
 
     Args:
-        total: sentences of all batches.
+        total: number of sentences in all batches.
         also: called with the same arguments, (sentences, tokens) of a batch; None = nothing.
     """
     line, done = Progress(), 0

@@ -50,7 +50,7 @@ class SentenceSettings:
         similarity: "cosine", "dot", "euclidean" or "manhattan".
         prompts: name -> prompt.
         include_prompt: whether pooling reads the prompt's tokens, too.
-        segments: whether the model is told which text of its pair a token is of.
+        segments: whether token types (which text of a pair a token belongs to) are passed to the model.
     """
 
     transformer: Path
@@ -87,7 +87,7 @@ def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]
     asked = " + ".join(map(str, modes)) or "none"
     raise ValueError(
         f"{path}: pooling {asked} is not implemented; implemented: {', '.join(POOLINGS)} (one of them). "
-        "Give pooling= (--pooling) to choose one"
+        "Pass pooling= (--pooling) to choose one"
     )
 
 
@@ -145,7 +145,7 @@ def sentence_settings(
     says_prompt, prompts, similarity = _defaults(directory / "config_sentence_transformers.json")
     prompt = says_prompt if prompt is None else prompt
     include_prompt = pooling_config.get("include_prompt", True) is not False
-    if prompt and not include_prompt:
+    if prompt and pooling_folder is not None and not include_prompt:
         raise ValueError(
             f"{pooling_folder / 'config.json'}: include_prompt false is not implemented "
             f"(the prompt is {prompt!r})"
@@ -166,7 +166,7 @@ def sentence_settings(
 
 
 def text_settings(transformer: Path) -> tuple[int | None, bool, bool]:
-    """(most tokens of a text, whether it is converted to lower case, segments) as a model's folder says."""
+    """(max_length, lower_case, segments) of a model's folder; see `SentenceSettings`."""
     max_length, lower_case = None, False
     path = transformer / "tokenizer_config.json"
     config_of_tokenizer = read_json(path) if path.is_file() else {}
@@ -204,7 +204,7 @@ def _module_folder(modules_path: Path, place: int, name: object) -> str:
 
 
 def prompt_settings(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """The default prompt, and all prompts by name, of the content of config_sentence_transformers.json."""
+    """(default prompt, name -> prompt) in the content of config_sentence_transformers.json."""
     name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ValueError(f"{path}: prompts: expected an object of texts")
@@ -214,7 +214,7 @@ def prompt_settings(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
 
 
 def _defaults(path: Path) -> tuple[str, dict[str, str], str]:
-    """The default prompt, all prompts, and the similarity that config_sentence_transformers.json asks for."""
+    """(default prompt, name -> prompt, similarity) of config_sentence_transformers.json."""
     config = read_json(path) if path.is_file() else {}
     similarity = config.get("similarity_fn_name") or "cosine"
     if similarity not in [*SIMILARITIES]:
@@ -235,7 +235,7 @@ def save_settings(
         settings: what to write, and where.
         tokenizer: saved without its truncation.
         width: numbers in an embedding.
-        pad_token_id: of the model; None if it has none.
+        pad_token_id: the model's; None if it has none.
 
     Raises:
         CheckpointError: naming the file that cannot be written.
@@ -247,7 +247,7 @@ def save_settings(
         for name, spellings in _SPECIAL_TOKENS.items()
     }
     known["pad_token"] = None if pad_token_id is None else tokenizer.id_to_token(pad_token_id)
-    # a default prompt that no name has gets one
+    # A default prompt without a name gets one
     default = next((name for name, text in settings.prompts.items() if text == settings.prompt), "default")
     default = default if settings.prompt else None
     prompts = settings.prompts | ({default: settings.prompt} if default else {})
@@ -278,7 +278,7 @@ def save_settings(
             "default_prompt_name": default,
             "similarity_fn_name": settings.similarity,
         },
-        # last: without it the directory is a plain one of HuggingFace's
+        # Last: without modules.json the folder is read as a plain HuggingFace one
         "modules.json": [
             {
                 "idx": i,

@@ -20,7 +20,7 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def _minus_distance(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
-    # computed by products, the distance of equal rows would not be 0
+    # A distance computed by products would not be 0 for equal rows
     return -torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -38,21 +38,25 @@ SIMILARITIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 def matrix(name: str, vectors: Vectors) -> torch.Tensor:
     """(rows, width) of a floating-point dtype; a single vector becomes one row."""
-    given = vectors
     try:
-        if isinstance(given, (list, tuple)) and given and isinstance(given[0], (torch.Tensor, np.ndarray)):
-            vectors = torch.stack([torch.as_tensor(row) for row in given])
-        elif not isinstance(given, torch.Tensor):
-            vectors = torch.tensor(given)
+        if isinstance(vectors, torch.Tensor):
+            rows = vectors
+        elif (
+            isinstance(vectors, (list, tuple))
+            and vectors
+            and isinstance(vectors[0], (torch.Tensor, np.ndarray))
+        ):
+            rows = torch.stack([torch.as_tensor(row) for row in vectors])
+        else:
+            rows = torch.tensor(vectors)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name}: expected rows of numbers, got {reprlib.repr(given)}") from error
-    if vectors.is_complex() or vectors.layout != torch.strided:
-        kind = vectors.dtype if vectors.is_complex() else vectors.layout
+        raise ValueError(f"{name}: expected rows of numbers, got {reprlib.repr(vectors)}") from error
+    if rows.is_complex() or rows.layout != torch.strided:
+        kind = rows.dtype if rows.is_complex() else rows.layout
         raise ValueError(f"{name}: {kind}; expected real numbers, dense")
-    if vectors.dim() not in (1, 2):
-        raise ValueError(f"{name}: shape {tuple(vectors.shape)}; expected (rows, width) or (width,)")
-    vectors = vectors.to(checks.compute_dtype(vectors)) if vectors.is_floating_point() else vectors.float()
-    return torch.atleast_2d(vectors)
+    if rows.dim() not in (1, 2):
+        raise ValueError(f"{name}: shape {tuple(rows.shape)}; expected (rows, width) or (width,)")
+    return torch.atleast_2d(rows.to(checks.compute_dtype(rows)) if rows.is_floating_point() else rows.float())
 
 
 def quantized(rows: np.ndarray, precision: str) -> np.ndarray:

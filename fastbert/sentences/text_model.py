@@ -25,12 +25,13 @@ class TextModel:
 
     Args:
         model: a fastbert model in eval mode, on its device.
-        tokenizer: of the `tokenizers` library. Copied, so its padding and truncation do not change.
+        tokenizer: from the `tokenizers` library. Copied, so its padding and truncation do not change.
         max_length: most tokens of a text, special ones included; None = as many as the model allows.
         lower_case: convert the text to lower case before it is tokenised.
         prompt: text put before every text, if a call names no other.
         prompts: name -> prompt, for `prompt_name`.
-        segments: whether the model is told which text of its pair a token is of, if it has segments.
+        segments: whether token types (which text of a pair a token belongs to) are passed to the model, if
+            it has segments.
 
     Raises:
         TypeError: no model, or no tokenizer.
@@ -39,6 +40,7 @@ class TextModel:
 
     # What `_run` computes per text
     _result: ClassVar[str] = "embedding"
+    model: Any
 
     def __init__(
         self,
@@ -50,20 +52,19 @@ class TextModel:
         prompts: dict[str, str] | None,
         segments: bool,
     ) -> None:
-        for name, value, right, expected in (
-            ("model", model, hasattr(model, "config"), "a fastbert model"),
-            ("tokenizer", tokenizer, isinstance(tokenizer, Tokenizer), "a tokenizers.Tokenizer"),
-        ):
-            if not right:
-                raise TypeError(
-                    f"{name}: {type(value).__name__}; expected {expected}; "
-                    f"{type(self).__name__}.from_pretrained(directory) loads both"
-                )
+        loads = f"{type(self).__name__}.from_pretrained(directory) loads both"
+        if not hasattr(model, "config"):
+            raise TypeError(f"model: {type(model).__name__}; expected a fastbert model; {loads}")
+        if not isinstance(tokenizer, Tokenizer):
+            raise TypeError(
+                f"tokenizer: {type(tokenizer).__name__}; expected a tokenizers.Tokenizer; {loads}"
+            )
         if not isinstance(prompt, str):
             raise TypeError(f"prompt: {type(prompt).__name__}; expected str")
         if prompts is not None and not are_prompts(prompts):
             raise TypeError(f"prompts: {prompts!r}; expected a dict of texts, or None")
-        limit = model.config.max_tokens
+        self.model = model
+        limit = self.model.config.max_tokens
         max_length = limit if max_length is None else max_length
         special = tokenizer.num_special_tokens_to_add(False)
         if type(max_length) is not int or not special < max_length <= limit:
@@ -71,18 +72,17 @@ class TextModel:
                 f"max_length: {max_length!r}; expected an integer from {special + 1} ({special} special "
                 f"tokens and one more) to {limit} (what the model has positions for)"
             )
-        self.model = model
         self.max_length = max_length
         self.lower_case = lower_case
         self.prompt = prompt
         self.prompts = dict(prompts or {})
-        self.segments = segments and model.config.family.segments
+        self.segments: bool = segments and self.model.config.family.segments
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Fill in what pickles of SentenceEncoder lack that were made before it had prompts by name."""
+        """Fill in the attributes that pickles of older versions lack."""
         segments = state["model"].config.family.segments
         self.__dict__.update({"prompts": {}, "segments": segments, "include_prompt": True} | state)
 
@@ -113,11 +113,11 @@ class TextModel:
 
         Args:
             sentences: texts, pairs of texts, or {"text": one of the two}.
-            prompt: text put before every text, before the first one of a pair; None = the default.
+            prompt: text put before every text (before the first text of a pair); None = the default.
 
         Raises:
             EncodingError: text that is not valid Unicode, or a token that the model has no embedding for.
-            TypeError: no sequence, or an element that is none of these.
+            TypeError: no sequence, or an element that is no text, pair or dict.
         """
         prompt = self._prompt_of(prompt, None)
         texts = []
@@ -132,8 +132,8 @@ class TextModel:
         known, types = self.model.config.type_vocab_size, tokens.types
         if types is not None and types.size and types.max() >= known:
             raise ValueError(
-                f"config type_vocab_size: the model knows {known} types of tokens, but of a pair the "
-                f"tokenizer gives the type {types.max()}"
+                f"config type_vocab_size: the model knows {known} token types, but the tokenizer makes type "
+                f"{types.max()} in a pair"
             )
         return tokens
 
@@ -146,7 +146,7 @@ class TextModel:
         batch_size: int | None,
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
-        """Fill `out`, a row per text, by `forward` of packed batches.
+        """Fill `out`, one row per text, by `forward` of packed batches.
 
         Raises:
             EncodingError: a text whose result is not finite, by index.
@@ -185,7 +185,7 @@ def listed(name: str, given: Any) -> list[Any]:
     """The elements of a sequence of texts.
 
     Raises:
-        TypeError: what is given has no elements, or others than texts: one text, bytes, a dict.
+        TypeError: no sequence, or one text, bytes or a dict.
     """
     elements = None
     if not isinstance(given, (str, bytes, dict)):
@@ -197,12 +197,12 @@ def listed(name: str, given: Any) -> list[Any]:
 
 
 def are_prompts(given: Any) -> bool:
-    """Whether these are prompts by name."""
+    """Whether `given` is a dict of name -> prompt."""
     return isinstance(given, dict) and all(isinstance(text, str) for pair in given.items() for text in pair)
 
 
 def check_batch_size(batch_size: int | None) -> None:
-    """Raise ValueError unless it is a positive number of texts, or None."""
+    """Raise ValueError unless `batch_size` is a positive integer or None."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size: {batch_size!r}; expected an integer >= 1, or None")
 

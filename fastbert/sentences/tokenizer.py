@@ -18,7 +18,7 @@ class EncodingError(ValueError):
     """A sentence that cannot be encoded.
 
     Attributes:
-        index: of the sentence, from 0.
+        index: the sentence's index, from 0.
         problem: what is wrong with it.
     """
 
@@ -28,7 +28,7 @@ class EncodingError(ValueError):
         self.problem = problem
 
     def __reduce__(self) -> tuple[type, tuple[int, str]]:
-        # an exception is else made again from its message alone, which fails in the parent of a worker
+        # By default unpickling passes the message alone, which fails in the parent of a worker
         return type(self), (self.index, self.problem)
 
 
@@ -61,10 +61,8 @@ class TokenBatch:
     def select(self, rows: np.ndarray) -> TokenBatch:
         """The sentences of these indices."""
         of_rows = [slice(self.starts[i], self.starts[i + 1]) for i in rows]
-        ids, types = (
-            None if values is None else np.concatenate([values[piece] for piece in of_rows])
-            for values in (self.ids, self.types)
-        )
+        ids = np.concatenate([self.ids[piece] for piece in of_rows])
+        types = None if self.types is None else np.concatenate([self.types[piece] for piece in of_rows])
         starts = np.concatenate([[0], np.cumsum(self.lengths[rows])])
         return TokenBatch(ids, starts, self.full_lengths[rows], types)
 
@@ -107,7 +105,7 @@ def _check_ids(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _check_runs(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that panics, with an error that no handler of exceptions would see."""
+    """Refuse a tokenizer that panics: its PanicException is no Exception, so later handlers would miss it."""
     try:
         tokenizer.encode_batch_fast(["a", ("a", "b")])
     except BaseException as error:
@@ -202,7 +200,7 @@ def pack_batches(
     """Split sentences into batches, the longest sentences first.
 
     Args:
-        lengths: (sentences,) tokens of each.
+        lengths: (sentences,) int64, tokens per sentence.
         batch_tokens: most tokens of a batch; a longer sentence is a batch of its own.
         batch_size: most sentences of a batch; None = no limit.
 

@@ -135,7 +135,7 @@ def test_a_model_of_one_segment_is_named(directory):
     )
     tokenizer = fastbert.SentenceEncoder.from_pretrained(directory, device="cpu")._tokenizer
     model = CrossEncoder(fastbert.BertForSequenceClassification(config).eval(), tokenizer)
-    words = "config type_vocab_size: the model knows 1 types of tokens, but of a"
+    words = "config type_vocab_size: the model knows 1 token types, but the tokenizer"
     with pytest.raises(ValueError, match=words):
         model.predict([("a", "b")])
 
