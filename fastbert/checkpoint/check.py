@@ -84,10 +84,9 @@ def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
         return (
             f"; config model_type says {config.model_type!r}, but the file's keys begin with {foreign[0]!r}"
         )
-    if lm := names.family.lm_head:
-        weight = lm.decoder + ".weight"
-        if weight in names.state and weight not in names.tied and weight not in found:
-            return f"; config tie_word_embeddings is false, so {weight} must be stored"
+    weight = names.family.lm_head.decoder + ".weight"
+    if weight in names.state and weight not in names.tied and weight not in found:
+        return f"; config tie_word_embeddings is false, so {weight} must be stored"
     return ""
 
 
@@ -163,7 +162,7 @@ def _size_key(names: Names, key: str, axis: int) -> str:
     family, layer = names.family, names.family.layer
     hidden = "embedding_size" if family.projection and ".embeddings." in "." + key else "hidden_size"
     lm = family.lm_head
-    decoders = () if lm is None else (lm.decoder + ".weight", lm.decoder + ".bias", lm.bias)
+    decoders = (lm.decoder + ".weight", lm.decoder + ".bias", lm.bias)
     inner = tuple(f".{layer.intermediate}.{leaf}" for leaf in ("weight", "scale", "bias"))
     labels = ("classifier", "classifier.out_proj", "qa_outputs")
     labelled = tuple(f"{module}.{leaf}" for module in labels for leaf in ("weight", "bias"))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fastbert.checkpoint.check import FLOATS, check_keys, check_mathematics, check_shapes, check_value
 from fastbert.checkpoint.files import CONFIG, CheckpointError, listed
 from fastbert.checkpoint.names import Names, numbered, rename, resolve_ties
-from fastbert.checkpoint.read import Stored, read_weights, weights_of
+from fastbert.checkpoint.read import Stored, weights_of
 from fastbert.layers import quantized as quantization
 
 logger = logging.getLogger(__name__)
@@ -180,13 +180,17 @@ def has_pooler(
     return any(f".{config.family.pooler}." in f".{key}" for key in stored)
 
 
-def stored_dtype(directory: str | os.PathLike, use_safetensors: bool | None = None) -> torch.dtype:
-    """The dtype of the first floating-point weight in the files, chosen as `load_weights` does.
+def stored_dtype(
+    directory: str | os.PathLike | None,
+    use_safetensors: bool | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> torch.dtype:
+    """The dtype of the first floating-point weight; arguments as `load_weights`.
 
     Raises:
         CheckpointError: the files cannot be read, or hold no such weight.
     """
-    files, stored = read_weights(Path(directory), use_safetensors)
+    files, stored = weights_of(directory, use_safetensors, state_dict)
     for item in stored.values():
         if item.tensor.dtype in FLOATS:
             return item.tensor.dtype

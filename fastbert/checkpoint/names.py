@@ -118,7 +118,7 @@ def resolve_ties(names: Names, found: dict[str, Stored]) -> None:
             )
     # Old versions tied the bias of an untied decoder too, and stored one of its two names
     lm_head = names.family.lm_head
-    if lm_head is not None and lm_head.bias is not None:
+    if lm_head.bias is not None:
         pair = lm_head.bias, lm_head.decoder + ".bias"
         for absent, there in (pair, pair[::-1]):
             if absent in names.state and absent not in names.tied and absent not in found and there in found:

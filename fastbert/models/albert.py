@@ -5,7 +5,7 @@ What else differs from BERT is data in `families.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -102,15 +102,16 @@ class AlbertForPreTraining(BertForPreTraining):
     ) -> AlbertPreTrainingOutput | tuple:
         """Encode a padded or packed batch and run both heads; see the class.
 
-        With `cu_seqlens` labels and prediction_logits are (total, …), those of the pair stay (batch, …).
+        With `cu_seqlens` labels and prediction_logits are (total, …); the pair's label and sop_logits stay
+        (batch, …).
 
         Args:
-            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
+            output_logits: as in `BertForMaskedLM.forward`, for prediction_logits.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        return super().forward(
+        output: Any = super().forward(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -127,3 +128,4 @@ class AlbertForPreTraining(BertForPreTraining):
             causal=causal,
             output_logits=output_logits,
         )
+        return output

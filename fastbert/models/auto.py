@@ -51,7 +51,7 @@ class AutoModel(BertModel):
 class AutoTaskModel(PreTrainedModel):
     """Chooses the family's class by `model_type`: `from_pretrained(path)`, `from_config(config)`.
 
-    Where all these classes extend one of BERT's, so does the Auto class: for a type checker `from_pretrained`
+    If all these classes extend one of BERT's, so does the Auto class: for a type checker `from_pretrained`
     returns an instance of the class on which it is called.
     """
 
@@ -89,7 +89,8 @@ class AutoModelForPreTraining(AutoTaskModel):
     @classmethod
     def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
         """The class of `config`'s family."""
-        return class_of(config.family, cls.task) or class_of(config.family, BertForMaskedLM.task)
+        own = class_of(config.family, cls.task)
+        return AutoModelForMaskedLM.class_for(config) if own is None else own
 
 
 class AutoModelForNextSentencePrediction(AutoTaskModel, BertForNextSentencePrediction):

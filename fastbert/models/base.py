@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from fastbert.runtime import prepared
 if TYPE_CHECKING:
     from typing import Self
 
+    from fastbert.models.bert import BertModel
     from fastbert.models.outputs import ModelOutput
 
 
@@ -33,30 +34,28 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     Attributes:
         config: the EncoderConfig.
-        model_type: the family that the class is for; None means any.
         base_model_prefix: name of the encoder inside a model with a head ("bert").
-        is_base_model: whether the model is the encoder itself, so that its keys have no prefix.
         accepts_loss_kwargs, main_input_name, input_modalities, supports_gradient_checkpointing, model_tags:
             what transformers' Trainer and pipelines ask a model for.
     """
 
     looks_like = ("transformers.modeling_utils", "PreTrainedModel")
-    model_type: ClassVar[str | None] = None
-    is_base_model: ClassVar[bool] = False
     task: ClassVar[str] = "Model"  # last part of HuggingFace's class name
     # the loss is a mean over the batch: the Trainer divides it by the steps it accumulates
     accepts_loss_kwargs: ClassVar[bool] = False
     main_input_name: ClassVar[str] = "input_ids"
     input_modalities: ClassVar[str] = "text"
     supports_gradient_checkpointing: ClassVar[bool] = True
-    # of an encoder: the class around it whose head has one row per token of the vocabulary, too
+    model_tags: list[str] | None = None
+    # In an encoder: the class around it whose head also has one row per token of the vocabulary
     _vocabulary_owner: str | None = None
-    model_tags: ClassVar[list[str] | None] = None
+    # The children: of the family's own classes, or of others that a caller has put there
+    _modules: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a family's class take by position only what transformers has in BERT's order."""
         super().__init_subclass__(**kwargs)
-        family = FAMILIES.get(vars(cls).get("model_type"))
+        family = FAMILIES.get(vars(cls).get("model_type", ""))
         if family is not None and "forward" not in vars(cls):
             count = family.positional.get(cls.task, family.positional.get(""))
             if count is not None:
@@ -85,7 +84,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return self.family.prefix
 
     @property
-    def base_model(self) -> PreTrainedModel:
+    def base_model(self) -> BertModel:
         """The encoder."""
         return self._modules[self.base_model_prefix]
 
@@ -133,7 +132,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         Raises:
             TypeError, ValueError: naming the argument or the layer; nothing is changed then.
         """
-        return quantization.quantize(self, dtype)
+        quantization.quantize(self, dtype)
+        return self
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module | None = None) -> None:
@@ -148,8 +148,9 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                     child.weight[child.padding_idx].zero_()
             elif isinstance(child, nn.LayerNorm):
                 child.weight.fill_(1.0)
-            if getattr(child, "bias", None) is not None:
-                child.bias.zero_()
+            bias = getattr(child, "bias", None)
+            if bias is not None:
+                bias.zero_()
 
     def post_init(self) -> None:
         """Initialise (not on the meta device) and tie; every constructor ends with it."""
@@ -178,8 +179,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """Replace the word embeddings; tied weights follow.
 
         Raises:
-            TypeError, ValueError: no table of this width; or this is the encoder of a model whose decoder is
-                tied to them.
+            TypeError, ValueError: `value` is no table of this width; or this is the encoder of a model whose
+                decoder is tied to the word embeddings.
         """
         if self.config.tie_word_embeddings:
             self._check_owns_vocabulary("set_input_embeddings")
@@ -215,15 +216,15 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             new_num_tokens: the new size; None keeps it.
             pad_to_multiple_of: round the size up to a multiple of this.
             mean_resizing: True draws new rows from a normal distribution with the old rows' mean and 1e-9
-                times their covariance; new biases are 0, of an untied decoder the mean bias. False draws
-                rows from normal(0, initializer_range), and new biases are 0.
+                times their covariance; new biases are 0, or the mean bias if the decoder is untied. False
+                draws rows from normal(0, initializer_range), and new biases are 0.
 
         Returns:
             The word embeddings.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected; or this is the
-                encoder of a model whose head has one row per token, too.
+                encoder of a model whose head also has one row per token.
 
         Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
         """
@@ -259,8 +260,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     def _check_owns_vocabulary(self, method: str) -> None:
         if self._vocabulary_owner is not None:
             raise ValueError(
-                f"{method}: this encoder is a part of a {self._vocabulary_owner}, whose head has one row per "
-                f"token, too; expected the call of the whole model's {method}"
+                f"{method}: this encoder is part of a {self._vocabulary_owner}, whose head also has one row "
+                f"per token; call {method} of the whole model"
             )
 
     def activation_checkpointing_enable(
@@ -274,7 +275,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         Args:
             activation_checkpointing_kwargs: `use_reentrant`, which must be False, and `preserve_rng_state`,
                 which must be True.
-            every_n_layers: recompute every n-th layer, starting with the first, and no other.
+            every_n_layers: recompute only every n-th layer, starting with layer 0.
             offload: must be False; activations stay on the model's device.
 
         Raises:
@@ -386,7 +387,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return super().train(mode) if prepared.before_mode(self, mode) else self
 
 
-def _first_parameter(module: nn.Module) -> Tensor | None:
+def _first_parameter(module: nn.Module) -> Any:
     """`next(module.parameters())`, without the names that take most of its time; None if there is none."""
     for parameter in module._parameters.values():
         if parameter is not None:
@@ -399,7 +400,7 @@ def _first_parameter(module: nn.Module) -> Tensor | None:
 
 
 def _resized(old: nn.Parameter, rows: int, std: float | None) -> nn.Parameter:
-    """`old` with another number of rows: new ones by `std`, or if that is None like the old ones."""
+    """`old` with another number of rows: new rows are drawn by `std`, or like the old rows if it is None."""
     new = old.new_zeros(rows, *old.shape[1:])
     added = new[old.shape[0] :]
     if std is None:
@@ -411,7 +412,7 @@ def _resized(old: nn.Parameter, rows: int, std: float | None) -> nn.Parameter:
 
 
 def _like(old: Tensor, count: int) -> Tensor:
-    """`count` rows with the old ones' mean, and 1e-9 times their covariance if that is positive definite."""
+    """`count` rows with the old rows' mean, and 1e-9 times their covariance if it is positive definite."""
     mean = old.mean(0).expand(count, *old.shape[1:])
     if old.dim() == 1 or old.is_meta:
         return mean
@@ -421,7 +422,7 @@ def _like(old: Tensor, count: int) -> Tensor:
 
 
 def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
-    """`forward` with at most `count` positional arguments: transformers orders the others differently."""
+    """`forward` with at most `count` positional arguments: transformers orders the rest differently."""
     signature = inspect.signature(forward)
     own, *parameters = signature.parameters.values()
     shown = [p.replace(kind=p.KEYWORD_ONLY) if i >= count else p for i, p in enumerate(parameters)]
@@ -435,15 +436,23 @@ def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
             )
         return forward(self, *args, **kwargs)
 
-    limited.__signature__ = signature.replace(parameters=[own, *shown])
+    vars(limited)["__signature__"] = signature.replace(parameters=[own, *shown])
     return limited
+
+
+@overload
+def class_of(family: Family, task: Literal["Model"]) -> type[BertModel]: ...
+
+
+@overload
+def class_of(family: Family, task: str) -> type[PreTrainedModel] | None: ...
 
 
 def class_of(family: Family, task: str) -> type[PreTrainedModel] | None:
     """A family's class for a task; None if the family has none.
 
-    It is looked up by name in the family's module, and in `heads/`, which has BERT's own heads. The module is
-    imported only here, because it needs the heads, which need this function.
+    The class is looked up by name in the family's module, and in `heads/`, which has BERT's own heads. These
+    modules are imported only here, because they import this one.
 
     Args:
         task: the last part of HuggingFace's class names ("Model", "ForMaskedLM").

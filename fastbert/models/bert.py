@@ -38,7 +38,7 @@ class BertModel(PreTrainedModel):
             token_type_ids, inputs_embeds, seed), all packed. A module of another class in its place is
             called as in transformers: padded, by name, and without a seed.
         layer_class: constructed from the config, and called as `EncoderLayer.forward` is on packed tokens.
-        taps: who sees what the layers compute inside, or None; see `fastbert.models.encoder.tapped`.
+        taps: hooks into what the layers compute inside, or None; see `fastbert.models.encoder.tapped`.
 
     A model with other mathematics subclasses this one in its own file, with its own layer and embeddings.
 
@@ -46,9 +46,11 @@ class BertModel(PreTrainedModel):
     """
 
     is_base_model = True
-    embeddings_class: ClassVar[type[nn.Module]] = Embeddings
+    embeddings_class: ClassVar[type[Any]] = Embeddings
     layer_class: ClassVar[type[nn.Module]] = EncoderLayer
     taps: Taps | None = None
+    # An `embeddings_class`, or a module that a caller has put there
+    embeddings: Any
     __call__: EncoderCall
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
@@ -86,7 +88,7 @@ class BertModel(PreTrainedModel):
         return pooler is not None and self._modules.get(pooler.partition(".")[0]) is not None
 
     def extra_repr(self) -> str:
-        """How many layers run fused, as an accelerated model says it."""
+        """How many layers run fused, in the words of an accelerated model."""
         gaps = [module.gap() for module in self.modules() if isinstance(module, EncoderLayer)]
         reason = self.gap()
         called = "" if reason is None else f"; modules are called, as {reason}"
@@ -110,11 +112,11 @@ class BertModel(PreTrainedModel):
             reason = "the pooler was replaced, or has hooks or another forward"
         return reason
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[Any]:
         """The layers in execution order; a shared layer appears once per use.
 
         Raises:
-            TypeError: a module around layers was replaced, which nothing here would call.
+            TypeError: a module around layers was replaced; nothing here would call it.
         """
         family = self.family
         path = family.layers
@@ -125,7 +127,7 @@ class BertModel(PreTrainedModel):
                 f"model: {above} was replaced by a {type(stack).__name__}, but this package never calls it; "
                 "replace single layers, or subclass the model"
             )
-        for i, group in enumerate(part(self, path) if family.group_layers else ()):
+        for i, group in enumerate(part(self, path)._modules.values() if family.group_layers else ()):
             if type(group) is not nn.Module or watched(group):
                 raise TypeError(
                     f"model: {path}.{i} has hooks or was replaced, but this package never calls it; hook or "
@@ -161,8 +163,8 @@ class BertModel(PreTrainedModel):
             input_ids: (batch, seqlen) int64 or int32; or pass `inputs_embeds`, (batch, seqlen, embedding
                 size).
             attention_mask: (batch, seqlen) bool, int or float, non-zero = keep, holes legal; or 4-D
-                (batch or 1, nheads or 1, seqlen or 1, seqlen), bool (True = attend) or additive, used as it
-                is: it hides keys, and all tokens are computed.
+                (batch or 1, nheads or 1, seqlen or 1, seqlen), bool (True = attend) or additive. A 4-D mask
+                only hides keys: all tokens are computed.
             token_type_ids, position_ids: (batch, seqlen); position_ids may be (1, seqlen).
             encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: must be None; this is
                 no decoder.
@@ -170,8 +172,8 @@ class BertModel(PreTrainedModel):
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False returns a tuple.
-            cu_seqlens: (batch + 1,) int32: the sequences are packed, one after another, and this is where
-                each starts; the last entry is total. Then tokens lie in one dimension, (total,) instead of
+            cu_seqlens: (batch + 1,) int32, where each sequence starts if the sequences are packed one after
+                another; the last entry is total. Tokens then have one dimension, (total,) instead of
                 (batch, seqlen), in all arguments and results; attention_mask is None or 4-D, with
                 max_seqlen for seqlen. Positions are counted from each sequence's start.
             max_seqlen: beside cu_seqlens: the longest length, or more. None: the longest, read from
@@ -179,8 +181,8 @@ class BertModel(PreTrainedModel):
             causal: whether a token attends only to itself and the tokens before it. None: config is_decoder.
             first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
                 last_hidden_state is (batch, 1, hidden). The last layer then computes only those rows, also in
-                training, unless hidden states or attentions are asked for, or a hook watches that layer or a
-                part of it.
+                training, unless hidden states or attentions are asked for, or that layer or a part of it has
+                hooks.
             packed: for the task heads: return (hidden, hidden states, probabilities, Inputs), all of them
                 packed, the second and third None if not asked for. hidden is (rows, hidden), with
                 `first_token_only` (batch, hidden); the hidden states are (rows, hidden) either way.
@@ -188,16 +190,16 @@ class BertModel(PreTrainedModel):
         Returns:
             last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states,
             attentions. Rows of masked tokens are zeros, and so are their rows and columns of the attentions.
-            The pooler reads position 0; a batch of no sequences gives empty tensors. Of packed tokens:
-            (total, hidden), with `first_token_only` (batch, hidden); attentions (batch, nheads, max_seqlen,
-            max_seqlen).
+            The pooler reads position 0. For a batch of no sequences all tensors are empty. For packed tokens
+            last_hidden_state is (total, hidden), with `first_token_only` (batch, hidden), and attentions are
+            (batch, nheads, max_seqlen, max_seqlen).
 
-        A call on a GPU waits for it once: for the smallest and largest ids, which are checked, and for the
-        number of kept tokens. It does not wait if the host knows that number:
+        A call on a GPU synchronises once, to read the smallest and largest ids, which are checked, and the
+        number of kept tokens. It needs no GPU sync if the host knows that number:
             - All inputs are CPU tensors. They are checked and packed there, then sent to the GPU.
             - input_ids are on the GPU and a 2-D attention_mask is a CPU tensor. The host does not check the
               ids. Our kernel makes the token of an id out of range NaN, and the next call raises an
-              IndexError that names the id; PyTorch's kernel, where it serves, ends in a device assert.
+              IndexError that names the id; PyTorch's kernel, if it serves, ends in a device assert.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -274,19 +276,20 @@ class BertModel(PreTrainedModel):
         if first_token_only:
             last, first = (hidden if packing.flat else hidden.unsqueeze(1)), hidden
         else:
-            # Not put off until it is read: a later read may have another grad mode or be outside a graph that
-            # the caller captures, and OrderedDict's own code reads values without asking the output.
+            # Not deferred until it is read: a later read may have another grad mode or be outside a graph
+            # that the caller captures, and OrderedDict's own code reads values without asking the output.
             last = packing.unpack(hidden)
             first = packing.first_rows(hidden) if packing.flat else last[:, 0]
+        padded_states = None
         if states is not None:
             whole = packing.unpack(states[-1]) if first_token_only else last
-            states = (*(packing.unpack(s) for s in states[:-1]), whole)
+            padded_states = (*(packing.unpack(s) for s in states[:-1]), whole)
         if self.has_pooler and pooled is None:
             pooled = self.pooled(inputs, hidden, first, first_token_only)
         output = BaseModelOutputWithPooling.of(
             last_hidden_state=last,
             pooler_output=pooled,
-            hidden_states=states,
+            hidden_states=padded_states,
             attentions=None if attentions is None else tuple(packing.unpack_scores(p) for p in attentions),
         )
         return self.as_output(output, return_dict)
@@ -326,8 +329,8 @@ class BertModel(PreTrainedModel):
             causal: see `forward`.
             first_token_only: only the first token of each sequence is wanted; see `forward`.
 
-        The tensors are on the model's device, and a GPU is waited for once to check them. There is no wait if
-        all of them, or `cu_seqlens` alone, are CPU tensors; see `forward`.
+        The tensors are on the model's device, and checking them needs one GPU sync. There is no sync if all
+        tensors, or `cu_seqlens` alone, are on the CPU; see `forward`.
 
         Returns:
             (total, hidden) on the model's device; with `first_token_only` (batch, hidden), zeros for an empty
@@ -367,8 +370,8 @@ class BertModel(PreTrainedModel):
             causal = bool(config.is_decoder)
         elif not isinstance(causal, bool):
             raise TypeError(f"causal: expected True, False or None, got {causal!r}")
-        if causal and config.fixed_heads is not None:
-            ahead = [NAMES[p] for row in config.fixed_patterns() for p in row if p not in BACKWARD]
+        if causal and (patterns := config.fixed_patterns()) is not None:
+            ahead = [NAMES[p] for row in patterns for p in row if p not in BACKWARD]
             if ahead:
                 raise ValueError(
                     f"causal: got True, but config fixed_heads has {ahead[0]!r}, which looks ahead"
@@ -419,7 +422,7 @@ def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.Modul
     if inside is None:
         made = []
         for number, (kept, size) in enumerate(zip(config.kept_heads(), config.inner_sizes(), strict=True)):
-            # a family's own class need not know of these
+            # A family's own class may lack these arguments, so they are passed only if they matter
             own = {} if heads is None else {"heads": Heads(heads[number])}
             own |= {} if kept is None else {"kept": kept}
             own |= {} if size == config.intermediate_size else {"inner": size}

@@ -118,9 +118,10 @@ class EncoderConfig(Keys):
         return self.layer_norm_eps if self.family.norm_eps is None else self.family.norm_eps
 
     def fixed_patterns(self) -> list[tuple[int, ...]] | None:
-        """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None: none is.
+        """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None if unset.
 
-        The key is a list with a name per head, for all layers alike, or a list of such lists, one per layer.
+        The key is a list with one name per head, the same for all layers, or a list of such lists, one per
+        layer.
         """
         given = self.fixed_heads
         if given is None:
@@ -129,10 +130,10 @@ class EncoderConfig(Keys):
         return [tuple(NAMES.index(name) for name in row) for row in rows]
 
     def kept_heads(self) -> list[tuple[int, ...] | None]:
-        """The heads that each layer has, ascending; None: all of them.
+        """The heads that each layer has, ascending; None for a layer that has all.
 
-        The key `pruned_heads` lists the heads that a layer has not, by the layer's number, as transformers up
-        to version 4 wrote it. A layer may have none left.
+        The key `pruned_heads` maps a layer's number to the heads that the layer lacks, as transformers up to
+        version 4 wrote it. A layer may have no head left.
         """
         gone = {int(layer): heads for layer, heads in (self.pruned_heads or {}).items() if heads}
         every = range(self.num_attention_heads)
@@ -152,7 +153,7 @@ class EncoderConfig(Keys):
         """
         values = {
             "model_type": self.model_type,
-            # Of shared layers no file holds the number
+            # No file holds the number of shared layers
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "hidden_act": self.activation_name,
@@ -188,9 +189,11 @@ class EncoderConfig(Keys):
         if not isinstance(values, dict):
             raise TypeError(f"config: expected a JSON object, got {type(values).__name__}")
         merged = copy.deepcopy(values)
-        merged.pop("num_labels", None) if "id2label" in merged else None
+        if "id2label" in merged:
+            merged.pop("num_labels", None)
         if "num_labels" in overrides and "id2label" not in overrides:
-            merged.pop("id2label", None), merged.pop("label2id", None)
+            for key in ("id2label", "label2id"):
+                merged.pop(key, None)
         merged.update(overrides)
         if "model_type" not in merged:
             raise ValueError(f"config model_type: missing; expected one of {', '.join(FAMILIES)}")
@@ -215,7 +218,7 @@ class EncoderConfig(Keys):
         trust_remote_code: bool | None = None,
         **overrides: Any,
     ) -> EncoderConfig:
-        """Read `path`/config.json (or `path` itself when it is a file), or the config of a hub name.
+        """Read `path`/config.json (or `path` itself if it is a file), or the config of a hub name.
 
         Args:
             path: a directory, a JSON file, or a hub name.
@@ -335,7 +338,7 @@ class EncoderConfig(Keys):
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
-def _class_id(key: object) -> int:
+def _class_id(key: Any) -> int:
     try:
         return int(key)
     except (TypeError, ValueError) as error:

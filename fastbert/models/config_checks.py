@@ -58,9 +58,9 @@ _PROBABILITIES = (
     "summary_last_dropout",
 )
 _MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
-# Of any one size; products of two fit 64 bits with room for the bytes of an element
+# Most of any one size: the product of two sizes and an element's bytes fits 64 bits
 MAX_SIZE = 2**24
-# Each has a name
+# Most labels: each has a name in memory
 MAX_LABELS = 2**20
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -105,8 +105,16 @@ class Keys:
     @property
     def max_tokens(self) -> int:
         """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses."""
-        reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
-        return self.max_position_embeddings - reserved
+        return self.max_position_embeddings - self.first_position
+
+    @property
+    def first_position(self) -> int:
+        """Position of a sequence's first token: 0, or pad_token_id + 1 if the family counts from there."""
+        if not self.family.pad_positions:
+            return 0
+        if self.pad_token_id is None:
+            raise ValueError(f"config pad_token_id: {self.model_type} counts positions from it, got None")
+        return self.pad_token_id + 1
 
 
 def check_config(config: Keys) -> None:
@@ -156,7 +164,7 @@ def check_config(config: Keys) -> None:
         raise ValueError(
             f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {config.problem_type!r}"
         )
-    named = config.architectures
+    named = config.__dict__.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise TypeError(f"config architectures: expected a list of class names, got {brief(named)}")
     _refuse_other_mathematics(config)
@@ -258,17 +266,13 @@ def _refuse_other_mathematics(config: Keys) -> None:
         raise ValueError(
             f"config is_decoder: True is not supported; transformers' {config.model_type} is never causal"
         )
-    # transformers computes 32 whatever it says
-    if config.__dict__.get("relative_attention_num_buckets", 32) != 32:
-        raise ValueError(
-            f"config relative_attention_num_buckets: expected 32, got {config.relative_attention_num_buckets}"
-        )
-    if config.__dict__.get("sinusoidal_pos_embds") not in (None, False, True):
-        raise ValueError(
-            f"config sinusoidal_pos_embds: expected a boolean, got {config.sinusoidal_pos_embds!r}"
-        )
+    # transformers computes 32 buckets, whatever the key says
+    if (buckets := config.__dict__.get("relative_attention_num_buckets", 32)) != 32:
+        raise ValueError(f"config relative_attention_num_buckets: expected 32, got {buckets}")
+    if (sinusoidal := config.__dict__.get("sinusoidal_pos_embds")) not in (None, False, True):
+        raise ValueError(f"config sinusoidal_pos_embds: expected a boolean, got {sinusoidal!r}")
     if config.family.shared_layers:
-        layers, groups = config.num_hidden_layers, config.num_hidden_groups
+        layers, groups = config.num_hidden_layers, config.__dict__["num_hidden_groups"]
         if layers and groups > layers:
             raise ValueError(f"config num_hidden_groups: {groups} groups for {layers} layers")
 

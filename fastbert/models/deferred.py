@@ -1,12 +1,12 @@
 """A tensor that is computed when its elements are first read: the logits of a vocabulary head in training.
 
-The loss needs only the labelled tokens, so the logits of all tokens are not computed until somebody reads
-them. A `DeferredTensor` has shape, dtype and device from the start; the first function that reads elements
-computes them, once. The result is what the forward would have returned: it is computed with the forward's
-grad mode and autocast, and has a gradient if the forward's would.
+The loss needs only the labelled tokens, so the logits of all tokens are not computed until they are read.
+A `DeferredTensor` has shape, dtype and device from the start; the first function that reads elements computes
+them, once. The result is what the forward would have returned: it is computed with the forward's grad mode
+and autocast, and has a gradient if the forward's would.
 
 Reading it raises RuntimeError in two cases in which the result would be wrong: the weights of the head have
-changed since the forward (an optimizer's step), or FSDP gathers them for the forward alone.
+changed since the forward (an optimizer's step), or FSDP gathers the weights for the forward alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class DeferredTensor(Tensor):
     """See the module. Every function of torch that reads its elements gets the computed tensor."""
 
     _name: str
-    _compute: Callable[[], Tensor] | None
+    # Deleted once it has run
+    _compute: Callable[[], Tensor]
     _value: Tensor | None
 
     @staticmethod
@@ -68,7 +69,8 @@ class DeferredTensor(Tensor):
                     f"{value.dtype} of shape {tuple(value.shape)}; pass output_logits=True to compute them "
                     "in forward"
                 )
-            self._value, self._compute = value, None
+            self._value = value
+            del self._compute
         return self._value
 
     def float(self) -> Tensor:
@@ -96,23 +98,23 @@ class DeferredTensor(Tensor):
         # DDP asks, and must not compute it
         if func == _GRAD_FN and not args[0].is_computed:
             return None
-        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args, given = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
+        return func(*args, **given)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args, given = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
+        return func(*args, **given)
 
 
-_GRAD_FN = Tensor.grad_fn.__get__
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _PROPERTIES = "shape dtype device ndim layout requires_grad itemsize nbytes"
 _KINDS = "is_cpu is_cuda is_meta is_sparse is_quantized"
 _METHODS = "size dim ndimension numel nelement __len__ element_size is_floating_point is_complex get_device"
 _FUNCTIONS = "numel is_floating_point is_complex"
-# What reads no element
+# Functions that read no element
 _ASKS_NO_ELEMENT = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES.split(), *_KINDS.split())),
@@ -158,7 +160,7 @@ class NotComputed:
     def _message(self) -> str:
         return (
             f"{self.__dict__.get('_name', 'logits')}: not computed in training under torch.compile, "
-            "where nobody can touch them later; pass output_logits=True to compute them in forward"
+            "where a later read is impossible; pass output_logits=True to compute them in forward"
         )
 
     def __repr__(self) -> str:
@@ -176,11 +178,11 @@ def defer(
     """What `compute` would return now, computed when its elements are first read.
 
     Args:
-        name: of the tensor, in errors.
+        name: the tensor's name in errors.
         compute: reads `reads` and the parameters of `modules`, and nothing that changes.
-        shape, dtype: of the result.
+        shape, dtype: the result's.
         reads: the activations that `compute` reads.
-        modules: those that `compute` runs.
+        modules: the modules that `compute` runs.
 
     Returns:
         The deferred tensor; under `torch.compile` a `NotComputed`.
@@ -201,11 +203,11 @@ def defer(
                 f"{name}: their weights are gathered by FSDP for the forward alone; pass output_logits=True "
                 "to compute them there"
             )
-        # functional_call replaces them for the forward alone
+        # functional_call replaces the weights for the forward alone
         now = _weights(modules)
         if list(map(id, now)) != list(map(id, weights)) or [_state(p) for p in now] != before:
             raise RuntimeError(
-                f"{name}: the head's weights have changed since this forward (an optimizer's step?); touch "
+                f"{name}: the head's weights have changed since this forward (an optimizer's step?); read "
                 "them before, or pass output_logits=True to compute them in forward"
             )
         with torch.set_grad_enabled(with_grad):

@@ -63,7 +63,7 @@ class ElectraForQuestionAnswering(BertForQuestionAnswering):
 class ElectraForPreTraining(TaskModel):
     """The discriminator: tells which tokens were replaced.
 
-    Labels: (batch, seqlen), 0 original, 1 replaced; those of masked tokens do not count; loss: mean binary
+    Labels: (batch, seqlen), 0 original, 1 replaced; labels of masked tokens do not count. Loss: mean binary
     cross-entropy of the kept tokens. Logits: (batch, seqlen), zeros at masked tokens.
 
     Source: Clark et al. 2020, "ELECTRA", sec. 2.
@@ -87,7 +87,7 @@ class ElectraForPreTraining(TaskModel):
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Packed, and padded."""
-        head = self.discriminator_predictions
+        head = self._modules["discriminator_predictions"]
         logits = encoded.by_token(
             lambda x: apply_linear(head.dense_prediction, apply_activated(head.dense, head.activation, x))
         ).squeeze(1)
@@ -102,7 +102,7 @@ class ElectraForPreTraining(TaskModel):
         losses = F.binary_cross_entropy_with_logits(
             logits.to(compute), packing.pack(labels).to(compute), reduction="none"
         )
-        if packing.capacity:  # rows behind the kept ones
+        if packing.capacity and packing.mask is not None:  # there are rows after the kept tokens
             keep = packing.pack(packing.mask)
             return torch.where(keep, losses, 0.0).sum() / keep.sum().clamp_min(1)
         return losses.sum() / max(losses.shape[0], 1)

@@ -1,17 +1,17 @@
 """The one encoder loop: dropout's seed, embeddings, projection, attention bias, layers, hidden states.
 
 `BertModel` and the accelerated models of transformers run it on packed tokens, each with its own embeddings.
-Pooling is not in it, for three reasons. Task heads and recorded graphs take the packed tokens and pool them
-later, after a check of their own or in other memory, so the loop would pool what nobody reads. The pooler's
-input is a row of the padded output, which the loop does not make. And an accelerated model calls its pooler
-as a module, because FSDP gathers the parameters in that module's hooks. So `pool` is beside the loop, for
-every model of this package.
+Pooling is not in the loop, for three reasons. Task heads and recorded graphs take the packed tokens and pool
+them later, after a check of their own or in other memory, so the loop's result would be thrown away. The
+pooler's input is a row of the padded output, which the loop does not make. And an accelerated model calls its
+pooler as a module, because FSDP gathers the parameters in that module's hooks. So `pool` is a function of its
+own, for every model of this package.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def dropout_seed(device: torch.device) -> Tensor:
 def run_encoder(
     root: nn.Module,
     family: Family,
-    layers: Sequence[nn.Module] | Plan,
+    layers: list[Any] | Plan,
     embed: Callable[[Tensor | None], Tensor],
     inputs: Inputs,
     drops: bool,
@@ -64,29 +64,30 @@ def run_encoder(
 
     Args:
         root: the encoder, with its parts under the family's names.
-        layers: in execution order (`layers_of`), or the plan for them; fastbert/execution runs them. One
-            with hooks or replaced parts (`gap`) is called on a padded batch, as in transformers.
+        layers: the layers in execution order (`layers_of`), or their plan; fastbert/execution runs them. A
+            layer with hooks or replaced parts (`gap`) is called on a padded batch, as in transformers.
         embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
         inputs: the batch, on the model's device.
-        drops: whether the embeddings drop. A seed is drawn only if they or a layer do, and none is passed.
+        drops: whether the embeddings drop. A seed is drawn only if the embeddings or a layer drop, and no
+            seed is passed.
         gates: (layers, nheads) factors of the heads' outputs, or None.
         want_attentions, want_states: fill the lists that are returned.
         first_only: only the first token of each sequence is wanted. The last layer then skips the other rows
             if it may, unless states or attentions are asked for.
         recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
-        causal: whether a token sees only those up to itself.
-        taps: who sees what the layers compute inside, or None. Then no row is skipped.
-        seed: (1,) int64 of all dropouts, on the device, or None.
+        causal: whether a token attends only to itself and the tokens before it.
+        taps: hooks into what the layers compute inside, or None. With taps no row is skipped.
+        seed: (1,) int64, the seed of all dropouts, on the device, or None.
 
     Returns:
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
         (batch, hidden). A list that was not asked for is empty.
     """
     packed, container = inputs.packing, family.layers.partition(".")[0]
-    own = getattr(root, "layer_class", PackedLayer)
-    plan = layers
-    if not isinstance(plan, Plan):
-        plan = plan_of(root._modules[container], layers, own)
+    stack = part(root, container)
+    plan: Any = layers
+    if not isinstance(layers, Plan):
+        plan = plan_of(stack, layers, getattr(root, "layer_class", PackedLayer))
     steps = plan.steps
     if not (drops or plan.drops):
         seed = None
@@ -99,12 +100,14 @@ def run_encoder(
             f"model: layer {changed_one.number} shows nothing of what it computes inside, because "
             f"{changed_one.reason}"
         )
-    projection, stack, everything = projection_of(root, family), root._modules[container], calls_all()
-    inside = projection is not None and family.projection.startswith(f"{container}.")
-    around = type(stack) is Stack and bool(everything or watched(stack))
+    projection, everything = projection_of(root, family), calls_all()
+    inside = (family.projection or "").startswith(f"{container}.")
+    around = stack if type(stack) is Stack and (everything or watched(stack)) else None
     recomputes = recompute_every if root.training and torch.is_grad_enabled() else 0
 
     def project(x: Tensor) -> Tensor:
+        if projection is None:
+            return x
         if everything or changed(projection):
             return packed.from_grid(projection(packed.grid(x)[0]))
         return apply_linear(projection, x)
@@ -136,18 +139,18 @@ def run_encoder(
         x = plan.run(x, call)
         return x, call.states, call.attentions
 
-    if projection is not None and not inside:
+    if not inside:
         hidden = project(hidden)
     skip = (
         first_only
-        and not (want_attentions or want_states or taps is not None or around)
+        and not (want_attentions or want_states or taps is not None or around is not None)
         and hidden.shape[0] > 0
         and bool(steps)
         and steps[-1].parts is not None
         and steps[-1].layer.may_skip_rows()
     )
-    if around:
-        hidden, states, attentions = stack.around(lambda x: run(x, False), hidden, packed)
+    if around is not None:
+        hidden, states, attentions = around.around(lambda x: run(x, False), hidden, packed)
     else:
         hidden, states, attentions = run(hidden, skip)
     if first_only:
@@ -158,10 +161,11 @@ def run_encoder(
 def padded_mask(
     root: nn.Module, family: Family, inputs: Inputs, hidden: Tensor, causal: bool
 ) -> Tensor | None:
-    """What attention on the padded batch gets: (batch, 1, 1, S) bool, or additive with more dimensions.
+    """The mask of attention on the padded batch: (batch, 1, 1, S) bool, or additive with more dimensions.
 
     Args:
-        hidden: packed tokens, for their dtype and device.
+        root, family, inputs, causal: see `run_encoder`.
+        hidden: the packed tokens, for their dtype and device.
     """
     packed, bias, lowest = inputs.packing, inputs.bias, torch.finfo(hidden.dtype).min
     kept = packed.grid(hidden[:, :1])[1]
@@ -179,10 +183,10 @@ def padded_mask(
 
 
 class Stack(nn.Module):
-    """The module around the layers, whose code is `run_encoder`; called only if something looks at it.
+    """The module around the layers, whose code is `run_encoder`; called only if it is watched.
 
     Args:
-        by_name: whether it gets its input by name.
+        by_name: whether its input is passed by name.
     """
 
     def __init__(self, by_name: bool):
@@ -196,7 +200,9 @@ class Stack(nn.Module):
             TypeError: called by anything but its model.
         """
         if run is None:
-            raise TypeError("run: missing; only its model calls this module: call that with inputs_embeds")
+            raise TypeError(
+                "run: missing; only its model calls this module; call the model with inputs_embeds"
+            )
         return BaseModelOutputWithPooling(last_hidden_state=run(hidden_states))
 
     def around(
@@ -212,7 +218,7 @@ class Stack(nn.Module):
         x = packed.grid(hidden)[0]
         y = self(hidden_states=x, run=run_padded) if self.by_name else self(x, run=run_padded)
         hidden = packed.from_grid(first_of(y))
-        # another forward need not call ours
+        # A replaced forward may not have called ours
         _, states, attentions = found[-1] if found else (None, [], [])
         if states:
             states[-1] = hidden
@@ -235,10 +241,10 @@ def tapped(encoder: nn.Module, taps: Taps) -> Iterator[None]:
     """Show `taps` what the layers of `encoder` compute in every call inside the block, from any thread.
 
     Args:
-        encoder: a `BertModel`, or one of its family's; of a model with a head: `model.base_model`.
-        taps: the taps; those that are set already come back at the end.
+        encoder: a `BertModel`, or the encoder of another family; `model.base_model` of a model with a head.
+        taps: the taps; the encoder's previous taps are restored at the end.
     """
-    # not nn.Module's own: it would take taps that are a module for a part of the encoder
+    # nn.Module's own would register taps that are a module as a part of the encoder
     put, before = object.__setattr__, encoder.taps
     put(encoder, "taps", taps)
     try:
@@ -254,32 +260,33 @@ def pooler_activation(family: Family) -> str:
 
 def pool(root: nn.Module, family: Family, first: Tensor) -> Tensor:
     """The output of an encoder's pooler for first tokens: (batch, hidden) -> (batch, hidden)."""
+    assert family.pooler is not None
     return apply_activated(part(root, family.pooler), part(root, pooler_activation(family)), first)
 
 
 def pooler_gap(root: nn.Module, family: Family) -> bool:
-    """Whether the pooler must be called on whole sequences: something looks at it, or it was replaced."""
-    above, _, name = family.pooler.rpartition(".")
+    """Whether the pooler must be called on whole sequences: it is watched, or was replaced."""
+    above, _, name = (family.pooler or "").rpartition(".")
     if not above:
         return False
-    module = root._modules[above]
+    module = part(root, above)
     return (
         calls_all() is not None
         or type(module) is not Pooler
         or watched(module)
-        or changed(module._modules[name]) is not None
+        or changed(part(module, name)) is not None
         or activation_of(part(root, pooler_activation(family))) is None
     )
 
 
-def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
+def layers_of(root: nn.Module, config: Any, family: Family) -> list[Any]:
     """The layers of an encoder in execution order; a shared layer appears once per use.
 
     Args:
         root: the encoder, with its parts under the family's names.
         config: its EncoderConfig or transformers config.
     """
-    stack = part(root, family.layers)
+    stack: Any = part(root, family.layers)
     if family.group_layers is None:
         return list(stack._modules.values())
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
@@ -304,7 +311,7 @@ def attention_bias(root: nn.Module, family: Family, inputs: Inputs, device: torc
     if family.relative_bias is None or packed.max_seqlen == 0:
         return bias
     positions = None
-    if inputs.holes:
+    if inputs.holes and packed.mask is not None:
         order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
         positions = order[:, : packed.max_seqlen]
     relative = relative_bias(part(root, family.relative_bias), packed.max_seqlen, device, positions)

@@ -2,12 +2,12 @@
 
 A family says how its checkpoints name the parts of an encoder, which config keys it spells differently, how
 it counts positions and which heads it has. `layers/`, `bert.py`, `heads/` and `acceleration/` read this
-table. So every parameter has HuggingFace's name and shape, whatever the family.
+table. So every parameter has HuggingFace's name and shape in every family.
 
 To add a family with BERT's mathematics, add an entry here and its classes in a file named after its
 model_type (copy `roberta.py`), and list them in `fastbert/__init__.py`.
 
-A family that needs other mathematics is refused by name and reason (`REFUSED`).
+Families that need other mathematics are refused, with the reason in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ class Family:
         projection_always: whether it is there even if the two sizes are equal.
         layers: path of the list of layers.
         relative_bias: path of the bucketed relative attention bias shared by all layers, or None.
-        group_layers: where layers come in groups of shared weights (ALBERT), the name of a group's list of
-            layers; else None.
+        group_layers: name of a group's list of layers if layers come in groups of shared weights (ALBERT);
+            else None.
         norm_eps: the fixed eps of every LayerNorm; None means the config's `layer_norm_eps`.
         attention_output_dropout, ffn_dropout: whether there is dropout after the attention's output layer,
             and after the feed-forward block.
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
         own_heads: first parts of the keys of heads that only this family has.
+        lm_head: paths of the masked-LM head.
         may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
-            BERT's order in transformers; the others must be passed by name.
+            BERT's order in transformers; further arguments must be passed by name.
     """
 
     model_type: str
     prefix: str
     class_prefix: str
+    lm_head: LMHead
     layer: LayerNames = field(default_factory=LayerNames)
     layers: str = "encoder.layer"
     aliases: dict[str, str] = field(default_factory=dict)
@@ -68,10 +70,9 @@ class Family:
     attention_output_dropout: bool = True
     ffn_dropout: bool = True
     position_padding_idx: bool = False
-    lm_head: LMHead | None = None
     classifier: ClassifierHead = _AFTER_POOLER
     choice: ClassifierHead = _AFTER_POOLER
-    next_sentence: str | None = None  # path of the sentence-pair classifier
+    next_sentence: str = ""  # path of the sentence-pair classifier, "" if the family has none
     next_sentence_dropout: tuple[str, str] | None = None  # path and config key of the dropout before it
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
@@ -100,20 +101,19 @@ class Family:
     def head_roots(self) -> set[str]:
         """First parts of the keys of the family's heads."""
         paths = ["classifier", "qa_outputs", self.next_sentence, *self.own_heads]
-        if self.lm_head is not None:
-            paths += [self.lm_head.dense, self.lm_head.norm, self.lm_head.decoder, self.lm_head.bias]
+        paths += [self.lm_head.dense, self.lm_head.norm, self.lm_head.decoder, self.lm_head.bias]
         for head in (self.classifier, self.choice):
             paths += [head.dense, head.out]
-        return {path.partition(".")[0] for path in paths if path is not None}
+        return {path.partition(".")[0] for path in paths if path}
 
     @property
     def known_head_roots(self) -> set[str]:
-        """First parts of the keys of all families' heads; a file may hold heads that its model lacks."""
+        """First parts of the keys of all families' heads: a file may hold heads that its model lacks."""
         return set().union(*(family.head_roots for family in FAMILIES.values()))
 
     @property
     def foreign_prefixes(self) -> set[str]:
-        """First parts of the keys of other architectures, which tell that a file is of one of them."""
+        """First parts of the keys of other architectures."""
         known = {family.prefix for family in FAMILIES.values()}
         return known.union(name.replace("-", "_") for name in REFUSED) - {self.prefix}
 
@@ -140,10 +140,10 @@ _ROBERTA_LM = LMHead(
 _ROBERTA_CLASSIFIER = ClassifierHead(
     "classifier.dense", "tanh", "classifier.out_proj", dropout="classifier.dropout", dropout_first=True
 )
-_ROBERTA = dict(
+_ROBERTA_DEFAULTS = dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
+_ROBERTA: dict[str, Any] = dict(
     pad_positions=True,
     position_padding_idx=True,
-    defaults=dict(pad_token_id=1, bos_token_id=0, eos_token_id=2),
     lm_head=_ROBERTA_LM,
     classifier=_ROBERTA_CLASSIFIER,
     choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
@@ -155,13 +155,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family("bert", "bert", "Bert", lm_head=_BERT_LM, next_sentence="cls.seq_relationship"),
         Family(
-            "roberta",
-            "roberta",
-            "Roberta",
-            **_ROBERTA | {"defaults": {**_ROBERTA["defaults"], "vocab_size": 50265}},
+            "roberta", "roberta", "Roberta", defaults=dict(_ROBERTA_DEFAULTS, vocab_size=50265), **_ROBERTA
         ),
-        Family("xlm-roberta", "roberta", "XLMRoberta", **_ROBERTA),
-        Family("camembert", "roberta", "Camembert", **_ROBERTA),
+        Family("xlm-roberta", "roberta", "XLMRoberta", defaults=_ROBERTA_DEFAULTS, **_ROBERTA),
+        Family("camembert", "roberta", "Camembert", defaults=_ROBERTA_DEFAULTS, **_ROBERTA),
         Family(
             "distilbert",
             "distilbert",
@@ -344,13 +341,7 @@ FAMILIES: dict[str, Family] = {
             may_be_causal=False,
             segments=False,
             relative_bias="encoder.relative_attention_bias",
-            defaults=dict(
-                vocab_size=30527,
-                relative_attention_num_buckets=32,
-                pad_token_id=1,
-                bos_token_id=0,
-                eos_token_id=2,
-            ),
+            defaults=dict(_ROBERTA_DEFAULTS, vocab_size=30527, relative_attention_num_buckets=32),
             lm_head=_ROBERTA_LM,
             classifier=ClassifierHead(
                 "classifier.dense",

@@ -1,8 +1,8 @@
 """Models whose heads attend by fixed patterns, to be trained: `config.fixed_heads`, and `fix_heads`.
 
-A head with a pattern has values and its part of the attention's output, but no queries and keys, so its
-layer's two linear layers have fewer rows. Patterns of a trained model are tried first by
-`fastbert.analysis.fixed`, which changes no weight.
+A head with a pattern has values and its part of the attention's output, but no queries and keys, so those two
+linear layers have fewer rows. `fastbert.analysis.fixed` tries patterns on a trained model without changing a
+weight.
 
 Source: Raganato, Scherrer and Tiedemann 2020, "Fixed Encoder Self-Attention Patterns in Transformer-Based
 Machine Translation".
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +27,13 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
     """A copy of `model` in which some heads attend by fixed patterns, without their queries and keys.
 
     Args:
-        model: of this package, not quantised, with learned heads only. It is not changed.
-        patterns: `config.fixed_heads` of the copy: a name of `fastbert.layers.patterns.NAMES` per head, for
-            all layers alike, or a list of such lists, one per layer. At least one head of a layer is
-            "learned"; none is "separators", which a layer does not see.
+        model: a model of this package, not quantised, with learned heads only. It is not changed.
+        patterns: `config.fixed_heads` of the copy: a name of `fastbert.layers.patterns.NAMES` per head, the
+            same for all layers, or a list of such lists, one per layer. At least one head of a layer is
+            "learned"; none is "separators", as a layer does not know where they are.
 
     Returns:
-        The copy. `save_pretrained` and `from_pretrained` know it; transformers does not.
+        The copy. `save_pretrained` and `from_pretrained` support it; transformers does not.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -43,7 +44,7 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
         raise ValueError("model: expected one with learned heads only, but it has config fixed_heads")
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise TypeError(f"patterns: expected a list of names, or a list of them per layer, got {patterns!r}")
-    # what is neither a name nor a row of them is for the config to refuse
+    # The config refuses what is neither a name nor a row of names
     as_lists = [list(row) if isinstance(row, tuple) else row for row in patterns]
     config = type(model.config).from_dict(model.config.to_dict(), fixed_heads=as_lists)
     layers = model.base_model.layers()
@@ -56,7 +57,7 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
                     f"{type(part(layer, path)).__name__}"
                 )
     found = copy.deepcopy(model)
-    rows = config.fixed_patterns()
+    rows = config.fixed_patterns() or []
     done: set[nn.Module] = set()
     for i, layer in enumerate(found.base_model.layers()):
         # a shared layer appears once per use
@@ -73,7 +74,7 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
     return found
 
 
-def _learned_rows(module: nn.Linear, heads: Heads, head_dim: int) -> nn.Linear:
+def _learned_rows(module: Any, heads: Heads, head_dim: int) -> nn.Linear:
     """The rows of a query's or key's linear layer that belong to learned heads."""
     weight = module.weight
     rows = [head * head_dim + i for head in heads.learned for i in range(head_dim)]

@@ -10,10 +10,10 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert.checkpoint import hub, load, save
 from fastbert.checkpoint.files import CONFIG
@@ -28,8 +28,19 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class Loadable:
-    """The part of `PreTrainedModel` that creates a model from a config or files, and writes it to files."""
+class Loadable(nn.Module):
+    """The part of `PreTrainedModel` that creates a model from a config or files, and writes it to files.
+
+    Attributes:
+        model_type: the family that the class is for; None means any.
+        is_base_model: whether the model is the encoder itself, so that its keys have no prefix.
+        load_report: what `from_pretrained` found in the files.
+    """
+
+    model_type: ClassVar[str | None] = None
+    is_base_model: ClassVar[bool] = False
+    load_report: load.LoadReport
+    tie_weights: Callable[[], None]
 
     @classmethod
     def from_config(cls, config: EncoderConfig, **kwargs: Any) -> Self:
@@ -39,7 +50,7 @@ class Loadable:
 
     @classmethod
     def class_for(cls, config: EncoderConfig) -> type[Self]:
-        """The class that serves `config`: this one, or for an Auto class the family's."""
+        """The class to construct for `config`: this one, or for an Auto class the family's."""
         return cls
 
     @overload
@@ -104,28 +115,28 @@ class Loadable:
             name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a
                 hub name; None if both `config` and `state_dict` are given.
             config: replaces the directory's config.json; an EncoderConfig, or a path or hub name to read.
-            dtype: of the parameters; "auto" means that of config.json or of the file, None float32. Weights
-                that were saved as 8-bit integers stay so.
+            dtype: the parameters' dtype; "auto" means the dtype in config.json or in the file, None float32.
+                Weights that were saved as 8-bit integers stay 8-bit.
             torch_dtype: `dtype` under its older name.
             device: where to put the model; the CPU by default.
             device_map: `device` under transformers' name, or a mapping to one device. "auto" is the GPU if
                 there is one, else the CPU.
-            state_dict: weights to load; the files' are not read.
+            state_dict: weights to load in place of the files'.
             ignore_mismatched_sizes: initialise weights whose shape differs from the file's (a head with
-                another number of labels); a warning names them.
+                another number of labels); a warning names these weights.
             use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
-            strict: False leaves out weights under keys that are not known, with one warning; True refuses
-                them. Heads that the model lacks are left out either way, and missing weights of the encoder
-                are refused either way.
+            strict: False leaves out weights under unknown keys, with one warning; True refuses them. Heads
+                that the model lacks are left out either way, and missing weights of the encoder are refused
+                either way.
             output_loading_info: return (model, info) as transformers does: info has missing_keys,
                 unexpected_keys, mismatched_keys and error_msgs.
             subfolder: the folder in `name_or_path` that holds config.json and the weights.
             revision, cache_dir, force_download, local_files_only, token: for hub names.
             overrides: config keys that override the file's (num_labels, hidden_dropout_prob, …), and the
-                constructor's own (add_pooling_layer). An encoder whose file has no pooler gets none, with
-                one warning, unless add_pooling_layer=True asks for it.
+                constructor's own (add_pooling_layer). An encoder whose file has no pooler is made without
+                one, with one warning, unless add_pooling_layer=True asks for it.
 
-        Further arguments of transformers are accepted if they ask for what happens anyway:
+        Further arguments of transformers are accepted if they ask for what is done anyway:
 
             =====================  ===========  ============================================================
             argument               taken        otherwise
@@ -176,8 +187,9 @@ class Loadable:
         if config is not None and overrides:
             raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
         if config is None:
+            assert directory is not None
             config = cls._read_config(directory, overrides)
-            config.name_or_path = name_or_path
+            config.name_or_path = str(name_or_path)
         elif isinstance(config, (str, Path)):
             path = config
             config = cls._read_config(path, {}, **hub_options)
@@ -254,7 +266,7 @@ class Loadable:
             return cls.model_type or "bert"
         names = []
         for model_type in FAMILIES:
-            # The family may have no such head
+            # A family without such a head raises
             with contextlib.suppress(ValueError):
                 names.append(cls.class_for(EncoderConfig(model_type)).__name__)
         where = Path(place) / CONFIG if Path(place).is_dir() else place
@@ -282,7 +294,7 @@ class Loadable:
             state_dict: values to save instead of the model's own, such as those that accelerate has gathered.
             max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
             save_function: not called. transformers uses it for pickles, which are not written here.
-            options: further arguments of transformers, accepted if they ask for what happens anyway:
+            options: further arguments of transformers, accepted if they ask for what is done anyway:
                 safe_serialization=True, push_to_hub=False, variant=None (`fastbert.models.arguments`).
 
         Raises:
@@ -337,10 +349,8 @@ def _resolve_dtype(
 ) -> torch.dtype:
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype")
-        if dtype is None and state_dict is not None:
-            dtype = next((t.dtype for t in state_dict.values() if t.is_floating_point()), None)
-        elif dtype is None:
-            dtype = load.stored_dtype(directory, use_safetensors)
+        if dtype is None:
+            dtype = load.stored_dtype(directory, use_safetensors, state_dict)
     if dtype is None:
         return torch.float32
     if isinstance(dtype, str):

@@ -39,7 +39,10 @@ class Lookalike:
 
 
 class _Facade(type):
-    """The type of facades. An instance or a subclass of a facade is made of our own class instead."""
+    """The type of facades. Constructing or subclassing a facade makes an object of our own class instead."""
+
+    # The class behind the facade
+    __own__: type
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
         if any(isinstance(base, _Facade) for base in bases):
@@ -51,7 +54,7 @@ class _Facade(type):
 
 
 class _Quiet:
-    """Keeps transformers' `__init_subclass__` from looking at a facade."""
+    """Keeps transformers' `__init_subclass__` from running for a facade."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -62,7 +65,7 @@ _facades: dict[tuple[type, type], type] = {}
 
 @cache
 def _facade_type(foreign: type) -> type:
-    """`_Facade` for a class of transformers whose own type is `foreign`: ModelOutput has one since 5.24."""
+    """`_Facade` for a class of transformers whose metaclass is `foreign`: ModelOutput has one since 5.24."""
     if issubclass(_Facade, foreign):
         return _Facade
     return type(_Facade.__name__, (_Facade, foreign), {})
@@ -92,5 +95,5 @@ def _own(cls: type) -> type:
     return cls.__own__ if isinstance(cls, _Facade) else cls
 
 
-def _blank(cls: type) -> Any:
+def _blank(cls: Any) -> Any:
     return cls.__new__(cls)

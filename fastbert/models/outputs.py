@@ -1,7 +1,7 @@
 """What models return: HuggingFace's output classes, field for field.
 
 Each is an ordered dict of the fields that are not None, with attribute, key, index and slice access, as
-users of transformers, its Trainer and its pipelines, and accelerate expect.
+expected by users of transformers, its Trainer, its pipelines and accelerate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor
 from torch.utils import _pytree
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 class ModelOutput(Lookalike, OrderedDict[Any, Any]):
     """Base of all outputs. Keys and `to_tuple()` leave out fields that are None.
 
-    It is constructed from fields, or like accelerate does from one mapping, `type(output)({"loss": …})`.
+    It is constructed from fields or, as accelerate does, from one mapping: `type(output)({"loss": …})`.
     """
 
     looks_like = ("transformers.utils.generic", "ModelOutput")
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -40,9 +41,10 @@ class ModelOutput(Lookalike, OrderedDict[Any, Any]):
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """An output with these fields, in their order; the others are None.
+        """An output with these fields, in their order; all further fields are None.
 
-        The same as the constructor, in a third of the time. The class's attributes are the other fields.
+        The same as the constructor, in a third of the time. Reading a field that is not passed finds the
+        class's attribute.
         """
         output = cls.__new__(cls)
         attributes = output.__dict__
@@ -84,7 +86,7 @@ class ModelOutput(Lookalike, OrderedDict[Any, Any]):
     def _set(self, name: str, value: Any, is_item: bool = False) -> None:
         """Set a field both as attribute and as item, in the order of the fields; None removes the item.
 
-        Any other name becomes an attribute, and with `is_item` also an item.
+        A name that is no field becomes an attribute, and with `is_item` also an item.
         """
         super().__setattr__(name, value)
         names = type(self).__dataclass_fields__
@@ -107,7 +109,7 @@ class ModelOutput(Lookalike, OrderedDict[Any, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__}: its fields cannot be removed; set them to None")
 
-    __delitem__ = pop = popitem = setdefault = update = clear = _refuse
+    __delitem__ = pop = popitem = setdefault = update = clear = _refuse  # pyright: ignore[reportAssignmentType]
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in order."""
@@ -125,7 +127,7 @@ def _rebuild(cls: type, values: dict) -> ModelOutput:
     return output
 
 
-# Default of what a model always returns, so that type checkers need no test for None.
+# Default of a field that a model always returns, so that type checkers need no test for None.
 _ABSENT: Any = None
 
 
@@ -164,9 +166,7 @@ class AlbertPreTrainingOutput(ModelOutput):
 
 @dataclass
 class LogitsOutput(ModelOutput):
-    """logits of a masked-LM, sequence, token, pair or choice head; their shape is stated by the model's
-    class.
-    """
+    """logits of a masked-LM, sequence, token, pair or choice head; the model's class states their shape."""
 
     loss: Tensor | None = None
     logits: Tensor = _ABSENT

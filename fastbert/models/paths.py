@@ -1,6 +1,6 @@
 """Where a family's models have their parts, as dotted paths: HuggingFace's names.
 
-They are those of the models of this package and of transformers' alike.
+The models of this package and transformers' models have the same paths.
 """
 
 from __future__ import annotations
