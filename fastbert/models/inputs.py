@@ -1,11 +1,11 @@
-"""What callers give a model: checks, defaults, and the packed form.
+"""The inputs that callers pass to a model: checks, defaults, and the packed form.
 
 All checks of values (ids in range, kept tokens per sequence) share one read-back, so that a forward on a GPU
-waits for it once. It does not wait if the host has the lengths, as a mask or cu_seqlens in CPU memory:
-- All other inputs are on the host too. They are checked and packed there, then sent to the GPU.
-- The ids are on the GPU. The host does not check them. Our kernel does (kernels/bad_ids.py): it reads no
-  memory but the table's, makes the token NaN, and the next call raises an IndexError. A recorded graph treats
-  ids without a mask in the same way (graphs/staging.py).
+synchronises once. It needs no sync if the host has the lengths, as a mask or cu_seqlens in CPU memory:
+- If all other inputs are on the host too, they are checked and packed there, then sent to the GPU.
+- If the ids are on the GPU, the host does not check them. Our kernel does (kernels/bad_ids.py): it reads no
+  memory outside the table, makes the token NaN, and the next call raises an IndexError. A recorded graph
+  treats ids without a mask in the same way (graphs/staging.py).
 
 Under `torch.compile` values are not checked, and everything must be on the model's device.
 """
@@ -13,13 +13,13 @@ Under `torch.compile` values are not checked, and everything must be on the mode
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from fastbert.layers import packing
 from fastbert.layers.packing import Packing
@@ -27,7 +27,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.ops import checks
 from fastbert.runtime.loader import extension
 
-# Ids on a device that are sooner copied to the host than looked at by eight kernels.
+# Up to this many ids on a device are copied to the host faster than eight kernels check them.
 _FEW = 16384
 _STACKED = (torch.int64, torch.bool)
 _is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
@@ -42,11 +42,11 @@ class Inputs:
             segments.
         inputs_embeds: (rows, embedding size) instead of input_ids, or None.
         bias: additive attention bias (batch or 1, nheads or 1, S or 1, S) from a 4-D mask, or None.
-        packing: where the rows come from.
-        first_masked: the first sequence that has kept tokens, but not at position 0; None if there is none.
-            Not looked for under `torch.compile`.
+        packing: the places of the rows in the padded batch.
+        first_masked: the first sequence that has kept tokens, but not at position 0; None if there is none,
+            and under `torch.compile`.
         holes: whether the kept tokens of a sequence are not adjacent; under `torch.compile`, whether there is
-            a mask. Looked for only if the family's attention bias depends on it.
+            a mask. False if the family's attention bias does not depend on it.
     """
 
     input_ids: Tensor | None
@@ -60,11 +60,11 @@ class Inputs:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of the tensors."""
         return self.position_ids.device
 
     def to(self, device: torch.device) -> Inputs:
-        """The same with its tensors on `device`; the host does not wait for them."""
+        """The inputs with their tensors on `device`; the host does not wait for the copies."""
         if self.device == device:
             return self
         names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "bias")
@@ -90,20 +90,14 @@ class Inputs:
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        _check_either(input_ids, inputs_embeds)
+        source, tokens, home = _tokens(input_ids, inputs_embeds, device)
         if input_ids is not None:
-            source, tokens = "input_ids", input_ids
-            home = _home("input_ids", checks.int_tensor, input_ids, device)
-            if input_ids.dim() != 1:
-                raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
-        else:
-            source, tokens = "inputs_embeds", inputs_embeds
-            home = _home("inputs_embeds", checks.float_tensor, inputs_embeds, device)
-            if inputs_embeds.dim() != 2 or inputs_embeds.shape[1] != config.embedding_width:
-                raise ValueError(
-                    f"inputs_embeds: expected shape (total, {config.embedding_width}), "
-                    f"got {tuple(inputs_embeds.shape)}"
-                )
+            if tokens.dim() != 1:
+                raise ValueError(f"input_ids: expected shape (total,), got {tuple(tokens.shape)}")
+        elif tokens.dim() != 2 or tokens.shape[1] != config.embedding_width:
+            raise ValueError(
+                f"inputs_embeds: expected shape (total, {config.embedding_width}), got {tuple(tokens.shape)}"
+            )
         total = tokens.shape[0]
         if token_type_ids is not None and not config.family.segments:
             raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
@@ -113,8 +107,11 @@ class Inputs:
                 _ids(name, ids, home)
                 checks.shape(name, ids, (total,))
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        if not torch.compiler.is_compiling():
-            looked_at = {"lengths": lengths}
+        if torch.compiler.is_compiling():
+            if max_seqlen is None:
+                raise ValueError("max_seqlen: expected an integer under torch.compile, got None")
+        else:
+            looked_at: dict[str, Tensor | None] = {"lengths": lengths}
             if cu_seqlens.device == home:
                 looked_at |= {
                     "input_ids": input_ids,
@@ -146,17 +143,15 @@ class Inputs:
         if position_ids is None:
             position_ids = packing.positions_of(cu_seqlens, total)[1]
             if config.family.pad_positions:
-                position_ids = position_ids + (config.pad_token_id + 1)
+                position_ids = position_ids + config.first_position
         if token_type_ids is None and config.family.segments:
             token_type_ids = torch.zeros_like(position_ids)
         return cls(input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed)
 
 
 def _check_lengths(cu_seqlens: object, max_seqlen: object, home: torch.device) -> None:
-    if max_seqlen is None:
-        if torch.compiler.is_compiling():
-            raise ValueError("max_seqlen: expected an integer under torch.compile, got None")
-    elif isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+    whole = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
+    if max_seqlen is not None and not whole:
         raise TypeError(f"max_seqlen: expected an integer or None, got {max_seqlen!r}")
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         came = (
@@ -179,39 +174,45 @@ def _packer(vocab_size: int, types: int, pad: int) -> Any:
 
 
 def packer_of(config: EncoderConfig) -> Any | None:
-    """What checks and packs batches in CPU memory (csrc/cpu/host_batch.h); None if nothing does."""
+    """What checks and packs batches in CPU memory (csrc/cpu/host_batch.h); None if the config needs more."""
     family = config.family
-    pad = config.pad_token_id if family.pad_positions else -1
-    if extension is None or family.relative_bias is not None or pad is None:
+    if extension is None or family.relative_bias is not None:
         return None
-    return _packer(config.vocab_size, config.type_vocab_size if family.segments else 0, pad)
+    types = config.type_vocab_size if family.segments else 0
+    return _packer(config.vocab_size, types, config.first_position - 1)
 
 
 def to_host(
     ids: Tensor, mask: Tensor | None, types: Tensor | None
 ) -> tuple[Tensor, Tensor | int | None, Tensor | int | None]:
-    """Tensors of a device on the host, for which the host waits once if they can be stacked.
+    """Copies on the host of tensors on a device, after one wait if the tensors can be stacked.
 
-    The ids are then the first layer of what is returned for them, and the numbers of the others' layers are
-    returned for those. A stack of integers and floats has no ids, and the extension refuses it.
+    Returns:
+        (ids, mask, types); or, if they were stacked, (the stack, which begins with the ids, the mask's index
+        in it, the types' index in it). A missing tensor is None. The extension refuses a stack of integers
+        and floats.
     """
     given = [t for t in (ids, mask, types) if t is not None]
     if len(given) == 1:
         return ids.cpu(), None, None
     try:
         whole = torch.stack(given).cpu()
-    except RuntimeError:  # shapes or devices differ: the extension refuses them
+    except RuntimeError:  # shapes or devices differ, which the extension refuses
         return ids.cpu(), None if mask is None else mask.cpu(), None if types is None else types.cpu()
     return whole, None if mask is None else 1, None if types is None else len(given) - 1
 
 
 def packed_on_host(
-    config: EncoderConfig, device: torch.device, ids: object, mask: object, types: object
+    config: EncoderConfig,
+    device: torch.device,
+    ids: Tensor | None,
+    mask: Tensor | None,
+    types: Tensor | None,
 ) -> Inputs | None:
     """The same as `check_inputs` for a usual batch, on `device`: packed by the extension, sent in one piece.
 
-    If the ids are on a device, the host waits for it once, as there. None if `check_inputs` must take the
-    batch, or say what is wrong with it.
+    If the ids are on a device, the host waits for it once, as in `check_inputs`. None if `check_inputs` must
+    pack the batch, or raise its errors.
     """
     given = [t for t in (ids, mask, types) if t is not None]
     if torch.compiler.is_compiling() or ids is None or {*map(type, given)} != {Tensor}:
@@ -228,37 +229,38 @@ def packed_on_host(
         or torch._C._are_functorch_transforms_active()
     ):
         return None
-    (batch, seqlen), keep = ids.shape, mask
+    (batch, seqlen), host = ids.shape, (ids, mask, types)
     if not checks.has_values(ids):
-        # a mask of floats cannot be stacked
+        # A mask of floats cannot be stacked
         if ids.numel() > _FEW or any(t.device != device or t.dtype not in _STACKED for t in given):
             return None
-        ids, mask, types = to_host(ids, mask, types)
-    shape = packer.measure(ids, mask, types)
+        host = to_host(ids, mask, types)
+    shape = packer.measure(*host)
     if shape is None or shape[2] == 0:
         return None
     total, whole = shape[2], shape[2] == batch * seqlen
-    # even numbers of int64: each part begins where a tensor of its own could
+    # Even numbers of int64, so that each part is aligned as a tensor of its own
     tokens, words = total + total % 2, (batch + 5) // 4 * 2
     sizes = [tokens, tokens, tokens, words] + [tokens] * (not whole)
-    memory = ids.new_empty(sum(sizes), pin_memory=device.type == "cuda")
-    if not packer.pack(ids, mask, types, memory.data_ptr(), tokens, 2 * words - 2, True, not whole):
+    memory = host[0].new_empty(sum(sizes), pin_memory=device.type == "cuda")
+    if not packer.pack(*host, memory.data_ptr(), tokens, 2 * words - 2, True, not whole):
         return None
     parts = [*memory.to(device, non_blocking=True).split_with_sizes(sizes)]
     cu_seqlens = parts.pop(3).view(torch.int32)[: batch + 1]
     if tokens > total:
         parts = [part[:total] for part in parts]
+    input_ids, position_ids, segments, *indices = parts
     packed = Packing(batch, seqlen, cu_seqlens, seqlen)
-    if not whole:
+    if not whole and mask is not None:
         ends = memory[3 * tokens : 3 * tokens + words].view(torch.int32)[: batch + 1].tolist()
         longest = max(end - start for start, end in pairwise(ends))
-        keep = packing.send(keep if keep.dtype == torch.bool else keep != 0, device)
-        packed = replace(packed, max_seqlen=longest, indices=parts[3], mask=keep)
-    return Inputs(*parts[:2], parts[2] if config.family.segments else None, None, None, packed)
+        keep = packing.send(mask if mask.dtype == torch.bool else mask != 0, device)
+        packed = replace(packed, max_seqlen=longest, indices=indices[0], mask=keep)
+    return Inputs(input_ids, position_ids, segments if config.family.segments else None, None, None, packed)
 
 
 def packed_inputs(config: EncoderConfig, device: torch.device, *given: Tensor | None) -> Inputs:
-    """`check_inputs` of the same arguments, on `device`: by `packed_on_host` if that takes the batch."""
+    """`check_inputs` of the same arguments, on `device`; by `packed_on_host` if that supports the batch."""
     *usual, position_ids, inputs_embeds = given
     found = None
     if position_ids is None and inputs_embeds is None:
@@ -280,21 +282,16 @@ def check_inputs(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    _check_either(input_ids, inputs_embeds)
+    source, tokens, home = _tokens(input_ids, inputs_embeds, device)
     if input_ids is not None:
-        home = _home("input_ids", checks.int_tensor, input_ids, device)
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids: expected shape (batch, seqlen), got {tuple(input_ids.shape)}")
-        source, shape = "input_ids", tuple(input_ids.shape)
-    else:
-        home = _home("inputs_embeds", checks.float_tensor, inputs_embeds, device)
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.embedding_width:
-            raise ValueError(
-                f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), "
-                f"got {tuple(inputs_embeds.shape)}"
-            )
-        source, shape = "inputs_embeds", tuple(inputs_embeds.shape[:2])
-    batch, seqlen = shape
+        if tokens.dim() != 2:
+            raise ValueError(f"input_ids: expected shape (batch, seqlen), got {tuple(tokens.shape)}")
+    elif tokens.dim() != 3 or tokens.shape[2] != config.embedding_width:
+        raise ValueError(
+            f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), "
+            f"got {tuple(tokens.shape)}"
+        )
+    batch, seqlen = shape = tuple(tokens.shape[:2])
     if seqlen == 0:
         raise ValueError(f"{source}: expected at least one token per sequence, got shape {shape}")
     if position_ids is None:
@@ -340,10 +337,10 @@ def check_inputs(
     if token_type_ids is None and config.family.segments:
         token_type_ids = position_ids.new_zeros(1, 1).expand(shape)
     return Inputs(
-        *(
-            None if t is None else packed.pack(t)
-            for t in (input_ids, position_ids, token_type_ids, inputs_embeds)
-        ),
+        None if input_ids is None else packed.pack(input_ids),
+        packed.pack(position_ids),
+        None if token_type_ids is None else packed.pack(token_type_ids),
+        None if inputs_embeds is None else packed.pack(inputs_embeds),
         bias,
         packed,
         first_masked,
@@ -351,16 +348,25 @@ def check_inputs(
     )
 
 
-def _check_either(input_ids: object, inputs_embeds: object) -> None:
-    for name, t in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
-        if isinstance(t, Tensor) and torch._C._functorch.is_batchedtensor(t):
-            raise ValueError(
-                f"{name}: is mapped by torch.func.vmap, under which the host cannot read lengths; map the "
-                "parameters instead, or call the model for each example"
-            )
-    if (input_ids is None) == (inputs_embeds is None):
-        given = "neither" if input_ids is None else "both"
-        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
+def _tokens(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, device: torch.device
+) -> tuple[str, Tensor, torch.device]:
+    """Name and tensor of the argument with the tokens, and its device: the model's, or the host."""
+    both = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    given = [(name, t) for name, t in both.items() if t is not None]
+    if len(given) != 1:
+        came = "both" if given else "neither"
+        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {came}")
+    ((name, t),) = given
+    (checks.float_tensor if input_ids is None else checks.int_tensor)(name, t)
+    if is_batchedtensor(t):
+        raise ValueError(
+            f"{name}: is mapped by torch.func.vmap, under which the host cannot read lengths; map the "
+            "parameters instead, or call the model for each example"
+        )
+    if not (t.device.type == "cpu" and _may_be_on_host(device)):
+        _on(name, t, device)
+    return name, t, t.device
 
 
 def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -388,7 +394,7 @@ def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.de
     return gates.expand(layers, nheads)
 
 
-def _ids(name: str, ids: object, device: torch.device) -> None:
+def _ids(name: str, ids: Tensor, device: torch.device) -> None:
     checks.int_tensor(name, ids)
     _on(name, ids, device)
 
@@ -403,15 +409,6 @@ def _on(name: str, t: Tensor, device: torch.device) -> None:
 def _may_be_on_host(device: torch.device) -> bool:
     """Whether a caller of a model on `device` may also pass CPU tensors."""
     return device.type not in ("cpu", "meta") and not torch.compiler.is_compiling()
-
-
-def _home(name: str, check: Callable[[str, object], None], t: Tensor, device: torch.device) -> torch.device:
-    """The device of a call's inputs: the model's, or the host."""
-    check(name, t)
-    if t.device.type == "cpu" and _may_be_on_host(device):
-        return t.device
-    _on(name, t, device)
-    return device
 
 
 def _masks(
@@ -433,8 +430,8 @@ def _masks(
     if mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
         if config.fixed_heads is not None:
             raise ValueError(
-                "attention_mask: expected 2-D, got 4-D; heads with fixed patterns (config fixed_heads) know "
-                "places only, and would look at what it hides"
+                "attention_mask: expected 2-D, got 4-D; heads with fixed patterns (config fixed_heads) attend "
+                "by position only, also to what the mask hides"
             )
         b, h, *rest = mask.shape
         if b not in (1, batch) or h not in (1, heads) or rest not in ([seqlen, seqlen], [1, seqlen]):
@@ -455,11 +452,10 @@ def _default_positions(
     config: EncoderConfig, input_ids: Tensor | None, batch: int, seqlen: int, device: torch.device
 ) -> Tensor:
     """Positions (batch, seqlen), counted from 0; or RoBERTa's, from pad + 1 over ids that are not padding."""
-    pad = config.pad_token_id
+    start = config.first_position
     if config.family.pad_positions and input_ids is not None:
-        real = input_ids.ne(pad).long()
-        return real.cumsum(1) * real + pad
-    start = pad + 1 if config.family.pad_positions else 0
+        real = input_ids.ne(start - 1).long()
+        return real.cumsum(1) * real + (start - 1)
     return torch.arange(start, start + seqlen, device=device).expand(batch, seqlen)
 
 
@@ -473,14 +469,14 @@ def _check_length(config: EncoderConfig, longest: int, name: str) -> None:
 
 def _read_back(tensors: dict[str, Tensor | None], extra: Tensor | None) -> dict[str, list[int]]:
     """(smallest, largest) of each tensor, and the 1-D `extra`, in one transfer to the host."""
-    names = [n for n, t in tensors.items() if t is not None and t.numel()]
-    parts = [torch.stack(torch.aminmax(tensors[n])).long() for n in names]
+    given = {name: t for name, t in tensors.items() if t is not None and t.numel()}
+    parts = [torch.stack(torch.aminmax(t)).long() for t in given.values()]
     if extra is not None:
         parts.append(extra.long())
     values = torch.cat(parts).tolist() if parts else []
-    facts = {n: values[2 * i : 2 * i + 2] for i, n in enumerate(names)}
+    facts = {name: values[2 * i : 2 * i + 2] for i, name in enumerate(given)}
     facts.setdefault("lengths", [0, 0])
-    facts["extra"] = values[2 * len(names) :]
+    facts["extra"] = values[2 * len(given) :]
     return facts
 
 
