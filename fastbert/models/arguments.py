@@ -1,7 +1,7 @@
 """Arguments of transformers' `from_pretrained` and `save_pretrained` that have a single legal value here.
 
-Scripts pass many of them out of habit. A value that asks for what happens anyway is accepted. Any other is
-refused, and the error names the argument and the reason.
+Scripts pass many of them out of habit. A value that asks for what is done anyway is accepted. Any other value
+is refused, and the error names the argument and the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ONE_DEVICE = "the whole model is on one device, without offloading"
 _INT8 = "load the floating-point checkpoint and call quantize()"
 _WEIGHTS = "weights are read from safetensors and .bin files"
 
-# Argument -> (accepted values, why no other)
+# Argument -> (accepted values, why no other value is)
 LOADING: dict[str, tuple[tuple, str]] = {
     "attn_implementation": (
         (None, "eager", "sdpa"),
@@ -42,7 +42,7 @@ LOADING: dict[str, tuple[tuple, str]] = {
     "from_flax": ((None, False), _WEIGHTS),
     "gguf_file": ((None,), _WEIGHTS),
     "variant": ((None,), "weights are read under their usual names; rename the files or take another folder"),
-    "key_mapping": ((None,), "old spellings of keys are known; rename the others in the file"),
+    "key_mapping": ((None,), "old spellings of keys are known; rename other keys in the file"),
     "adapter_kwargs": ((None,), "load a PEFT adapter with peft, around the model"),
     "use_kernels": ((None, False), "kernels of the hub are not used"),
     "kernel_config": ((None,), "kernels of the hub are not used"),
@@ -65,7 +65,7 @@ SAVING: dict[str, tuple[tuple, str]] = {
 
 
 def check_loading(given: dict[str, Any]) -> None:
-    """Refuse a value of `from_pretrained`'s arguments that asks for anything but what happens.
+    """Refuse a value of `from_pretrained`'s arguments that asks for anything but what is done anyway.
 
     Raises:
         ValueError: naming the argument, what came, what was expected and the reason.
@@ -74,7 +74,7 @@ def check_loading(given: dict[str, Any]) -> None:
 
 
 def check_saving(given: dict[str, Any]) -> None:
-    """The same for `save_pretrained`.
+    """Refuse a value of `save_pretrained`'s arguments likewise.
 
     Raises:
         ValueError: as in `check_loading`.
@@ -94,12 +94,12 @@ def single_device(device: torch.device | str | int | None, device_map: Any) -> t
     """The device that `device` or transformers' `device_map` names; the CPU if neither is given.
 
     Args:
-        device: of the whole model.
+        device: the device of the whole model.
         device_map: a device, a mapping of parts to one device, or "auto" ("balanced", "balanced_low_0",
             "sequential"): the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError, TypeError: no device, both are given, or `device_map` asks for several devices.
+        ValueError, TypeError: a value is no device, both are given, or `device_map` asks for several devices.
     """
     if device_map is None:
         return device_of("cpu" if device is None else device)

@@ -260,8 +260,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     def _check_owns_vocabulary(self, method: str) -> None:
         if self._vocabulary_owner is not None:
             raise ValueError(
-                f"{method}: this encoder is part of a {self._vocabulary_owner}, whose head also has one row "
-                f"per token; call {method} of the whole model"
+                f"{method}: this encoder is a part of a {self._vocabulary_owner}, whose head also has one "
+                f"row per token; call {method} of the whole model"
             )
 
     def activation_checkpointing_enable(

@@ -1,12 +1,12 @@
 """What calling a model takes and returns, for type checkers and editors.
 
 `nn.Module` declares `model(…)` as anything that returns anything. Each model declares one of these signatures
-instead. They are `forward`'s (a test compares them), but for two things:
+instead. They are the signatures of `forward` (a test compares them), except for two things:
 
 - Options are typed Any, so that `model(**batch)` passes with a `dict[str, Tensor]`: mypy compares the type of
   its values with every parameter.
-- The result is the output class alone, not the tuple that `return_dict=False` asks for. To index or unpack it
-  gives Any, so that what is written for the tuple passes.
+- The result is the output class alone, not the tuple that `return_dict=False` asks for. Its items are Any,
+  so that code written for the tuple passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastbert.models.outputs import (
 
 
 class EncoderCall(Protocol):
-    """Of `BertModel`, without the arguments that it refuses."""
+    """The signature of `BertModel`, without the arguments that it refuses."""
 
     def __call__(
         self,
@@ -47,7 +47,7 @@ class EncoderCall(Protocol):
 
 
 class LabelsCall(Protocol):
-    """Of a head with one `labels` argument."""
+    """The signature of a head with one `labels` argument."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class LabelsCall(Protocol):
 
 
 class ChoicesCall(Protocol):
-    """Of `BertForMultipleChoice`."""
+    """The signature of `BertForMultipleChoice`."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class ChoicesCall(Protocol):
 
 
 class MaskedLMCall(Protocol):
-    """Of `BertForMaskedLM`."""
+    """The signature of `BertForMaskedLM`."""
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class MaskedLMCall(Protocol):
 
 
 class PreTrainingCall(Protocol):
-    """Of `BertForPreTraining`."""
+    """The signature of `BertForPreTraining`."""
 
     def __call__(
         self,
@@ -139,7 +139,7 @@ class PreTrainingCall(Protocol):
 
 
 class AlbertPreTrainingCall(Protocol):
-    """Of `AlbertForPreTraining`."""
+    """The signature of `AlbertForPreTraining`."""
 
     def __call__(
         self,
@@ -163,7 +163,7 @@ class AlbertPreTrainingCall(Protocol):
 
 
 class SpanCall(Protocol):
-    """Of `BertForQuestionAnswering`."""
+    """The signature of `BertForQuestionAnswering`."""
 
     def __call__(
         self,

@@ -430,8 +430,8 @@ def _masks(
     if mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
         if config.fixed_heads is not None:
             raise ValueError(
-                "attention_mask: expected 2-D, got 4-D; heads with fixed patterns (config fixed_heads) attend "
-                "by position only, also to what the mask hides"
+                "attention_mask: expected 2-D, got 4-D; heads with fixed patterns (config fixed_heads) "
+                "attend by position, also to what the mask hides"
             )
         b, h, *rest = mask.shape
         if b not in (1, batch) or h not in (1, heads) or rest not in ([seqlen, seqlen], [1, seqlen]):

@@ -26,7 +26,7 @@ def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None =
     """Labels must be integers in [0, classes) or `IGNORED`, and `IGNORED` where a 2-D `mask` (if any) is 0.
 
     Returns:
-        How many of them are not `IGNORED`; None under `torch.compile`, where values are not checked.
+        The number of labels other than `IGNORED`; None under `torch.compile`, where values are not checked.
     """
     checks.int_tensor(name, labels)
     if torch.compiler.is_compiling():
@@ -67,7 +67,7 @@ def check_probabilities(name: str, labels: Tensor, mask: Tensor | None) -> None:
 
 
 def _is_mask_of(mask: object, labels: Tensor) -> bool:
-    # The encoder, or the shape check after it, refuses any other mask
+    # The encoder, or the shape check after it, refuses a mask of another shape or device
     return isinstance(mask, Tensor) and mask.shape == labels.shape and mask.device == labels.device
 
 
@@ -94,7 +94,7 @@ def check_positions(name: str, positions: Tensor, mask: object) -> None:
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return
     flat = positions.reshape(-1)
-    # Refused later, for its shape or device
+    # Such a mask is refused later, for its shape or device
     if mask.shape[0] != flat.shape[0] or mask.device != flat.device or mask.numel() == 0:
         return
     at = flat.long().clamp(0, mask.shape[1])

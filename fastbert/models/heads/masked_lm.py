@@ -2,7 +2,7 @@
 
 In training it computes only what the loss needs: the labelled tokens, chunk by chunk
 (`ops/linear_cross_entropy.py`). The logits of all tokens are then deferred (`deferred.py`): they are computed
-when somebody reads them, or in forward if `output_logits=True`.
+when they are first read, or in forward if `output_logits=True`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class MaskedLMModel(TaskModel):
         return apply_linear(self.head_part(self.family.lm_head.decoder), self.transform(hidden))
 
     def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
-        """Mean cross-entropy of the labelled tokens. `count` is their number, or None if it is not known."""
+        """Mean cross-entropy of the labelled tokens; `count` is their number, or None if unknown."""
         hidden, labels = encoded.labelled(labels, count)
         decoder = self.head_part(self.family.lm_head.decoder)
         if encoded.by_modules:
@@ -120,10 +120,10 @@ class MaskedLMModel(TaskModel):
         """(padded logits, loss), each None if not asked for.
 
         Args:
-            count: the number of labels; None if it is not known.
-            name: of the logits in the output, for the errors of deferred ones.
+            count: the number of labels; None if unknown.
+            name: name of the logits in the output, for the errors of deferred logits.
         """
-        if output_logits is False:
+        if output_logits is False and labels is not None:
             return None, self.lm_loss(encoded, labels, count)
         if output_logits is None and self.training and labels is not None and not encoded.by_modules:
             return self.deferred_logits(encoded, name), self.lm_loss(encoded, labels, count)
@@ -196,8 +196,8 @@ class BertForMaskedLM(MaskedLMModel):
 
         Args:
             output_logits: True computes the logits, False returns only the loss. None computes them, but in
-                training with labels it defers them: they are computed if somebody reads them before the
-                next step of the optimizer. Under `torch.compile` reading deferred logits is an error.
+                training with labels it defers them: they are computed if they are read before the next step
+                of the optimizer. Under `torch.compile` reading deferred logits is an error.
 
         Returns:
             loss (if labels are given), logits, hidden_states, attentions.

@@ -21,8 +21,8 @@ class BertForMultipleChoice(TaskModel):
 
     Inputs have a dimension more: input_ids, attention_mask, token_type_ids and position_ids (batch, choices,
     seqlen), inputs_embeds (batch, choices, seqlen, embedding size). Labels: (batch,), the right choice; loss:
-    mean cross-entropy. Logits: (batch, choices). hidden_states and attentions have batch x choices sequences.
-    Packed inputs are those of batch x choices sequences (`cu_seqlens`).
+    mean cross-entropy. Logits: (batch, choices). hidden_states and attentions have batch x choices sequences,
+    and so have packed inputs (`cu_seqlens`).
 
     Source: Devlin et al. 2018, "BERT", sec. 4.4.
     """
@@ -39,7 +39,7 @@ class BertForMultipleChoice(TaskModel):
 
     @staticmethod
     def reads_pooler(family: Family) -> bool:
-        """Where the head has no dense layer of its own."""
+        """If the head has no dense layer of its own."""
         return family.choice.dense is None
 
     def forward(
@@ -63,8 +63,7 @@ class BertForMultipleChoice(TaskModel):
         """Encode all choices as one batch and compare them; see the class.
 
         Args:
-            choices: beside `cu_seqlens`, how many sequences each example has; they follow one another. None
-                otherwise.
+            choices: with `cu_seqlens`, how many sequences in a row belong to each example; None otherwise.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -81,26 +80,26 @@ class BertForMultipleChoice(TaskModel):
                 raise ValueError(f"choices: expected None without cu_seqlens, got {choices!r}")
             named, choices = _flattened(named)
         else:
-            _check_choices(choices, cu_seqlens)
-        if labels is not None and choices is not None:
+            choices = _checked_choices(choices, cu_seqlens)
+        if labels is not None and choices:
             check_classes("labels", labels, choices)
         encoded = self.encode(
-            *named.values(),
-            head_mask,
-            output_attentions,
-            output_hidden_states,
-            cu_seqlens,
-            max_seqlen,
-            causal,
+            **named,
+            head_mask=head_mask,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            causal=causal,
         )
         logits = self.classify(self.family.choice, encoded).reshape(-1, choices)
         loss = None if labels is None else sequence_loss("labels", logits, labels)
         return self._output(LogitsOutput, (loss, logits), encoded, return_dict)
 
 
-def _flattened(named: dict[str, Tensor | None]) -> tuple[dict[str, Tensor | None], int | None]:
-    """The inputs as one batch of all choices, and the number of choices."""
-    choices, flat = None, dict.fromkeys(named)
+def _flattened(named: dict[str, Tensor | None]) -> tuple[dict[str, Tensor | None], int]:
+    """The inputs as one batch of all choices, and the number of choices; 0 if there are no tokens."""
+    choices, flat = 0, dict[str, Tensor | None].fromkeys(named)
     for name, t in named.items():
         if t is not None:
             check_tensor(name, t)
@@ -114,15 +113,16 @@ def _flattened(named: dict[str, Tensor | None]) -> tuple[dict[str, Tensor | None
     return flat, choices
 
 
-def _check_choices(choices: object, cu_seqlens: object) -> None:
+def _checked_choices(choices: object, cu_seqlens: object) -> int:
     if not isinstance(choices, int) or isinstance(choices, bool) or choices < 1:
         raise ValueError(f"choices: expected an integer >= 1 beside cu_seqlens, got {choices!r}")
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and (cu_seqlens.shape[0] - 1) % choices:
         raise ValueError(f"choices: {choices} do not divide the {cu_seqlens.shape[0] - 1} packed sequences")
+    return choices
 
 
 def _check_fixed(config: EncoderConfig, fixed: dict[str, Any]) -> None:
-    """Refuse a value that no published checkpoint has and that this head does not implement."""
+    """Refuse config values that this head does not implement; no published checkpoint has them."""
     for key, expected in fixed.items():
         value = config.get(key, expected)
         if value != expected and (value is not None or expected):

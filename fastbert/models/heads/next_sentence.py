@@ -15,7 +15,7 @@ from fastbert.models.labels import check_classes, sequence_loss
 class BertForNextSentencePrediction(TaskModel):
     """Tells whether the second segment follows the first.
 
-    Labels: (batch,), 0 it follows, 1 it is random; loss: mean cross-entropy. Logits: (batch, 2).
+    Labels: (batch,), 0 if it follows, 1 if it is random; loss: mean cross-entropy. Logits: (batch, 2).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1, task 2.
     """

@@ -81,10 +81,11 @@ class BertForPreTraining(MaskedLMModel):
     ) -> PreTrainingOutput | tuple:
         """Encode a padded or packed batch and run both heads; see the class.
 
-        With `cu_seqlens` labels and prediction_logits are (total, …), those of the pair stay (batch, …).
+        With `cu_seqlens` labels and prediction_logits are (total, …); the pair's label and logits stay
+        (batch, …).
 
         Args:
-            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
+            output_logits: as in `BertForMaskedLM.forward`, for prediction_logits.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -116,5 +117,5 @@ class BertForPreTraining(MaskedLMModel):
         loss = None
         if next_sentence_label is not None:
             pair_loss = sequence_loss(self.pair_label, pair, next_sentence_label)
-            loss = words_loss + pair_loss if both else None
+            loss = None if words_loss is None else words_loss + pair_loss
         return self._output(self.output_class, (loss, words, pair), encoded, return_dict)

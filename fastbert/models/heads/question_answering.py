@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 class BertForQuestionAnswering(TaskModel):
     """Finds the span of tokens that answers a question.
 
-    Labels: start_positions and end_positions, (batch,), below 0 taken as 0, from seqlen on not counted; there
-    is a loss, the mean of both cross-entropies over the kept tokens, only where both are given. start_logits
-    and end_logits: (batch, seqlen), half the lowest finite number at masked tokens.
+    Labels: start_positions and end_positions, (batch,). A position below 0 counts as 0, and a position from
+    seqlen on does not count. Loss: the mean of both cross-entropies over the kept tokens, only if both are
+    given. start_logits and end_logits: (batch, seqlen), half the lowest finite number at masked tokens.
 
     Source: Devlin et al. 2018, "BERT", sec. 4.2.
     """
 
     task = "ForQuestionAnswering"
+    dropout: nn.Dropout
     __call__: SpanCall
 
     def __init__(self, config: EncoderConfig):
@@ -59,8 +60,8 @@ class BertForQuestionAnswering(TaskModel):
     ) -> QuestionAnsweringOutput | tuple:
         """Encode a padded or packed batch and score every token as start and as end; see the class.
 
-        With `cu_seqlens` the logits are (total,); positions are counted from the sequence's start, and from
-        its length on they are not counted.
+        With `cu_seqlens` the logits are (total,). Positions are counted from the sequence's start, and a
+        position from its length on does not count.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.

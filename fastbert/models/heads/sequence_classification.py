@@ -16,8 +16,8 @@ from fastbert.ops import checks
 class BertForSequenceClassification(TaskModel):
     """Classifies a sequence, or predicts numbers for it.
 
-    The loss goes by config `problem_type`. If that is None, the first labels set it, by `num_labels` and
-    their dtype, so that a saved model is served as it was trained:
+    Config `problem_type` chooses the loss. If it is None, the first labels set it, by `num_labels` and their
+    dtype, so that a saved model is served as it was trained:
 
     - regression (one label): mean squared error; labels (batch,), or (batch, num_labels).
     - single_label_classification (integer labels): mean cross-entropy; labels (batch,), -100 does not count.
@@ -38,11 +38,11 @@ class BertForSequenceClassification(TaskModel):
 
     @staticmethod
     def reads_pooler(family: Family) -> bool:
-        """Where the head has no dense layer of its own."""
+        """If the head has no dense layer of its own."""
         return family.classifier.dense is None
 
     def problem(self, labels: Tensor) -> str:
-        """The config's problem type, or the one these labels mean."""
+        """The config's problem type, or the type that these labels imply."""
         if self.config.problem_type is not None:
             return self.config.problem_type
         if self.num_labels == 1:
@@ -67,7 +67,7 @@ class BertForSequenceClassification(TaskModel):
         return logits, logits
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
-        """By the problem type, which the config keeps; see the class."""
+        """The loss of the problem type, which the config keeps; see the class."""
         problem = self.problem(labels)
         loss = self._loss_of(problem, logits, labels)
         if self.config.problem_type is None and not torch.compiler.is_exporting():

@@ -28,11 +28,12 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
 
 if TYPE_CHECKING:
-    from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
 
 # encoder -> what is called in its place, for the calls of this context: `fastbert.graph`
-served_by: ContextVar[Mapping[nn.Module, Callable]] = ContextVar("served_by", default=MappingProxyType({}))
+served_by: ContextVar[Mapping[nn.Module, Callable[..., Any]]] = ContextVar(
+    "served_by", default=MappingProxyType({})
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Encoded:
         return self.inputs.packing.mask
 
     def by_token(self, head: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
-        """head(hidden), (rows, …); on the padded batch if hooks or other modules look at the head.
+        """head(hidden), (rows, …); on the padded batch if the head has hooks or replaced modules.
 
         Args:
-            head: of (…, hidden), with one result per token.
+            head: a function of (…, hidden), with one result per token.
             hidden: (rows, hidden); all tokens if None.
         """
         if not self.by_modules:
@@ -90,8 +91,8 @@ class Encoded:
         """(*shape) -> (rows,), checked for shape and device."""
         checks.same_device("labels", labels, self.hidden)
         checks.shape("labels", labels, self.shape)
-        # There are rows after the kept ones
-        if self.inputs.packing.capacity:
+        # There are rows after the kept tokens
+        if self.inputs.packing.capacity and self.mask is not None:
             labels = labels.masked_fill(self.mask.logical_not(), IGNORED)
         return self.inputs.packing.pack(labels)
 
@@ -100,7 +101,7 @@ class Encoded:
         return cross_entropy(logits, self.packed_labels(labels), ignore_index=IGNORED)
 
     def labelled(self, labels: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-        """Hidden states and labels of the `count` labelled tokens; of all rows if `count` is None."""
+        """Hidden states and labels of the `count` labelled tokens, or of all rows if `count` is None."""
         labels = self.packed_labels(labels)
         if count is None or count == labels.shape[0] or self.by_modules:
             return self.hidden, labels
@@ -108,7 +109,11 @@ class Encoded:
         return pack(self.hidden.unsqueeze(0), at), pack(labels.unsqueeze(0), at)
 
     def first(self) -> Tensor:
-        """The token at position 0 of each sequence, (batch, hidden); zeros if all of it is masked."""
+        """The token at position 0 of each sequence, (batch, hidden); zeros if all its tokens are masked.
+
+        Raises:
+            ValueError: position 0 of a sequence is masked, but a later token is kept.
+        """
         if self.inputs.first_masked is not None:
             raise ValueError(
                 f"attention_mask: position 0 of sequence {self.inputs.first_masked}, which this head reads, "
@@ -130,13 +135,15 @@ class Encoded:
 def without_masked(scores: Tensor, kept: Tensor) -> Tensor:
     """Scores (batch, seqlen) with half the lowest finite number at masked tokens.
 
-    So a softmax over tokens gives them no probability, and a start's and an end's score can be added.
+    So their probability is 0 in a softmax over tokens, and a start's and an end's score can be added.
     """
     return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
 
 
 class FirstTokenHead(nn.Module):
     """A classifier of the first token, by its own layers; called only if it is watched, or wrapped (PEFT)."""
+
+    _modules: dict[str, Any]
 
     def __init__(self, head: ClassifierHead):
         super().__init__()
@@ -146,7 +153,7 @@ class FirstTokenHead(nn.Module):
         """(batch, seqlen, hidden) -> (batch, classes)."""
         head, x = self.head, hidden_states[:, 0]
         dropout, dense, out = (
-            self._modules[path.rpartition(".")[2]] for path in (head.dropout, head.dense, head.out)
+            self._modules[path.rpartition(".")[2]] for path in (head.dropout, head.dense or "", head.out)
         )
         if head.dropout_first:
             x = dropout(x)
@@ -160,13 +167,13 @@ class TaskModel(PreTrainedModel):
 
     Attributes:
         model_types: the families that a head's own class accepts; a family's subclass accepts its family.
-        reads_first_only: whether the head reads the token at position 0 and no other.
-        around_classifier: the path of the `FirstTokenHead`, or None.
+        reads_first_only: whether the head reads only the token at position 0.
+        around_classifier: the path of the `FirstTokenHead`, "" if there is none.
     """
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)
     reads_first_only: ClassVar[bool] = False
-    around_classifier: str | None = None
+    around_classifier: str = ""
     __call__: LabelsCall
 
     def __init__(self, config: EncoderConfig):
@@ -185,11 +192,6 @@ class TaskModel(PreTrainedModel):
     def reads_pooler(family: Family) -> bool:
         """Whether the head reads the pooler's output, so that the encoder needs one."""
         return False
-
-    @property
-    def base_model(self) -> BertModel:
-        """The encoder."""
-        return self._modules[self.base_model_prefix]
 
     @property
     def num_labels(self) -> int:
@@ -230,7 +232,8 @@ class TaskModel(PreTrainedModel):
         """Encode a padded or packed batch and run the head; see the class for `labels`, and
         `BertModel.forward` for the rest.
 
-        With `cu_seqlens` labels and logits of tokens are (total, …) too; those of sequences stay (batch, …).
+        With `cu_seqlens` labels and logits of tokens are (total, …); labels and logits of sequences stay
+        (batch, …).
 
         Returns:
             loss (if labels are given), logits, hidden_states, attentions.
@@ -294,7 +297,7 @@ class TaskModel(PreTrainedModel):
             )
         whole = encoder.has_pooler and pooler_gap(encoder, self.family)
         whole = whole or self._calls_head()
-        given = dict(
+        given: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -303,7 +306,7 @@ class TaskModel(PreTrainedModel):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
         )
-        asked = dict(
+        asked: dict[str, Any] = dict(
             head_mask=head_mask,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
@@ -326,7 +329,7 @@ class TaskModel(PreTrainedModel):
             )
         first_only = self.reads_first_only and not whole
         # torch.compile cannot trace a ContextVar, and no graph serves it
-        call = encoder if torch.compiler.is_compiling() else served_by.get().get(encoder, encoder)
+        call: Any = encoder if torch.compiler.is_compiling() else served_by.get().get(encoder, encoder)
         hidden, states, probs, inputs = call(**given, **asked, first_token_only=first_only, packed=True)
         return Encoded(hidden, inputs, states, probs, first_only, by_modules)
 
@@ -334,7 +337,7 @@ class TaskModel(PreTrainedModel):
         """Whether the head's linear layers and norms must be called on the padded batch.
 
         Raises:
-            TypeError: something looks at a module of the head that has no code of its own, or replaced it.
+            TypeError: a module of the head without code of its own is watched or was replaced.
         """
         found = calls_all() is not None
         for name, child in self._modules.items():
@@ -356,28 +359,28 @@ class TaskModel(PreTrainedModel):
 
     def _output(
         self,
-        output_class: type[ModelOutput],
+        output_class: Callable[..., ModelOutput],
         values: tuple[Any, ...],
         encoded: Encoded,
         return_dict: bool | None,
     ) -> Any:
-        """An output of loss and logits (`values`) and what the encoder was asked for; see `as_output`."""
+        """An output of loss and logits (`values`), hidden states and attentions; see `as_output`."""
         return self.as_output(output_class(*values, encoded.hidden_states, encoded.attentions), return_dict)
 
     def _calls_head(self) -> bool:
         """Whether the module around a classifier's layers must be called, on whole sequences."""
-        if self.around_classifier is None:
+        if not self.around_classifier:
             return False
         module = part(self, self.around_classifier)
         return type(module) is not FirstTokenHead or watched(module) or calls_all() is not None
 
-    def head_part(self, path: str) -> nn.Module:
-        """The head's module at a dotted path.
+    def head_part(self, path: str) -> Any:
+        """The head's module at a dotted path: ours, or what a caller has put there.
 
         Raises:
-            TypeError: a module around it was replaced, which nothing here would call.
+            TypeError: a module around it was replaced; nothing here would call it.
         """
-        module: nn.Module = self
+        module: Any = self
         names = path.split(".")
         for i, name in enumerate(names):
             module = module._modules.get(name)
@@ -409,15 +412,13 @@ class TaskModel(PreTrainedModel):
             attach(self, self.around_classifier, FirstTokenHead(head))
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden))
-        if head.act is not None:
+        if head.act is not None and head.activation is not None:
             attach(self, head.act, Activation(head.activation))
         self.attach_dropout(head.dropout, head.dropout_key)
         attach(self, head.out, nn.Linear(hidden, classes))
 
     def classify(self, head: ClassifierHead, encoded: Encoded) -> Tensor:
-        """(batch, classes) from the pooler's output, or from the first token through the head's own dense
-        layer.
-        """
+        """(batch, classes), from the pooler's output or the head's own dense layer on the first token."""
         if self._calls_head():
             encoded.first()  # refuses what heads refuse
             return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])

@@ -20,6 +20,7 @@ class BertForTokenClassification(TaskModel):
     """
 
     task = "ForTokenClassification"
+    dropout: nn.Dropout
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
