@@ -1,4 +1,4 @@
-"""The packed batch: what every layer of a call needs to know of it."""
+"""The packed batch, as every layer of a call reads it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PackedBatch:
         cu_seqlens, max_seqlen: see `fastbert.layers.packing.Packing`.
         bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
         seed: int64 tensor with one element, for all dropout of the call; None if nothing is dropped.
-        causal: whether a token sees only those up to itself.
-        places: where attention's kernels work, made once per call by `ops.attention_places` for these very
-            cu_seqlens, or None.
+        causal: whether a token sees only tokens up to itself.
+        places: where attention's kernels work, or None. `ops.attention_places` makes them once per call for
+            this very tensor `cu_seqlens`.
     """
 
     cu_seqlens: Tensor
@@ -30,6 +30,6 @@ class PackedBatch:
     places: Places | None = None
 
     def fitting_places(self) -> Places | None:
-        """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
+        """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""
         places = self.places
         return places if places is not None and places.cu_seqlens is self.cu_seqlens else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from fastbert.runtime import dispatch
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:
-    """The table, without a gradient for its padding row, as nn.Embedding has it.
+    """The table, whose padding row gets no gradient, as in nn.Embedding.
 
-    For tables whose padding row the op does not know.
+    It serves the tables whose padding row is no argument of the op.
     """
     weight, row = module.weight, module.padding_idx
     if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
@@ -38,17 +38,17 @@ def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
-def _is_plain_table(module: nn.Module) -> bool:
-    """Whether rows are looked up and nothing else, forward and backward."""
+def _is_plain_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether the module only looks up rows, in forward and backward."""
     return is_plain(module, nn.Embedding) and not (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     )
 
 
 def embed(
-    root: nn.Module,
+    root: Any,
     input_ids: Tensor | None,
-    position_ids: Tensor,
+    position_ids: Tensor | None,
     token_type_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     seed: Tensor | None,
@@ -59,7 +59,7 @@ def embed(
 
     Args:
         root: the module that holds the tables and the norm under HuggingFace's names.
-        seed, dropout_p: of the dropout; its call site is 0.
+        seed, dropout_p: the dropout's seed and probability; its call site is 0.
     """
     word, position = root.word_embeddings, root.position_embeddings
     segment = root._modules.get("token_type_embeddings")
@@ -106,12 +106,14 @@ def launched(
     token_type_ids: Tensor | None,
     inputs_embeds: Tensor | None,
 ) -> Tensor | None:
-    """What `embed` returns for packed ids, in inference without dropout: by the launcher.
+    """What `embed` returns for packed ids in inference without dropout, straight from the launcher.
 
-    None if anything is unusual, except that `root` may be of any class. Then its caller has to look. The ids
-    must be in range, as those of checked inputs are.
+    None if anything is unusual; then the caller calls `embed`. `root` may be of any class, whose forward the
+    caller checks. The ids must be in range, as in checked inputs.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or inputs_embeds is not None:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    if input_ids is None or inputs_embeds is not None:
         return None
     names, kinds = (each[token_type_ids is not None] for each in (_NAMES, _KINDS))
     modules = [*map(root._modules.get, names)]
@@ -131,7 +133,7 @@ def launched(
     sizes = [(own["num_embeddings"], *width) for own in held[:-2]]
     if width <= (NARROW,) or not checks.are_plain(
         [*tables, norm, bias, *ids],
-        [getattr(norm, "dtype", None)] * (len(tables) + 2) + [torch.int64] * len(ids),
+        [getattr(norm, "dtype", torch.int64)] * (len(tables) + 2) + [torch.int64] * len(ids),
         [*sizes, width, width, *[input_ids.shape] * len(ids)],
     ):
         return None
@@ -150,6 +152,11 @@ class Embeddings(nn.Module):
         config: the model's `EncoderConfig`.
     """
 
+    _modules: dict[str, Any]
+    word_embeddings: nn.Embedding
+    position_embeddings: nn.Embedding
+    token_type_embeddings: nn.Embedding
+
     def __init__(self, config: Any):
         super().__init__()
         family, width = config.family, config.embedding_width
@@ -166,7 +173,7 @@ class Embeddings(nn.Module):
         self.pad_positions = family.pad_positions
 
     def dropout_rate(self) -> float:
-        """The probability of the dropout module now; 0 if another module stands there, which is called."""
+        """The probability of the dropout module now; 0 if another module, which is called, replaces it."""
         module = self._modules["dropout"]
         return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 
@@ -213,11 +220,11 @@ class Embeddings(nn.Module):
 
     def _positions(self, x: Tensor, input_ids: Tensor | None) -> Tensor:
         """Positions (batch or 1, seqlen) as the family counts them."""
-        pad = self.position_embeddings.padding_idx
-        if self.pad_positions and input_ids is not None:
+        pad = self.position_embeddings.padding_idx if self.pad_positions else None
+        if pad is not None and input_ids is not None:
             real = input_ids.ne(pad).long()
             return real.cumsum(1) * real + pad
-        start = pad + 1 if self.pad_positions else 0
+        start = 0 if pad is None else pad + 1
         return torch.arange(start, start + x.shape[1], device=x.device)[None]
 
 
@@ -227,7 +234,7 @@ def relative_bias(
     """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
 
     Args:
-        table: embedding of 32 buckets x nheads.
+        table: embedding of 32 buckets, (32, nheads).
         seqlen: S.
         positions: (batch, S) positions of the packed tokens if they are not consecutive, else None.
 

@@ -4,10 +4,10 @@
     a = LayerNorm(x + dropout(attention(q, k, v) Woᵀ + bo))
     y = LayerNorm(a + dropout(act(a Wiᵀ + bi) Wfᵀ + bf))
 
-`layer` is the whole of it, a function of a form (form.py: plain data), of parts (modules that hold the
+`layer` is the whole of it, a function of a form (form.py, plain data), of parts (modules that hold the
 parameters) and of packed tokens (batch.py). A part that is no longer plain (LoRA, parametrized, hooked) is
 called itself, and the rest stays fused (linear.py). Attention's width, heads times their size, need not be
-the hidden size; a layer without heads adds the bias bo alone, one without inner columns bf.
+the hidden size. A layer without heads adds the bias bo alone; a layer without inner columns adds bf alone.
 
 Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 """
@@ -15,7 +15,7 @@ Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +43,13 @@ class Asked(NamedTuple):
 
     Attributes:
         gate: (nheads,) factor of each head's output, or None.
-        site: the first of the layer's `SITES` dropout call sites.
-        first_only: compute only the rows of `packing.starts`, the first token of each sequence. The row of an
-            empty sequence has no meaning. There must be a token, and no probabilities asked for.
-        probabilities: return those of attention too.
+        site: the number of the first of the layer's `SITES` dropout call sites.
+        first_only: whether to compute only the rows of `packing.starts`, the first token of each sequence.
+            The row of an empty sequence has no meaning. There must be a token, and `probabilities` must be
+            False.
+        probabilities: whether to return attention's probabilities too.
         taps: sees what the layer computes inside, or None.
-        arrivals: keeps the counters of `ops.linear_norm` from layer to layer; None: made where needed.
+        arrivals: keeps the counters of `ops.linear_norm` from layer to layer; None makes them where needed.
     """
 
     gate: Tensor | None = None
@@ -72,7 +73,7 @@ def layer(
 ) -> tuple[Tensor, Tensor | None]:
     """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
-    With `asked.first_only` ((batch, hidden), None).
+    With `asked.first_only` it returns ((batch, hidden), None).
     """
     parts = parts.as_multiplied(form.names)
     if not asked.first_only:
@@ -117,8 +118,8 @@ def attend(
     return context, probs
 
 
-def _attention(form, parts, q, k, v, batch, asked, bias, gate):
-    """The op of that name; with probabilities, if they are asked for."""
+def _attention(form, parts, q, k, v, batch, asked, bias, gate) -> Any:
+    """The output of the op `attention`, or (output, probabilities) if `asked` has them."""
     return attention(
         q,
         k,
@@ -138,9 +139,9 @@ def _attention(form, parts, q, k, v, batch, asked, bias, gate):
 
 
 def queries_keys_values(form: LayerForm, parts: Parts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, each (total, nheads, head_dim); the first two only of heads that have them.
+    """Query, key and value, each (total, nheads, head_dim); a head with a fixed pattern has a value alone.
 
-    One product with [Wq; Wk; Wv] if that is cheaper than three.
+    It is one product with [Wq; Wk; Wv] if that is cheaper than three.
     """
     modules = [parts.query, parts.key, parts.value]
     nheads, size = form.nheads, form.head_dim
@@ -156,8 +157,9 @@ def queries_keys_values(form: LayerForm, parts: Parts, x: Tensor) -> tuple[Tenso
         )
     if joined is not None and learned == nheads:
         return split(joined.reshape(x.shape[0], 3, nheads, size))
-    each = joined.split(columns, 1) if joined is not None else each
-    return tuple(t.reshape(x.shape[0], t.shape[1] // size, size) for t in each)
+    q, k, v = joined.split(columns, 1) if joined is not None else each
+    q, k, v = (t.reshape(x.shape[0], t.shape[1] // size, size) for t in (q, k, v))
+    return q, k, v
 
 
 def first_context(
@@ -180,8 +182,8 @@ def first_context(
         more = {"bias": batch.bias, "gate": asked.gate, "max_seqlen": batch.max_seqlen}
         return first_attention(x, q, *weights, batch.cu_seqlens, softmax_scale=scale, **more)
     k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
-    # The other rows get a query of zeros, and their results are dropped. `starts` has the row of the next
-    # sequence for an empty one, which must neither change that query nor get its gradient.
+    # Rows other than `starts` get a query of zeros, and their results are dropped. For an empty sequence
+    # `starts` repeats a row of another sequence, whose query and gradient must not change.
     filled = batch.cu_seqlens.diff().gt(0)[:, None, None]
     q = torch.zeros_like(k).index_add(0, starts, torch.where(filled, q, 0))
     context = _attention(form, parts, q, k, v, batch, asked, batch.bias, asked.gate)
@@ -215,7 +217,7 @@ def feed_forward(
     """The feed-forward block with its residual sum and norm: (rows, hidden) -> (rows, hidden).
 
     Args:
-        rounded: `x` in the dtype of its products, if that is there already.
+        rounded: `x` in the dtype of its products, if the caller has it already.
     """
     if parts.feed is not None:
         if asked.taps is not None:

@@ -1,13 +1,13 @@
 """The modules that are encoder layers: HuggingFace's parameters and names, our mathematics (encoder.py).
 
-`PackedLayer` is what an executor (fastbert/execution) asks of any of them: of this package's `EncoderLayer`
-and of an accelerated layer of transformers alike.
+`PackedLayer` is what an executor (fastbert/execution) asks of a layer, be it this package's `EncoderLayer` or
+an accelerated layer of transformers.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,18 +31,21 @@ from fastbert.layers.parts import (
 from fastbert.layers.patterns import Heads
 
 
-class PackedLayer:
+class PackedLayer(nn.Module):
     """An encoder layer: a module with a `form`, and with parts under the form's names.
 
     Attributes:
         form: see `LayerForm`.
         fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
-        int8: whether 8-bit copies of the linear layers run. The layers stay floating-point ones; all six must
-            be plain.
+        int8: whether 8-bit copies of the linear layers run, which must all be plain. The linear layers
+            themselves stay in floating point.
         label: the layer's name in errors.
     """
 
     form: LayerForm
+    attention: nn.Module
+    intermediate: nn.Module
+    output: nn.Module
     fuses_norm = True
     int8 = False
     label = "layer"
@@ -54,8 +57,8 @@ class PackedLayer:
     def may_skip_rows(self) -> bool:
         """Whether the layer may skip rows that are not asked for.
 
-        Not if a hook watches the layer or a part of it, because it would miss tokens. A replaced part (LoRA,
-        quantised) is called on fewer rows. It cannot mix rows, which belong to different sequences anyway.
+        It may not if a hook watches the layer or a part, because the hook would miss tokens. A replaced part
+        (LoRA, quantised) is called on fewer rows. It cannot mix rows, which belong to different sequences.
         """
         return not any(is_hooked(module) for module in self.modules())
 
@@ -63,40 +66,42 @@ class PackedLayer:
         """What the layer computes with now, if nothing keeps our ops from it (`look`)."""
         names = self.form.names
         modules = [part(self, path) for path in (*names.linears, *names.norms)]
-        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label
-        return Parts(*modules, self, *how, plain=all_plain(modules[:6], modules[6:]))
+        plain = all_plain(modules[:6], modules[6:])
+        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
+        return Parts._make((*modules, self, *how))
 
     def look(self, everything: str | None) -> Parts | str:
-        """What the layer computes with now; or why it must be called module by module on a padded batch.
+        """What the layer computes with now, or why it must be called module by module on a padded batch.
 
         Args:
             everything: why all modules must be called (`calls_all`), or None.
         """
-        raise NotImplementedError  # each kind of layer has its own
+        raise NotImplementedError
 
     def begin(self, hidden: Tensor) -> None:
-        """Called once before the layer computes `hidden`, whichever executor does; may raise."""
+        """Called once before the layer computes `hidden`, in any executor; may raise."""
 
     def options(self) -> object:
-        """What `look` depends on besides the attributes of the layer's modules; compared as it is."""
+        """What `look` depends on besides the attributes of the layer's modules; compared by `==`."""
         return None
 
     def dropout_rates(self) -> tuple[float, float, float]:
         """The probabilities of the layer's dropout modules, each by its own mode.
 
-        As in transformers, one in training mode drops in an eval model too (Gal and Ghahramani 2016).
+        As in transformers, a module in training mode drops in an eval model too (Gal and Ghahramani 2016).
         """
-        rates, by_itself = [], self.form.stock.attention_drops_by_itself
+        rates, by_itself, layer = [], self.form.stock.attention_drops_by_itself, cast(Any, self)
         for path in self.form.paths[3]:
             rate = 0.0
             if path is not None:
-                above, module = None, self
+                above = module = layer
                 for name in path:
                     above, module = module, module._modules[name]
                 asked = above if by_itself and not rates else module
                 rate = module.p if asked.training else 0.0
             rates.append(rate)
-        return tuple(rates)
+        attention, output, feed_forward = rates
+        return attention, output, feed_forward
 
     def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
@@ -116,21 +121,25 @@ class PackedLayer:
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """nn.Linear, which warns of weights without elements."""
+    """An nn.Linear, without PyTorch's warning of weights without elements."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element")
         return nn.Linear(inputs, outputs)
 
 
-class EncoderLayer(PackedLayer, nn.Module):
+class EncoderLayer(PackedLayer):
     """One encoder layer with parameters of its own, and the modules of transformers' layer.
 
     Args:
         config: the model's `EncoderConfig`.
-        heads: which heads attend by fixed patterns, if some do.
-        kept: which of the config's heads the layer has; None: all.
-        inner: columns of the feed-forward block; None: the config's.
+        heads: which heads attend by fixed patterns; None if all learn.
+        kept: which of the config's heads the layer has; None for all.
+        inner: columns of the feed-forward block; None for the config's number.
     """
+
+    ffn: nn.Module
+    ffn_output: nn.Module
+    activation: nn.Module
 
     def __init__(
         self,
@@ -144,7 +153,7 @@ class EncoderLayer(PackedLayer, nn.Module):
         family, hidden = config.family, config.hidden_size
         names, size, stock = family.layer, config.head_dim, family.stock_layer
         nheads = config.num_attention_heads if kept is None else len(kept)
-        inner = config.intermediate_size if inner is None else inner
+        wide: int = config.intermediate_size if inner is None else inner
         self.form = LayerForm(names, stock, nheads, size, config.activation_name, heads, kept)
         for path in stock.containers:
             attach(self, path, self._container(path))
@@ -154,9 +163,9 @@ class EncoderLayer(PackedLayer, nn.Module):
         attach(self, names.value, linear(hidden, nheads * size))
         attach(self, names.attention_output, linear(nheads * size, hidden))
         attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
-        attach(self, names.intermediate, linear(hidden, inner))
+        attach(self, names.intermediate, linear(hidden, wide))
         attach(self, stock.activation, Activation(config.activation_name))
-        attach(self, names.output, linear(inner, hidden))
+        attach(self, names.output, linear(wide, hidden))
         attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
         rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * 2)
         for path, rate in zip(stock.dropouts, rates, strict=True):
@@ -164,7 +173,7 @@ class EncoderLayer(PackedLayer, nn.Module):
                 attach(self, path, nn.Dropout(rate))
 
     def _container(self, path: str) -> Part:
-        """The module at a path of the form's containers: what is below it, in transformers' order."""
+        """The container at one of the form's paths, which calls its children in transformers' order."""
         form = self.form
         names, stock = form.names, form.stock
 
@@ -201,7 +210,7 @@ class EncoderLayer(PackedLayer, nn.Module):
             return "it has hooks or another forward"
         containers, linears, norms, dropouts, activation = self.form.paths
         for path in containers:
-            module = self
+            module: nn.Module | None = self
             for name in path:
                 module = module._modules.get(name)
                 if module is None:
@@ -216,12 +225,8 @@ class EncoderLayer(PackedLayer, nn.Module):
                 return f"{'.'.join(path)} has other heads"
         if (self.form.stock.feed_forward or "feed_forward_chunk") in self.__dict__:
             return "it has another feed-forward block"
-        for path, dotted in (*linears, *norms):
-            module = self
-            for name in path:
-                module = module._modules[name]
-            reason = changed(module)
-            if reason is not None:
+        for _, dotted in (*linears, *norms):
+            if (reason := changed(part(self, dotted))) is not None:
                 return f"{dotted} {reason}"
         for path in dropouts:
             if path is not None and not plain_dropout(part(self, ".".join(path))):
@@ -241,11 +246,11 @@ class EncoderLayer(PackedLayer, nn.Module):
         return made.parts._replace(owner=self, rates=self.dropout_rates() if drops else (0.0, 0.0, 0.0))
 
     def is_called(self) -> bool:
-        """See `PackedLayer`: also a subclass with another forward is called."""
+        """See `PackedLayer`. A subclass with another forward is called too."""
         return is_hooked(self) or type(self).forward is not EncoderLayer.forward
 
     def may_skip_rows(self) -> bool:
-        """See `PackedLayer`: a subclass with another forward computes all rows."""
+        """See `PackedLayer`. A subclass with another forward computes all rows."""
         return type(self).forward is EncoderLayer.forward and super().may_skip_rows()
 
     def forward(
@@ -264,10 +269,10 @@ class EncoderLayer(PackedLayer, nn.Module):
 
         Args:
             hidden: packed tokens.
-            batch: where the sequences are; of a padded one the mask that `SelfAttention` takes.
-            asked: of packed tokens: what else is asked for.
-            gate: of a padded batch: (nheads,) factor of each head's output, or None.
-            output_attentions: of a padded batch: return (output, probabilities).
+            batch: where the sequences are; for a padded batch the mask that `SelfAttention` takes.
+            asked: what else is asked for; packed tokens only.
+            gate: (nheads,) factor of each head's output, or None; padded batches only.
+            output_attentions: whether to return (output, probabilities); padded batches only.
         """
         if isinstance(batch, PackedBatch):
             return encoder.layer(self.form, self.parts(), hidden, batch, asked)

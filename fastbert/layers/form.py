@@ -1,7 +1,7 @@
 """What one encoder layer computes (`LayerForm`, plain data), and with which modules (`Parts`).
 
-The parts' places are dotted paths, HuggingFace's names: those of this package's layers and of transformers'
-alike.
+The parts' places are dotted paths of HuggingFace's names, in this package's layers and in transformers'
+layers alike.
 """
 
 from __future__ import annotations
@@ -58,17 +58,19 @@ class StockLayer:
     """What a family's layer has apart from the parts in `LayerNames`; dotted paths.
 
     Attributes:
-        name: of transformers' class; None means the family's class_prefix and "Layer".
+        name: transformers' class; None means the family's class_prefix and "Layer".
         containers: the modules in between, which the fused layer does not call.
-        dropouts: of attention probabilities, attention output and feed-forward output; None means none.
-        activation: of the feed-forward block.
+        dropouts: the dropouts of attention probabilities, attention output and feed-forward output; None
+            where there is no dropout.
+        activation: the activation of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.
-        returns_tuple: the stock layer's output is (hidden,).
+        returns_tuple: whether the stock layer's output is (hidden,).
         feed_forward: the layer's module or method (ALBERT's) that computes the feed-forward block, to which
             the layer adds the residual and the norm; None if `intermediate` and `output` compute all of it.
-        norms_attention: the layer, and not its attention module, adds the attention's residual and norm.
-        attention_drops_by_itself: attention probabilities are dropped by the mode of the attention module,
-            and not by that of the dropout inside it.
+        norms_attention: whether the layer, and not its attention module, adds the attention's residual and
+            norm.
+        attention_drops_by_itself: whether the mode of the attention module decides if attention probabilities
+            are dropped, and not the mode of the dropout inside it.
     """
 
     name: str | None = None
@@ -106,12 +108,12 @@ class LayerForm:
         stock: the paths of its other parts.
         nheads, head_dim: the number of heads, 0 or more, and the size of each. Attention's width, their
             product, need not be the hidden size.
-        activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
-            module's own code knows it.
-        heads: which heads attend by fixed patterns, if some do: those have no queries and keys.
-        kept: which of the model's heads these are, ascending, if the layer does not have all of them.
-        paths: of containers, linear layers, norms, dropouts and the activation, split at the dots; those of
-            linear layers and norms with the dotted path.
+        activation: the name in `fastbert.ops.activation` of the feed-forward block's activation; None if only
+            the module's own code knows it.
+        heads: which heads attend by fixed patterns, and so have no queries and keys; None if all learn.
+        kept: which of the model's heads the layer has, ascending; None for all.
+        paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
+            Each path of a linear layer or norm comes with its dotted form.
     """
 
     names: LayerNames
@@ -145,7 +147,7 @@ class LayerForm:
         return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
 
     def of_own_heads(self, t: Tensor, dim: int) -> Tensor:
-        """The layer's heads of what has all of the model's heads in `dim`, or one entry for all of them."""
+        """The layer's own heads of `t`, whose dimension `dim` has all of the model's heads, or size 1."""
         if self.kept is None or t.shape[dim] == 1:
             return t
         return t.index_select(dim, torch.tensor(self.kept, dtype=torch.int64, device=t.device))
@@ -166,11 +168,12 @@ class Parts(NamedTuple):
         owner: the layer, which keeps what is derived from several parameters.
         rates: the probabilities of dropout at the layer's `SITES`.
         fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
-        feed: (rows, hidden) -> (rows, hidden), the feed-forward block with its sum and norm, if not ours.
+        feed: (rows, hidden) -> (rows, hidden), another module's feed-forward block with its sum and norm;
+            None for ours.
         int8: whether 8-bit copies of the linear layers, all of them plain, run in their place.
         label: the layer's name in errors.
-        plain: whether one op could compute all of it: linear layers of one kind, none empty, and LayerNorms,
-            and nothing looks at any of them.
+        plain: whether one op could compute the whole layer: the linear layers are of one kind, none is empty,
+            the norms are LayerNorms, and nothing looks at any of them.
     """
 
     query: nn.Module
@@ -199,6 +202,5 @@ class Parts(NamedTuple):
         if not self.int8:
             return self
         named = zip(self.linears, names.linears, strict=True)
-        return Parts(*(copy_of(m, f"{self.label}.{path}") for m, path in named), *self[6:])._replace(
-            int8=False
-        )
+        copies = (copy_of(m, f"{self.label}.{path}") for m, path in named)
+        return Parts._make((*copies, *self[6:]))._replace(int8=False)

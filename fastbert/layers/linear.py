@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ from fastbert.runtime import dispatch, prepared
 
 
 class _Panels(threading.local):
-    """What concerns one thread's panels.
+    """One thread's setting of panels.
 
     Attributes:
-        kept: whether they outlive the call that made them.
+        kept: whether panels outlive the call that made them.
     """
 
     kept = True
@@ -45,10 +45,10 @@ _panels = _Panels()
 
 @contextlib.contextmanager
 def passing_panels() -> Iterator[None]:
-    """A context in which this thread keeps no new panels: it makes them for each product.
+    """A context in which this thread keeps no new panels, but makes them for each product.
 
-    For many large batches in a row, which gain little from panels that take as much memory as the weights:
-    3% of the time of BERT-base at 1,024 rows (csrc/cpu/NOTES.md).
+    It is for many large batches in a row. There panels take as much memory as the weights and save little
+    time, 3% for BERT-base at 1,024 rows (csrc/cpu/NOTES.md).
     """
     before, _panels.kept = _panels.kept, False
     try:
@@ -98,7 +98,8 @@ def float_product(
             return launch(*given, activation, None, False, panels)[0]
         bias = module.bias if with_bias else None
         return linear(x, module.weight, bias, activation, panels=weight_panels(module, x))
-    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+    weights: list[Tensor] = [m.weight for m in modules]
+    biases: list[Tensor] = [m.bias for m in modules]
     grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
     if grad or torch.compiler.is_compiling():
         weight, bias = torch.cat(weights), torch.cat(biases)
@@ -140,9 +141,9 @@ class LinearKind(NamedTuple):
 
     Attributes:
         op: the op that multiplies them.
-        product: (x, owner, modules, activation, with_bias) -> act(x @ [W1; W2; …].T + [b1; b2; …]), of one
-            module or of several as one product. `owner` keeps what is derived from several.
-        joins: (x, modules) -> whether `product` takes several modules at once, and is faster so.
+        product: (x, owner, modules, activation, with_bias) -> act(x @ [W1; W2; …].T + [b1; b2; …]), one
+            product of one or several modules. `owner` keeps what is derived from several.
+        joins: (x, modules) -> whether `product` takes several modules at once, and is faster that way.
         layer_operands: (x, owner, modules) -> (weight, panels, scale, bias) for each product of an encoder
             layer, as `ops.encoder_layer` describes them. The modules are query, key, value, attention output,
             intermediate and output. None if they cannot run as a whole layer in `x`'s dtype.
@@ -167,7 +168,7 @@ def kind_of(module: nn.Module) -> LinearKind | None:
     return None if is_hooked(module) else LINEAR_KINDS.get(type(module))
 
 
-def has_float_weight(module: nn.Module) -> bool:
+def has_float_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether an op may read the module's `weight` and `bias` instead of calling it; see `LinearKind`."""
     kind = None if calls_all() else kind_of(module)
     return kind is not None and kind.float_weight
@@ -178,8 +179,8 @@ def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) ->
     return _applied(None if calls_all() else kind_of(module), module, x, activation)
 
 
-def _applied(kind: LinearKind | None, module: nn.Module, x: Tensor, activation: str | None) -> Tensor:
-    """act(module(x)); `kind` None: the module is called."""
+def _applied(kind: LinearKind | None, module: Any, x: Tensor, activation: str | None) -> Tensor:
+    """act(module(x)), as `kind` multiplies; the module is called if `kind` is None."""
     if kind is None:
         return activate_eager(module(x), activation)
     if _is_empty(module):
@@ -197,13 +198,13 @@ def all_plain(linears: list[nn.Module], norms: list[nn.Module]) -> bool:
     )
 
 
-def _is_empty(module: nn.Module) -> bool:
+def _is_empty(module: Any) -> bool:
     """Whether a plain linear layer has no inputs or no outputs: no head or no inner column is left."""
     return module.in_features == 0 or module.out_features == 0
 
 
-def _empty_product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of such a layer: its bias, or nothing."""
+def _empty_product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of an empty linear layer: `bias` in each row, or zeros."""
     y = x.new_zeros(*x.shape[:-1], module.out_features, dtype=checks.autocast_dtype(x) or x.dtype)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -230,7 +231,7 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
     """module(x), by our op if the module is a plain nn.LayerNorm."""
     if is_plain(module, nn.LayerNorm) and has_weight(module) and not calls_all():
-        return layer_norm(x, module.weight, module.bias, eps=module.eps)
+        return cast(Tensor, layer_norm(x, module.weight, module.bias, eps=module.eps))
     return module(x)
 
 
@@ -246,18 +247,17 @@ def dense_norm(
     arrivals: list[Tensor] | None = None,
     following: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(norm(residual + dropout(dense(x))), the same for the product by `following`, or None).
+    """(norm(residual + dropout(dense(x))), the same in the dtype of the product by `following`, or None).
 
-    The second is there under autocast, if `following` is a plain linear layer: in the dtype of its product.
-    If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
-    and adds the residual; in inference it is one op with the product where that pays. `arrivals` keeps the
-    counters of that op from call to call, in the order in which the device runs them.
+    The second tensor is None unless autocast is on and `following` is a plain linear layer. If the norm is a
+    plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops, and adds the
+    residual; in inference it is one op with the product where that pays. `arrivals` keeps the counters of
+    that op from call to call, in the order in which the device runs the calls.
     """
-    if fuse and dropout_p == 0.0 and _joins_norm(dense, norm, x, residual):
-        return _joined_norm(dense, norm, x, residual, arrivals), None
+    if fuse and dropout_p == 0.0 and (y := _joined_norm(dense, norm, x, residual, arrivals)) is not None:
+        return y, None
     rounded = following is not None and takes_rounded(following, residual)
-    y = _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
-    return y if rounded else (y, None)
+    return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
 
 
 def feed_forward_norm(
@@ -276,15 +276,21 @@ def feed_forward_norm(
 ) -> Tensor:
     """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it.
 
-    In training the two products are one op where that pays. `rounded`, if given, is multiplied for `x`.
-    `tap`, if given, replaces what is between the products.
+    In training the two products are one op where that pays. `rounded`, if given, is multiplied in place of
+    `x`. `tap`, if given, replaces the tensor between the products.
     """
     rounded = x if rounded is None else rounded
-    float_ones = kind_of(up) is FLOAT and kind_of(down) is FLOAT
-    one_op = tap is None and activation is not None and pays(rounded) and float_ones and not _is_empty(up)
-    if one_op and _is_trained(rounded, up, down):
-        y, bias = feed_forward(rounded, up.weight, up.bias, down.weight, activation), down.bias
-        return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
+    if (
+        tap is None
+        and activation is not None
+        and pays(rounded)
+        and is_plain(up, nn.Linear)
+        and is_plain(down, nn.Linear)
+        and not _is_empty(up)
+        and _is_trained(rounded, up, down)
+    ):
+        y = feed_forward(rounded, up.weight, up.bias, down.weight, activation)
+        return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse)[0]
     inner = apply_linear(up, rounded, activation)
     if tap is not None:
         inner = tap(inner)
@@ -294,10 +300,10 @@ def feed_forward_norm(
 def takes_rounded(dense: nn.Module, x: Tensor) -> bool:
     """Whether the layer multiplies in the autocast dtype, so that it may be given `x` cast already."""
     half = checks.autocast_dtype(x) in (torch.bfloat16, torch.float16)
-    return half and kind_of(dense) is FLOAT and not torch.compiler.is_compiling()
+    return half and is_plain(dense, nn.Linear) and not torch.compiler.is_compiling()
 
 
-def _is_trained(x: Tensor, *modules: nn.Module) -> bool:
+def _is_trained(x: Tensor, *modules: nn.Linear | nn.LayerNorm) -> bool:
     """Whether backward will pass through these layers."""
     if not torch.is_grad_enabled():
         return False
@@ -306,11 +312,13 @@ def _is_trained(x: Tensor, *modules: nn.Module) -> bool:
     )
 
 
-def _joins_norm(dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
-    """Whether the product, the sum and the norm are one op."""
-    return (
+def _joined_norm(
+    dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor, arrivals: list[Tensor] | None
+) -> Tensor | None:
+    """norm(residual + dense(x)) as one op; None where it is not one. `arrivals` keeps counters made here."""
+    if not (
         not torch.compiler.is_compiling()
-        and kind_of(dense) is FLOAT
+        and is_plain(dense, nn.Linear)
         and not _is_empty(dense)
         and is_plain(norm, nn.LayerNorm)
         and norm.weight is not None
@@ -318,13 +326,8 @@ def _joins_norm(dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) 
         and joining_pays(x, dense.weight.shape[0])
         and checks.autocast_dtype(x) is None
         and not (_is_trained(x, dense, norm) or (torch.is_grad_enabled() and residual.requires_grad))
-    )
-
-
-def _joined_norm(
-    dense: nn.Linear, norm: nn.LayerNorm, x: Tensor, residual: Tensor, arrivals: list[Tensor] | None
-) -> Tensor:
-    """norm(residual + dense(x)) as one op; counters are made once and kept in `arrivals`."""
+    ):
+        return None
     if arrivals is not None and not arrivals:
         arrivals.append(new_arrivals(x.device))
     return linear_norm(
@@ -339,8 +342,8 @@ def _joined_norm(
     )
 
 
-def _product_and_bias(dense: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dense(x) in two parts, of which the second is still to be added; None: nothing is."""
+def _product_and_bias(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(product, bias) whose sum is dense(x), the bias not added yet; None if there is nothing to add."""
     kind = kind_of(dense)
     if kind is None:
         return dense(x), None
@@ -359,10 +362,10 @@ def _add_norm(
     offset: int,
     fuse: bool,
     rounded: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """norm(residual + dropout(x + x_bias)); with `rounded` also the same for products, see `layer_norm`."""
+) -> tuple[Tensor, Tensor | None]:
+    """(norm(residual + dropout(x + x_bias)), with `rounded` the same for products, see `layer_norm`)."""
     if fuse and is_plain(norm, nn.LayerNorm):
-        return layer_norm(
+        found: Any = layer_norm(
             x,
             norm.weight,
             norm.bias,
@@ -374,12 +377,14 @@ def _add_norm(
             offset=offset,
             rounded=rounded,
         )
+        return found if rounded else (found, None)
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:
-        x = x * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(x.dtype) * (1.0 / (1.0 - dropout_p)))
+        keep = keep_mask_2d(cast(Tensor, seed), offset, x.shape[0], x.shape[1], dropout_p)
+        x = x * (keep.to(x.dtype) * (1.0 / (1.0 - dropout_p)))
     y = norm(x + residual)
-    return (y, y) if rounded else y
+    return y, y if rounded else None
 
 
 class _Split(torch.autograd.Function):
@@ -406,8 +411,8 @@ class _Split(torch.autograd.Function):
         return whole
 
 
-def split(qkv: Tensor) -> tuple[Tensor, ...]:
+def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(total, 3, nheads, head_dim) -> query, key and value, views of it."""
-    if qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _Split.apply(qkv)
-    return qkv.unbind(1)
+    trains = qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    q, k, v = _Split.apply(qkv) if trains else qkv.unbind(1)
+    return q, k, v

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ _BY_ROW = ("fastbert.", "peft.tuners.")
 # Classes whose instances our ops read, and their code
 _KINDS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout)
 _forward = attrgetter("forward")
+_Kind = TypeVar("_Kind", bound=nn.Module)
 _FORWARDS = list(map(_forward, _KINDS))
 
 
@@ -28,21 +29,22 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register `module` at a dotted path; containers that are missing are created."""
     *parents, name = path.split(".")
     for parent in parents:
-        if parent not in root._modules:
-            root.add_module(parent, nn.Module())
-        root = root._modules[parent]
+        child = root._modules.get(parent)
+        if child is None:
+            root.add_module(parent, child := nn.Module())
+        root = child
     root.add_module(name, module)
 
 
-def part(root: nn.Module, path: str) -> nn.Module:
-    """The sub-module at a dotted path; looked up at every call, so that a replaced one is found."""
+def part(root: Any, path: str) -> Any:
+    """The sub-module at a dotted path; looked up at every call, so that a replacement is found."""
     for name in path.split("."):
         root = root._modules[name]
     return root
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether someone watches the calls of `module` itself."""
+    """Whether hooks watch the calls of `module` itself."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -51,18 +53,18 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
-def is_plain(module: nn.Module, kind: type) -> bool:
+def is_plain(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
     """Whether a fused op may read the weights of `module` instead of calling it."""
     return type(module) is kind and not is_hooked(module)
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether the module's forward was replaced, or somebody hooks it.
+    """Whether the module's forward was replaced, or a hook watches it.
 
-    Hooks of FSDP do not count, nor those of transformers that capture outputs or train adapters with
-    checkpoints.
+    FSDP's hooks do not count. Neither do transformers' hooks that capture outputs, or that train adapters
+    with checkpoints.
     """
-    # Attributes are found faster there
+    # Faster than attributes
     own = module.__dict__
     if (
         own["_forward_hooks"]
@@ -85,7 +87,7 @@ def watched(module: nn.Module) -> bool:
 def has_other_forward(module: nn.Module) -> bool:
     """Whether the module itself has a `forward` that is not its class's.
 
-    (HuggingFace's accelerate leaves the class's own there when it removes its hooks.)
+    HuggingFace's accelerate leaves the class's own `forward` on the module when it removes its hooks.
     """
     own = module.__dict__.get("forward")
     return own is not None and not is_own(own, module, type(module).forward)
@@ -96,7 +98,7 @@ def is_own(method: Any, module: nn.Module, function: Any) -> bool:
     return getattr(method, "__self__", None) is module and getattr(method, "__func__", None) is function
 
 
-def plain_dropout(module: nn.Module) -> bool:
+def plain_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
     """Whether our dropout computes the same as the module. p = 1 is left to PyTorch."""
     return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
 
@@ -108,7 +110,7 @@ def by_row(module: nn.Module) -> bool:
         return True
     if kind.__module__.startswith(_BY_ROW):
         return not any(map(watched, module.modules()))
-    # parametrized, or a subclass that only holds its weight otherwise
+    # Parametrized, or a subclass that only stores its weight in another way
     return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
 
 

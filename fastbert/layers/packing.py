@@ -5,8 +5,8 @@ one another in `[total, …]`; sequence b has rows `cu_seqlens[b]` to `cu_seqlen
 legal, also with holes or left padding: the kept tokens are gathered in order.
 
 Under `torch.compile` the host does not know how many tokens are kept unless it waits for the device. So there
-the packed layout has room for all batch x seqlen tokens: the kept ones come first, the others after
-`cu_seqlens[-1]`. Attention neither reads nor writes those rows, and unpacking drops them.
+the packed layout has room for all batch x seqlen tokens. Kept tokens come first, masked ones after
+`cu_seqlens[-1]`. Attention neither reads nor writes the masked rows, and unpacking drops them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Packing:
         indices: (rows,) int64, the flat position in the padded batch of each packed row; None if all tokens
             are kept.
         mask: (batch, seqlen) bool, True = keep; None if all tokens are kept.
-        capacity: the layout has a row for every padded position; see the module.
-        flat: the caller's own tokens are packed: `pack` and `unpack` change nothing, and `seqlen` is
-            `max_seqlen`.
+        capacity: whether the layout has a row for every padded position; see the module's docstring.
+        flat: whether the caller has packed the tokens. Then `pack` and `unpack` change nothing, and `seqlen`
+            is `max_seqlen`.
     """
 
     batch: int
@@ -60,7 +60,7 @@ class Packing:
             return x
         if self.indices is None:
             return x.reshape(self.batch, self.seqlen, *x.shape[1:])
-        if self.capacity:
+        if self.capacity and self.mask is not None:
             where = torch.empty_like(self.indices)
             where = where.scatter(0, self.indices, torch.arange(where.shape[0], device=where.device))
             padded = x.index_select(0, where).reshape(self.batch, self.seqlen, *x.shape[1:])
@@ -69,9 +69,9 @@ class Packing:
         return unpack(x, self.indices, self.batch, self.seqlen)
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(rows, …) -> ((batch, seqlen, …), which of its tokens are kept), zeros at the others.
+        """(rows, …) -> ((batch, seqlen, …), which of its tokens are kept), zeros at masked tokens.
 
-        As `unpack`, but also of tokens that the caller has packed: each sequence from column 0 on.
+        As `unpack`, but it also unpacks tokens that the caller has packed, each sequence from column 0 on.
         """
         if not self.flat:
             return self.unpack(x), self.mask
@@ -100,25 +100,22 @@ class Packing:
         return torch.where(kept.unsqueeze(1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
     def to(self, device: torch.device) -> Packing:
-        """The same with its tensors on `device`. The host does not wait (see `send`)."""
+        """The packing with its tensors on `device`. The host does not wait (see `send`)."""
         if self.cu_seqlens.device == device:
             return self
         moved = {name: getattr(self, name) for name in ("cu_seqlens", "indices", "mask")}
         return replace(self, **{n: None if t is None else send(t, device) for n, t in moved.items()})
-
-    @property
-    def ranks(self) -> Tensor:
-        """(batch, seqlen) int64: how many kept tokens of the sequence come before each padded position."""
-        return self.mask.long().cumsum(1) - self.mask.long()
 
     def unpack_scores(self, scores: Tensor) -> Tensor:
         """Scores between packed positions -> scores between padded ones, zeros at masked tokens.
 
         (batch, nheads, max_seqlen, max_seqlen) -> (batch, nheads, seqlen, seqlen).
         """
-        if self.indices is None:
+        if self.mask is None:
             return scores
-        ranks = self.ranks.clamp_max(max(scores.shape[-1] - 1, 0))
+        # How many kept tokens of the sequence come before each padded position
+        ranks = self.mask.long().cumsum(1) - self.mask.long()
+        ranks = ranks.clamp_max(max(scores.shape[-1] - 1, 0))
         batch = torch.arange(self.batch, device=scores.device)[:, None, None]
         if scores.shape[-1] == 0:
             return scores.new_zeros(self.batch, scores.shape[1], self.seqlen, self.seqlen)
@@ -128,7 +125,7 @@ class Packing:
 
     def pack_scores(self, scores: Tensor) -> Tensor:
         """The inverse of `unpack_scores`."""
-        if self.indices is None:
+        if self.mask is None:
             return scores
         order = torch.argsort(self.mask.logical_not().to(torch.uint8), dim=1, stable=True)
         order = order[:, : self.max_seqlen]
@@ -146,8 +143,8 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
 
     Args:
         mask: (batch, seqlen) bool, True = keep.
-        lengths: the kept tokens of each sequence, if the host knows them. Otherwise they are read back, for
-            which a GPU is waited for once. Not used under `torch.compile`.
+        lengths: the number of kept tokens per sequence, if the host knows them. Otherwise the host waits for
+            a GPU once, to read them back. Not used under `torch.compile`.
     """
     batch, seqlen = mask.shape
     compiling = torch.compiler.is_compiling()
@@ -170,7 +167,7 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
 def starts(cu_seqlens: Tensor, rows: int) -> Tensor:
     """The packed row of each sequence's first token, of `rows` >= 1 rows: (batch,) int64.
 
-    An empty sequence has the row of another one.
+    The row of an empty sequence belongs to another sequence.
     """
     return cu_seqlens[:-1].long().clamp_max(rows - 1)
 

@@ -1,7 +1,7 @@
 """The modules of a layer in transformers' tree that hold no parameters of ours.
 
 They are called only where something looks at them or at what they hold. Otherwise our ops read the parameters
-below them, and `AsMade` tells that nothing does.
+below them. `AsMade` finds out whether nothing looks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers.form import LayerForm
+from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.modules import watched
 from fastbert.ops.activation import activate_eager
 
@@ -23,26 +23,27 @@ _MODULES = itemgetter("_modules")
 
 
 class AsMade:
-    """The modules below one, at a time when nothing looked at any of them.
+    """The modules below a root, at a time when nothing looked at any of them.
 
-    Asked for each layer of each call: so C code walks lists. It holds no reference to the module itself or
-    its attributes, so that these are freed at once, and is neither copied nor pickled with it.
+    `holds` runs for each layer of each call, so C code walks the lists. The object does not refer to the root
+    or the root's attributes, which are freed at once. It is neither copied nor pickled with the root.
     """
 
     def __init__(self, root: nn.Module):
         self.size, self.below = len(vars(root)), list(root._modules.values())
         self.modules = [m for m in root.modules() if m is not root]
         self.classes = list(map(type, self.modules))
-        # a new `forward` of an instance is one attribute more
+        # A new `forward` of an instance is one attribute more
         self.attributes = list(map(vars, self.modules))
         self.sizes = list(map(len, self.attributes))
         self.owners = [own for own in self.attributes if own["_modules"]]
         self.children = list(map(list, map(dict.values, map(_MODULES, self.owners))))
         self.dropouts = [m for m in self.modules if type(m) is nn.Dropout]
-        self.parts: tuple | None = None  # kept for `EncoderLayer.look`
-        # Whose modes say whether something drops: see `PackedLayer.dropout_rates`
-        attentions = [m for m in self.modules if "drops_by_itself" in vars(m)]
-        self.droppers = self.dropouts + attentions
+        # Kept for `EncoderLayer.look`
+        self.parts: Parts | None = None
+        # Their modes decide whether something drops: see `PackedLayer.dropout_rates`
+        attentions = [m for m in self.modules if isinstance(m, SelfAttention)]
+        self.droppers = [*self.dropouts, *attentions]
         self.heads = [(m, m.heads()) for m in attentions]
         self.norms = [m._parameters for m in self.modules if type(m) is nn.LayerNorm]
 
@@ -91,21 +92,23 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 class Part(nn.Module):
-    """A part of a model in transformers' tree: its children in order; then, with `norm`, sum and LayerNorm.
+    """A part of a model in transformers' tree, which calls its children in order, then adds and norms.
 
     It is called only if something looks at it, or at what it holds. Otherwise our ops read the parameters.
 
     Args:
         steps: names of the children to call, in order.
-        norm: name of the child that is applied to the sum with `input_tensor`, or None.
+        norm: name of the child that is applied to the sum with `input_tensor`; None for neither.
     """
+
+    _modules: dict[str, Any]
 
     def __init__(self, *steps: str, norm: str | None = None):
         super().__init__()
         self.steps, self.norm = steps, norm
 
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor | None = None) -> Tensor:
-        """(batch, seqlen, width) -> the same shape, maybe of another width."""
+    def forward(self, hidden_states: Tensor, input_tensor: Any = None) -> Tensor:
+        """(batch, seqlen, width) -> (batch, seqlen, output width)."""
         for step in self.steps:
             hidden_states = self._modules[step](hidden_states)
         if self.norm is None:
@@ -117,11 +120,11 @@ class SelfAttention(Part):
     """Self-attention on a padded batch in PyTorch's own operations, as transformers' eager attention.
 
     Args:
-        form: of the layer.
+        form: the layer's form.
         steps, norm: what the module does after attention; see `Part`.
 
     Attributes:
-        num_attention_heads, attention_head_size, scaling: as in transformers; others are obeyed.
+        num_attention_heads, attention_head_size, scaling: as in transformers; a call uses the current values.
     """
 
     def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
@@ -133,7 +136,7 @@ class SelfAttention(Part):
         self.drop, self.drops_by_itself = form.paths[3][0][-1], form.stock.attention_drops_by_itself
 
     def heads(self) -> tuple[int, int, float]:
-        """Their number and size, and the factor of their scores."""
+        """The number of heads, their size, and the factor of the scores."""
         return self.num_attention_heads, self.attention_head_size, self.scaling
 
     def forward(
@@ -176,7 +179,8 @@ class Attention(Part):
 
     Args:
         inside: name of the self-attention.
-        steps, norm: what the module does with its output. With neither, `output` is called with both.
+        steps, norm: what the module does with the output of self-attention. Without them the child `output`
+            is called with that output and the layer's input.
     """
 
     def __init__(self, inside: str, *steps: str, norm: str | None = None):

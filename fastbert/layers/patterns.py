@@ -1,7 +1,7 @@
-"""Fixed attention patterns, which know places only, and no words: what a head of one does, without a map.
+"""Fixed attention patterns, which depend on positions alone, computed without an attention map.
 
-A pattern takes the place of a head's attention probabilities P. For row i of a sequence of n tokens, special
-ones included, all counted from 0:
+A pattern replaces a head's attention probabilities P. For row i of a sequence of n tokens, counted from 0 and
+with the special tokens:
 
     current         P_ii = 1
     previous        P_i,i-1 = 1
@@ -13,10 +13,10 @@ ones included, all counted from 0:
     first token     P_i0 = 1
     separators      all separators of the sequence alike
 
-A row without a key, as the first of `previous`, looks at itself. That rule and the last two patterns are this
-package's own; the others are Raganato et al.'s, who train models with seven of them per layer.
+A row without a key, such as row 0 of `previous`, looks at itself. That rule and the last two patterns are
+this package's own. The first seven are Raganato et al.'s, who train models with all seven in each layer.
 
-No map is made. With values v, P v is a shift, or a running mean
+No map is made. With values v, P v is a shift or a running mean
 
     m_i = Σ_{j <= i} (j + 1)³ v_j / Σ_{j <= i} (j + 1)³,    Σ_{j <= i} (j + 1)³ = ((i + 1)(i + 2) / 2)²
 
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What a head does: it is left as it is learned, or attends by a pattern
+# What a head does: it attends as it has learned, or by a pattern
 NAMES = (
     "learned",
     "current",
@@ -60,7 +60,7 @@ NAMES = (
     SEPARATORS,
 ) = range(len(NAMES))
 
-# those that look at no later token: what a causal model can have
+# Patterns that look at no later token, which a causal model can have
 BACKWARD = (LEARNED, CURRENT, PREVIOUS, LEFT_CONTEXT, FIRST_TOKEN)
 
 
@@ -68,14 +68,14 @@ BACKWARD = (LEARNED, CURRENT, PREVIOUS, LEFT_CONTEXT, FIRST_TOKEN)
 class Rows:
     """Where the rows of a packed batch are.
 
-    There may be rows after the last sequence (`fastbert.layers.packing`): each is a sequence by itself.
+    There may be rows after the last sequence (`fastbert.layers.packing`). Each of them is a sequence.
 
     Attributes:
         number: (total,) int64, 0 to total - 1.
-        sequence, position: (total,) int64, of each row.
+        sequence, position: (total,) int64, each row's sequence and its position there.
         first, last: (total,) int64, the rows at which the row's own sequence begins and ends.
         inside: (total,) bool, False for rows after the last sequence.
-        batch, longest: the number of sequences, and of the tokens of the longest one, or more.
+        batch, longest: the number of sequences, and at least the length of the longest sequence.
     """
 
     number: Tensor
@@ -89,12 +89,12 @@ class Rows:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int, longest: int) -> Rows:
-        """The rows of `total` packed tokens; the host waits for no device.
+        """The rows of `total` packed tokens. The host does not wait for a device.
 
         Args:
             cu_seqlens: (batch + 1,), where the sequences are.
             total: how many rows there are.
-            longest: the length of the longest sequence, or more.
+            longest: at least the length of the longest sequence.
         """
         batch, ends = len(cu_seqlens) - 1, cu_seqlens.long()
         number = torch.arange(total, device=ends.device)
@@ -105,9 +105,9 @@ class Rows:
         return cls(number, sequence, number - first, first, last, inside, batch, longest)
 
     def cell(self, position: Tensor) -> Tensor:
-        """(total,) int64: the place of a position of each row's sequence in (batch, longest), flat.
+        """(total,) int64: the flat place in (batch, longest) of a position of each row's sequence.
 
-        That of a row after the last sequence is behind the end, batch · longest.
+        A row after the last sequence has the place behind the end, batch · longest.
         """
         behind = self.batch * self.longest
         return torch.where(self.inside, self.sequence * self.longest + position, behind)
@@ -117,10 +117,10 @@ def attend(pattern: int, v: Tensor, rows: Rows, separators: Tensor | None = None
     """P v of one pattern, for packed sequences; gradients flow to the values.
 
     Args:
-        pattern: an index into `NAMES`, but LEARNED.
+        pattern: an index into `NAMES`, not LEARNED.
         v: (total, …), the values.
         rows: where the sequences are.
-        separators: (total,) bool, which tokens are separators; read by SEPARATORS alone.
+        separators: (total,) bool, which tokens are separators; read for SEPARATORS alone.
 
     Returns:
         (total, …) in the dtype of `v`. Means are computed in float64, since the weights grow as n³.
@@ -141,7 +141,7 @@ def attend(pattern: int, v: Tensor, rows: Rows, separators: Tensor | None = None
         v = v.index_select(0, mirror)
     means = _running_means(v, rows)
     if pattern in (END, START):
-        # alike for all rows of a sequence, so it needs no turning back
+        # The same for all rows of a sequence, so it needs no mirroring back
         return means.index_select(0, rows.cell(rows.last - rows.first)).to(v.dtype)
     before = means.index_select(0, rows.cell((rows.position - 2).clamp_min(0))).to(v.dtype)
     found = torch.where(_column(rows.position >= 2, v), before, v)
@@ -149,12 +149,12 @@ def attend(pattern: int, v: Tensor, rows: Rows, separators: Tensor | None = None
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
-    """(total,) -> (total, 1, …), to go with (total, …)."""
+    """(total,) -> (total, 1, …), which broadcasts to (total, …)."""
     return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def _running_means(v: Tensor, rows: Rows) -> Tensor:
-    """m of the module in float64, at `Rows.cell`. Each sequence has a sum of its own: none reaches the next.
+    """m of this module's docstring in float64, at `Rows.cell`. Each sequence has a sum of its own.
 
     Returns:
         (batch · longest + 1, …), the last row zeros.
@@ -170,7 +170,7 @@ def _running_means(v: Tensor, rows: Rows) -> Tensor:
 
 def _of_separators(v: Tensor, rows: Rows, separators: Tensor | None) -> Tensor:
     if separators is None:
-        raise ValueError("separators: the pattern 'separators' needs to know which tokens they are; got None")
+        raise ValueError("separators: expected (total,) bool for the pattern 'separators', got None")
     at = separators.nonzero().squeeze(1)
     owner = rows.sequence[at]
     flat = v.index_select(0, at).double()
@@ -182,7 +182,7 @@ def _of_separators(v: Tensor, rows: Rows, separators: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a layer of which some attend by patterns.
+    """The heads of a layer in which some heads attend by patterns.
 
     Attributes:
         patterns: (nheads,) indices into `NAMES`; at least one is LEARNED, none is SEPARATORS.
@@ -197,7 +197,7 @@ class Heads:
 
     @functools.cached_property
     def fixed(self) -> dict[int, list[int]]:
-        """pattern -> the heads that attend by it."""
+        """pattern -> its heads."""
         found: dict[int, list[int]] = {}
         for head, pattern in enumerate(self.patterns):
             if pattern != LEARNED:
@@ -205,7 +205,7 @@ class Heads:
         return found
 
     def of_learned(self, t: Tensor | None, dim: int) -> Tensor | None:
-        """The learned heads' part of what has all heads in `dim`, or one entry for all of them."""
+        """The learned heads of `t`, whose dimension `dim` has all heads, or size 1."""
         if t is None or t.shape[dim] == 1 < len(self.patterns):
             return t
         return torch.stack([t.select(dim, head) for head in self.learned], dim)
@@ -214,10 +214,10 @@ class Heads:
         """The output of all heads, (total, nheads, headdim).
 
         Args:
-            context: (total, learned heads, headdim), the output of those.
+            context: (total, learned heads, headdim), the output of the learned heads.
             v: (total, nheads, headdim).
             rows: where the sequences are.
-            gate: (nheads,) factor of each head's output, or None; `context` has it already.
+            gate: (nheads,) factor of each head's output, or None; it is in `context` already.
         """
         found = dict(zip(self.learned, context.unbind(1), strict=True))
         for pattern, heads in self.fixed.items():

@@ -3,7 +3,7 @@
 A weight is rounded once, to integers from -127 to 127, with one float32 scale per output channel. The input
 is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py).
 
-Quantised are the six linear layers of every encoder layer, which do nearly all of a model's arithmetic. The
+The six linear layers of every encoder layer are quantised, which do nearly all of a model's arithmetic. The
 embeddings are not, because they multiply nothing. Neither are the pooler, the projection of ELECTRA and
 ALBERT and the heads: they cost little, and no later layer averages their rounding out. LayerNorm, softmax and
 the residual sums stay in the model's dtype.
@@ -25,8 +25,8 @@ from fastbert.ops.linear_int8 import linear_int8, panel_maker
 from fastbert.runtime import prepared
 
 MODES = ("int8",)
-# What config.json says of a quantised checkpoint. It has no `quant_method` on purpose: without one
-# transformers raises, while it skips an unknown method with a warning and loads the integers as weights.
+# The entry of a quantised checkpoint in config.json. It has no `quant_method` on purpose. Without one
+# transformers raises; an unknown one it skips with a warning, and loads the integers as weights.
 CONFIG = {
     "format": "fastbert-int8",
     "weights": "int8, symmetric, one float32 scale per output channel",
@@ -46,14 +46,18 @@ class QuantizedLinear(nn.Module):
     Args:
         in_features, out_features: as nn.Linear.
         bias: whether the layer has one.
-        dtype: of the bias.
-        device: of the buffers.
+        dtype: the bias's dtype.
+        device: the buffers' device.
 
     Attributes:
         weight: (out, in) int8, from -127 to 127.
         scale: (out,) float32, > 0; weight * scale is the floating-point weight, rounded.
         bias: (out,) or None.
     """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -75,14 +79,14 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear, name: str = "linear") -> QuantizedLinear:
+    def from_linear(cls, linear: nn.Module, name: str = "linear") -> QuantizedLinear:
         """The quantised copy of an nn.Linear: symmetric, with scale = max |weight| / 127 per output channel.
 
         A channel of zeros has scale 1. A copy of a layer on the meta device has the shapes and no values.
 
         Args:
-            linear: is not changed.
-            name: of the layer, in errors.
+            linear: an nn.Linear, which is not changed.
+            name: the layer's name in errors.
 
         Raises:
             TypeError: `linear` is no nn.Linear with floating-point weights.
@@ -95,7 +99,7 @@ class QuantizedLinear(nn.Module):
         out, width = weight.shape
         made = cls(width, out, bias is not None, dtype=weight.dtype, device=weight.device)
         if weight.is_meta or weight.numel() == 0:
-            if bias is not None and not bias.is_meta:
+            if made.bias is not None and not made.bias.is_meta:
                 check_finite(weight, bias, name)
                 made.bias.copy_(bias)
             return made
@@ -107,7 +111,7 @@ class QuantizedLinear(nn.Module):
         scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 1.0)
         made.scale.copy_(scale)
         made.weight.copy_((wide / scale[:, None]).round_().clamp_(-127, 127))
-        if bias is not None:
+        if made.bias is not None:
             made.bias.copy_(bias)
         return made
 
@@ -169,12 +173,12 @@ class QuantizedLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse=True):
-        before = {name: self._buffers[name] for name in ("weight", "scale")}
+        weight, scale = self.weight, self.scale
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            # `.half()` and its kin move these buffers and keep their dtype
-            if self._buffers[name].dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(self._buffers[name].device)
+        # `.half()` and its kin move these buffers and keep their dtype
+        for name, before, now in (("weight", weight, self.weight), ("scale", scale, self.scale)):
+            if now.dtype != before.dtype:
+                self._buffers[name] = before.to(now.device)
         return self
 
 
@@ -186,9 +190,9 @@ def check_finite(weight: Tensor, bias: Tensor | None, name: str) -> None:
             raise ValueError(f"{name}.{what}: holds NaN or infinity; expected finite weights")
 
 
-def copy_of(linear: nn.Linear, name: str = "linear") -> QuantizedLinear:
+def copy_of(linear: nn.Module, name: str = "linear") -> QuantizedLinear:
     """`QuantizedLinear.from_linear(linear, name)`, kept until the weight or the bias of `linear` changes."""
-    sources = tuple(t for t in (linear.weight, linear.bias) if t is not None)
+    sources = tuple(t for t in (linear.weight, linear.bias) if isinstance(t, Tensor))
     return prepared.derived(linear, "int8 copy", sources, lambda: QuantizedLinear.from_linear(linear, name))
 
 
@@ -233,7 +237,7 @@ def int8_operands(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(weight, scale, bias, panels) of several quantised layers as one, for `linear_int8` on rows of `dtype`.
 
-    Arguments as in `int8_product`. `panels` is None if the serving backend makes none.
+    See `int8_product` for the arguments. `panels` is None if the serving backend makes none.
     """
     biased = with_bias and modules[0].bias is not None
     if len(modules) == 1:
@@ -245,20 +249,20 @@ def int8_operands(
         )
     panels, make_panels = None, panel_maker(device, dtype)
     if make_panels is not None:
-        # Kept for this backend alone, because another one could not read them
+        # Kept for this backend alone, because no other backend could read them
         panels = prepared.derived(owner, ("int8 panels", make_panels), (weight,), lambda: make_panels(weight))
     return weight, scale, bias, panels
 
 
 def int8_joins(x: Tensor, modules: list[QuantizedLinear]) -> bool:
-    """Whether the modules can be one product. It is faster then, because `x` is quantised once."""
+    """Whether the modules can be one product, which is faster because `x` is quantised once."""
     return len({m.bias is None for m in modules}) == 1
 
 
 def int8_layer_operands(
     x: Tensor, owner: nn.Module, modules: list[QuantizedLinear]
 ) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] | None:
-    """(weight, panels, scale, bias) of query, key and value as one product, and of the other three layers.
+    """(weight, panels, scale, bias) of query, key and value as one product, and of each further layer.
 
     Args:
         x: rows with the dtype and device that the layer runs in.
@@ -284,18 +288,18 @@ def _joined(modules: list[QuantizedLinear], biased: bool) -> tuple[Tensor, Tenso
     return (
         torch.cat([m.weight for m in modules]),
         torch.cat([m.scale for m in modules]),
-        torch.cat([m.bias for m in modules]) if biased else None,
+        torch.cat([m.bias for m in modules if m.bias is not None]) if biased else None,
     )
 
 
 def in_config(config: Any) -> bool:
-    """Whether a config says that its checkpoint holds weights quantised by this package."""
+    """Whether a config marks its checkpoint as one with weights quantised by this package."""
     entry = config.get("quantization_config")
     return isinstance(entry, dict) and entry.get("format") == CONFIG["format"]
 
 
 def num_weights(model: nn.Module) -> int:
-    """How many weights and biases the 8-bit layers of `model` hold. They are buffers, not parameters."""
+    """The number of weights and biases in the 8-bit layers of `model`: buffers, not parameters."""
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     return sum(t.numel() for m in quantized for t in (m.weight, m.bias) if t is not None)
 
@@ -311,11 +315,11 @@ def check_trainable(model: nn.Module, what: str) -> None:
         raise RuntimeError(f"{what}: {type(model).__name__} {_NO_TRAINING}")
 
 
-def quantize(model: nn.Module, dtype: str = "int8") -> nn.Module:
+def quantize(model: Any, dtype: str = "int8") -> Any:
     """Quantise the encoder layers' linear layers in place, for inference on a CPU.
 
-    The model is put in eval mode, and the parameters that it keeps are frozen: the gradients of a part of the
-    model would look like those of the whole. A model that is quantised already is not changed.
+    The model is put in eval mode, and its remaining parameters are frozen: gradients of a part of the model
+    would look like gradients of the whole. A model that is quantised already is not changed.
 
     Args:
         model: a model of this package on the CPU, with plain linear layers.
@@ -326,7 +330,7 @@ def quantize(model: nn.Module, dtype: str = "int8") -> nn.Module:
 
     Raises:
         ValueError: an unknown dtype, a model that is not on the CPU, or a weight that is not finite.
-        TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked). Names the layer.
+        TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked). The message names it.
 
     A model that is refused is not changed.
     """
@@ -338,7 +342,7 @@ def quantize(model: nn.Module, dtype: str = "int8") -> nn.Module:
     return model
 
 
-def prepare(model: nn.Module) -> None:
+def prepare(model: Any) -> None:
     """Put empty quantised layers into a model on the meta device, which then loads a quantised checkpoint."""
     _replace(model)
 
@@ -348,10 +352,10 @@ def _check_mode(dtype: Any) -> None:
         raise ValueError(f"dtype: expected {' or '.join(map(repr, MODES))}, got {dtype!r}")
 
 
-def _replace(model: nn.Module) -> None:
+def _replace(model: Any) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
-    # A shared layer once
+    # A shared layer is replaced once
     for layer in {id(layer): layer for layer in model.base_model.layers()}.values():
         for path in layer.form.names.linears:
             module, name = part(layer, path), f"{names[id(layer)]}.{path}"

@@ -1,4 +1,4 @@
-"""What a layer computes inside, shown to whoever asks: analysis, pruning and distillation stand on it."""
+"""Access to what a layer computes inside; analysis, pruning and distillation use it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fastbert.layers.batch import PackedBatch
 
 
 class Taps:
-    """Sees, and may replace, tensors inside the layers of a call; a subclass overrides what it wants.
+    """Sees, and may replace, tensors inside the layers of a call; a subclass overrides the methods it needs.
 
-    Each method gets the layer's number (from 0, in execution order; a shared layer has one number per use)
-    and the packed batch. What it returns takes the tensor's place, so gradients flow through it. Under taps
-    the layers run op by op.
+    Each method takes the layer's number (from 0, in execution order; a shared layer has one number per use)
+    and the packed batch. What a method returns takes the tensor's place, so gradients flow through it. Under
+    taps the layers run op by op.
     """
 
     def qkv(
@@ -21,7 +21,7 @@ class Taps:
         """Query, key and value, each (total, nheads, headdim), before attention.
 
         Returns:
-            The three, and the additive bias of attention, as `PackedBatch.bias` has it.
+            Query, key and value, and the additive bias of attention as in `PackedBatch.bias`.
         """
         return q, k, v, sequences.bias
 
