@@ -1,6 +1,6 @@
 """Large batches in blocks of sequences, one after the other, for inference on a CPU.
 
-So q, k, v and the feed-forward rows of a large batch, which take most of its memory, never exist as a whole.
+So q, k, v and the feed-forward rows of a large batch, which take most memory, never exist as a whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from fastbert.ops.encoder_layer import sequence_blocks
 def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int, int]]:
     """(first, last) sequence of each block; empty if all rows run at once.
 
-    There are none under a hook, which would see one call per block.
+    There are no blocks under a hook, which would see one call per block.
 
     Args:
-        fused: whether a layer runs as one `encoder_layer`, or op by op.
+        step: the layer.
+        x: (total, hidden), its input.
+        call: the call.
+        fused: whether the layer runs as one `encoder_layer`, or else op by op.
     """
     if call.batch.bias is not None or call.taps is not None or call.wants_attentions or not call.inference:
         return []
@@ -36,7 +39,7 @@ def by_blocks(
     batch: PackedBatch,
     run: Callable[[Tensor, PackedBatch, Tensor | None], Tensor],
 ) -> Tensor:
-    """`run(x, batch, None)`, or on each block of it, where the third argument is memory for the result."""
+    """`run(x, batch, None)`, or `run(rows, batch, out)` for each block, with memory for the result."""
     if not blocks:
         return run(x, batch, None)
     y = x.new_empty(x.shape)

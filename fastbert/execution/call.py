@@ -1,12 +1,12 @@
-"""What executors get: the layers of a call, what is asked of them, and memory that they share."""
+"""The input of executors: the layers of a call, what is asked of them, and memory that they share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder import Asked
@@ -20,15 +20,15 @@ class Step(NamedTuple):
 
     Attributes:
         number: from 0 in execution order.
-        layer: the module.
-        form, parts: what it computes, and with what. No form: a layer with other mathematics, which is
+        layer: the module, a `PackedLayer` if it has a form.
+        form, parts: what it computes, and with what. A layer without a form has other mathematics, and is
             called on packed tokens as `EncoderLayer.forward` is.
-        reason: why the layer must be called on a padded batch, where it has no parts; or None.
+        reason: why the layer must be called on a padded batch, and so has no parts; or None.
         called: whether packed tokens must pass through the module's own call, which something looks at.
     """
 
     number: int
-    layer: nn.Module
+    layer: Any
     form: LayerForm | None
     parts: Parts | None
     reason: str | None
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """The padded batch, for layers that are called on it: how to make it, and its attention mask."""
+    """How to make the padded batch, for layers that are called on it, and its attention mask."""
 
     packing: Packing
     mask: Tensor | None
@@ -50,16 +50,16 @@ class Call:
         batch: the packed batch.
         last: the number of the last layer.
         gates: (layers, nheads) factors of the heads' outputs, or None.
-        wants_states, wants_attentions: fill `states` and `attentions`.
-        first_only: the last layer computes the first token of each sequence alone.
+        wants_states, wants_attentions: whether to fill `states` and `attentions`.
+        first_only: whether the last layer computes the first token of each sequence alone.
         recompute_every: recompute every n-th layer in backward; 0 recomputes none.
         taps: sees what the layers compute inside, or None.
         padded: the padded batch, where a layer needs it.
-        inference: neither gradients are recorded nor code is compiled.
+        inference: whether no gradients are recorded and no code is compiled.
         states, attentions: output of each layer, and its probabilities, as far as they are wanted.
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
-        scratch: memory that a backend uses for one layer after the other, for panels and results.
-        blocks: see `blocks.py`; asked once per call.
+        scratch: memory of a backend for panels and results, which all layers of the call reuse.
+        blocks: see `blocks.py`; found once per call.
     """
 
     batch: PackedBatch
@@ -90,13 +90,13 @@ class Call:
         return Asked(gate, 1 + step.number * SITES, only, self.wants_attentions, self.taps, self.arrivals)
 
     def batch_of(self, form: LayerForm | None) -> PackedBatch:
-        """The batch as a layer of this form sees it: with the bias of its own heads."""
+        """The batch as a layer of this form sees it, with the bias of the layer's own heads."""
         return self.batch if form is None else form.own_batch(self.batch)
 
     def keep(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
-        """Take note of a layer's results, as far as they are wanted; returns `x`."""
+        """Keep a layer's results, as far as they are wanted; returns `x`."""
         if self.wants_states:
             self.states.append(x)
-        if self.wants_attentions:
+        if self.wants_attentions and probabilities is not None:
             self.attentions.append(probabilities)
         return x

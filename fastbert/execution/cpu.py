@@ -1,18 +1,18 @@
-"""Executor of inference on a CPU: whole layers in one call of the backend (ops/encoder_layer.py).
+"""Executor of inference on a CPU, which runs whole layers in one call of the backend (ops/encoder_layer.py).
 
-A kept plan runs all its layers in one call, unless something is asked of each.
+A kept plan runs all its layers in one call, unless the call asks each layer for more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
-from fastbert.layers.form import Parts
+from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
@@ -25,11 +25,11 @@ class Taken(NamedTuple):
 
     Attributes:
         launch: the backend's function.
-        weights: the layer's weights as it takes them; or a function that makes them for one call.
+        layer: the layer as the function takes it, or what makes that for one call.
     """
 
-    launch: Callable
-    weights: object
+    launch: Callable[..., Any]
+    layer: FusedLayer | Callable[[], FusedLayer]
 
 
 def serves(x: Tensor, call: Call) -> str | None:
@@ -41,7 +41,7 @@ def serves(x: Tensor, call: Call) -> str | None:
     if x.shape[0] == 0:
         return "there are no tokens"
     if call.batch.causal:
-        return "a token sees only those before it"
+        return "a token sees only tokens before it"
     if call.wants_attentions or call.taps is not None:
         return "what attention computes inside is asked for"
     return None if checks.autocast_dtype(x) is None else "autocast is on"
@@ -50,7 +50,7 @@ def serves(x: Tensor, call: Call) -> str | None:
 def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     """See `plan`."""
     form, parts, layer = step.form, step.parts, step.layer
-    if parts is None:
+    if form is None or parts is None:
         return step.reason or "the layer has mathematics of its own"
     if layer.training or any(parts.rates):
         return "the layer is in training mode, or drops"
@@ -73,7 +73,7 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     if not keeps_panels(kind.op, x.shape[0]):
         if _another_kind(parts, kind, x):
             return "a parameter has another dtype or device than the tokens"
-        return Taken(launch, lambda: _weights(kind, make, parts, dense, x, call.scratch))
+        return Taken(launch, lambda: _fused(form, parts, _weights(kind, make, parts, dense, x, call.scratch)))
     tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
     sources = tuple([t for d in tables for t in d.values() if t is not None])
 
@@ -90,11 +90,11 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     weights = prepared.derived(layer, ("layer", kind.op, x.dtype, launch), sources, build)
     if weights is None:
         return "a parameter has another dtype or device than the tokens, or biases are missing"
-    return Taken(launch, weights)
+    return Taken(launch, _fused(form, parts, weights))
 
 
 def keeps_panels(x: Tensor) -> tuple[bool, ...] | None:
-    """Whether the serving backend keeps the weights of float and 8-bit layers for so many rows."""
+    """Whether the serving backend keeps the weights of float and of 8-bit layers for that many rows."""
     if x.device.type != "cpu":
         return None
     found = {kind.op: launchers(x.device, x.dtype, kind.op) for kind in (FLOAT, INT8)}
@@ -102,26 +102,26 @@ def keeps_panels(x: Tensor) -> tuple[bool, ...] | None:
 
 
 class Stack(list):
-    """A group whose layers run in one call, where nothing is asked of one of them."""
+    """A group whose layers run in one call, where nothing is asked of a single layer."""
 
     def __init__(self, group: list[tuple[Step, Taken]]):
         super().__init__(group)
-        self.layers = [_fused(step, taken.weights) for step, taken in group]
-        self.owns_bias = any(step.form.kept is not None for step, _ in group)
+        self.layers = [taken.layer for _, taken in group if not callable(taken.layer)]
+        self.owns_bias = any(step.form is not None and step.form.kept is not None for step, _ in group)
 
     def serves(self, call: Call) -> bool:
-        """Whether one call runs all."""
+        """Whether one call runs all layers."""
         asked = call.wants_states or call.gates is not None
         return not (asked or (self.owns_bias and call.batch.bias is not None))
 
 
 def kept(group: list[tuple[Step, Taken]]) -> list[tuple[Step, Taken]] | None:
     """See `plan`."""
-    return None if any(callable(taken.weights) for _, taken in group) else Stack(group)
+    return None if any(callable(taken.layer) for _, taken in group) else Stack(group)
 
 
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
-    """See `plan`. Meanwhile the threads wait for the next layer without sleeping."""
+    """See `plan`. Between layers the threads wait without sleeping."""
     try:
         open_team(x)
         if isinstance(group, Stack) and group.serves(call) and not blocks_of(group[0][0], x, call, True):
@@ -130,10 +130,10 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
             batch = call.batch
             lengths = batch.cu_seqlens, batch.max_seqlen
             return encoder_layer(group[0][1].launch, x, group.layers, *lengths, bias=batch.bias)
-        for step, (launch, weights) in group:
+        for step, (launch, taken) in group:
             step.layer.begin(x)
             gate = call.asked(step).gate
-            fused = [_fused(step, weights() if callable(weights) else weights)]
+            fused = [taken() if callable(taken) else taken]
 
             def layer(x, batch, out, launch=launch, fused=fused, gate=gate):
                 lengths = batch.cu_seqlens, batch.max_seqlen
@@ -146,15 +146,14 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
     return x
 
 
-def _fused(step: Step, weights: object) -> FusedLayer:
-    form, parts = step.form, step.parts
+def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
     eps, scale = (parts.attention_norm.eps, parts.output_norm.eps), form.head_dim**-0.5
     inner = parts.intermediate.out_features
     return FusedLayer(weights, form.nheads, form.head_dim, inner, scale, form.activation, eps)
 
 
 def _another_kind(parts: Parts, kind: LinearKind, x: Tensor) -> bool:
-    """Whether a parameter has another dtype or device than `x`, which is for the ops to see."""
+    """Whether a parameter has another dtype or device than `x`; then the ops check it."""
     norms = parts.attention_norm, parts.output_norm
     for module in (*parts.linears, *norms):
         for name, t in module._parameters.items():
@@ -170,12 +169,12 @@ def _weights(
     kind: LinearKind,
     make: Callable,
     parts: Parts,
-    dense: tuple[nn.Module, ...] | list[nn.Module],
+    dense: Sequence[nn.Module],
     x: Tensor,
     scratch: list[Tensor] | None = None,
 ) -> object | None:
     """The layer's weights as `make` prepares them; None if they cannot run as a whole layer."""
-    # The first argument after `x` keeps what is derived. For temporary copies that must not be the layer.
+    # The argument after `x` keeps what is derived. For temporary copies that must not be the layer.
     linears = kind.layer_operands(x, dense[0] if parts.int8 else parts.owner, list(dense))
     norms = [(norm.weight, norm.bias) for norm in (parts.attention_norm, parts.output_norm)]
     return None if linears is None else make(linears, norms, scratch)

@@ -1,4 +1,4 @@
-"""Executor of every layer: op by op, as `fastbert.layers.encoder` has it. The only one that trains."""
+"""Executor of every layer, op by op as in `fastbert.layers.encoder`. No other executor trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.layers import encoder
 
 
 def serves(x: Tensor, call: Call) -> str | None:
-    """See `plan`: it serves any call."""
+    """See `plan`; any call is served."""
     return None
 
 
@@ -32,25 +32,25 @@ def kept(group: list[tuple[Step, tuple]]) -> list[tuple[Step, tuple]]:
 def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     for step, _ in group:
-        asked, batch = call.asked(step), call.batch_of(step.form)
-        if not step.called:
-            step.layer.begin(x)
-        by_parts = not (step.called or asked.first_only or step.layer.training or any(step.parts.rates))
+        form, parts, asked, batch = step.form, step.parts, call.asked(step), call.batch_of(step.form)
+        if step.called or form is None or parts is None:
+            x = call.keep(*recomputed(step, call, step.layer, x, batch, asked))
+            continue
+        step.layer.begin(x)
+        by_parts = not (asked.first_only or step.layer.training or any(parts.rates))
         blocks = blocks_of(step, x, call, fused=False) if by_parts else []
         if blocks:
-            layer = functools.partial(encoder.layer, step.form, step.parts, asked=asked)
+            layer = functools.partial(encoder.layer, form, parts, asked=asked)
             x = call.keep(
                 by_blocks(blocks, x, batch, lambda rows, some, _, layer=layer: layer(rows, some)[0])
             )
-        elif step.called:
-            x = call.keep(*recomputed(step, call, step.layer, x, batch, asked))
         else:
-            x = call.keep(*recomputed(step, call, encoder.layer, step.form, step.parts, x, batch, asked))
+            x = call.keep(*recomputed(step, call, encoder.layer, form, parts, x, batch, asked))
     return x
 
 
 def recomputed(step: Step, call: Call, layer: Callable, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """`layer(*args)`; its results are computed again in backward if the call says so."""
+    """`layer(*args)`, whose results are computed again in backward if the call says so."""
     if call.recompute_every > 0 and step.number % call.recompute_every == 0:
         return checkpoint(layer, *args, use_reentrant=False)
     return layer(*args)

@@ -1,9 +1,11 @@
-"""Executor of inference on a GPU: all layers in one call of the backend (ops/encoder_layers.py).
+"""Executor of inference on a GPU, which runs all layers in one call of the backend (ops/encoder_layers.py).
 
-What a layer computes with is what `launchers` takes; here the whole stack is enqueued without Python.
+It takes the same layers as `launchers`, and enqueues the whole stack without Python.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 from torch import Tensor
 
@@ -25,17 +27,17 @@ def serves(x: Tensor, call: Call) -> str | None:
 
 def takes(step: Step, x: Tensor, call: Call) -> str | LayerStack:
     """See `plan`."""
-    form, taken = step.form, launchers.parameters_of(step, x)
+    taken = launchers.parameters_of(step, x)
     if isinstance(taken, str):
         return taken
+    form, parameters, eps = taken
     if form.kept is not None and call.batch.bias is not None:
         return "the layer has the bias of its own heads"
-    parameters, eps = taken
 
     def build() -> LayerStack:
         qkv = joined_weights(step.layer, parameters[0:6:2], parameters[1:6:2], x.dtype)
-        how = form.nheads, form.head_dim, form.activation, *eps
-        # as the ops take them: attention's output, its norm, the feed-forward block, its norm
+        how = form.nheads, form.head_dim, cast(str, form.activation), *eps
+        # In the ops' order: attention's output, its norm, the feed-forward block, its norm
         rest = *parameters[6:8], *parameters[12:14], *parameters[8:12], *parameters[14:]
         return LayerStack([LayerWeights(*how, *qkv, *rest)])
 

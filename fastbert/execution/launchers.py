@@ -1,8 +1,8 @@
-"""Executor of inference on a GPU: a layer by the backends' launchers themselves, where `gpu` does not serve.
+"""Executor of inference on a GPU, which calls the backends' launchers itself, where `gpu` does not serve.
 
-There a batch of few tokens takes the device less time than the host needs to check what it passes on: each
-op checks all its arguments, and each layer its parts. Here the batch is checked once, and the parameters of
-a layer all at a time. The launchers, their arguments and so the bits are those of the ops.
+On a GPU a batch of few tokens takes the device less time than the host's checks take, because each op checks
+all its arguments, and each layer its parts. This executor checks the batch once, and all parameters of a
+layer at a time. It calls the same launchers with the same arguments as the ops, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotens
 
 
 class Checked(NamedTuple):
-    """What is known of a batch, for one layer after the other.
+    """What is known of a batch, for all layers with the same heads.
 
     Attributes:
-        bias: as attention's launcher takes it, or None.
-        table: of attention's places, or None.
+        bias: the bias as attention's launcher takes it, or None.
+        table: the table of attention's places, or None.
     """
 
     bias: Tensor | None
@@ -47,10 +47,12 @@ class Taken(NamedTuple):
     """What a layer computes with.
 
     Attributes:
+        form: the layer's form, with an activation of `fastbert.ops.activation`.
         parameters: weight and bias of query, key, value, attention output, intermediate, output, both norms.
-        eps: of both norms.
+        eps: the eps of both norms.
     """
 
+    form: LayerForm
     parameters: list[Tensor]
     eps: tuple[float, float]
 
@@ -83,7 +85,7 @@ def serves(x: Tensor, call: Call) -> str | None:
         or type(ends) is not Tensor
         or ends.is_neg()
     ):
-        return "the tokens are of a kind that each op has to look at"
+        return "the tokens are of a kind that each op has to check"
     return None
 
 
@@ -97,7 +99,7 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
 def parameters_of(step: Step, x: Tensor) -> str | Taken:
     """What the layer computes with, if its ops would pass all of it on as it is; or why not."""
     form, parts = step.form, step.parts
-    if parts is None:
+    if form is None or parts is None:
         return step.reason or "the layer has mathematics of its own"
     if form.kinds:
         return f"it does not know layers with {', '.join(sorted(form.kinds))}"
@@ -107,12 +109,12 @@ def parameters_of(step: Step, x: Tensor) -> str | Taken:
         return "8-bit copies run, something drops, or our ops do not compute all of the layer"
     if step.called:
         return "something looks at the layer's calls"
-    return _plain(form, parts, x) or "a part was replaced, or a parameter is one that its op has to look at"
+    return _plain(form, parts, x) or "a part was replaced, or its op has to check a parameter"
 
 
 def _plain(form: LayerForm, parts: Parts, x: Tensor) -> Taken | None:
     """The layer's parameters; None if a part is not plain, or if they do not fit `x` and one another."""
-    found, eps = [], []
+    found = []
     for module in parts[:8]:
         kind = nn.Linear if len(found) < 12 else nn.LayerNorm
         if not is_plain(module, kind):
@@ -122,24 +124,23 @@ def _plain(form: LayerForm, parts: Parts, x: Tensor) -> Taken | None:
         if weight is None or bias is None:
             return None
         found += (weight, bias)
-        if kind is nn.LayerNorm:
-            eps.append(checks.eps(module.eps))
+    eps = checks.eps(parts.attention_norm.eps), checks.eps(parts.output_norm.eps)
     width, inner = form.nheads * form.head_dim, found[8].shape[0]
     fits = width > 0 and inner > 0 and _fit(found, _shapes(x.shape[1], width, inner), x)
-    return Taken(found, tuple(eps)) if fits else None
+    return Taken(form, found, eps) if fits else None
 
 
 @functools.cache
 def _shapes(hidden: int, width: int, inner: int) -> list[tuple[int, ...]]:
-    """Of the parameters of a layer with so many columns, in attention `width`."""
+    """The shapes of a layer's parameters; attention has `width` columns, the feed-forward block `inner`."""
     wide = [(width, hidden)] * 3 + [(hidden, width), (inner, hidden), (hidden, inner)]
     return [shape for matrix in wide for shape in (matrix, matrix[:1])] + [(hidden,)] * 4
 
 
 def _fit(parameters: list[Tensor], shapes: list[tuple[int, ...]], x: Tensor) -> bool:
-    """Whether the ops would pass on these parameters as they are. Asked at every call: so C code walks lists.
+    """Whether the ops would pass on these parameters as they are.
 
-    `parameter.data = other` may change all of it.
+    It runs at every call, because `parameter.data = other` may change the answer. So C code walks the lists.
     """
     dtype, index = x.dtype, x.get_device()
     return (
@@ -154,7 +155,7 @@ def _fit(parameters: list[Tensor], shapes: list[tuple[int, ...]], x: Tensor) -> 
 
 
 def _checked(x: Tensor, batch: PackedBatch, nheads: int) -> Checked:
-    """What is known of the batch; raises as `attention` does where it is wrong."""
+    """What is known of the batch; raises `attention`'s errors."""
     ends, longest = batch.cu_seqlens, batch.max_seqlen
     check_lengths(ends, longest, x)
     table = checked_table(batch.fitting_places(), ends, longest, x)
@@ -163,21 +164,22 @@ def _checked(x: Tensor, batch: PackedBatch, nheads: int) -> Checked:
 
 
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
-    """See `plan`. The launchers, their arguments and so the bits are those of the ops."""
+    """See `plan`."""
     known: dict[tuple, Checked] = {}
     for step, taken in group:
         step.layer.begin(x)
-        form, batch = step.form, call.batch_of(step.form)
+        form = taken.form
+        batch = form.own_batch(call.batch)
         key = form.nheads, form.kept
         if key not in known:
             known[key] = _checked(x, batch, form.nheads)
-        x = call.keep(_layer(step.layer, form, x, batch, known[key], taken, call.arrivals))
+        x = call.keep(_layer(step.layer, x, batch, known[key], taken, call.arrivals))
     return x
 
 
-def _layer(layer, form, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]) -> Tensor:
+def _layer(layer, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]) -> Tensor:
     device, dtype, rows = x.device, x.dtype, x.shape[0]
-    parameters, (eps, last_eps) = taken
+    form, parameters, (eps, last_eps) = taken
     out_weight, out_bias, up_weight, up_bias, down_weight, down_bias = parameters[6:12]
     norm_weight, norm_bias, last_weight, last_bias = parameters[12:]
     product = dispatch.launcher("linear_fwd", device, dtype)

@@ -1,23 +1,23 @@
-"""Executor of layers that something looks at or has changed: module by module, on a padded batch.
+"""Executor of layers that something looks at or has changed, module by module on a padded batch.
 
-As in transformers, with PyTorch's own operations.
+As in transformers, it runs PyTorch's own operations.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fastbert.execution.call import Call, Step
+from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.eager import recomputed
 from fastbert.layers.packing import Packing
 
 
 def serves(x: Tensor, call: Call) -> str | None:
-    """See `plan`: any call may have such a layer."""
+    """See `plan`; any call may have such a layer."""
     return None
 
 
@@ -28,8 +28,9 @@ def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
 
 def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
+    packing, padded_mask = cast(Padded, call.padded)
     for step, _ in group:
-        packing, mask = call.padded
+        mask = padded_mask
         if mask is not None and step.form is not None:
             mask = step.form.of_own_heads(mask, 1)
         gate = call.asked(step).gate
@@ -46,7 +47,7 @@ def _on_grid(
     wants_attentions: bool,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """A layer on packed tokens, called on the padded batch; its probabilities as attention returns them."""
+    """(packed output of a layer that is called on the padded batch, packed probabilities or None)."""
     x, kept = packing.grid(hidden)
     given = {} if gate is None else {"gate": gate}
     if not wants_attentions:
@@ -59,5 +60,5 @@ def _on_grid(
 
 
 def first_of(output: Any) -> Tensor:
-    """The hidden states in what a module, or a hook of it, has returned."""
+    """The hidden states in what a module or its hook has returned."""
     return output if isinstance(output, Tensor) else output[0]

@@ -1,9 +1,9 @@
 """Which executor runs which layers of a call.
 
     steps = survey(layers)              what each layer is now: its form and parts, or why it must be called
-    hidden = run(steps, hidden, call)   packed tokens through all of them
+    hidden = run(steps, hidden, call)   packed tokens through all layers
 
-An executor is a module of this room with three functions:
+An executor is a module of this folder with three functions:
 
     serves(x, call) -> None, or one sentence on why it runs no layer of this call
     takes(step, x, call) -> what its `run` needs for the layer, or one sentence on why it does not run it
@@ -14,10 +14,10 @@ has one more function:
 
     kept(group) -> what its `run` takes as the group in further calls, or None if it takes none
 
-`EXECUTORS` has them in order: the first that takes a layer runs it. `eager` takes every layer that `modules`
-does not. To add one: a module with the three functions, and its line in `EXECUTORS`. One with mathematics of
-its own (`cpu`, `gpu`, `launchers`) refuses forms of a kind that it does not know (`LayerForm.kinds`). `takes`
-may be asked twice for a layer, and changes nothing.
+The first of `EXECUTORS` that takes a layer runs it. `eager` takes every layer that `modules` does not. To add
+an executor, write a module with the three functions and its line in `EXECUTORS`. An executor with mathematics
+of its own (`cpu`, `gpu`, `launchers`) refuses forms of a kind that it does not know (`LayerForm.kinds`).
+`takes` may be called twice for a layer, and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from fastbert.runtime import prepared
 from fastbert.runtime.model_state import ModelState, state_of
 
 EXECUTORS = (modules, gpu, launchers, cpu, eager)
-# So many plans in a row are made to be kept; if they never are, then only each of so many.
+# After this many plans in a row that did not last, only each MOST_MADE-th plan is made to be kept.
 MOST_MADE = 8
 _forward = attrgetter("forward")
 
@@ -47,9 +47,9 @@ def survey(layers: Iterable[nn.Module], own: type = PackedLayer, inside: bool = 
     """What the layers of a call are now.
 
     Args:
-        layers: in execution order.
+        layers: the layers in execution order.
+        own: a family's own class with other mathematics, whose layers are called on packed tokens.
         inside: whether the layers' own call is under way.
-        own: a class whose layers are called on packed tokens: a family's own, with other mathematics.
     """
     everything, steps = calls_all(), []
     for number, layer in enumerate(layers):
@@ -76,8 +76,8 @@ def drops(steps: list[Step]) -> bool:
 def run(steps: list[Step], x: Tensor, call: Call, groups: list | None = None) -> Tensor:
     """Packed tokens (total, hidden) through the layers; (batch, hidden) with `call.first_only`.
 
-    Hidden states and probabilities that are asked for are appended to the call's lists, and what each
-    executor runs to `groups`.
+    Hidden states and probabilities that are asked for are appended to the call's lists, and (executor, group)
+    pairs to `groups`.
     """
     done, groups = 0, [] if groups is None else groups
     while done < len(steps):
@@ -96,20 +96,20 @@ def run(steps: list[Step], x: Tensor, call: Call, groups: list | None = None) ->
 
 
 class Plan:
-    """What is decided of the layers of a model, for one call or, while nothing changes, for several.
+    """The decision on the layers of a model, for one call or, while nothing changes, for several calls.
 
     Args:
         container: the module that holds the layers, and nothing else.
         layers, own: see `survey`.
-        keeps: whether to keep it for further calls, if its executors take part.
-        around: other modules that are as they were while a kept plan holds, with all that they hold.
+        keeps: whether to keep the plan for further calls, if its executors can.
+        around: further modules that must not change while a kept plan holds, with all that they contain.
 
     Attributes:
         steps: see `survey`.
         changed: the first layer that must be called on a padded batch, or None.
         drops: whether a layer on packed tokens drops anything.
-        kept: what each executor runs, by what is asked of a call, and what was derived for it.
-        state: what it was decided by, if it is kept.
+        kept: what is asked of a call -> (what each executor runs, what was derived for it).
+        state: the state of the modules that the decision depends on, if the plan is kept.
         made: how many plans in a row were made because something had changed.
     """
 
@@ -122,14 +122,16 @@ class Plan:
         around: Sequence[nn.Module] = (),
     ):
         self.layers, self.around = layers, around
-        # those that look at more than their modules' own attributes
+        # Layers that look at more than their modules' own attributes
         own_options = PackedLayer.options
-        self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
+        self._asked: list[Any] = [
+            m for m in layers if getattr(type(m), "options", own_options) is not own_options
+        ]
         self.options = [layer.options() for layer in self._asked]
         self.kept: dict[tuple, tuple[list, list]] = {}
         self.state: ModelState | None = None
         self.made = 0
-        # not the container: it is what the plan is freed with
+        # Without the container, because the plan is freed with it
         whole = (m for each in (container, *around) for m in each.modules())
         self._below = [m for m in whole if m is not container] if keeps else []
         self._kinds = list(set(map(type, self._below)))
@@ -147,8 +149,8 @@ class Plan:
         return state_of(self._below, self._tables, self._tensors, derived)
 
     def holds(self, layers: list[nn.Module], around: Sequence[nn.Module] = ()) -> bool:
-        """Whether the plan is kept, and nothing that it was decided by has changed."""
-        # a recorded graph may run the layers in its place: then nothing was derived for it
+        """Whether the plan is kept, and nothing that it depends on has changed."""
+        # Where a recorded graph runs the layers in place of the plan, nothing was derived for it
         state = self._before if self.state is None else self.state
         return (
             state is not None
@@ -176,7 +178,7 @@ class Plan:
         return x
 
     def _run_first(self, key: tuple, x: Tensor, call: Call) -> Tensor:
-        """`run`, and keep what the executors run if all of them take it again."""
+        """`run`, and keep what the executors run if all of them can run it again."""
         groups: list[tuple[ModuleType, list]] = []
         with prepared.collect_used() as derived:
             x = run(self.steps, x, call, groups)
@@ -185,7 +187,7 @@ class Plan:
             self.kept[key] = again, derived
             if self._before is not None:
                 state = self._state(derived)
-                # what another thread has changed meanwhile shows in one of the three
+                # A change by another thread in the meantime shows in one of the three
                 if self._before.extension.same() and all(prepared.is_current(*each) for each in derived):
                     self.state = state
                 self._before = None
@@ -199,11 +201,12 @@ def plan_of(
     around: Sequence[nn.Module] = (),
     gap: Callable[[], str | None] = lambda: None,
 ) -> Plan | None:
-    """The plan for layers: the kept one if it is still right, or a new one; see `Plan`.
+    """The kept plan for layers if it is still right, or a new plan.
 
     Args:
-        gap: why there is none; asked before a new one is made. What it depends on is below the container or
-            in `around`.
+        container, layers, own, around: see `Plan`.
+        gap: returns why there is no plan, or None; called before a new plan is made. It depends on nothing
+            but the container, `around` and the modules below them.
     """
     keeps = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     found: Plan | None = prepared.beside(container) if keeps else None
@@ -214,7 +217,7 @@ def plan_of(
         return None
     if not keeps:
         return Plan(container, layers, own, False)
-    # to watch a model takes as long as some calls: only where its plan can be kept, and it does not change
+    # To watch a model takes as long as some calls. It pays only if the plan can be kept and the model rests
     made = 0 if found is None or not found.kept else found.made + 1
     plan = Plan(container, layers, own, 0 < made <= MOST_MADE or made % MOST_MADE == 1, around)
     plan.made = made
@@ -232,12 +235,12 @@ def _choose(serving: list[ModuleType], step: Step, x: Tensor, call: Call) -> tup
 
 
 class Served(NamedTuple):
-    """Which executor runs some layers in a row.
+    """The executor of some consecutive layers.
 
     Attributes:
         first, last: numbers of the layers.
         executor: its name.
-        refused: of those that come before it, name -> one sentence on why it does not run these.
+        refused: name of each executor before it -> one sentence on why it does not run these layers.
     """
 
     first: int
@@ -247,7 +250,7 @@ class Served(NamedTuple):
 
 
 def explain(steps: list[Step], x: Tensor, call: Call) -> list[Served]:
-    """Which executors would run the layers of a call, and why not the others."""
+    """Which executors would run the layers of a call, and why executors before them would not."""
     found: list[Served] = []
     for step in steps:
         refused: dict[str, str] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -176,14 +176,14 @@ class Parts(NamedTuple):
             the norms are LayerNorms, and nothing looks at any of them.
     """
 
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    attention_output: nn.Module
-    intermediate: nn.Module
-    output: nn.Module
-    attention_norm: nn.Module
-    output_norm: nn.Module
+    query: Any
+    key: Any
+    value: Any
+    attention_output: Any
+    intermediate: Any
+    output: Any
+    attention_norm: Any
+    output_norm: Any
     owner: nn.Module
     rates: tuple[float, float, float]
     fuses_norm: bool = True
@@ -193,7 +193,7 @@ class Parts(NamedTuple):
     plain: bool = False
 
     @property
-    def linears(self) -> tuple[nn.Module, ...]:
+    def linears(self) -> tuple[Any, ...]:
         """The six linear layers in execution order."""
         return self[:6]
 

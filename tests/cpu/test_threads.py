@@ -18,7 +18,7 @@ from fastbert.execution import cpu
 from fastbert.execution.call import Call
 from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
-from fastbert.ops.encoder_layer import FusedLayer, encoder_layer
+from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.runtime import loader
 
 pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension is not built")
@@ -192,11 +192,10 @@ def test_a_result_in_memory_of_the_caller_is_checked():
     x = torch.randn(6, 32)
     sequences = PackedBatch(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     with torch.no_grad():
-        launch, weights = cpu.takes(*survey([layer]), x, Call(sequences, 0))
-        layers = [FusedLayer(weights, 2, 16, 64, 0.25, "gelu", (1e-12, 1e-12))]
+        launch, taken = cpu.takes(*survey([layer]), x, Call(sequences, 0))
 
         def result(out=None):
-            return encoder_layer(launch, x, layers, sequences.cu_seqlens, 4, bias=None, out=out)
+            return encoder_layer(launch, x, [taken], sequences.cu_seqlens, 4, bias=None, out=out)
 
         wanted = result()
         out = torch.full((8, 32), torch.nan)

@@ -20,7 +20,7 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.ops.encoder_layer import FusedLayer, encoder_layer, launchers
+from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
@@ -381,8 +381,7 @@ def test_bad_input_is_named():
     _make, launch, _keeps = launchers(torch.device("cpu"), FLOAT, "linear")
     with torch.no_grad():
         x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
-        weights = executor.takes(*survey([layer]), x, Call(PackedBatch(ends, 4), 0)).weights
-        layer = FusedLayer(weights, 3, 16, 80, 0.25, "gelu", (0.1, 0.1))
+        layer = executor.takes(*survey([layer]), x, Call(PackedBatch(ends, 4), 0)).layer
 
         def call(x=x, cu_seqlens=ends, max_seqlen=4, bias=None, gate=None, **changed):
             layers = [layer, layer._replace(**changed)]
