@@ -1,4 +1,4 @@
-"""Which calls a graph can serve; the model computes the others."""
+"""Which calls a graph can serve; the model computes all other calls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.config import EncoderConfig
 
-# Arguments of a call that needs no more than two calls of the extension (`GraphedModel._quickly`), and of
-# those that a graph can serve; with any other, the model itself runs
+# Arguments of calls that need no more than two calls of the extension (`GraphedModel._quickly`), and of all
+# calls that a graph can serve; with any other argument the model itself runs
 _USUAL = frozenset(("input_ids", "attention_mask", "token_type_ids", "return_dict", "first_token_only"))
 RECORDED = _USUAL | {"position_ids", "packed", "cu_seqlens", "max_seqlen"}
 
 
 def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> bool:
-    """Whether nothing but hidden states and the pooler's output is asked for, by the usual arguments.
+    """Whether usual arguments ask for hidden states and the pooler's output alone, and a graph may run.
 
-    And nothing outside the modules is in the way. Hooks and modes of the modules are not looked at.
+    Hooks and modes of the modules are not checked.
     """
     config = model.config
     return (
@@ -60,11 +60,12 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
 
 
 def raise_bad_ids(device: torch.device) -> None:
-    """Raise an IndexError if a replay on `device` met an id that its table does not have.
+    """Raise an IndexError if a replay on `device` has read an id that its table does not have.
 
-    The kernel that finds one tells the host without being waited for (kernels/bad_ids.py).
+    The kernel that finds a bad id reports it to the host, which does not wait (kernels/bad_ids.py).
     """
-    kernels = sys.modules.get("fastbert.kernels.bad_ids")  # if it was never imported, no kernel has run
+    # If it was never imported, no kernel has run
+    kernels = sys.modules.get("fastbert.kernels.bad_ids")
     if kernels is not None:
         kernels.bad_ids(device).check()
 
@@ -76,14 +77,14 @@ def unfit_arguments(config: EncoderConfig, given: dict[str, Any], served: frozen
         if given.get(name) or (given.get(name) is None and getattr(config, name)):
             return f"{name} is asked for"
     for name, value in given.items():
-        # causal=False is more than nothing: it overrides the config
+        # causal=False overrides the config
         if value is not None and (value is not False or name == "causal") and name not in served:
             return f"{name} is given"
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return "attention_mask has four dimensions"
-    # with position_ids given, a sequence may be longer than graphs are recorded for
+    # With position_ids a sequence may be longer than graphs are recorded for
     if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > config.max_tokens:
-        return f"input_ids are more than {config.max_tokens} a sequence"
+        return f"input_ids are more than {config.max_tokens} per sequence"
     return None
 
 

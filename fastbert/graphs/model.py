@@ -4,30 +4,30 @@
     with torch.inference_mode():
         output = graphed(input_ids, attention_mask)  # takes and returns what the model does
 
-Tokens are packed before the recorded part begins, so a graph does not depend on lengths: it serves every
-batch whose number of tokens fits its `Bucket`, whatever the lengths. Rows after the last token hold token 0.
-Absent sequences are empty: their entries of `cu_seqlens` repeat the number of tokens. By the contracts of
-ops/packing.py and ops/attention.py nothing reads those rows, and they change no result.
+Tokens are packed before the recorded part begins, so a graph does not depend on lengths. It serves every
+batch whose number of tokens fits its `Bucket`. Rows after the last token hold token 0. Absent sequences are
+empty: their entries of `cu_seqlens` repeat the number of tokens. By the contracts of ops/packing.py and
+ops/attention.py nothing reads those rows, and they change no result.
 
-`buckets.py` has the sizes of the buckets, and what an absent sequence costs. On a GPU, every backend of
-attention but the Triton kernel has a dense grid, and would compute sequences x longest² scores. If one of
-those serves, nothing is recorded.
+`buckets.py` has the sizes of the buckets, and what an absent sequence costs. Some backends of attention on a
+GPU have a dense grid, and would compute sequences x longest² scores. If one of them serves, nothing is
+recorded (`calls.by_grid`).
 
-At most `max_graphs` are kept; a new one replaces the least recently used.
+At most `max_graphs` graphs are kept; a new graph replaces the least recently used.
 
 Memory: all graphs share one pool. It holds one set of intermediate results, as large as the largest graph
-needs, and one set of outputs per graph. `GraphedModel.bytes_held` is what it holds now.
+needs, and one set of outputs per graph. `GraphedModel.bytes_held` is its present size.
 
 Weights: a graph reads the model's parameters at their addresses. So the next call sees an optimizer step,
 `copy_` or `load_state_dict`, and weights derived from them (runtime/prepared.py) are derived again, in place.
-The same holds after a write through `parameter.data`: marks of the storages, which are on the host, show it
-without waiting for the device. If a parameter or module was replaced (`.to()`,
-`load_state_dict(assign=True)`, LoRA), everything is recorded again. Changes of anything else that was read
-while recording are not noticed: attributes of modules such as `eps`, settings of PyTorch. After those, call
-`GraphedModel.clear`.
+The same holds after a write through `parameter.data`, which marks of the storages on the host show without
+waiting for the device. If a parameter or module was replaced (`.to()`, `load_state_dict(assign=True)`,
+LoRA), everything is recorded again. Changes of anything else that was read while recording are not noticed,
+such as attributes of modules (`eps`) and settings of PyTorch. After such a change call `GraphedModel.clear`.
 
-A usual call whose graph exists takes the host two calls of the extension: one packs the batch, the other,
-while the GPU works, finds that nothing has changed (`GraphedModel._quickly`). All else goes the long way.
+A usual call whose graph exists takes the host two calls of the extension. The first packs the batch. The
+second, while the GPU works, finds that nothing has changed (`GraphedModel._quickly`). Any other call takes
+more steps.
 
 What a graph cannot do, the model does itself, with the same result; `GraphedModel.last_fallback` says why.
 """
@@ -42,14 +42,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise, starmap
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from fastbert.graphs.buckets import Bucket, long_room, sequence_rooms, token_buckets
 from fastbert.graphs.calls import RECORDED, by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
-from fastbert.graphs.recorder import Recorder, recorder_for
+from fastbert.graphs.recorder import EagerRecorder, Recorder, recorder_for
 from fastbert.graphs.staging import Plan, Rows, Stage, make_plan, rows_in, words
 from fastbert.graphs.task import Around, GraphedTask
 from fastbert.graphs.weights import Weights
@@ -61,16 +61,28 @@ from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared
 
-_TRIES = 3  # replays of one call, while another thread changes the weights
-_PLANS = 1024  # to keep
+# Replays of one call, while another thread changes the weights
+_TRIES = 3
+# The most plans that are kept
+_PLANS = 1024
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `graph`."""
+
+    max_tokens: int
+    max_batch: int
+    buckets: Sequence[int] | None
+    max_graphs: int
+    recorder: Callable[[torch.device], Recorder | None]
 
 
 @overload
-def graph(model: BertModel, **options: Any) -> GraphedModel: ...
+def graph(model: BertModel, **options: Unpack[Options]) -> GraphedModel: ...
 @overload
-def graph(model: TaskModel, **options: Any) -> GraphedTask: ...
+def graph(model: TaskModel, **options: Unpack[Options]) -> GraphedTask: ...
 @overload
-def graph(model: nn.Module, **options: Any) -> GraphedModel | GraphedTask: ...
+def graph(model: nn.Module, **options: Unpack[Options]) -> GraphedModel | GraphedTask: ...
 def graph(
     model: nn.Module,
     *,
@@ -83,8 +95,8 @@ def graph(
     """The model, with its inference forward replayed from CUDA graphs that are recorded when first needed.
 
     Args:
-        model: an encoder, or a model with a head, which runs after the graph; fastbert's, or transformers'
-            after `fastbert.accelerate`. Shared, not copied.
+        model: an encoder, or a model with a head, which runs after the graph; a model of fastbert, or of
+            transformers after `fastbert.accelerate`. It is shared, not copied.
         max_tokens: most tokens of a batch, padding not counted; the model itself computes larger batches.
         max_batch: most sequences of a batch; the model itself computes larger batches.
         buckets: sizes of a batch in tokens, ascending; the last one overrides `max_tokens`. Default:
@@ -95,19 +107,19 @@ def graph(
             default, `recorder_for`, only models on a CUDA device are recorded.
 
     Returns:
-        A `GraphedModel`, or of a model with a head or of transformers a `GraphedTask`, to be called like the
+        A `GraphedModel`, or for a model with a head or of transformers a `GraphedTask`, to be called like the
         model.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     encoder = getattr(model, "base_model", None)
-    # an accelerated model of transformers has one
+    # An accelerated model of transformers has one
     encoder = getattr(encoder, "fastbert_packed", encoder)
-    if not hasattr(encoder, "encode_inputs"):
+    if encoder is None or not hasattr(encoder, "encode_inputs"):
         raise TypeError(
-            "model: expected a model of fastbert, or one of transformers that fastbert.accelerate makes run "
-            f"on packed tokens (call it first; fastbert.explain says which), got {type(model).__name__}"
+            "model: expected a model of fastbert, or a model of transformers that runs on packed tokens "
+            f"after fastbert.accelerate (see fastbert.explain), got {type(model).__name__}"
         )
     graphed = GraphedModel(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
     return graphed if encoder is model else GraphedTask(model, graphed)
@@ -117,19 +129,19 @@ class GraphedModel(Around):
     """A model whose inference forward is replayed from CUDA graphs if possible; made by `graph`.
 
     Calls take and return what the model's calls do. Any thread may call, on any stream; replays run one after
-    the other. The first call of a bucket records its graph: it takes as long as two forwards and the capture,
-    and waits for the GPU.
+    another. The first call of a bucket records its graph, which waits for the GPU and takes as long as two
+    forwards and the capture.
 
     Attributes:
         model: the model.
         buckets: sizes of a batch in tokens.
-        rooms: how many sequences each bucket holds; a batch of long ones has a graph with less room.
+        rooms: how many sequences each bucket holds; a batch of long sequences has a graph with less room.
         max_batch, max_graphs: see `graph`.
         replays: how many calls were replayed.
         fallbacks: reason -> how many calls were not replayed.
     """
 
-    # what a call may ask for
+    # What a call may ask for
     _arguments = RECORDED
 
     def __init__(
@@ -162,8 +174,9 @@ class GraphedModel(Around):
         self._names = frozenset(p.name for p in parameters)
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._last = threading.local()
-        self._lock = threading.Lock()  # guards what `_drop` makes
-        self._recorder: Recorder | None = None
+        # Guards what `_drop` makes
+        self._lock = threading.Lock()
+        self._recorder: Recorder = EagerRecorder(model.device)
         self._drop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple:
@@ -173,7 +186,8 @@ class GraphedModel(Around):
         given = dict(zip(self._positional, args, strict=False))
         wrong = given.keys() & kwargs or not kwargs.keys() <= self._names
         if wrong or len(args) > len(self._positional):
-            return self.model(*args, **kwargs)  # raises the TypeError
+            # Raises the TypeError
+            return self.model(*args, **kwargs)
         given |= kwargs
         model, stage = self.model, self._stage
         first_only = bool(given.get("first_token_only"))
@@ -235,11 +249,10 @@ class GraphedModel(Around):
     def bytes_held(self) -> int:
         """Bytes of the graphs and their inputs now, without the model's weights."""
         with self._lock:
-            recorded = 0 if self._recorder is None else self._recorder.bytes_held()
-            return recorded + sum(t.nbytes for t in self._held())
+            return self._recorder.bytes_held() + sum(t.nbytes for t in self._held())
 
     def _held(self) -> list[Tensor]:
-        """What recordings share."""
+        """The memory that recordings share."""
         return [self._memory]
 
     def clear(self) -> None:
@@ -268,7 +281,7 @@ class GraphedModel(Around):
         return model.checked(*tensors, given.get("cu_seqlens"), given.get("max_seqlen"))
 
     def _itself(self, reason: str, inputs: Inputs, *asked: bool | None) -> Tensor:
-        """The last hidden states by the model itself, and why."""
+        """The last hidden states by the model itself; `reason` is counted."""
         self._note(reason)
         return self.model.encode_inputs(inputs.to(self.model.device), None, False, False, *asked)[0]
 
@@ -300,9 +313,9 @@ class GraphedModel(Around):
         return Bucket(*sizes, first_only, pooled, dispatch.pins())
 
     def _sizes(self, total: int, batch: int, longest: int = 0) -> tuple[int, int] | None:
-        """(tokens, sequences) of the smallest graph for a batch; None if none holds it.
+        """(tokens, sequences) of the smallest graph for a batch; None if no graph holds it.
 
-        With `longest` also for its padding, as sequences of at most so many tokens.
+        With `longest` the graph also holds the padding, as sequences of at most `longest` tokens.
         """
         first = bisect_left(self.buckets, total)
         for tokens, room in zip(self.buckets[first:], self.rooms[first:], strict=True):
@@ -317,19 +330,18 @@ class GraphedModel(Around):
     ) -> tuple[Tensor, Tensor | None] | None:
         """(last_hidden_state, pooler_output) of a usual call that a recording serves as it is.
 
-        None if it is another call, or if something has changed: `_replay` then does what is needed. What it
-        does in many small steps, the extension here does in two calls, one of them while the GPU works.
+        None if the call is not usual, or if something has changed; then `_replay` must run. Here two calls of
+        the extension, one of them while the GPU works, do what `_replay` does in many small steps.
         """
         raise_bad_ids(stage.device)
         ids, types = given.get("input_ids"), given.get("token_type_ids")
-        batch = stage.batch(ids, given.get("attention_mask"), types)
-        if batch is None:
+        if ids is None or (batch := stage.batch(ids, given.get("attention_mask"), types)) is None:
             return None
         key = batch.shape, first_only, dispatch.pins()
         plan = self._plans.get(key) or self._plan(*key)
         if plan is None:
             return None
-        # what is packed without ids is the same at each such call
+        # Without ids the packed batch is the same at each call of this kind
         same = None if batch.ids is not None else (key, types is None)
         packed = None
         if same is None or self._packed != same:
@@ -338,8 +350,9 @@ class GraphedModel(Around):
             if not stage.pack(batch, *sizes, plan.indices is not None, packed):
                 return None
         with self._lock:
-            # dropped meanwhile; or there is no state to compare with afterwards
-            if self._plans.get(key) is not plan or self._weights.state is None:
+            # The plan was dropped in the meantime, or there is no state to compare with afterwards
+            weights = self._weights
+            if weights is None or weights.state is None or self._plans.get(key) is not plan:
                 return None
             if packed is None and self._packed != same:
                 return None
@@ -349,13 +362,13 @@ class GraphedModel(Around):
                     self._packed = None
                     plan.inputs.copy_(packed, non_blocking=True)
                     self._packed = same
-                if batch.ids is None:
+                if batch.ids is None and plan.ids is not None and plan.types is not None:
                     plan.ids.copy_(ids)
                     if types is not None:
                         plan.types.copy_(types)
                 plan.replay()
                 outputs = plan.copy_outputs(*batch.shape[:2])
-            if not self._weights.untouched():
+            if not weights.untouched():
                 return None
             self._last.reason = None
             self.replays += 1
@@ -372,13 +385,14 @@ class GraphedModel(Around):
                 return None
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            with torch.inference_mode(False):  # see `_begin`
+            # See `_allocate`
+            with torch.inference_mode(False):
                 plan = make_plan(bucket, self._recordings[bucket][0], self._rows(bucket), shape)
             self._plans[shape, first_only, pins] = plan
         return plan
 
     def _replay(self, inputs: Inputs, first_only: bool, pooled: bool) -> tuple[Tensor, Tensor | None] | str:
-        """(hidden, pooled), copies that the caller owns; or why not."""
+        """(hidden, pooled), copies that the caller owns; or why no graph can serve."""
         bucket = self._bucket(inputs, first_only, pooled)
         if isinstance(bucket, str):
             return bucket
@@ -386,59 +400,65 @@ class GraphedModel(Around):
             for _ in range(_TRIES):
                 if self._weights is not None and bucket not in self._recordings:
                     self._settle()
-                if self._weights is None and (reason := self._begin()) is not None:
-                    return reason
+                weights = self._weights or self._begin()
+                if isinstance(weights, str):
+                    return weights
                 if bucket not in self._recordings:
-                    reason = self._weights.watched() or self._record(bucket)
+                    reason = weights.watched() or self._record(bucket)
                     if reason is not None:
                         return reason
+                    # The state does not cover what this recording derives
+                    weights.state = None
                 with self._recorder.in_order():
                     outputs = self._run(bucket, inputs)
                 # Checked while the GPU already works
-                if self._weights.untouched():
+                if weights.untouched():
                     return outputs
-                if (reason := self._weights.watched()) is not None:
+                if (reason := weights.watched()) is not None:
                     return reason
-                # before they are found right, so that no change is missed
-                state = self._weights.candidate(self._derived.values())
+                # Taken before the recordings are found right, so that no change is missed
+                state = weights.candidate(self._derived.values())
                 if self._settle():
-                    self._weights.state = state
+                    weights.state = state
                     return outputs
         return "the model changed during the call"
 
-    def _begin(self) -> str | None:
-        """Prepare to record the model as it is now, or say why it cannot be recorded."""
+    def _begin(self) -> Weights | str:
+        """Prepare to record the model as it is now, or return why it cannot be recorded."""
         model = self.model
         if any(p.is_inference() for p in model.parameters()):
             return "the model was made in inference mode: changes of its weights would not be noticed"
-        if (reason := self._allocate()) is None:
-            self._weights, self._stage = Weights(model), Stage(model.config, model.device, model.dtype)
-        return reason
+        if (reason := self._allocate()) is not None:
+            return reason
+        self._weights, self._stage = Weights(model), Stage(model.config, model.device, model.dtype)
+        return self._weights
 
     def _allocate(self) -> str | None:
-        """Make the recorder and the memory of the inputs, or say why the device has no graphs."""
+        """Make the recorder and the memory of the inputs, or return why the device has no graphs."""
         device = self.model.device
-        self._recorder = self._make_recorder(device)
-        if self._recorder is None:
+        recorder = self._make_recorder(device)
+        if recorder is None:
             return f"the model is on {device}, where there are no graphs"
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
+        self._recorder = recorder
+        # Tensors of inference mode cannot be written to outside it
+        with torch.inference_mode(False):
             most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
             self._memory = torch.zeros(most, dtype=torch.int64, device=device)
         return None
 
     def _drop(self) -> None:
         """Forget all recordings and what they depend on."""
-        if self._recorder is not None:
-            self._recorder.wait()
-        # -> (recording, what was recorded)
+        self._recorder.wait()
+        # Until `_allocate` makes one, a recorder without recordings
+        self._recorder = EagerRecorder(self.model.device)
+        # Bucket -> (recording, what was recorded)
         self._recordings: OrderedDict[Bucket, Any] = OrderedDict()
-        self._recorder = None
         self._weights: Weights | None = None
         self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
         self._failed: dict[Bucket, str] = {}
         self._stage: Stage | None = None
         self._memory = torch.empty(0)
-        # the quick call that wrote what lies there, if another of its kind may leave all but the ids
+        # The kind of quick call that wrote the memory; a call of that kind need only write its ids
         self._packed: tuple | None = None
         self._inputs: dict[tuple[int, int], Rows] = {}
         self._plans: dict[tuple, Plan] = {}
@@ -446,10 +466,10 @@ class GraphedModel(Around):
     def _settle(self) -> bool:
         """Whether the recordings are up to date.
 
-        If not, brings changes in place into them; forgets them if that is not enough.
+        If not, changes in place are brought into them; they are forgotten if that is not enough.
         """
         weights = self._weights
-        if weights.replaced():
+        if weights is None or weights.replaced():
             self._drop()
             return False
         if not weights.changed() and all(starmap(prepared.is_current, self._derived.values())):
@@ -463,10 +483,10 @@ class GraphedModel(Around):
         return False
 
     def _derive(self) -> bool:
-        """Derive all weights again, at the addresses that recordings read; False if one no longer exists."""
+        """Derive all weights again, at the addresses that recordings read; False if a weight is gone."""
         self._blank()
         done = set()
-        # the smallest bucket of each kind
+        # The smallest bucket of each kind
         for bucket in sorted(self._recordings, key=attrgetter("tokens")):
             kind = bucket._replace(tokens=0, sequences=0)
             if kind not in done:
@@ -475,7 +495,7 @@ class GraphedModel(Around):
         return all(prepared.update_in_place(*entry) for entry in self._derived.values())
 
     def _record(self, bucket: Bucket) -> str | None:
-        """Record the graph of a bucket, or say why it cannot be recorded."""
+        """Record the graph of a bucket, or return why it cannot be recorded."""
         if bucket in self._failed:
             return self._failed[bucket]
         if (reason := by_grid(self.model)) is not None:
@@ -486,15 +506,15 @@ class GraphedModel(Around):
             with self._recorder.in_order(), prepared.collect_used() as derived:
                 self._blank()
                 recording = self._recorder.record(function)
-        except Exception as error:  # the model computes what cannot be captured
+        # The model computes what cannot be captured
+        except Exception as error:
             return self._refused(bucket, error)
         self._recordings[bucket] = recording, function
-        self._weights.state = None  # it does not watch what this recording derives
         self._derived |= {(id(owner), name): (owner, name, value) for owner, name, value in derived}
         return None
 
     def _make_room(self) -> None:
-        """Free recordings, so that there may be one more."""
+        """Free recordings, so that there is room for a new one."""
         if len(self._recordings) >= self.max_graphs:
             self._recorder.wait()
             self._plans.clear()
@@ -502,22 +522,23 @@ class GraphedModel(Around):
                 self._recordings.popitem(last=False)
 
     def _refused(self, bucket: Bucket, error: Exception) -> str:
-        """Keep, warn and return that the bucket's graph cannot be recorded."""
+        """Keep, warn of and return the reason why the bucket's graph cannot be recorded."""
         reason = f"recording failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._failed[bucket] = reason
         warnings.warn(f"fastbert: {bucket} has no graph: {reason}", RuntimeWarning, stacklevel=6)
         return reason
 
     def _blank(self) -> None:
-        """Clear the inputs' memory, whose values belong to another bucket and make no sense in this one."""
+        """Clear the inputs' memory, whose values of one bucket are no ids or lengths in another."""
         self._packed = None
         self._memory.zero_()
 
     def _rows(self, bucket: Bucket) -> Rows:
-        """What the graphs of such sizes read. All share the memory."""
+        """The inputs that graphs of the bucket's sizes read; all buckets share the memory."""
         sizes = bucket.tokens, bucket.sequences
         if sizes not in self._inputs:
-            with torch.inference_mode(False):  # see `_begin`
+            # See `_allocate`
+            with torch.inference_mode(False):
                 self._inputs[sizes] = rows_in(self._memory, *sizes)
         return self._inputs[sizes]
 
@@ -529,7 +550,7 @@ class GraphedModel(Around):
         return Inputs(rows[0], rows[1], rows[2] if self.model.family.segments else None, None, None, packed)
 
     def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
-        """Write a batch as the bucket's graph reads it. Returns its tokens and sequences."""
+        """Write a batch where the bucket's graph reads it; returns its numbers of tokens and sequences."""
         _, rows, ends, _ = where
         given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
         total, batch = given[0].shape[0], inputs.packing.batch
@@ -540,7 +561,7 @@ class GraphedModel(Around):
         return total, batch
 
     def _function(self, bucket: Bucket) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """What is recorded: the model's forward on the memory of `_rows`."""
+        """The function that is recorded, the model's forward on the memory of `_rows`."""
         model, inputs = self.model, self._inputs_in(self._rows(bucket), bucket)
 
         def function() -> tuple[Tensor, Tensor | None]:

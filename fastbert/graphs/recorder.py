@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_capturing = threading.Lock()  # PyTorch captures one graph at a time
+# PyTorch captures one graph at a time
+_capturing = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
     """Work that can be repeated: `replay` computes `outputs` again, in place, from the inputs' memory."""
 
-    outputs: tuple[Tensor | None, ...]
+    outputs: tuple[Any, ...]
     replay: Callable[[], None]
 
 
 class EagerRecorder:
     """Makes recordings on one device, which share memory and run one after the other.
 
-    These call their function again: the same use of memory as CUDA graphs', without a GPU, for tests.
+    A replay calls the function again. It uses memory as a CUDA graph does, without a GPU, for tests.
     """
 
     def __init__(self, device: torch.device):
@@ -39,7 +40,7 @@ class EagerRecorder:
 
         def replay() -> None:
             for old, new in zip(outputs, function(), strict=True):
-                if old is not None:
+                if old is not None and new is not None:
                     old.copy_(new)
 
         recording = Recording(outputs, replay)
@@ -51,7 +52,7 @@ class EagerRecorder:
     ) -> tuple[Recording, Recording]:
         """Recordings of `forward()`, and of `backward` of its output by what autograd has saved for it.
 
-        Each replay of the second follows one of the first. `backward` writes to memory of its own.
+        Each replay of the backward follows a replay of the forward. `backward` writes to memory of its own.
         """
         kept = [forward()]
         output = kept[0].detach()
@@ -66,14 +67,14 @@ class EagerRecorder:
         return recordings
 
     def in_order(self) -> contextlib.AbstractContextManager:
-        """A block around each use of inputs, recordings and outputs.
+        """A context around each use of inputs, recordings and outputs.
 
-        What is enqueued inside runs after what was enqueued in earlier blocks, also on other streams.
+        Work that is enqueued inside runs after all work of earlier contexts, on other streams too.
         """
         return contextlib.nullcontext()
 
     def wait(self) -> None:
-        """Return when all that was enqueued in earlier blocks has run."""
+        """Wait until all work of earlier contexts has run."""
 
     def bytes_held(self) -> int:
         """Bytes of the recordings."""
@@ -102,13 +103,13 @@ class CudaRecorder:
         """See `EagerRecorder`."""
         with torch.cuda.device(self.device):
             self._run(lambda: backward(forward()))
-            # what autograd saves is held from one capture to the other, so the second does not overwrite it
+            # `output` keeps what autograd saves, so that the second capture does not overwrite it
             output, replay = self._captured(forward)
             _, replay_backward = self._captured(lambda: backward(output))
             return Recording((output.detach(),), replay), Recording((), replay_backward)
 
     def _run(self, function: Callable[[], object]) -> None:
-        """Run once before a capture: kernels are compiled, checked and get their workspaces."""
+        """Run once before a capture, so that kernels are compiled and checked and have their workspaces."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -116,9 +117,9 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def _captured(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What a function returns while it is captured, and what replays it."""
+        """What a function returns while it is captured, and the function that replays it."""
         captured = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile: their allocations must not fail this capture
+        # Other threads may use the GPU at the same time; their allocations must not fail this capture
         with (
             _capturing,
             torch.cuda.graph(
@@ -143,7 +144,7 @@ class CudaRecorder:
         self._done.synchronize()
 
     def bytes_held(self) -> int:
-        """See `EagerRecorder`: the pool's segments, as the caching allocator counts them."""
+        """See `EagerRecorder`. These are the pool's segments, as the caching allocator counts them."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
 

@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 
     Attributes:
         shape: (sequences, columns, kept tokens).
-        ids, mask, types: in CPU memory, or None; see `to_host`. Without `ids`, ids and types stay on the
+        ids, mask, types: in CPU memory, or None; see `to_host`. If `ids` is None, ids and types stay on the
             device.
     """
 
@@ -70,25 +70,26 @@ class Batch(NamedTuple):
 class Stage:
     """Packs padded batches on the host, as `check_inputs` does, in one call of the extension.
 
-    It takes the usual batches only, and refuses all others without a reason: `check_inputs` then takes them,
-    or says what is wrong with them.
+    It takes usual batches only, and refuses all other batches without a reason. `check_inputs` then takes
+    them, or raises an error that says what is wrong.
 
     Attributes:
-        device, dtype: of the model and its graphs.
+        device, dtype: the device and dtype of the model and its graphs.
     """
 
     def __init__(self, config: EncoderConfig, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype, family = device, dtype, config.family
         self._longest, self._by_column = config.max_tokens, not family.pad_positions
         self._segments = family.segments
-        self._host = packer_of(config)
+        self._host: Any = packer_of(config)
 
     def batch(self, ids: Any, mask: Any, types: Any) -> Batch | None:
-        """The batch, on the host; None if `check_inputs` must take it.
+        """The batch on the host; None if `check_inputs` must take it.
 
-        If the ids are on a device, the host waits for it once, and takes all tensors from there. It does not
-        wait if it has the lengths without them: there is no mask, or it is on the host. Then the ids stay
-        where they are, and the kernel that reads them tells of bad ones (kernels/bad_ids.py).
+        If the ids are on a device, the host waits for it once, and copies all tensors from there. It need not
+        wait if it can compute the lengths without the ids, because there is no mask or the mask is on the
+        host. Then the ids stay where they are, and the kernel that reads them reports bad ids
+        (kernels/bad_ids.py).
         """
         given = [t for t in (ids, mask, types) if type(t) is Tensor]
         if self._host is None or type(ids) is not Tensor or any(map(_is_zero, given)):
@@ -107,8 +108,8 @@ class Stage:
             return None
         return Batch(shape, ids, mask, types)
 
-    def _of_lengths(self, shape: tuple[int, int], mask: Any) -> Batch | None:
-        """The batch without its ids; None if `check_inputs` must take it: where a token is padding."""
+    def _of_lengths(self, shape: torch.Size, mask: Any) -> Batch | None:
+        """The batch without its ids; None if `check_inputs` must take it, because a token is padding."""
         size, columns = shape
         whole = size, columns, size * columns
         if columns > self._longest:
@@ -120,18 +121,18 @@ class Stage:
         return Batch(whole, None, mask, None)
 
     def pack(self, batch: Batch, tokens: int, room: int, indices: bool, packed: Tensor) -> bool:
-        """Write the batch to `packed` as `Rows` are; False if `check_inputs` must take it.
+        """Write the batch to `packed` in the layout of `Rows`; False if `check_inputs` must take it.
 
         Args:
-            batch: of at most `tokens` kept tokens and `room` sequences.
-            tokens, room: of the graph.
-            indices: whether there is padding, and so `Rows.indices`, which are last.
-            packed: int64 in CPU memory, as long as that.
+            batch: at most `tokens` kept tokens and `room` sequences.
+            tokens, room: the graph's tokens and sequences.
+            indices: whether there is padding, and so `Rows.indices` at the end.
+            packed: int64 in CPU memory, `words` long, or without the indices shorter by `tokens`.
         """
         (size, columns, _), ids, mask, types = batch
         with_ids = ids is not None
         if not with_ids:
-            # the extension looks at their number alone, not at the memory
+            # The extension reads the shape alone, not the memory
             ids = torch.empty(size, columns, dtype=torch.int64)
         return self._host.pack(ids, mask, types, packed.data_ptr(), tokens, room, with_ids, indices)
 
@@ -145,7 +146,7 @@ class Stage:
         return beside and (types.shape, types.device) == (ids.shape, ids.device)
 
     def _kernel_tells(self) -> bool:
-        """Whether what serves `embedding` now reads no memory for a bad id, and tells of it."""
+        """Whether the kernel that serves `embedding` now reads no memory for a bad id, and reports it."""
         return dispatch.serving_function("bad_ids", ("embedding",), self.device, self.dtype) is not None
 
 
@@ -160,10 +161,10 @@ class Plan(NamedTuple):
     The views are the same at every call, and made once, because each takes a microsecond.
 
     Attributes:
-        bucket: of the recording.
-        inputs: int64: what is written at a call.
-        ids, types: (sequences, columns) int64, the parts of `inputs` that have those of a batch whose tokens
-            are all kept; None of others.
+        bucket: the recording's bucket.
+        inputs: int64, the memory that is written at a call.
+        ids, types: (sequences, columns) int64, the ids and types in `inputs` if all tokens are kept; else
+            None.
         indices: (total,) flat positions in the padded batch; None if all tokens are kept.
         replay: computes the outputs again, in place.
         hidden: the recording's output for these batches: packed if there are `indices`, else padded.
@@ -181,8 +182,10 @@ class Plan(NamedTuple):
 
     def copy_outputs(self, batch: int, seqlen: int) -> tuple[Tensor, Tensor | None]:
         """(last_hidden_state, pooler_output), padded, in memory that the caller owns."""
-        padded = self.indices is not None and not self.bucket.first_token_only
-        hidden = unpack(self.hidden, self.indices, batch, seqlen) if padded else self.hidden.clone()
+        if self.indices is None or self.bucket.first_token_only:
+            hidden = self.hidden.clone()
+        else:
+            hidden = unpack(self.hidden, self.indices, batch, seqlen)
         return hidden, None if self.pooled is None else self.pooled.clone()
 
 

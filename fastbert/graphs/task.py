@@ -1,4 +1,4 @@
-"""Models with a head, and accelerated ones: the encoder is replayed from CUDA graphs, then the rest runs."""
+"""Models with a head or of transformers, whose encoder is replayed from CUDA graphs before the rest runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNASKED = (
 
 
 class Around:
-    """What both kinds of graphed models say of their `model`; they stay in this process."""
+    """What both kinds of graphed models take from their `model`. Neither can be copied or pickled."""
 
     model: Any
     config = property(attrgetter("model.config"), doc="The model's.")
@@ -42,7 +42,7 @@ class GraphedTask(Around):
     Calls take and return what the model's calls do. What graphs cannot serve, the model computes itself.
 
     Attributes:
-        model: the model; one of transformers, after `fastbert.accelerate`.
+        model: the model; a model of transformers comes from `fastbert.accelerate`.
         encoder: the `GraphedModel` of its encoder, which has the counts of replays and fallbacks.
     """
 
@@ -51,7 +51,7 @@ class GraphedTask(Around):
         self._recorded = module_of(encoder.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, its encoder by a graph if one can serve."""
+        """The model's forward, with its encoder replayed from a graph if one can serve."""
         encoder = self.encoder
         encoder._last.reason = _UNASKED
         token = served_by.set({**served_by.get(), self._recorded: encoder})

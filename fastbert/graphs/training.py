@@ -5,23 +5,23 @@
     loss.backward()
     optimizer.step()
 
-The encoder, which takes most of the host's time, is recorded once per bucket of tokens (`buckets.py`); the
-head and the loss run as always, on the batch's own tokens. Gradients go through autograd to `parameter.grad`,
+The encoder, which takes most of the host's time, is recorded once per bucket of tokens (`buckets.py`). The
+head and the loss run as always, on the batch's own tokens. Gradients reach `parameter.grad` through autograd,
 so they accumulate, and hooks of parameters run. The seed of all dropouts is drawn before a replay, as the
 model draws it.
 
-Rows after the batch's last token are sequences of token 0 of their own, whose output has gradient 0: all that
-they add to a parameter's gradient is 0.
+Rows after the batch's last token are separate sequences of token 0, whose output has gradient 0. So they add
+0 to a parameter's gradient.
 
 A backward replay reads what the forward replay of its bucket has left in the graphs' memory. So one forward
-at a time waits for its backward, and further calls meanwhile run the model itself.
+at a time waits for its backward, and until then further calls run the model itself.
 
 Memory: all graphs share one pool, as large as the largest graph needs; there is one more copy of the
 gradients. The first call after a change of the model (a module, a parameter, its `requires_grad`, an
-attribute such as `p` of a dropout) is computed as it will be recorded, and the next one records. Changes in
+attribute such as `p` of a dropout) is computed as it will be recorded, and the next call records. Changes in
 place, such as an optimizer's step, need no new recording. A new recording is replayed once beside the model
-itself, and serves only if the two agree. What a graph cannot do, the model does itself, with the same result;
-`last_fallback` says why.
+itself, and serves only if the results agree. What a graph cannot do, the model does itself, with the same
+result; `last_fallback` says why.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
 
 from fastbert.graphs.buckets import Bucket
 from fastbert.graphs.calls import RECORDED, by_grid, raise_bad_ids
@@ -67,11 +68,11 @@ def graph_training(
     """The model, with the forward and backward of its encoder in training replayed from CUDA graphs.
 
     Args:
-        model: an encoder, or a model with a head, whose head runs after the graph. Shared, not copied.
+        model: an encoder, or a model with a head, which runs after the graph. It is shared, not copied.
         max_tokens, max_batch, buckets, max_graphs, recorder: see `fastbert.graph`.
 
     Returns:
-        A `GraphedTraining`, with a head a `GraphedTask`, to be called like the model.
+        A `GraphedTraining`, or for a model with a head a `GraphedTask`, to be called like the model.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -80,15 +81,15 @@ def graph_training(
     if not isinstance(encoder, BertModel):
         kind = f"{type(model).__module__}.{type(model).__name__}"
         raise TypeError(
-            f"model: expected a model of fastbert, got {kind}; save one of transformers, and load it by an "
-            "Auto class of fastbert"
+            f"model: expected a model of fastbert, got {kind}; save a model of transformers, and load it by "
+            "an Auto class of fastbert"
         )
     graphed = GraphedTraining(encoder, max_tokens, max_batch, buckets, max_graphs, recorder)
     return graphed if encoder is model else GraphedTask(model, graphed)
 
 
 def encoders_of(module: nn.Module) -> list[GraphedTraining]:
-    """Each encoder below a module, for `serving`; none where the encoder's device has no graphs."""
+    """A `GraphedTraining` of each encoder below a module whose device has graphs, for `serving`."""
     encoders = [m for m in module.modules() if isinstance(m, BertModel)]
     sizes = 65536, 4096, None, 128
     return [GraphedTraining(m, *sizes, recorder_for) for m in encoders if recorder_for(m.device)]
@@ -96,7 +97,7 @@ def encoders_of(module: nn.Module) -> list[GraphedTraining]:
 
 @contextlib.contextmanager
 def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
-    """A context in which models with a head are served by these in place of their encoders."""
+    """A context in which `graphed` serve in place of the encoders of models with a head."""
     token = served_by.set({**served_by.get(), **{each.model: each for each in graphed}})
     try:
         yield
@@ -109,7 +110,7 @@ _SAME, _NOISE = 1e-2, 1e-3
 
 
 class _Step(NamedTuple):
-    """The two recordings of a bucket, and the parameters that get a gradient, by their numbers."""
+    """The two recordings of a bucket, and the numbers of the parameters that get a gradient."""
 
     forward: Recording
     backward: Recording
@@ -117,7 +118,7 @@ class _Step(NamedTuple):
 
 
 class _Turn:
-    """A forward that waits for its backward; it lives as long as autograd may ask for that."""
+    """A forward that waits for its backward; it lives as long as autograd may run the backward."""
 
     def __init__(self, step: _Step, parameters: list[Tensor]):
         self.step, self.parameters = step, parameters
@@ -163,7 +164,7 @@ class GraphedTraining(GraphedModel):
             return "taps are set"
         if torch._C._are_functorch_transforms_active():
             return "a transform of torch.func is active"
-        if torch.is_anomaly_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
+        if torch.is_anomaly_enabled() or _autograd._top_saved_tensors_default_hooks(False):
             return "autograd looks at what is saved"
         if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph"
@@ -173,10 +174,13 @@ class GraphedTraining(GraphedModel):
         """Why the model itself must run because of what it is now; None if it may be recorded."""
         if (reason := calls_all()) is not None:
             return reason
-        if self._watch is not None and self._watch[0].same():
-            _, leaves, flags, _ = self._watch
-            if flags == [p.requires_grad for p in leaves]:
-                return None
+        watch = self._watch
+        if (
+            watch is not None
+            and watch.extension.same()
+            and watch.flags == [p.requires_grad for p in watch.leaves]
+        ):
+            return None
         if self._turn() is not None:
             return "the model has changed before a backward"
         self._drop()
@@ -190,7 +194,7 @@ class GraphedTraining(GraphedModel):
         if (reason := by_grid(model)) is not None:
             return reason
         self._watch, self._is_new = watch_of(model), True
-        reason = "changes would not be noticed" if self._watch is None else self._start()
+        reason = "changes would not be noticed" if self._watch is None else self._start(self._watch)
         if reason is not None:
             self._drop()
         return reason
@@ -212,7 +216,7 @@ class GraphedTraining(GraphedModel):
             hidden = _Replayed.apply(self, turn, rows, *turn.parameters)
             self._note(None)
             return hidden, None
-        # as a replay computes it, so that a run has the same bits whenever it was begun
+        # As a replay computes it, so that a run's bits do not depend on when recording began
         self._note(turn)
         memory = inputs.position_ids.new_zeros(words(bucket.tokens, bucket.sequences))
         where = rows_in(memory, bucket.tokens, bucket.sequences)
@@ -222,9 +226,9 @@ class GraphedTraining(GraphedModel):
     def _begun(
         self, inputs: Inputs, first_only: bool, causal: bool | None
     ) -> tuple[Bucket, _Turn | str] | str:
-        """The bucket of a batch, and a turn whose inputs are in place, or why nothing is replayed.
+        """The bucket of a batch, and a turn whose inputs are in place or why nothing is replayed.
 
-        Or why the model itself must run, without padding.
+        Without a bucket, why the model itself must run, on the batch without padding.
         """
         if (reason := self._state()) is not None:
             return reason
@@ -238,7 +242,7 @@ class GraphedTraining(GraphedModel):
             return "a sequence is longer than graphs are recorded for"
         if (sizes := self._sizes(total, packed.batch, most)) is None:
             return f"there are more than {self.buckets[-1]} tokens or {self.max_batch} sequences"
-        half = checks.autocast_dtype(self._watch[1][0])
+        half = checks.autocast_dtype(self._leaves[0])
         bucket = Bucket(*sizes, first_only, False, dispatch.pins(), half, causal)
         if self._is_new:
             self._is_new = False
@@ -260,7 +264,7 @@ class GraphedTraining(GraphedModel):
     def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
         total, batch = super()._fill(where, bucket, inputs)
         longest = min(bucket.tokens, self.model.config.max_tokens)
-        # where sequences of padding begin, and the last one ends
+        # Where sequences of padding begin, and where the last of them ends
         ends = torch.arange(
             total, total + longest * (bucket.sequences - batch) + 1, longest, dtype=torch.int32
         )
@@ -272,7 +276,7 @@ class GraphedTraining(GraphedModel):
             turn.step.forward.replay()
             return turn.step.forward.outputs[0][:rows].clone()
 
-    def _backward(self, turn: _Turn, dout: Tensor) -> list[Tensor]:
+    def _backward(self, turn: _Turn, dout: Tensor) -> Sequence[Tensor]:
         """Gradients of the turn's parameters.
 
         Raises:
@@ -281,7 +285,7 @@ class GraphedTraining(GraphedModel):
         with self._lock:
             if self._turn() is not turn:
                 raise RuntimeError(
-                    "backward: a recorded step has one backward, and this one has run; call the model itself"
+                    "backward: a recorded step has one backward, which has run already; call the model itself"
                 )
             if turn.versions != [p._version for p in turn.parameters]:
                 raise RuntimeError("backward: a parameter was changed in place since the recorded forward")
@@ -291,14 +295,15 @@ class GraphedTraining(GraphedModel):
                 target[: dout.shape[0]] = dout
                 target[dout.shape[0] :] = 0
                 turn.step.backward.replay()
-                return torch._foreach_mul([self._grads[i] for i in turn.step.used], 1)
+                grads = [self._grads[i] for i in turn.step.used]
+                return torch._foreach_mul(grads, 1)  # pyright: ignore[reportPrivateImportUsage]
 
     # -- recording -------------------------------------------------------------------------------------------
 
-    def _start(self) -> str | None:
-        """Make the memory that recordings share, or say why nothing can be recorded."""
+    def _start(self, watch: Watch) -> str | None:
+        """Make the memory that recordings share, or return why nothing can be recorded."""
         model, device = self.model, self.model.device
-        self._leaves = [p for p in self._watch[1] if p.requires_grad]
+        self._leaves = [p for p in watch.leaves if p.requires_grad]
         if (reason := self._allocate()) is not None or not self._leaves:
             return reason or "no parameter needs a gradient"
         self._grads = [torch.zeros_like(p) for p in self._leaves]
@@ -307,7 +312,7 @@ class GraphedTraining(GraphedModel):
         return None
 
     def _record_step(self, bucket: Bucket, inputs: Inputs) -> str | None:
-        """Record the graphs of a bucket on a batch, or say why they cannot be."""
+        """Record the graphs of a bucket on a batch, or return why they cannot be recorded."""
         if bucket in self._failed:
             return self._failed[bucket]
         self._make_room()
@@ -321,9 +326,11 @@ class GraphedTraining(GraphedModel):
                 step = _Step(*self._recorder.record_pair(forward, partial(self._gradients, used)), used)
                 if not derived:
                     self._check(step, forward)
-        except Exception as error:  # the model computes what cannot be captured, or not be repeated
+        # The model computes what cannot be captured or repeated
+        except Exception as error:
+            # The model itself needs the memory
             if isinstance(error, torch.OutOfMemoryError):
-                self._drop()  # the model itself needs the memory
+                self._drop()
             return self._refused(bucket, error)
         if derived:
             self._failed[bucket] = "weights are derived from parameters"
@@ -332,14 +339,15 @@ class GraphedTraining(GraphedModel):
         return None
 
     def _check(self, step: _Step, forward: Callable[[], Tensor]) -> None:
-        """Replay a step once, beside the function that was recorded, which computes the same.
+        """Replay a step once, and compare it with the function that was recorded.
 
         Raises:
-            RuntimeError: the output or a gradient is another one.
+            RuntimeError: the output or a gradient differs.
         """
         hidden = forward()
         dout = self._dout_of(hidden)
-        dout.copy_(hidden.detach())  # any numbers do
+        # Any numbers serve
+        dout.copy_(hidden.detach())
         wanted = torch.autograd.grad(hidden, [self._leaves[i] for i in step.used], dout)
         step.forward.replay()
         step.backward.replay()
@@ -347,17 +355,17 @@ class GraphedTraining(GraphedModel):
         wanted = [hidden.detach(), *wanted]
         norms = torch.stack([t.float().norm() for t in wanted])
         far = torch.stack([(a - b).float().norm() for a, b in zip(found, wanted, strict=True)])
-        # the gradient of the keys' biases is rounding alone; NaN is not near
+        # The gradient of the keys' biases is rounding alone; NaN is not near
         near = far <= _SAME * torch.maximum(norms, _NOISE * norms.max())
         if not bool(near.all()):
             raise RuntimeError("a replay computes something else than the model")
 
     def _function_of(self, where: Rows, bucket: Bucket, seed: Tensor | None) -> Callable[[], Tensor]:
-        """The forward of a batch that fills a bucket; with `seed` None it draws one, if it drops."""
+        """The forward of a batch that fills a bucket; it draws a seed if `seed` is None and it drops."""
         model, inputs, half = self.model, self._inputs_in(where, bucket), bucket.autocast is not None
 
         def function() -> Tensor:
-            # without the cache of autocast: casts that it holds are of weights as they were
+            # Without autocast's cache, which holds casts of the weights' earlier values
             with (
                 torch.enable_grad(),
                 torch.autocast(model.device.type, bucket.autocast, enabled=half, cache_enabled=False),
@@ -368,13 +376,14 @@ class GraphedTraining(GraphedModel):
         return function
 
     def _gradients(self, used: list[int], hidden: Tensor) -> None:
-        """The backward that is recorded: the leaves' gradients into `_grads`; `used` gets their numbers."""
+        """Write the leaves' gradients to `_grads` and their numbers to `used`; this backward is recorded."""
         found = torch.autograd.grad(hidden, self._leaves, self._dout_of(hidden), allow_unused=True)
         used[:] = [i for i, grad in enumerate(found) if grad is not None]
-        torch._foreach_copy_([self._grads[i] for i in used], [found[i] for i in used])
+        targets, grads = [self._grads[i] for i in used], [found[i] for i in used]
+        torch._foreach_copy_(targets, grads)  # pyright: ignore[reportPrivateImportUsage]
 
     def _dout_of(self, hidden: Tensor) -> Tensor:
-        """Where the backward of a recording reads the gradient of its output; shared, by powers of two."""
+        """Where a recorded backward reads the gradient of its output; shared, in powers of two rows."""
         rows = 1 << (hidden.shape[0] - 1).bit_length()
         key = hidden.dtype, rows
         if key not in self._douts:
@@ -383,7 +392,7 @@ class GraphedTraining(GraphedModel):
 
     def _drop(self) -> None:
         super()._drop()
-        self._watch: tuple | None = None
+        self._watch: Watch | None = None
         self._turn: Callable[[], _Turn | None] = _none
         self._leaves: list[nn.Parameter] = []
         self._grads: list[Tensor] = []
@@ -392,15 +401,27 @@ class GraphedTraining(GraphedModel):
 
 
 def _none() -> None:
-    """A turn that is over."""
+    """The reference to a turn that is over."""
 
 
-def watch_of(model: nn.Module) -> tuple | None:
-    """What tells whether a model in training is as it is now, but for elements of tensors.
+class Watch(NamedTuple):
+    """A model in training as it was, but for elements of its tensors.
 
-    Returns:
-        (that, the parameters, whether each needs a gradient, what else is borrowed); None if nothing tells.
+    Attributes:
+        extension: compares the model with it; borrows all objects, which the other attributes keep.
+        leaves: the parameters.
+        flags: whether each parameter needs a gradient.
+        held: what else is borrowed.
     """
+
+    extension: Any
+    leaves: list[nn.Parameter]
+    flags: list[bool]
+    held: tuple
+
+
+def watch_of(model: nn.Module) -> Watch | None:
+    """The present state of a model in training; None if the extension cannot compare it."""
     if extension is None:
         return None
     modules = list(model.modules())
@@ -409,4 +430,4 @@ def watch_of(model: nn.Module) -> tuple | None:
     tensors = [*leaves, *model.buffers()]
     watch = extension.ModelWatch(modules, tables, hooks, [], tensors, [], [])
     flags = [p.requires_grad for p in leaves]
-    return (watch, leaves, flags, (modules, tables, hooks, tensors)) if watch.known() else None
+    return Watch(watch, leaves, flags, (modules, tables, hooks, tensors)) if watch.known() else None

@@ -17,22 +17,22 @@ HOOKED = "a hook watches the model"
 class Weights:
     """The modules and tensors that recordings read, and whether they have changed.
 
-    `untouched` is asked at every call, while the GPU works: one call of the extension compares everything
-    with what it was. If something is not, the other methods tell what.
+    `untouched` runs at every call, while the GPU works. There one call of the extension compares everything
+    with `state`. The methods `replaced`, `changed` and `watched` find out what has changed.
 
     Attributes:
-        state: found right for the recordings; None where one call cannot compare it.
+        state: a state for which the recordings are right; None where the extension cannot compare it.
     """
 
     def __init__(self, model: nn.Module):
         self.modules = list(model.modules())
         self.tables = [t for m in self.modules for t in (m._parameters, m._buffers, m._modules)]
-        # kept alive, so that no other object has one's id
+        # Kept alive, so that no other object takes the id of one
         self.values = [value for table in self.tables for value in table.values()]
         self.built = self._built()
         self.tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.hooks = hooks_of(self.modules)
-        # Recordings read this memory, also a recording that is found outdated only afterwards. So keep it.
+        # Kept, because a recording may read this memory before it is found outdated
         self.memory = [t.detach() for t in self.tensors]
         self.places = Places(self.tensors)
         self.state: ModelState | None = None
@@ -65,13 +65,13 @@ class Weights:
         return None
 
     def untouched(self) -> bool:
-        """Whether nothing has changed since `state`."""
+        """Whether nothing has changed since `state` was found right."""
         return self.state is not None and self.state.untouched()
 
     def candidate(self, derived: Collection[tuple[nn.Module, Hashable, object]]) -> ModelState | None:
-        """The present state; None if one call cannot watch it."""
+        """The present state; None if the extension cannot compare it."""
         changes, old = prepared.change_count(), self.state
         if old is not None and not old.sources.written and old.extension.same():
-            # only the cache of derived weights has changed, perhaps because of another model
+            # Only the cache of derived weights has changed, perhaps because of another model
             return old._replace(changes=changes)
         return state_of(self.modules, self.tables, self.tensors, derived)

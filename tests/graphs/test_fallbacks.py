@@ -51,7 +51,7 @@ def test_sequences_longer_than_the_positions():
     longest = model.config.max_tokens
     ids = torch.arange(longest + 1)[None] % 100 + 5
     g = Graphed(model)
-    g.check(ids, position_ids=ids % 50, reason=f"input_ids are more than {longest} a sequence")
+    g.check(ids, position_ids=ids % 50, reason=f"input_ids are more than {longest} per sequence")
     g.check(ids[:, 1:], position_ids=ids[:, 1:] % 50)
     with torch.no_grad():
         for call in (g.graphed, model):

@@ -91,7 +91,7 @@ def test_bad_models():
     stock = transformers.BertModel(transformers.BertConfig(vocab_size=30, **sizes))
     other = accelerate(transformers.GPT2Model(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2)))
     for model in (stock, other):
-        words = rf"that fastbert\.accelerate makes run on packed tokens .*, got {type(model).__name__}$"
+        words = rf"that runs on packed tokens after fastbert\.accelerate .*, got {type(model).__name__}$"
         with pytest.raises(TypeError, match=words):
             graphs.graph(model)
 
