@@ -9,8 +9,8 @@ def device_of(device: torch.device | str | int, name: str = "device") -> torch.d
     """The device that a value names, whether this machine has it or not.
 
     Args:
-        device: as `torch.device` takes it.
-        name: of the argument, for messages.
+        device: what `torch.device` takes.
+        name: the argument's name, for messages.
 
     Raises:
         ValueError: no such kind of device.

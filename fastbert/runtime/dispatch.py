@@ -16,6 +16,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -40,15 +41,14 @@ INFERENCE_ONLY = ("encoder_layers", "first_attention", "linear_int8", "linear_no
 HALF = (torch.bfloat16, torch.float16)
 
 # A ranking is ordered by measurement, or by a count of bytes where bench/results has no row yet (see README).
-# `cuda` (CUDA C++) stands first where it has a kernel: a self-check times it beside the next backend, so that
-# it serves only on the devices where it is not slower.
-# A key may name one kind of call: "linear activation" is for calls with an activation, "linear half" for
-# calls in half precision, "linear activation half" for both. The most specific key counts. "attention
-# training" is for calls that save for backward, and for their backward; "linear activation few" and "… some"
-# for calls of inference with at most the rows that `ROWS` says. With such a key a self-check judges the op's
-# kernels in these calls by themselves: in training by forward and backward together, for few rows by the
-# forward of few; without one by all times together. A kernel whose forward is faster may have a slower
-# backward, and one that is faster for many rows may be slower for few.
+# `cuda` (CUDA C++) comes first where it has a kernel: a self-check times it beside the next backend, so that
+# it serves only on the devices where it is not slower. A key may name one kind of call: "linear activation"
+# is for calls with an activation, "linear half" for calls in half precision, "linear activation half" for
+# both. The most specific key counts. "attention training" is for calls that save for backward, and for their
+# backward; "linear activation few" and "… some" for calls of inference with at most the rows that `ROWS`
+# says. With such a key a self-check judges these calls apart: training by forward and backward together, few
+# rows by forward of few rows. Other kernels are judged by all their times together. A kernel whose forward is
+# faster may have a slower backward, and a kernel that is faster for many rows may be slower for few.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -129,7 +129,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "pooling": ("triton", "aten", "reference"),
     },
 }
-# The kinds of calls by their rows -> the most rows of each; calls with more have no such word.
+# Kinds of calls by their rows -> the most rows of each kind; calls with more rows have no such word.
 ROWS = {"few": 32, "some": 256}
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 SELF_CHECKED = ("triton", "cuda")
@@ -145,8 +145,8 @@ class BackendError(RuntimeError):
 # Op -> pinned backend, "*" for all ops. Process-wide, because autograd runs backward in threads of its own.
 _pins: dict[str, str] = {}
 # What was chosen: by `call`, `serving_function`, `serving_functions` and `device_function`.
-_resolved: dict[tuple, Callable | tuple[Callable, ...] | None] = {}
-_UNKNOWN = object()
+_resolved: dict[tuple, Any] = {}
+_UNKNOWN: Any = object()
 # The base class of torch.Tensor: torch.Tensor's own isinstance takes ten times as long.
 _TensorBase = torch._C.TensorBase
 _is_neg, _is_zero = _TensorBase.is_neg, _TensorBase._is_zerotensor
@@ -213,7 +213,7 @@ def unsupported_reason(
     return None
 
 
-def call(function: str, key: torch.Tensor, *args):
+def call(function: str, key: torch.Tensor, *args: Any) -> Any:
     """Run `<op>_fwd` or `<op>_bwd` on the backend that serves `key`'s device and dtype.
 
     Args:
@@ -223,7 +223,7 @@ def call(function: str, key: torch.Tensor, *args):
         args: the contract's arguments, passed on as they are; some ops pass several as one NamedTuple.
     """
     if _any_not_plain(args):
-        args = [_plain_argument(a) for a in args]
+        args = tuple(map(_plain_argument, args))
     device = key.device
     launch = _resolved.get((function, device, key.dtype))
     if launch is None:
@@ -240,18 +240,19 @@ def call(function: str, key: torch.Tensor, *args):
 
 
 def launcher(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
-    """What `call` would run now, for callers that have made sure what it does: plain tensors, no autocast."""
+    """The launcher that `call` would run now. The caller keeps to plain tensors and has autocast off."""
     return _resolved.get((function, device, dtype)) or _resolve(function, device, dtype)
 
 
-# What most arguments are that are no tensors: asked first, because `isinstance` of a tensor's class is slow.
+# Types of most arguments that are no tensors. They are looked up first, because `isinstance` of a tensor's
+# class is slow.
 _NUMBERS = frozenset((bool, float, int, str, type(None)))
 
 
 def _any_not_plain(args: tuple) -> bool:
     """Whether `plain` would change one of the tensors among `args`, or in their NamedTuples.
 
-    NamedTuples hold no tuples. Asked at every call: a recursion, or a list of the tensors, takes longer.
+    NamedTuples hold no tuples. This runs at every call: a recursion, or a list of the tensors, takes longer.
     """
     for a in args:
         if type(a) in _NUMBERS:
@@ -265,7 +266,7 @@ def _any_not_plain(args: tuple) -> bool:
     return False
 
 
-def _plain_argument(a):
+def _plain_argument(a: Any) -> Any:
     """`plain` of a tensor, and of the tensors of a NamedTuple."""
     if isinstance(a, torch.Tensor):
         return plain(a)
@@ -314,7 +315,7 @@ def serving_function(
         function: name in the backend's namespace, such as "encoder_layer_fwd".
         ops: the ops that the function belongs to; a kind of call follows behind a space, as in
             "attention training".
-        device, dtype: of the tensors.
+        device, dtype: the tensors' device and dtype.
 
     Returns:
         The function; None where several backends serve the ops, or the one backend has no such function.
@@ -346,7 +347,7 @@ def serving_functions(
     if found is _UNKNOWN:
         changes = _changes
         backend, lasting = _one_serving(ops, device, dtype)
-        both = tuple(getattr(backend, function, None) for function in functions)
+        both: tuple[Any, ...] = tuple(getattr(backend, function, None) for function in functions)
         found = None if None in both else both
         _keep(key, found, changes, lasting)
     return found
@@ -355,11 +356,11 @@ def serving_functions(
 def device_function(function: str, op: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
     """`function` of the first backend ranked for `op` that has it, whichever backend is pinned or serves.
 
-    For what belongs to the device, such as how many rows it takes best at a time.
+    It is for facts of the device, such as how many rows are best at a time.
 
     Args:
         function: name in the backend's namespace, such as "sequence_blocks".
-        op, device, dtype: of the ranking.
+        op, device, dtype: choose the ranking.
 
     Returns:
         The function; None where no backend of the ranking has it.
@@ -378,9 +379,9 @@ def next_function(backend: str, function: str, device: torch.device, dtype: torc
     """The launcher that serves `function` where `backend` does not: for calls that its kernel cannot take.
 
     Args:
-        backend: passed over.
+        backend: the backend to pass over.
         function: a launcher's name, such as "attention_fwd"; a kind of call follows behind a space.
-        device, dtype: of the tensors.
+        device, dtype: the tensors' device and dtype.
 
     Raises:
         BackendError: no other backend of the table can run it.
@@ -445,7 +446,7 @@ def _one_serving(
     return backend, all(lasting for _, lasting in chosen)
 
 
-def _keep(key: tuple, found: Callable | tuple[Callable, ...] | None, changes: int, lasting: bool) -> None:
+def _keep(key: tuple, found: Any, changes: int, lasting: bool) -> None:
     """Keep a choice that will last, unless the pins have changed since `changes` or a self-check runs."""
     with _lock:
         if lasting and _trials == 0 and changes == _changes:

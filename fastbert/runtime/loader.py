@@ -1,4 +1,4 @@
-"""The compiled extension `fastbert._C`, loaded once; or the reason why it cannot be loaded.
+"""The compiled extension `fastbert._C`, loaded once, or the reason why it cannot be loaded.
 
 Loading it starts no CUDA and needs no driver. It finds PyTorch's own OpenMP pool, so that our kernels run on
 the same `torch.get_num_threads()` threads as PyTorch's ops (see csrc/cpu/parallel.h).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +27,7 @@ def address(t: torch.Tensor) -> int:
 
 
 def _functions(*names: str) -> dict[str, int]:
-    """Addresses of functions of libtorch_cpu and of the libraries that it is linked to, up to the first that
-    is missing.
-    """
+    """Addresses of functions of libtorch_cpu and its libraries, up to the first function that is missing."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     found = dict.fromkeys(names[:1], 0)
     with contextlib.suppress(OSError, AttributeError):
@@ -80,7 +79,7 @@ def _tells_writes(module: ModuleType) -> bool:
         found = [state()]
         for _ in range(2):
             tensor.add_(1)
-            torch._lazy_clone(tensor)
+            tensor._lazy_clone()
             found.append(state())
         tensor.data_ptr()
         found.append(state())
@@ -105,14 +104,14 @@ def _hand_over_tensor_functions(module: ModuleType) -> None:
 
 def _load() -> tuple[ModuleType | None, str | None]:
     try:
-        from fastbert import _C
+        extension = importlib.import_module("fastbert._C")
     except ImportError as error:
         if any(Path(__file__).parents[1].glob("_C*.so")):
             return None, f"the compiled extension fastbert._C does not load: {error}"
         return None, "the compiled extension fastbert._C is not built (pip install -e . builds it)"
-    _C.set_team_start(**_runtime())
-    _hand_over_tensor_functions(_C)
-    return _C, None
+    extension.set_team_start(**_runtime())
+    _hand_over_tensor_functions(extension)
+    return extension, None
 
 
 # The extension module or None, and why it is None. Not declared optional: each caller asks `cpu_gap` or

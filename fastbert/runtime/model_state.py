@@ -1,6 +1,6 @@
-"""Whether modules and their tensors are as they were, told by one call of the extension.
+"""Whether modules and their tensors are unchanged, by one call of the extension.
 
-Python would read a thousand dictionaries for it (csrc/bindings/model_watch.cpp).
+Python would read a thousand dictionaries instead (csrc/bindings/model_watch.cpp).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class ModelState(NamedTuple):
     """A state of modules.
 
     Attributes:
-        extension: compares it; borrows all objects, which `held` and the other attributes keep.
+        extension: compares the state. It borrows all objects; `held` and the other attributes own them.
         changes: `prepared.change_count` of the state.
-        sources: of the derived weights.
-        storages: of the marked sources.
-        held: what else is borrowed.
+        sources: sources of the derived weights.
+        storages: storages of the marked sources.
+        held: the other borrowed objects.
     """
 
     extension: Any
@@ -33,7 +33,7 @@ class ModelState(NamedTuple):
     held: tuple
 
     def untouched(self) -> bool:
-        """Whether the modules still have it."""
+        """Whether the modules still have this state."""
         return (
             prepared.change_count() == self.changes
             and self.extension.same()
@@ -58,14 +58,14 @@ def state_of(
 ) -> ModelState | None:
     """The present state; None if one call cannot watch it.
 
-    That is where a hook watches a module, a module is in training mode, a tensor is of another class than
-    PyTorch's own, or the extension is not built.
+    None means that a module has hooks or is in training mode, that a tensor is of another class than
+    PyTorch's own, or that the extension is not built.
 
     Args:
         modules: all that count.
         tables: dictionaries whose names and objects must stay the same.
-        tensors: of the modules: where they lie and their versions must stay the same.
-        derived: (owner, name, value) of what was derived from them.
+        tensors: the modules' tensors, whose places and versions must stay the same.
+        derived: (owner, name, value) of what was derived from the tensors.
     """
     changes, sources = prepared.change_count(), prepared.sources_of(derived)
     if extension is None or sources is None or not all(map(is_plain, tensors)):

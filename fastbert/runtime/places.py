@@ -1,7 +1,8 @@
-"""Whether tensors are the ones they were, where they were: identity, address, sizes and strides.
+"""Whether tensors are the same, at the same place: identity, address, sizes and strides.
 
-`parameter.data = other` changes these and no version counter. Asked at every call for all weights: so one
-call of the extension compares what Python would read tensor by tensor (csrc/cpu/tensor_places.h).
+`parameter.data = other` changes these and no version counter. The question comes at every call for all
+weights, so one call of the extension compares what Python would read tensor by tensor
+(csrc/cpu/tensor_places.h).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Places:
     """Remembers where tensors are.
 
     Args:
-        tensors: on any device. They are not kept alive.
+        tensors: tensors on any device. They are not kept alive.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -51,7 +52,7 @@ class Places:
         self._places = _read(tensors) if self._watched is None else None
 
     def same(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether `tensors` are those of before, where they were."""
+        """Whether `tensors` are the remembered tensors, at the remembered places."""
         if list(map(_impl, tensors)) != self._impls:
             return False
         return _read(tensors) == self._places if self._watched is None else self._watched.same()

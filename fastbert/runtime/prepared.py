@@ -1,8 +1,8 @@
 """Weights derived from parameters: the one cache.
 
-Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V concatenated, panels, folded,
-8-bit) is derived here. It is built at its first use where no gradient is needed, and dropped as soon as a
-source changes. The next call notices a change in one of four ways.
+Parameters stay exactly HuggingFace's. What a kernel wants in another form (Q, K and V concatenated, panels,
+folded, 8-bit) is derived here. It is built at its first use where no gradient is needed, and dropped as soon
+as a source changes. The next call notices a change in one of four ways.
 
 Key: identity, place (address, sizes, strides) and version counter of each source. They change with
 `load_state_dict`, an optimizer step, `.to()`, `copy_` and `parameter.data = other`.
@@ -30,8 +30,8 @@ What the checks cost, and what others would cost: docs/notes/torch.md.
 The cache refers to modules weakly and lives outside them: an entry is freed with its module, and never
 copied, pickled or saved.
 
-A recorded CUDA graph (graphs/model.py) reads derived weights at the addresses that they had when it was
-recorded. `collect_used` lists them, `is_current` says whether they are still right, and `update_in_place`
+A recorded CUDA graph (graphs/model.py) reads derived weights at the addresses of the time of recording.
+`collect_used` lists these weights, `is_current` returns whether one is still right, and `update_in_place`
 copies new values to the old address.
 """
 
@@ -57,9 +57,9 @@ _version = attrgetter("_version")
 
 
 class _Entry(NamedTuple):
-    """A derived value, and what tells whether it is still right."""
+    """A derived value, and the seal that shows whether it is still right."""
 
-    value: object
+    value: Any
     seal: _Seal
 
 
@@ -84,11 +84,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Watch(threading.local):
-    """What concerns one thread.
+    """The state of one thread.
 
     Attributes:
         entries: where `collect_used` collects what the thread asks for.
-        pages: of the seal of what the thread is building; None if it builds nothing, or these are None.
+        pages: the pages in the seal of the value that the thread builds; None if there are none.
     """
 
     entries: list[tuple[nn.Module, Hashable, object]] | None = None
@@ -116,7 +116,7 @@ def _mark(tensor: Tensor) -> bool:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 # the clone is freed at once; the storage's state stays
-                torch._lazy_clone(tensor)
+                tensor._lazy_clone()
         except (AttributeError, RuntimeError):
             return False
     return _is_marked(tensor)
@@ -166,9 +166,10 @@ def _samples_of(tensor: Tensor, marked: bool, rows: list[tuple[int, int]]) -> li
     Each is (address of the first piece, bytes to the next one, pieces, bytes per piece).
 
     Args:
-        tensor: of any device and shape.
+        tensor: a tensor on any device and of any shape.
         marked: whether its storage has a mark.
-        rows: for a matrix without a mark, (first, last + 1) of the rows to compare one element of.
+        rows: (first, last + 1) of rows; one element of each is compared if the tensor is a matrix without a
+            mark.
     """
     if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
         return []
@@ -188,14 +189,14 @@ def _samples_of(tensor: Tensor, marked: bool, rows: list[tuple[int, int]]) -> li
 
 
 class _Seal:
-    """What tells whether the tensors that a value was built from have changed.
+    """Shows whether the tensors that a value was built from have changed.
 
     Attributes:
-        places, versions: of the tensors.
+        places, versions: the tensors' places and version counters.
         marked: for each tensor, whether its storage has a mark.
-        all_marked: whether all have one.
-        marked_storages, storages: ids of the storages with a mark, and of all.
-        pages: tells whether a page of a mapped file was written; None if there are none.
+        all_marked: whether all storages have a mark.
+        marked_storages, storages: ids of the storages with a mark, and of all storages.
+        pages: shows whether a page of a mapped file was written; None if there are none.
         samples: compares some elements with what they were; None if there are none to compare.
         written: a page was written, or samples were found to differ.
         broken: another thread found one of the storages written while the value was being built.
@@ -218,7 +219,7 @@ class _Seal:
     def holds(self, sources: Sequence[Tensor]) -> bool:
         """Whether `sources` are the seal's tensors, where they were, and were not written.
 
-        Asked for each layer of each call: so C code walks lists.
+        This runs for each layer of each call, so C code walks the lists.
         """
         if self.samples is not None:
             self.samples.fetch()
@@ -240,15 +241,17 @@ class _Seal:
 
 # --- the cache ----------------------------------------------------------------------------------------------
 
+_Value = TypeVar("_Value")
+
 
 def derived(
     owner: nn.Module,
     name: Hashable,
     sources: tuple[Tensor, ...],
-    build: Callable[[], object],
+    build: Callable[[], _Value],
     *,
     keep: bool = True,
-) -> object:
+) -> _Value:
     """`build()`, remembered for `owner` under `name` until one of `sources` changes.
 
     Args:
@@ -256,7 +259,7 @@ def derived(
         name: what is derived; one owner may have several.
         sources: the parameters that `build` reads.
         build: makes the derived value; called under `torch.no_grad()`.
-        keep: whether to remember a new value. One that is there already is returned either way.
+        keep: whether to remember a new value. A value that is remembered already is returned either way.
 
     Returns:
         The value. It is not remembered if a source has no version counter (inference tensors), or if FSDP
@@ -265,8 +268,8 @@ def derived(
     if is_gathered(owner):
         with torch.no_grad():
             return build()
-    entries = _cache.get(owner)
-    found = None if entries is None else entries.get(name)
+    entries = _cache.get(owner, {})
+    found = entries.get(name)
     # A thread that finds a write forgets all entries it concerns before it sets the marks again. So an entry
     # that is still there after its marks were read is right.
     if found is not None and found.seal.holds(sources) and entries.get(name) is found:
@@ -286,8 +289,8 @@ def _build(
     name: Hashable,
     old: _Entry | None,
     sources: tuple[Tensor, ...],
-    build: Callable[[], object],
-) -> object:
+    build: Callable[[], _Value],
+) -> _Value:
     """`build()`, remembered in place of `old`, which is outdated."""
     with _lock:
         entries = _cache.setdefault(owner, {})
@@ -381,21 +384,22 @@ def clear(model: Any) -> None:
 
 
 _Train = TypeVar("_Train", bound=Callable)
-# Methods `train` that set the modes of a module and its children, and do nothing else to one that has them.
+# `train` methods that set the modes of a module and its children, and do nothing where the modes are set
+# already.
 _plain_trains: set[Callable] = {nn.Module.train}
 
 
 def plain_train(method: _Train) -> _Train:
-    """Decorates such a method `train` of ours."""
+    """Decorate a `train` method of ours that belongs to `_plain_trains`."""
     _plain_trains.add(method)
     return method
 
 
 def before_mode(model: nn.Module, mode: bool) -> bool:
-    """Call `clear` if `model.train(mode)` changes the mode of any module; whether it has anything to do.
+    """Call `clear` if `model.train(mode)` changes a module's mode; return whether `train` has anything to do.
 
-    Servers call `eval()` before each call, and sentence-transformers does: then nothing is derived again, and
-    no mode is set once more, which takes 3 us per module.
+    Servers and sentence-transformers call `eval()` before each call. Then nothing is derived again, and no
+    mode is set again, which takes 3 us per module.
     """
     modules = list(model.modules())
     if any(module.training != mode for module in modules):
@@ -405,12 +409,12 @@ def before_mode(model: nn.Module, mode: bool) -> bool:
 
 
 def beside(module: nn.Module) -> Any:
-    """What `keep_beside` was given for the module; None after `clear` of it, or of what it is in."""
+    """The value of `keep_beside`; None after `clear` of the module or of a module around it."""
     return _beside.get(module)
 
 
 def keep_beside(module: nn.Module, value: object) -> None:
-    """Keep a value until `clear`. It must not refer to the module, which it is freed with."""
+    """Keep a value until `clear`. It is freed with the module, so it must not refer to the module."""
     _beside[module] = value
 
 
@@ -448,7 +452,7 @@ def collect_used() -> Iterator[list[tuple[nn.Module, Hashable, object]]]:
 
 
 def tell_used(values: Iterable[tuple[nn.Module, Hashable, object]]) -> None:
-    """Let `collect_used` know of (owner, name, value)s that are used without being asked for again."""
+    """Report to `collect_used` (owner, name, value)s that are used without being asked for again."""
     if _watch.entries is not None:
         _watch.entries += values
 
@@ -471,7 +475,7 @@ class Sources(NamedTuple):
     Attributes:
         tensors: the sources.
         marked: those whose storages have a mark, which the next write removes.
-        written: functions that tell whether sources were written that marks do not show: on a CPU alone.
+        written: functions that return whether a source was written where no mark shows it; on a CPU alone.
     """
 
     tensors: list[Tensor]
@@ -486,8 +490,8 @@ def sources_of(values: Iterable[tuple[nn.Module, Hashable, object]]) -> Sources 
         entry = _cache.get(owner, {}).get(name)
         if entry is None or entry.value is not value:
             return None
-        seal, tensors = entry.seal, [source() for source in entry.seal.sources]
-        if any(t is None for t in tensors):
+        seal, tensors = entry.seal, [t for source in entry.seal.sources if (t := source()) is not None]
+        if len(tensors) < len(seal.sources):
             return None
         found.tensors.extend(tensors)
         found.marked.extend(compress(tensors, seal.marked))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @lru_cache(maxsize=1)
 def amd_family() -> int | None:
-    """The family of an AMD processor (25 is Zen 3 and 4, 26 Zen 5); None for others, or if nobody says."""
+    """The family of an AMD processor (25 is Zen 3 and 4, 26 Zen 5); None for other makes, or if unknown."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:

@@ -11,7 +11,7 @@ class Progress:
     """Prints at most five lines per second; its time begins now.
 
     Args:
-        shown: None: if stderr is a terminal.
+        shown: whether to print; None prints only if stderr is a terminal.
     """
 
     def __init__(self, shown: bool | None = None) -> None:
@@ -21,15 +21,15 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning; above 0."""
+        """Seconds since the beginning, above 0."""
         return max(time.perf_counter() - self._begin, 1e-9)
 
     def show(self, text: str, done: float = 0.0, *, last: bool = False) -> bool:
-        """Print a text, and the time left; returns whether it was time for a line.
+        """Print a text and the time left; return whether it was time for a line.
 
         Args:
             text: what is done.
-            done: the same as a share of the whole, 0 to 1; 0: the whole is not known.
+            done: the share of the whole that is done, 0 to 1; 0 also where the whole is not known.
             last: print at any time, and end the line.
         """
         now = time.perf_counter()

@@ -1,6 +1,6 @@
 """The current CUDA device and stream, asked at every launch: PyTorch's own functions take microseconds.
 
-They make sure that CUDA has started. Where there are tensors on a GPU, it has.
+PyTorch's functions make sure that CUDA has started. Where there are tensors on a GPU, it has.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ def current_stream(index: int) -> int:
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """A context in which the device of a CUDA tensor is current. It does nothing for a CPU tensor's."""
+    """A context in which the device of a CUDA tensor is current. For the CPU it does nothing."""
     index = device.index
     return _NOTHING if index is None or index == current_device() else torch.cuda.device(device)

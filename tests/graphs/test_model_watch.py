@@ -127,7 +127,7 @@ def test_a_pytorch_that_does_not_tell_of_writes(lacks, monkeypatch):
             if lacks == "functions":
                 patched.setattr(loader, "_functions", found)
             else:
-                patched.setattr(torch, "_lazy_clone", lambda t: t)
+                patched.setattr(torch.Tensor, "_lazy_clone", lambda t: t)
             loader._hand_over_tensor_functions(loader.extension)
         watch = loader.extension.ModelWatch([], [], [], [], [tensor], [tensor], [])
         assert not watch.known()
