@@ -145,7 +145,7 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
 }
 
-# What the C++ kernels call each of them.
+# Their codes in the C++ kernels.
 CODES: dict[str | None, int] = {None: 0, **{name: a.code for name, a in ACTIVATIONS.items()}}
 # A config's spelling -> our name.
 SPELLINGS: dict[str, str] = {s: name for name, a in ACTIVATIONS.items() for s in a.spellings}

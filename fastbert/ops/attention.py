@@ -35,6 +35,7 @@ eq. 1.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,19 +68,18 @@ def attention_ref(
     synchronisation. `keep_mask` (batch, nheads, S, S), bool, says which probabilities dropout keeps; None
     keeps all. `probs` are those before dropout, in q's dtype. `lse` carries no gradient.
     """
-    compute = checks.compute_dtype(q)
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    # (batch, nheads, S, headdim)
-    dense_q, dense_k, dense_v = (
-        (t if cu_seqlens is None else to_grid(t, cu_seqlens, max_seqlen)).to(compute).transpose(1, 2)
-        for t in (q, k, v)
-    )
-    seqlen = dense_q.shape[2]
-    scores = dense_q @ dense_k.transpose(-1, -2) * softmax_scale
+    compute, dtype, total = checks.compute_dtype(q), q.dtype, q.shape[0]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            raise TypeError("max_seqlen: expected an int with cu_seqlens, got None")
+        q, k, v = (to_grid(t, cu_seqlens, max_seqlen) for t in (q, k, v))
+    q, k, v = (t.to(compute).transpose(1, 2) for t in (q, k, v))  # (batch, nheads, S, headdim)
+    seqlen = q.shape[2]
+    scores = q @ k.transpose(-1, -2) * scale
     if bias is not None:
         scores = scores + bias.to(compute)
-    allowed = grid_mask(cu_seqlens, dense_q.shape[0], seqlen, causal, q.device)
+    allowed = grid_mask(cu_seqlens, q.shape[0], seqlen, causal, q.device)
     scores = scores.masked_fill(~allowed, -math.inf)
     top = scores.detach().amax(-1, keepdim=True) if seqlen > 0 else scores.new_zeros((*scores.shape[:3], 1))
     top = top.masked_fill(top.isneginf(), 0.0)  # no allowed key: exp(-inf - 0) = 0 rather than NaN
@@ -88,13 +88,13 @@ def attention_ref(
     probs = weights / norm.masked_fill(norm == 0, 1.0)
     lse = (top + norm.log()).squeeze(-1).detach()
     dropped = probs if keep_mask is None else probs * keep_mask / (1.0 - dropout_p)
-    out = (dropped @ dense_v).transpose(1, 2)  # (batch, S, nheads, headdim)
+    out = (dropped @ v).transpose(1, 2)  # (batch, S, nheads, headdim)
     if gate is not None:
         out = out * gate.to(compute).unsqueeze(-1)
     if cu_seqlens is not None:
-        out = from_grid(out, cu_seqlens, q.shape[0])
-        lse = from_grid(lse.transpose(1, 2), cu_seqlens, q.shape[0]).t().contiguous()
-    return out.to(q.dtype), lse, probs.to(q.dtype)
+        out = from_grid(out, cu_seqlens, total)
+        lse = from_grid(lse.transpose(1, 2), cu_seqlens, total).t().contiguous()
+    return out.to(dtype), lse, probs.to(dtype)
 
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
@@ -105,10 +105,10 @@ _INPUTS = len(AttentionInputs._fields)
 _FORWARD_OF_TRAINING, _BACKWARD = "attention_fwd training", "attention_bwd training"
 
 
-def _grouped(args) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
+def _grouped(args: tuple[Any, ...]) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
     """(inputs, return_probs, save_bits, places) of the custom op's arguments."""
-    rest = args[_INPUTS : _INPUTS + 3]
-    return AttentionInputs(*args[:_INPUTS]), *rest, *(None,) * (3 - len(rest))
+    return_probs, save_bits, *more = args[_INPUTS:]
+    return AttentionInputs(*args[:_INPUTS]), return_probs, save_bits, more[0] if more else None
 
 
 @torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
@@ -135,7 +135,7 @@ def attention_fwd(
     out is contiguous, with the shape and dtype of `q`; lse (nheads, total) in float32 (float64 for float64);
     probs (batch, nheads, max_seqlen, max_seqlen) in q's dtype, before dropout. probs and keep_bits are of
     shape (0,) unless `return_probs` and `save_bits`. `save_bits` needs dropout. `bias` is 4-D; sizes of 1
-    broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths. `training` says
+    broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths. `training` means
     that backward follows: the backend is then the one that serves backward.
     """
     inputs = AttentionInputs(
@@ -261,7 +261,7 @@ class AttentionFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # a separate setup_context would cost an inspect.signature at every call
         inputs, return_probs, save_bits, places = _grouped(args)
         output = dispatch.call(_FORWARD_OF_TRAINING, inputs.q, inputs, return_probs, save_bits, places)
@@ -271,7 +271,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dout, *_):
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call(_BACKWARD, args[1].q, *args), ctx, dout)
 
 
@@ -328,8 +328,8 @@ def attention(
         return_lse: also return lse, which carries no gradient.
         return_probs: also return the probabilities P, before dropout and gate, in q's dtype. Where a
             gradient is needed they are differentiable; the dense plain-PyTorch reference then computes them.
-        places: what `attention_places` made of this very cu_seqlens, for all calls over one batch; or None.
-            Packed layout only.
+        places: the result of `attention_places` for this very cu_seqlens, shared by all calls over one batch;
+            or None. Packed layout only.
 
     Returns:
         out, in the shape of `q`; with lse or probs asked for, a tuple, in the order (out, lse, probs).
@@ -357,7 +357,7 @@ def attention(
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * max_seqlen
         q, k, v = (t.reshape(batch * max_seqlen, nheads, headdim) for t in (q, k, v))
     else:
-        check_lengths(cu_seqlens, max_seqlen, q)
+        cu_seqlens, max_seqlen = check_lengths(cu_seqlens, max_seqlen, q)
         batch = cu_seqlens.shape[0] - 1
     table = checked_table(places, None if padded else cu_seqlens, max_seqlen, q)
     softmax_scale = checked_scale(softmax_scale, headdim)
@@ -402,6 +402,6 @@ def attention(
 
 
 def _readable(t: Tensor, headdim: int) -> Tensor:
-    """`t` itself where its heads' rows are contiguous and do not overlap, as BLAS asks; else a copy."""
+    """`t` itself where its heads' rows are contiguous and do not overlap, as BLAS needs it; else a copy."""
     readable = (t.stride(-1) == 1 or headdim == 1) and t.stride(0) >= headdim
     return t if readable else t.contiguous()

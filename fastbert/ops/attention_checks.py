@@ -43,8 +43,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Non
         checks.shape(name, t, q.shape)
 
 
-def check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, q: Tensor) -> None:
-    """Check the lengths of the packed layout for the rows of `q`; their values only on the CPU."""
+def check_lengths(cu_seqlens: Tensor | None, max_seqlen: int | None, q: Tensor) -> tuple[Tensor, int]:
+    """The two arguments, checked for the packed layout of the rows of `q`; values only on the CPU."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype != torch.int32:
@@ -59,6 +59,7 @@ def check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, q: Tensor) -> None
     longest = checks.lengths(cu_seqlens, q.shape[0], "q")
     if longest is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen: expected at least the longest length {longest}, got {max_seqlen}")
+    return cu_seqlens, max_seqlen
 
 
 def checked_scale(softmax_scale: float | None, headdim: int) -> float:
@@ -72,7 +73,7 @@ def checked_scale(softmax_scale: float | None, headdim: int) -> float:
     return float(softmax_scale)
 
 
-def check_bias(bias: Tensor | None, batch: int, nheads: int, seqlen: int, q: Tensor) -> Tensor | None:
+def check_bias(bias: Tensor | None, batch: int, nheads: int, seqlen: int, q: Tensor) -> checks.TensorOrNone:
     """The bias in four dimensions, or None; raise if its shape does not broadcast to the scores."""
     if bias is None:
         return None

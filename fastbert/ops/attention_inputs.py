@@ -1,10 +1,12 @@
-"""What attention's launchers get: the arguments of forward, and the gradients that are wanted."""
+"""What attention's launchers take: the arguments of forward, and which gradients are needed."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from fastbert.ops.checks import TensorOrNone
 
 
 class AttentionInputs(NamedTuple):
@@ -17,10 +19,10 @@ class AttentionInputs(NamedTuple):
     max_seqlen: int
     softmax_scale: float
     causal: bool
-    bias: Tensor | None
-    gate: Tensor | None
+    bias: TensorOrNone
+    gate: TensorOrNone
     dropout_p: float
-    seed: Tensor | None
+    seed: TensorOrNone
     offset: int
 
 

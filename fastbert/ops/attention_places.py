@@ -1,8 +1,8 @@
 """The table of places of attention: which rows of which sequence each program of a kernel owns.
 
 A grid is cut before the lengths are known: on a GPU, reading them would be a synchronisation. So each program
-has to find its tile of a sequence. The table says it, for every head and layer, forward and backward of one
-batch: it is made once per forward.
+has to find its tile of a sequence. It reads the tile from the table, which is made once per forward and
+serves every head and layer, forward and backward, of one batch.
 
 A place is four int32 numbers:
 
@@ -24,6 +24,8 @@ Others have none, and ignore it. Where a call has no table, the kernels' launche
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -38,7 +40,7 @@ class Places(NamedTuple):
 
     Attributes:
         table: int32 (slots, 4).
-        cu_seqlens, max_seqlen: those of the calls of attention that it is for.
+        cu_seqlens, max_seqlen: arguments of the attention calls that the table is for.
     """
 
     table: Tensor
@@ -46,8 +48,8 @@ class Places(NamedTuple):
     max_seqlen: int
 
 
-def _sizes():
-    """kernels/attention_slots.py. Only where a table is in use: `help(fastbert)` lists what is loaded."""
+def _sizes() -> ModuleType:
+    """kernels/attention_slots.py, loaded where a table is in use: `help(fastbert)` lists what is loaded."""
     from fastbert.kernels import attention_slots
 
     return attention_slots
@@ -76,7 +78,7 @@ def places_ref(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
         used = torch.cat((ends.new_zeros(1), ends))[-1:]
         at = torch.searchsorted(ends, slot, right=True)
         inside = at < batch
-        # One sequence more, never read from, so that there is one.
+        # One more sequence, never read, so that index `batch` exists.
         which = torch.where(inside, at, batch)
         pad = [torch.cat((t, t.new_zeros(1)))[which] for t in (order, starts[order], lengths[order], ends)]
         sequence, start, length, sequence_end = pad
@@ -143,7 +145,7 @@ def check_table(table: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, q: Te
 def checked_table(
     places: Places | None, cu_seqlens: Tensor | None, max_seqlen: int | None, q: Tensor
 ) -> Tensor | None:
-    """The table of `places`, which must have been made of these lengths."""
+    """The table of `places`, which must be made of these lengths."""
     if places is None:
         return None
     if not isinstance(places, Places):
@@ -153,7 +155,7 @@ def checked_table(
     if places.max_seqlen != max_seqlen:
         raise ValueError(f"places: expected those of max_seqlen {max_seqlen}, got of {places.max_seqlen}")
     if not torch.compiler.is_compiling():
-        check_table(places.table, cu_seqlens, max_seqlen, q)
+        check_table(places.table, places.cu_seqlens, places.max_seqlen, q)
     return places.table
 
 
@@ -164,7 +166,7 @@ def attention_places(cu_seqlens: Tensor, max_seqlen: int, total: int, dtype: tor
         cu_seqlens: int32 (batch + 1,), as in `attention`. Its values must not change afterwards.
         max_seqlen: as in `attention`.
         total: rows of q.
-        dtype: of q, after autocast.
+        dtype: q's dtype after autocast.
 
     Returns:
         Places for `attention(…, places=…)`. Under torch.compile they are made on CUDA only.
@@ -183,10 +185,7 @@ def attention_places(cu_seqlens: Tensor, max_seqlen: int, total: int, dtype: tor
     return Places(make(dispatch.plain(cu_seqlens), total, max_seqlen), cu_seqlens, max_seqlen)
 
 
-def _maker(device: torch.device, dtype: torch.dtype):
-    """`attention_places` of the backend that serves attention there, or None.
-
-    With gradients on, of the one that serves in training.
-    """
+def _maker(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, int, int], Tensor] | None:
+    """`attention_places` of the backend that serves attention, with gradients on in training; or None."""
     call = "attention training" if torch.is_grad_enabled() else "attention"
     return dispatch.serving_function("attention_places", (call,), device, dtype)

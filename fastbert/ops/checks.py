@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+# `Tensor | None` where another argument decides which: a type checker cannot follow that.
+TensorOrNone = Any
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _KINDS = frozenset(_ORDINARY)
@@ -20,8 +23,8 @@ _dtype_of, _device_of, _layout_of = map(attrgetter, ("dtype", "device", "layout"
 _is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
 
 
-def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
-    """`t` must be a float32, bfloat16, float16 or float64 tensor, on `like`'s device if given."""
+def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `t`: a float32, bfloat16, float16 or float64 tensor, on `like`'s device if given."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in FLOATS:
@@ -29,17 +32,17 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None
     if type(t) not in _ORDINARY:
         own_elements(name, t)
     same_device(name, t, like)
+    return t
 
 
 def are_plain(tensors: list, dtypes: list[torch.dtype], sizes: list[tuple]) -> bool:
     """Whether kernels may read these tensors of a call of inference as they are.
 
-    Asked at every call: so C code walks the list. Nothing is known of the tensors before, and nothing is left
-    to be checked but values.
+    This runs at every call, so C code walks the list. Where it is true, only values are left to check.
 
     Args:
-        tensors: what may be tensors.
-        dtypes, sizes: of the tensors, which must have them; each has a dimension.
+        tensors: objects that may be tensors.
+        dtypes, sizes: the dtype and the shape that each tensor must have; each has a dimension.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _KINDS.issuperset(map(type, tensors)):
         return False
@@ -66,8 +69,8 @@ def own_elements(name: str, t: torch.Tensor) -> None:
         )
 
 
-def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
-    """`t` must be an int64 or int32 tensor, on `like`'s device if given."""
+def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `t`: a dense int64 or int32 tensor, on `like`'s device if given."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in (torch.int64, torch.int32):
@@ -75,6 +78,7 @@ def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
     if t.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {t.layout}")
     same_device(name, t, like)
+    return t
 
 
 def same_device(name: str, t: torch.Tensor, like: torch.Tensor | None) -> None:
@@ -119,7 +123,7 @@ def matrix(name: str, t: torch.Tensor) -> tuple[int, int]:
     if t.dim() != 2 or t.shape[1] == 0:
         raise ValueError(f"{name}: expected shape (rows, columns), columns >= 1, got {tuple(t.shape)}")
     operand(name, t, t.shape, FLOATS, t, strided=True)
-    return tuple(t.shape)
+    return t.shape[0], t.shape[1]
 
 
 def shape(name: str, t: torch.Tensor, expected: tuple) -> None:
@@ -167,9 +171,9 @@ def compute_dtype(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def under_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def under_autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[TensorOrNone, ...]:
     """The tensors in the autocast dtype where autocast is on, as PyTorch does it: float64 stays as it is."""
-    dtype = autocast_dtype(tensors[0])
+    dtype, tensors = autocast_dtype(x), (x, *others)
     if dtype is None:
         return tensors
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -193,7 +197,7 @@ def as_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> TensorOrNone:
     """A norm's parameter for the backends: contiguous, in `dtype` or float32 (float64 with float64)."""
     if vector is None:
         return None
@@ -251,8 +255,8 @@ def double_backward() -> Iterator[None]:
     """Inside the block this thread calls fastbert's own models as modules of plain PyTorch.
 
     Their gradients can then be differentiated again (`create_graph=True`): for gradient penalties, Hessians,
-    SMART, MAML. It is about as slow as transformers, and padding is computed. An accelerated model is not
-    concerned: call `fastbert.restore` on it.
+    SMART, MAML. It is about as slow as transformers, and padding is computed. Accelerated models are not
+    affected: call `fastbert.restore` on them.
     """
     before, _plain.asked = _plain.asked, True
     try:
@@ -276,11 +280,11 @@ class _Twice(torch.autograd.Function):
     """Passes gradients through unchanged; its backward raises, because they have no gradient themselves."""
 
     @staticmethod
-    def forward(ctx, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if g is None else g.view_as(g) for g in tensors[:count])
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             "fastbert's operations are differentiated once, but this backward asks for the gradient of a "
             "gradient (create_graph=True); for a gradient penalty or a Hessian call fastbert.restore on an "
@@ -291,7 +295,7 @@ class _Twice(torch.autograd.Function):
 def once_differentiable(backward: Callable) -> Callable:
     """Decorate the `backward` of an autograd.Function whose gradients cannot be differentiated again.
 
-    Differentiating them raises RuntimeError with advice; torch's decorator of this name gives none.
+    Differentiating them raises RuntimeError with advice; torch's decorator of this name has none.
     """
 
     @functools.wraps(backward)

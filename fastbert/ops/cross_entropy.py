@@ -20,6 +20,8 @@ Source: Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (la
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,7 @@ def _(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
 
 
 def check_statistics(dloss: Tensor, lse: Tensor, count: Tensor, rows: int, logits: Tensor) -> None:
-    """What backward gets of the loss, and of what forward saved."""
+    """Check what backward takes besides the arguments of forward."""
     compute = (checks.compute_dtype(logits),)
     checks.operand("dloss", dloss, (), compute, logits)
     checks.operand("lse", lse, (2, rows), compute, logits)
@@ -117,7 +119,7 @@ class CrossEntropyFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call("cross_entropy_fwd", inputs[0], *inputs)
         _setup_context(ctx, inputs, output)
@@ -125,7 +127,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call("cross_entropy_bwd", args[1], *args), ctx, dloss)
 
 
@@ -185,7 +187,8 @@ def cross_entropy(
         raise ValueError(
             f"logits: expected shape (rows, classes) with classes >= 1, got {tuple(logits.shape)}"
         )
-    labels = checked_labels(labels, *logits.shape, logits, ignore_index, label_smoothing)
+    rows, classes = logits.shape
+    labels = checked_labels(labels, rows, classes, logits, ignore_index, label_smoothing)
     if checks.plain_torch():
         return cross_entropy_ref(logits, labels, ignore_index, label_smoothing)
     args = (checks.rows(logits), labels, ignore_index, float(label_smoothing))

@@ -16,22 +16,23 @@ Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = i
 column. The tables' gradients are summed in float32 in a fixed order, so repeats are bit-equal. Narrow tables
 of half precision are computed in float32, like narrow rows in `fastbert.ops.layer_norm`.
 
-A backend whose kernel reads no memory for an id that a table does not have, and tells of it, has one more
-function:
+A backend whose kernel reads no memory for an id outside its table, and reports the id, has one more function:
 
-    bad_ids(device) -> where it tells: an object with `check()`, which raises an IndexError
+    bad_ids(device) -> an object whose `check()` raises an IndexError for a reported id
 
 Source: Devlin et al. 2018, "BERT", fig. 2.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.layer_norm import layer_norm_ref, widened
 from fastbert.runtime import dispatch
 
@@ -39,19 +40,19 @@ from fastbert.runtime import dispatch
 class EmbeddingInputs(NamedTuple):
     """What forward computes from: flat ids, tables and options; only backward reads `padding_idx`."""
 
-    input_ids: Tensor | None
+    input_ids: TensorOrNone
     inputs_embeds: Tensor | None
-    word: Tensor | None
-    position_ids: Tensor | None
-    position: Tensor | None
-    token_type_ids: Tensor | None
-    segment: Tensor | None
+    word: TensorOrNone
+    position_ids: TensorOrNone
+    position: TensorOrNone
+    token_type_ids: TensorOrNone
+    segment: TensorOrNone
     ln_weight: Tensor
     ln_bias: Tensor
     padding_idx: int
     eps: float
     dropout_p: float
-    seed: Tensor | None
+    seed: TensorOrNone
     offset: int
 
     @property
@@ -72,26 +73,26 @@ class EmbeddingSaved(NamedTuple):
     ln_weight: Tensor
     mean: Tensor
     rstd: Tensor
-    input_ids: Tensor | None
-    position_ids: Tensor | None
-    token_type_ids: Tensor | None
+    input_ids: TensorOrNone
+    position_ids: TensorOrNone
+    token_type_ids: TensorOrNone
     word_rows: int
     position_rows: int
     segment_rows: int
     padding_idx: int
     dropout_p: float
-    seed: Tensor | None
+    seed: TensorOrNone
     offset: int
 
 
 def embedding_ref(
-    input_ids: Tensor | None,
-    word: Tensor | None,
+    input_ids: TensorOrNone,
+    word: TensorOrNone,
     ln_weight: Tensor,
     ln_bias: Tensor,
-    position_ids: Tensor | None = None,
+    position_ids: TensorOrNone = None,
     position: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
+    token_type_ids: TensorOrNone = None,
     segment: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     padding_idx: int | None = None,
@@ -155,7 +156,7 @@ def embedding_fwd(
     ):
         if (table is None) != (ids is None):
             raise ValueError(f"{name}, {ids_name}: expected both or neither")
-        if table is not None:
+        if table is not None and ids is not None:
             rows = table.shape[0]
             checks.operand(name, table, (rows, hidden), (source.dtype,), source, strided=True)
             checks.operand(ids_name, ids, (tokens,), (torch.int64,), source)
@@ -220,7 +221,7 @@ def embedding_bwd(
         if rows < 0:
             raise ValueError(f"{size_name}: expected an integer >= 0, got {rows}")
         checks.operand(name, ids, (tokens,), (torch.int64,), dy, needed=rows > 0)
-        if rows > 0:
+        if ids is not None and rows > 0:
             checks.ids_in_range(name, "id", ids, rows, f"{size_name}")
     checks.dropout(dropout_p, seed, offset, dy)
     ids = input_ids, position_ids, token_type_ids
@@ -243,7 +244,7 @@ def _(dy, *args):
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs: EmbeddingInputs, output):
+def _setup_context(ctx: Any, inputs: EmbeddingInputs, output: tuple[Tensor, ...]) -> None:
     _y, z, mean, rstd = output
     need = ctx.needs_input_grad
     # word, position, segment: a table without a gradient needs neither its ids nor its rows
@@ -258,12 +259,12 @@ def _setup_context(ctx, inputs: EmbeddingInputs, output):
     ctx.ln_bias_dtype = inputs.ln_bias.dtype
 
 
-def _backward(launch, ctx, dy):
+def _backward(launch: Callable, ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 15
     z, ln_weight, mean, rstd, seed, *ids = ctx.saved_tensors
-    dropout = ctx.dropout_p, seed, ctx.offset
-    saved = EmbeddingSaved(z, ln_weight, mean, rstd, *ids, *ctx.table_rows, ctx.padding_idx, *dropout)
+    options = ctx.padding_idx, ctx.dropout_p, seed, ctx.offset
+    saved = EmbeddingSaved._make((z, ln_weight, mean, rstd, *ids, *ctx.table_rows, *options))
     need = ctx.needs_input_grad
     dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias = launch(
         dy.contiguous(), saved, need[1], need[7] or need[8]
@@ -286,7 +287,7 @@ class EmbeddingFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         inputs = EmbeddingInputs(*args[:-1])
         output = dispatch.call("embedding_fwd", inputs.source, inputs, args[-1])
@@ -295,7 +296,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call("embedding_bwd", args[0], *args), ctx, dy)
 
 
@@ -365,8 +366,8 @@ def embedding(
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
     if inputs_embeds is None:
-        source, shape, padding_idx = _check_words(input_ids, word, padding_idx)
-        input_ids, word = _flat_ids(input_ids, shape), checks.rows(word)
+        source, input_ids, padding_idx = _check_words(input_ids, word, padding_idx)
+        shape, input_ids, word = input_ids.shape, _flat_ids(input_ids, input_ids.shape), checks.rows(source)
     else:
         checks.float_tensor("inputs_embeds", inputs_embeds)
         if inputs_embeds.dim() == 0 or inputs_embeds.shape[-1] == 0:
@@ -404,21 +405,31 @@ def embedding(
     return checks.as_dtype(y.view(*shape, hidden), promoted)
 
 
-def _check_words(input_ids: Tensor, word: Tensor | None, padding_idx: int | None):
-    checks.float_tensor("word", word)
+def _check_words(input_ids: object, word: object, padding_idx: int | None) -> tuple[Tensor, Tensor, int]:
+    """(word, input_ids, padding_idx or -1), checked."""
+    word = checks.float_tensor("word", word)
     if word.dim() != 2 or 0 in word.shape:
         raise ValueError(f"word: expected shape (vocab, hidden), got {tuple(word.shape)}")
     vocab = word.shape[0]
-    checks.int_tensor("input_ids", input_ids, word)
+    input_ids = checks.int_tensor("input_ids", input_ids, word)
     checks.ids_in_range("input_ids", "token id", input_ids, vocab, "a vocabulary")
     if padding_idx is None:
-        return word, input_ids.shape, -1
+        return word, input_ids, -1
     if not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab:
         raise ValueError(f"padding_idx: expected an integer in [{-vocab}, {vocab}), got {padding_idx!r}")
-    return word, input_ids.shape, padding_idx % vocab
+    return word, input_ids, padding_idx % vocab
 
 
-def _check_table(name, table, ids_name, ids, source_name, like, shape):
+def _check_table(
+    name: str,
+    table: Tensor | None,
+    ids_name: str,
+    ids: Tensor | None,
+    source_name: str,
+    like: Tensor,
+    shape: torch.Size,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(flat ids, table), checked."""
     if table is None and ids is None:
         return None, None
     if table is None or ids is None:
@@ -439,5 +450,5 @@ def _check_table(name, table, ids_name, ids, source_name, like, shape):
     return _flat_ids(ids, shape), checks.rows(table)
 
 
-def _flat_ids(ids: Tensor, shape) -> Tensor:
+def _flat_ids(ids: Tensor, shape: torch.Size) -> Tensor:
     return ids.to(torch.int64).expand(shape).reshape(-1).contiguous()  # reshape may keep strides

@@ -52,7 +52,7 @@ class FusedLayer(NamedTuple):
             hidden.
         inner, activation: columns and activation of the intermediate layer.
         softmax_scale: see `ops.attention`.
-        eps: of the norm after attention, and of the one after the feed-forward.
+        eps: eps of the norm after attention, and of the norm after the feed-forward.
     """
 
     weights: object
@@ -67,13 +67,11 @@ class FusedLayer(NamedTuple):
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
 
 
-def launchers(
-    device: torch.device, dtype: torch.dtype, linear: str
-) -> tuple[Callable, Callable, Callable] | None:
+def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Callable, ...] | None:
     """(encoder_layer_weights, encoder_layer_fwd, keeps_panels) of the serving backend.
 
-    It serves attention, layer_norm and `linear` ("linear" or "linear_int8"). None where several backends
-    serve these, or the one that does has no fused layer.
+    That backend serves attention, layer_norm and `linear` ("linear" or "linear_int8"). None where several
+    backends serve these, or where the serving backend has no fused layer.
     """
     return dispatch.serving_functions(_LAUNCHERS, ("attention", "layer_norm", linear), device, dtype)
 
@@ -103,7 +101,7 @@ def open_team(x: Tensor) -> None:
     PyTorch's own get no threads.
 
     Args:
-        x: (total, hidden), what the first layer gets.
+        x: (total, hidden), the first layer's input.
     """
     global _close
     if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -136,10 +134,11 @@ def encoder_layer(
     """One or more layers, without autograd.
 
     Args:
-        launch: of `launchers`.
+        launch: `encoder_layer_fwd` of `launchers`.
         x: (total, hidden).
         layers: in execution order.
-        cu_seqlens, max_seqlen, bias, gate: as `ops.attention.attention`, packed layout, the same for all.
+        cu_seqlens, max_seqlen, bias, gate: as in `ops.attention.attention`, packed layout; shared by all
+            layers.
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
 
     Returns:
@@ -163,7 +162,8 @@ def encoder_layer(
             raise ValueError(
                 f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
-        checks.eps(layer.eps[0]), checks.eps(layer.eps[1])
+        for eps in layer.eps:
+            checks.eps(eps)
         shared = check_bias(bias, cu_seqlens.shape[0] - 1, layer.nheads, max_seqlen, x)
         if gate is not None:
             checks.float_tensor("gate", gate, x)

@@ -2,14 +2,14 @@ r"""Encoder layers in one call, on packed tokens. Inference only.
 
     q, k, v = x Wqᵀ + bq, x Wkᵀ + bk, x Wvᵀ + bv
     a = LayerNorm(x + attention(q, k, v) Woᵀ + bo)
-    y = LayerNorm(a + act(a Wiᵀ + bi) Wfᵀ + bf)        of one layer; y is the next one's x
+    y = LayerNorm(a + act(a Wiᵀ + bi) Wfᵀ + bf)        of one layer; y is the next layer's x
 
 `reference` computes in float32 (float64 for float64) and rounds each layer's output once. A backend that
 calls its kernels one after the other rounds every result to the dtype of `x`, as eager PyTorch does.
 
 On a GPU the host takes longer to enqueue a layer's seven kernels from Python than the device takes to run
 them for a short text. One call enqueues all of them. Where no backend does that, models call the ops
-`linear`, `attention` and `layer_norm`: `gap` says why.
+`linear`, `attention` and `layer_norm`, and `gap` returns the reason.
 
 There is no custom op and no autograd here: training and torch.compile call the ops.
 
@@ -36,8 +36,8 @@ class LayerWeights(NamedTuple):
 
     Attributes:
         nheads, headdim: their product, the width of attention, need not be the hidden size.
-        activation: of the feed-forward block, a name of `ops.activation`.
-        eps, last_eps: of the norm after attention, and of the one after the feed-forward block.
+        activation: activation of the feed-forward block, a name of `ops.activation`.
+        eps, last_eps: eps of the norm after attention, and of the norm after the feed-forward block.
         qkv_weight: (3 · width, hidden): query, key and value, one below the other.
         out_weight: (hidden, width), the attention's output; norm_weight: (hidden,).
         up_weight: (inner, hidden); down_weight: (hidden, inner); last_weight: (hidden,).
@@ -63,7 +63,7 @@ class LayerWeights(NamedTuple):
 
 
 class LayerStack:
-    """Layers in execution order, checked once, and what a backend has made of them.
+    """Layers in execution order, checked once, with the objects that a backend makes of them.
 
     Args:
         layers: one or more, of one hidden size, dtype and device. Their tensors must stay where they are.
@@ -120,7 +120,8 @@ class LayerStack:
         shapes[4:4] = shapes[10:10] = [(hidden,)] * 2
         for name, tensor, shape in zip(names, layer[5:], shapes, strict=True):
             checks.shape(name, tensor, shape)
-        checks.eps(layer.eps), checks.eps(layer.last_eps)
+        for eps in (layer.eps, layer.last_eps):
+            checks.eps(eps)
         if layer.activation not in ACTIVATIONS:
             raise ValueError(
                 f"layer {number}, activation: expected one of {', '.join(ACTIVATIONS)}, "

@@ -13,7 +13,7 @@ Backward:
     dx = g @ up_weight,  dup_weight = g.T @ x,  dup_bias = Σ_rows g,  ddown_weight = dy.T @ act(pre)
 
 As one op, a backend can make g in the epilogue of the product before it: the gradient of act(pre) is neither
-written nor read. Where no backend does that, two calls of `linear` are as good: `pays` says so.
+written nor read. Where no backend does that, two calls of `linear` are as good, and `pays` is False.
 
 Products accumulate in float32 (float64 for float64); pre, act(pre) and g are kept in storage dtype.
 
@@ -22,7 +22,8 @@ Source: Vaswani et al. 2017, sec. 3.3; Hendrycks and Gimpel 2016, "Gaussian Erro
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from fastbert.runtime import dispatch
 
 
 class FeedForwardNeeds(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients backward computes."""
 
     dx: bool
     dup_weight: bool
@@ -162,7 +163,7 @@ def _setup_context(ctx, inputs, output):
     ctx.activation = activation
 
 
-def _backward(launch, ctx, dy):
+def _backward(launch: Callable, ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 6
     need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
@@ -174,7 +175,7 @@ class FeedForwardFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call(_FORWARD_OF_TRAINING, args[0], *args)
         _setup_context(ctx, args, output)
@@ -182,7 +183,7 @@ class FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
 
 
@@ -198,7 +199,7 @@ feed_forward_fwd.register_autograd(
 def pays(x: Tensor) -> bool:
     """Whether `feed_forward` saves time over two calls of `linear` for tokens like `x`, in training.
 
-    That is in half precision on a GPU; x: (..., hidden). In inference it never does.
+    It does in half precision on a GPU, and never in inference. `x` is (..., hidden).
     """
     return x.is_cuda and (checks.autocast_dtype(x) or x.dtype) in dispatch.HALF
 
@@ -220,7 +221,7 @@ def feed_forward(
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or "tanh".
 
     Returns:
-        y (..., out). An input of no rows gives an output of no rows.
+        y (..., out). An input of no rows has an output of no rows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.

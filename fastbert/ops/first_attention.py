@@ -98,8 +98,8 @@ def first_attention_ref(
 def pays(x: Tensor, batch: int) -> bool:
     """Whether `first_attention` of `batch` queries is faster on tokens (total, width) than `attention`.
 
-    On a CPU where the weights' cast is worth it. Elsewhere in half precision, where the backend that serves
-    says so for its kernels. The host waits for no device, except for a kernel's first self-check.
+    On a CPU it is where casting the weights is worth it. Elsewhere it may be in half precision: the serving
+    backend decides. The host waits for no device, except for a kernel's first self-check.
     """
     if x.device.type == "cpu":
         return x.shape[0] >= CAST_FROM or checks.compute_dtype(x) == x.dtype
@@ -122,7 +122,7 @@ def first_attention(
     gate: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence over what the sequence's tokens make as keys and values.
+    """Attention of one query per sequence over keys and values made of the sequence's tokens.
 
     Args:
         x: (total, width), float32, bfloat16, float16 or float64: what keys and values are made of.
@@ -137,7 +137,7 @@ def first_attention(
             without its first dimension; only query 0 is read. S is at least `max_seqlen`, or the longest
             sequence where that is None, or 1.
         gate: (nheads,) factor of each head's output, or None.
-        max_seqlen: at least the longest length. None: the longest length, for which a GPU is waited for.
+        max_seqlen: at least the longest length. With None the host reads the lengths, and waits for a GPU.
 
     Returns:
         (batch, nheads * head_dim) in `x`'s dtype.
@@ -163,18 +163,19 @@ def first_attention(
     }
     for name, (t, shape) in shapes.items():
         if t is not None or name != "value_bias":
-            checks.float_tensor(name, t, x)
+            t = checks.float_tensor(name, t, x)
             checks.shape(name, t, shape)
             checks.same_dtype(name, t, "x", x)
     longest = _longest(cu_seqlens, batch, x, max_seqlen)
     if bias is not None:
         checks.float_tensor("bias", bias, x)
         width = bias.shape[-1] if bias.dim() else 0
-        bias = check_bias(bias, batch, nheads, width, x)
+        added = check_bias(bias, batch, nheads, width, x)
         if width != 1 and width < longest:
-            raise ValueError(f"bias: expected {longest} keys or more, or 1, got {tuple(bias.shape)}")
-        if bias.shape[2] == 0 and longest:
-            raise ValueError(f"bias: expected a query or more, got {tuple(bias.shape)}")
+            raise ValueError(f"bias: expected {longest} keys or more, or 1, got {tuple(added.shape)}")
+        if added.shape[2] == 0 and longest:
+            raise ValueError(f"bias: expected a query or more, got {tuple(added.shape)}")
+        bias = added
     if gate is not None:
         checks.float_tensor("gate", gate, x)
         checks.shape("gate", gate, (nheads,))

@@ -25,12 +25,14 @@ Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswan
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
+from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
 
 # Columns up to which a row of half precision is computed and saved in float32.
@@ -47,7 +49,7 @@ class LayerNormInputs(NamedTuple):
     x_bias: Tensor | None = None
     eps: float = 1e-12
     dropout_p: float = 0.0
-    seed: Tensor | None = None
+    seed: TensorOrNone = None
     offset: int = 0
 
 
@@ -59,12 +61,12 @@ class LayerNormSaved(NamedTuple):
     mean: Tensor
     rstd: Tensor
     dropout_p: float = 0.0
-    seed: Tensor | None = None
+    seed: TensorOrNone = None
     offset: int = 0
 
 
 class LayerNormNeeds(NamedTuple):
-    """Which gradients backward computes; `dweight` asks for dbias too. `x_dtype` is dx's, None z's."""
+    """Which gradients backward computes; `dweight` includes dbias. `x_dtype` is dx's dtype; None is z's."""
 
     dx: bool
     dweight: bool
@@ -85,7 +87,7 @@ def own_dresidual(saved: LayerNormSaved, need: LayerNormNeeds) -> bool:
     )
 
 
-def widened(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def widened(x: Tensor, *tensors: Tensor | None) -> tuple[TensorOrNone, ...]:
     """`tensors` in float32 if `x` is narrow and of half precision (see the module), else as they are."""
     if x.shape[-1] > NARROW or x.dtype.itemsize > 2:
         return tensors
@@ -221,7 +223,7 @@ def _setup_context(ctx, inputs: LayerNormInputs, output):
     ctx.x_bias_dtype = None if inputs.x_bias is None else inputs.x_bias.dtype
 
 
-def _backward(launch, ctx, dy, drounded=None):
+def _backward(launch: Callable, ctx: Any, dy: Any, drounded: Any = None) -> tuple[Any, ...]:
     if dy is None and drounded is None:
         return (None,) * 10
     if dy is None:
@@ -246,7 +248,7 @@ def _backward(launch, ctx, dy, drounded=None):
 
 
 def _asked(rounded: bool) -> tuple[bool, ...]:
-    """The argument that forward takes beside `save`: backends of others need not know it."""
+    """The argument after `save`, passed only if True: a backend of a third party need not have it."""
     return (True,) if rounded else ()
 
 
@@ -254,7 +256,7 @@ class LayerNormFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
         # a separate setup_context would cost an inspect.signature at every call
         inputs, (save, rounded) = LayerNormInputs(*args[:-2]), args[-2:]
         key = inputs.x if inputs.residual is None else inputs.residual
@@ -264,7 +266,7 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dy, drounded=None):
+    def backward(ctx: Any, dy: Tensor | None, drounded: Tensor | None = None) -> tuple[Any, ...]:
         grads = _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy, drounded)
         return *grads, None
 
@@ -320,7 +322,7 @@ def layer_norm(
             elsewhere the two are one tensor.
 
     Returns:
-        y of the shape of `x`. An input of no rows gives an output of no rows.
+        y of the shape of `x`. An input of no rows has an output of no rows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -333,8 +335,7 @@ def layer_norm(
     hidden = x.shape[-1]
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         if vector is not None or name == "weight":
-            checks.float_tensor(name, vector, x)
-            checks.shape(name, vector, (hidden,))
+            checks.shape(name, checks.float_tensor(name, vector, x), (hidden,))
     if residual is not None:
         checks.float_tensor("residual", residual, x)
         checks.shape("residual", residual, x.shape)

@@ -34,6 +34,7 @@ Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,14 +63,14 @@ def linear_ref(
 
 
 def forward_of(activation: str | None, save: bool, rows: int) -> str:
-    """What `dispatch` calls it: products with an activation may have a backend of their own, few rows too."""
+    """The name of the call in `dispatch`: an activation, or few rows, may have a backend of their own."""
     if activation is None:
         return "linear_fwd"
     return "linear_fwd activation training" if save else f"linear_fwd activation{dispatch.rows_kind(rows)}"
 
 
 def _backward_of(activation: str | None) -> str:
-    """The same for backward."""
+    """The name of the backward call."""
     return "linear_bwd training" if activation is None else "linear_bwd activation training"
 
 
@@ -196,7 +197,7 @@ def _setup_context(ctx, inputs, output):
     ctx.activation = activation
 
 
-def _backward(launch, ctx, dy):
+def _backward(launch: Callable, ctx: Any, dy: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 6
     need_dx, need_dweight, need_dbias, _, need_dresidual, _ = ctx.needs_input_grad[:6]
@@ -223,7 +224,7 @@ class LinearFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call(forward_of(args[3], args[5], args[0].shape[0]), args[0], *args)
         inputs = args[:-1]  # without `panels`
@@ -232,7 +233,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         function = _backward_of(ctx.activation)
         return *_backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy), None
 
@@ -276,7 +277,7 @@ def linear(
             call; or None. Not used under torch.compile.
 
     Returns:
-        y (..., out). An input of no rows gives an output of no rows.
+        y (..., out). An input of no rows has an output of no rows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.

@@ -25,12 +25,14 @@ logits; Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (la
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
 from fastbert.ops.linear import is_wide, operands, reads_wide
 from fastbert.runtime import dispatch
@@ -44,9 +46,9 @@ UNKNOWN = -1  # the number of labelled rows, where the host has not seen it
 class LossInputs(NamedTuple):
     """The arguments of forward that backward needs too."""
 
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    x: TensorOrNone
+    weight: TensorOrNone
+    bias: TensorOrNone
     labels: Tensor
     labelled: int
     ignore_index: int
@@ -81,8 +83,10 @@ def linear_cross_entropy_ref(
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
-# Where the number of labels is not known, these wait for the device: Inductor may not capture them.
-_WAITING = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+# Where the number of labels is not known, these ops wait for the device: Inductor may not capture them.
+_WAITING: dict[str, Any] = (
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+)
 
 
 def _checked(inputs: LossInputs) -> LossInputs:
@@ -158,8 +162,8 @@ def linear_cross_entropy_bwd(
     checks.operand("x", x, () if x is None else x.shape, checks.FLOATS, logits, strided=True, needed=True)
     inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
     inputs = _checked(inputs)
-    check_statistics(dloss, lse, count, x.shape[0], x)
-    checks.operand("logits", logits, (0,), (x.dtype,), x)
+    check_statistics(dloss, lse, count, inputs.x.shape[0], inputs.x)
+    checks.operand("logits", logits, (0,), (inputs.x.dtype,), inputs.x)
     if need_dbias and bias is None:
         raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
     need = LossNeeds(need_dx, need_dweight, need_dbias)
@@ -190,7 +194,7 @@ def _setup_context(ctx, inputs: LossInputs, output):
     ctx.options = inputs[4:]
 
 
-def _backward(launch, ctx, dloss):
+def _backward(launch: Callable, ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
     if dloss is None:
         return (None,) * 8
     *tensors, lse, count, logits = ctx.saved_tensors
@@ -208,7 +212,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         inputs = LossInputs(*args)
         output = dispatch.call("linear_cross_entropy_fwd", inputs.x, inputs, True)
@@ -217,7 +221,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
         function = "linear_cross_entropy_bwd"
         return _backward(lambda *args: dispatch.call(function, args[4], *args), ctx, dloss)
 
@@ -266,7 +270,7 @@ def linear_cross_entropy(
 
     Returns:
         The loss, a scalar in float32 (float64 for float64 `x`); 0 with zero gradients where nothing is
-        labelled. Gradients have the dtype of what they belong to.
+        labelled. Each gradient has its argument's dtype.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.

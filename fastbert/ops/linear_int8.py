@@ -160,7 +160,7 @@ def linear_int8(
         for name, tensor in (("x", x), ("scale", scale), ("bias", bias)):
             if tensor is not None and tensor.requires_grad:
                 raise RuntimeError(
-                    f"{name}: requires a gradient, and 8-bit weights give none: a quantised model cannot be "
+                    f"{name}: requires a gradient, and 8-bit weights have none: a quantised model cannot be "
                     "trained. For inference call it under torch.no_grad(); to train, load the "
                     "floating-point checkpoint, train that, and quantise it afterwards"
                 )

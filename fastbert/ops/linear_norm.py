@@ -10,14 +10,14 @@ Computed in float32 (float64 for float64) and rounded once by `reference`; a bac
 `layer_norm` rounds the product as well.
 
 For few rows a GPU is busy with launches, and waits for the weight: one op may take one launch, or share the
-depth among more multiprocessors. Where no backend does that, `linear` and `layer_norm` are as good: `pays`
-says so. A backend that does has one more function:
+depth among more multiprocessors. Where no backend does that, `linear` and `layer_norm` are as good, and
+`pays` is False. A backend that does has one more function:
 
     joins_norm(rows, out) -> whether a product of that shape should be one op with its norm
 
-`arrivals` are counters at zero that such a backend needs for one launch, where it prefers that; it leaves
-them at zero. Calls that may run at the same time must not share them. Without them it takes two launches; the
-result is the same.
+With `arrivals`, counters that are zero before and after each call, such a backend can do with one launch.
+Without them it takes two launches; the result is the same. Calls that may run at the same time must not share
+them.
 
 There is no custom op and no autograd here: training and torch.compile call `linear` and `layer_norm`.
 
@@ -80,8 +80,8 @@ def linear_norm_ref(
 def pays(x: Tensor, out_features: int) -> bool:
     """Whether `linear_norm` of these rows (rows, in) saves launches over `linear` and `layer_norm`.
 
-    That is for few rows in half precision on a GPU, where a backend has a kernel that passed its self-check:
-    for so many rows it is no slower than the two ops.
+    It does for few rows in half precision on a GPU, where a backend has a kernel that passed its self-check:
+    for so many rows the kernel is no slower than the two ops.
     """
     if x.dtype not in dispatch.HALF:
         return False
@@ -121,10 +121,10 @@ def linear_norm(
         norm_bias: (out,) beta, or None.
         eps: added to the variance, >= 0.
         arrivals: counters of `new_arrivals`, or None; not shared by calls that may run at the same time. A
-            call that does not end (an error of the device) leaves them without a value.
+            call that does not end (an error of the device) leaves them undefined.
 
     Returns:
-        y (..., out) in `x`'s dtype. An input of no rows gives an output of no rows.
+        y (..., out) in `x`'s dtype. An input of no rows has an output of no rows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -151,14 +151,13 @@ def linear_norm(
     checks.shape("residual", residual, shape)
     for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if vector is not None or name == "norm_weight":
-            checks.float_tensor(name, vector, x)
-            checks.shape(name, vector, (out,))
+            checks.shape(name, checks.float_tensor(name, vector, x), (out,))
     eps = checks.eps(eps)
     if arrivals is not None:
         _check_arrivals(arrivals, x)
-    vectors = (checks.norm_vector(v, x.dtype) for v in (norm_weight, norm_bias))
+    norm_weight, norm_bias = (checks.norm_vector(v, x.dtype) for v in (norm_weight, norm_bias))
     rows = checks.rows(x), checks.rows(weight), bias, checks.rows(residual)
-    inputs = LinearNormInputs(*rows, *vectors, eps, arrivals)
+    inputs = LinearNormInputs(*rows, norm_weight, norm_bias, eps, arrivals)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(
             "linear_norm: gradients are enabled and an argument requires one, but it is for inference: "

@@ -15,6 +15,7 @@ Source: Zhai et al. 2023, "ByteTransformer", sec. III-B (the padding-free layout
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,13 +86,13 @@ class PackFunction(torch.autograd.Function):
     """Eager autograd around the backend's launcher; its backward is `unpack`, so it differentiates twice."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         _pack_setup_context(ctx, inputs, None)
         return dispatch.call("packing_fwd", inputs[0], *inputs)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return UnpackFunction.apply(dy.contiguous(), ctx.saved_tensors[0], ctx.rows), None
 
 
@@ -99,12 +100,12 @@ class UnpackFunction(torch.autograd.Function):
     """Eager autograd around the backend's launcher; its backward is `pack`."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         _unpack_setup_context(ctx, inputs, None)
         return dispatch.call("packing_bwd", inputs[0], *inputs)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return PackFunction.apply(dy.contiguous(), ctx.saved_tensors[0]), None, None
 
 
@@ -128,8 +129,8 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
         x: (batch, seqlen, ...), floating point, int64, int32 or bool.
         indices: (total,) int64, strictly increasing positions in [0, batch * seqlen), on `x`'s device. The
             values are checked on the CPU only: on another device the check would wait for it. There our
-            kernels neither read nor write for one out of range: its row is NaN (the least integer, or False),
-            `unpack` leaves it out, and the next call raises an IndexError that names it.
+            kernels neither read nor write at an index out of range: its row is NaN (the least integer, or
+            False), `unpack` leaves it out, and the next call raises an IndexError that names the index.
 
     Returns:
         (total, ...).
@@ -159,7 +160,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 
     Args:
         x: (total, ...), floating point, int64, int32 or bool.
-        indices: those given to `pack`.
+        indices: the indices passed to `pack`.
         batch, seqlen: sizes of the padded batch.
 
     Returns:
@@ -217,7 +218,7 @@ def _check_indices(indices: Tensor, x: Tensor, rows: int) -> None:
     if indices.device.type == "cpu" and not torch.compiler.is_compiling():
         falls = (indices[1:] <= indices[:-1]).nonzero()
         if falls.numel():
-            at = falls[0].item()
+            at = int(falls[0])
             raise ValueError(
                 f"indices: expected strictly increasing positions, got {indices[at].item()} before "
                 f"{indices[at + 1].item()} at {at}"

@@ -20,6 +20,7 @@ Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ class PoolingFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         output = _launch_fwd(*inputs)
         _setup_context(ctx, inputs, output)
@@ -124,7 +125,7 @@ class PoolingFunction(torch.autograd.Function):
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return _backward(_launch_bwd, ctx, dy)
 
 

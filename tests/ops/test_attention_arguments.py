@@ -57,6 +57,11 @@ def test_bad_input_is_named(argument, error, change):
         attention(**(arguments | change))
 
 
+def test_the_reference_names_a_missing_length():
+    with pytest.raises(TypeError, match=r"^max_seqlen: expected .*got None"):
+        attention_ref(_Q, _Q, _Q, _CU)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_autocast_casts_as_sdpa_does(dtype, mixed):
