@@ -1,4 +1,4 @@
-"""What the backends that call `fastbert._C` pass to it: codes of dtypes, addresses, dropout's numbers."""
+"""Arguments of calls to `fastbert._C`: codes of dtypes, addresses, dropout's numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import threshold
 from fastbert.runtime.loader import address
 
@@ -25,14 +26,14 @@ def vector(t: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if t is None else (address(t), DTYPE_CODES[t.dtype])
 
 
-def dropout(p: float, seed: torch.Tensor | None, offset: int) -> tuple[int, int, int, float]:
+def dropout(p: float, seed: TensorOrNone, offset: int) -> tuple[int, int, int, float]:
     """(address of the seed, offset, threshold, 1 / (1 - p)): the numbers of csrc/layer_norm.h."""
     return (seed.data_ptr(), offset, threshold(p), 1.0 / (1.0 - p)) if p > 0 else _NO_DROPOUT
 
 
 def bias_args(
     bias: torch.Tensor | None, batch: int, nheads: int, max_seqlen: int
-) -> tuple[torch.Tensor | None, tuple[int, int, int, int]]:
+) -> tuple[torch.Tensor | None, tuple[int, ...]]:
     """(the bias as the kernels read it, its address and strides): csrc/attention.h, Bias."""
     if bias is None:
         return None, (0, 0, 0, 0)
@@ -42,13 +43,13 @@ def bias_args(
     return bias, (bias.data_ptr(), *bias.stride()[:3])
 
 
-def _head_rows(t: torch.Tensor) -> tuple[int, int, int]:
+def _head_rows(t: torch.Tensor) -> tuple[int, ...]:
     """(address, elements from token to token, elements from head to head)."""
     return t.data_ptr(), *t.stride()[:2]
 
 
 def attention(inputs: AttentionInputs) -> tuple[tuple, list]:
-    """(what csrc/bindings/attention.cpp takes, the tensors it points to and that must outlive the call)."""
+    """(arguments of csrc/bindings/attention.cpp, tensors behind their addresses, to outlive the call)."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1

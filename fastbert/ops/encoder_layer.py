@@ -32,7 +32,7 @@ Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class FusedLayer(NamedTuple):
         eps: eps of the norm after attention, and of the norm after the feed-forward.
     """
 
-    weights: object
+    weights: Any
     nheads: int
     headdim: int
     inner: int

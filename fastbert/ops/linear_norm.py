@@ -94,7 +94,7 @@ def pays(x: Tensor, out_features: int) -> bool:
     return joins is not None and joins(x.shape[0], out_features)
 
 
-def new_arrivals(device: torch.device) -> Tensor:
+def new_arrivals(device: torch.device | str) -> Tensor:
     """Counters for `linear_norm`, for calls that run one after the other."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 

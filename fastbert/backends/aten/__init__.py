@@ -79,5 +79,5 @@ __all__ = [
 
 
 def available(device_type: str) -> str | None:
-    """Runs wherever PyTorch does."""
+    """None: PyTorch's operations run on every device of PyTorch."""
     return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import (
@@ -28,7 +29,7 @@ from fastbert.ops.attention_grid import (
     to_grid,
     unpack_bits,
 )
-from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS
 
@@ -44,7 +45,9 @@ _MAX_SCORES = 1 << 20
 _MAX_GRID_SCORES = 1 << 26
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
+def attention_fwd(
+    inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
+) -> tuple[Tensor, ...]:
     if inputs.q.device.type != "cpu":
         return _grid_fwd(inputs, return_probs, save_bits)
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -56,12 +59,13 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
     keep_bits = q.new_zeros(bits_shape(nheads, total, max_seqlen, save_bits), dtype=torch.int32)
     ends = cu_seqlens.tolist()
-    fused = _flash is not None and dropout_p == 0 and not return_probs
+    flash = None if dropout_p > 0 or return_probs else _flash
+    fused = flash is not None
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
         qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (q, k, v))
         mask = _mask(bias, sequences, length, heads, causal, qs, fused)
-        if fused:
-            o, run_lse = _flash(qs, ks, vs, 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale)
+        if flash is not None:
+            o, run_lse = flash(qs, ks, vs, 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale)
             if bias is not None:  # the kernel returns 0 for a wholly masked row
                 run_lse = run_lse.masked_fill(mask.isneginf().all(-1), -math.inf)
         else:
@@ -84,7 +88,15 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
+def attention_bwd(
+    dout: Tensor,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    keep_bits: Tensor | None,
+    need: AttentionNeeds,
+    places: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     if inputs.q.device.type != "cpu":
         return _grid_bwd(dout, inputs, out, lse, keep_bits, need)
     q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -191,7 +203,7 @@ def _cut(bias, sequences, length, heads):
     return bias[:, :, :length, :length]
 
 
-def _mask(bias, sequences, length, heads, causal, like, fused):
+def _mask(bias, sequences, length, heads, causal, like, fused) -> TensorOrNone:
     """What is added to a run's scores, 4-D or None.
 
     The fused kernel takes a bias with the causal mask in it, and applies the mask itself without a bias.
@@ -213,7 +225,7 @@ def _future(length, like):
     return torch.ones((length, length), dtype=torch.bool, device=like.device).triu(1)
 
 
-def _keep(first_rows, seqlen, heads, dropout_p, seed, offset):
+def _keep(first_rows, seqlen, heads, dropout_p, seed, offset) -> TensorOrNone:
     if dropout_p == 0:
         return None
     return keep_mask(seed, offset, first_rows, heads.stop - heads.start, seqlen, dropout_p, heads.start)
@@ -245,10 +257,12 @@ def _explicit_fwd(q, k, v, mask, blocked, softmax_scale, keep, dropout_p):
     return torch.matmul(dropped, v), lse, probs
 
 
-def _explicit_bwd(dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, need):
+def _explicit_bwd(
+    dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, need
+) -> tuple[TensorOrNone, ...]:
     """(dq, dk, dv, dS, dgate), None where not needed.
 
-    `empty` says which rows are wholly masked; None: no row is.
+    `empty` marks the rows that are wholly masked; None means that no row is.
     """
     scores = _scores(q, k, mask, blocked, softmax_scale)
     probs = torch.softmax(scores, -1)

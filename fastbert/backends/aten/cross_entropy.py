@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.checks import FLOATS, compute_dtype
 
@@ -12,7 +13,9 @@ DTYPES = FLOATS
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}
 
 
-def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
+def cross_entropy_fwd(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
     keep = labels != ignore_index
     lse = logits.new_zeros((2, logits.shape[0]), dtype=compute_dtype(logits))
     losses = torch.zeros_like(lse[0])
@@ -33,7 +36,15 @@ def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
     return losses.masked_fill_(~keep, 0).sum() / count.clamp(min=1), lse, count
 
 
-def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
+def cross_entropy_bwd(
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
     keep = labels != ignore_index
     dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
     scale = dloss / count.clamp(min=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
@@ -14,9 +15,9 @@ from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSa
 DTYPES = FLOATS
 
 
-def embedding_fwd(inputs: EmbeddingInputs, save):
-    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, *rest = inputs
-    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest
+def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment = inputs[:7]
+    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = inputs[7:]
     dtype = inputs.source.dtype
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     if inputs_embeds is None:
@@ -29,16 +30,22 @@ def embedding_fwd(inputs: EmbeddingInputs, save):
         z.add_(F.embedding(token_type_ids, segment))
     y, _, mean, rstd = layer_norm_fwd(LayerNormInputs(z, ln_weight, ln_bias, eps=eps), save)
     if dropout_p > 0:
-        y.mul_(keep_mask_2d(seed, offset, *y.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+        y.mul_(
+            keep_mask_2d(seed, offset, *y.shape, dropout_p=dropout_p).to(stats) * (1.0 / (1.0 - dropout_p))
+        )
     return y.to(dtype), z.to(dtype) if save else z.new_empty(0, dtype=dtype), mean, rstd
 
 
-def embedding_bwd(dy, saved: EmbeddingSaved, need_dinputs_embeds, need_dln):
-    z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, *rest = saved
-    word_rows, position_rows, segment_rows, padding_idx, dropout_p, seed, offset = rest
+def embedding_bwd(
+    dy: Tensor, saved: EmbeddingSaved, need_dinputs_embeds: bool, need_dln: bool
+) -> tuple[Tensor, ...]:
+    z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids = saved[:7]
+    word_rows, position_rows, segment_rows, padding_idx, dropout_p, seed, offset = saved[7:]
     dtype, stats = dy.dtype, compute_dtype(dy)
     if dropout_p > 0:
-        dy = dy * (keep_mask_2d(seed, offset, *dy.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+        dy = dy * (
+            keep_mask_2d(seed, offset, *dy.shape, dropout_p=dropout_p).to(stats) * (1.0 / (1.0 - dropout_p))
+        )
     need_dz = need_dinputs_embeds or word_rows + position_rows + segment_rows > 0
     dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
         dy.to(stats),

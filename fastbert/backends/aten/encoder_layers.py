@@ -1,6 +1,4 @@
-"""`encoder_layers` by the `aten` backend: its ops one after the other; contract in
-fastbert/ops/encoder_layers.py.
-"""
+"""`encoder_layers` by the `aten` backend's ops in turn; contract in fastbert/ops/encoder_layers.py."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
     return linear_fwd(x, weight, bias, activation, None, False)[0]
 
 
-def encoder_layers_fwd(inputs: LayersInputs):
+def encoder_layers_fwd(inputs: LayersInputs) -> list[Tensor]:
     x, stack, cu_seqlens, max_seqlen, bias, causal, first_only, states = inputs
     found = []
     for number, w in enumerate(stack.layers):
         qkv = _product(x, w.qkv_weight, w.qkv_bias).view(-1, 3, w.nheads, w.headdim).unbind(1)
         how = cu_seqlens, max_seqlen, w.headdim**-0.5, causal, bias, None, 0.0, None, 0
-        context = attention_fwd(AttentionInputs(*qkv, *how), False, False)[0].flatten(1)
+        context = attention_fwd(AttentionInputs._make((*qkv, *how)), False, False)[0].flatten(1)
         if first_only and number == len(stack.layers) - 1:
             x, context = first_rows(x, cu_seqlens), first_rows(context, cu_seqlens)
         z = _product(context, w.out_weight, None)

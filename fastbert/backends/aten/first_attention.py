@@ -13,6 +13,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.aten.attention import attention_fwd
 from fastbert.ops.attention import AttentionInputs
@@ -22,7 +23,7 @@ from fastbert.ops.first_attention import FirstAttentionInputs
 DTYPES = FLOATS
 
 
-def first_attention_fwd(inputs: FirstAttentionInputs):
+def first_attention_fwd(inputs: FirstAttentionInputs) -> Tensor:
     if inputs.x.device.type != "cpu":
         return _by_attention(inputs)
     x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate, _ = inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.reference import layer_norm as reference
 from fastbert.ops.checks import FLOATS, compute_dtype
@@ -19,7 +20,7 @@ from fastbert.ops.layer_norm import (
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
+def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
     stats = compute_dtype(x)
@@ -30,7 +31,10 @@ def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
         if x_bias is not None:
             z = z + x_bias
         if dropout_p > 0:
-            z = z * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+            z = z * (
+                keep_mask_2d(seed, offset, *x.shape, dropout_p=dropout_p).to(stats)
+                * (1.0 / (1.0 - dropout_p))
+            )
         if residual is not None:
             z = z + residual
     wide = z.to(stats)
@@ -53,7 +57,9 @@ def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     return y, z.to(dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1), *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
+def layer_norm_bwd(
+    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+) -> tuple[Tensor, ...]:
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     if z.shape[1] <= NARROW:
         # PyTorch's z * rstd - mean * rstd cancels where a narrow row makes rstd large.
@@ -73,7 +79,7 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=Non
     )
     dx = dz
     if dropout_p > 0 and (need.dx or need.dx_bias):
-        keep = keep_mask_2d(seed, offset, *z.shape, dropout_p).to(stats)
+        keep = keep_mask_2d(seed, offset, *z.shape, dropout_p=dropout_p).to(stats)
         dx = dz * (keep * (1.0 / (1.0 - dropout_p)))
     return (
         dx.to(need.x_dtype or z.dtype) if need.dx else z.new_empty(0),

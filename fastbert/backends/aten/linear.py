@@ -11,10 +11,11 @@ import platform
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager, slope_ref
-from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 from fastbert.runtime.processor import amd_family
 
 DTYPES = FLOATS
@@ -43,7 +44,15 @@ def _widened(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and rows >= _WIDE_ROWS and bf16_is_slow()
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+    panels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     if _widened(x.shape[0], x.dtype, x.device):
         y = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     else:
@@ -58,7 +67,16 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     return y, pre
 
 
-def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+def linear_bwd(
+    dy: Tensor,
+    x: TensorOrNone,
+    weight: TensorOrNone,
+    pre: TensorOrNone,
+    activation: str | None,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     g = dy if activation is None else _dact(dy, pre, activation)
     dbias = g.sum(0) if need_dbias else dy.new_empty(0)
     if _widened(dy.shape[0], dy.dtype, dy.device):

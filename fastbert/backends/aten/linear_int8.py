@@ -13,6 +13,7 @@ import math
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.checks import FLOATS, compute_dtype
@@ -27,11 +28,19 @@ _GPU_ROWS = 24
 _GPU_STEP = 8
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, panels=None):
+def linear_int8_fwd(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    panels: Tensor | None = None,
+) -> Tensor:
     compute = compute_dtype(x)
     wide = x.float()
     lo, hi = torch.aminmax(wide, dim=1, keepdim=True)
-    lo.clamp_(max=0), hi.clamp_(min=0)
+    lo.clamp_(max=0)
+    hi.clamp_(min=0)
     width = hi - lo
     step = width / width.new_tensor(255.0)  # by a Python number, a GPU would multiply by its reciprocal
     step.masked_fill_(step < SMALLEST_STEP, 1.0)
@@ -58,7 +67,8 @@ def _product(v, zero, weight):
         left[1 : rows + 1] = v
         left[rows + 1 :] = 0
         # .contiguous() leaves the stride of a dimension of size 1 as it is, and _int_mm goes by it
-        acc = torch._int_mm(left, weight.as_strided((out, k), (k, 1)).t())
+        right = weight.as_strided((out, k), (k, 1)).t()
+        acc = torch._int_mm(left, right)  # pyright: ignore[reportPrivateImportUsage]
         return torch.addcmul(acc[1 : rows + 1], (128 - zero).to(torch.int32), acc[:1])
     centred = v + (128 - zero)
     acc = torch.zeros((rows, out), dtype=torch.int32, device=v.device)
@@ -96,7 +106,8 @@ def _int_mm_is_exact(device: torch.device) -> bool:
         right = ends[torch.randint(1, 3, (32, 256), generator=g)]
         right[:16] = 127
         try:
-            acc = torch._int_mm(left.to(device), right.to(device).t())
+            left, right = left.to(device), right.to(device)
+            acc = torch._int_mm(left, right.t())  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError:  # not implemented for this device
             return False
         if not torch.equal(acc.double().cpu(), left.double() @ right.double().t()):

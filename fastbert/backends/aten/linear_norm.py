@@ -22,5 +22,5 @@ def in_two_ops(inputs: LinearNormInputs, product: Callable, norm: Callable) -> T
     return norm(LayerNormInputs(z, norm_weight, norm_bias, residual, bias, eps), False)[0]
 
 
-def linear_norm_fwd(inputs: LinearNormInputs):
+def linear_norm_fwd(inputs: LinearNormInputs) -> Tensor:
     return in_two_ops(inputs, linear_fwd, layer_norm_fwd)

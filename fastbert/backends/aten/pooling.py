@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.checks import FLOATS, compute_dtype
 
 DTYPES = FLOATS
 
 
-def pooling_fwd(hidden, cu_seqlens, mode):
+def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     compute, cu_seqlens = compute_dtype(hidden), cu_seqlens.long()
     lengths = cu_seqlens.diff()  # (batch,)
     if hidden.shape[0] == 0 or lengths.shape[0] == 0:
@@ -26,7 +27,7 @@ def pooling_fwd(hidden, cu_seqlens, mode):
     return total / lengths.clamp(min=1).unsqueeze(1).to(compute)
 
 
-def pooling_bwd(dy, hidden, y, cu_seqlens, mode):
+def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     cu_seqlens = cu_seqlens.long()
     row = torch.arange(hidden.shape[0], device=hidden.device)
     sequence = torch.searchsorted(cu_seqlens[1:], row, right=True)  # `batch` for rows past the last one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
@@ -13,7 +14,9 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
+def attention_fwd(
+    inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
+) -> tuple[Tensor, ...]:
     args, _held = attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), end = q.shape, int(cu_seqlens[-1])
@@ -35,7 +38,15 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
+def attention_bwd(
+    dout: Tensor,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    keep_bits: Tensor | None,
+    need: AttentionNeeds,
+    places: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     args, _held = attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), batch, end = q.shape, cu_seqlens.shape[0] - 1, int(cu_seqlens[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.extension import DTYPE_CODES, STORED
 from fastbert.runtime.loader import extension as _C
@@ -10,7 +11,9 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
+def cross_entropy_fwd(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, classes = logits.shape
     loss = logits.new_empty((), dtype=torch.float32)
     lse = logits.new_empty((2, rows), dtype=torch.float32)
@@ -25,7 +28,15 @@ def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
     return loss, lse, count
 
 
-def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
+def cross_entropy_bwd(
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
     rows, classes = logits.shape
     dlogits = logits.new_empty(rows, classes)
     _C.cpu_cross_entropy_bwd(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -14,7 +16,7 @@ DTYPES = STORED
 _NONE = (0, 0, 0, 0)
 
 
-def _flat(ids):
+def _flat(ids: TensorOrNone) -> TensorOrNone:
     """The ids side by side in memory: broadcast ids may all be one element."""
     return None if ids is None else ids.contiguous()
 
@@ -25,7 +27,7 @@ def _lookup(table, ids):
     return address(table), table.stride(0), table.shape[0], 0 if ids is None else ids.data_ptr()
 
 
-def embedding_fwd(inputs: EmbeddingInputs, save):
+def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
     source, tokens = inputs.source, inputs.tokens
     hidden = source.shape[1]
     # these copies must outlive the call
@@ -52,9 +54,11 @@ def embedding_fwd(inputs: EmbeddingInputs, save):
     return y, z, mean, rstd
 
 
-def embedding_bwd(dy, saved: EmbeddingSaved, need_dinputs_embeds, need_dln):
-    z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, *rest = saved
-    word_rows, position_rows, segment_rows, padding_idx, dropout_p, seed, offset = rest
+def embedding_bwd(
+    dy: Tensor, saved: EmbeddingSaved, need_dinputs_embeds: bool, need_dln: bool
+) -> tuple[Tensor, ...]:
+    z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids = saved[:7]
+    word_rows, position_rows, segment_rows, padding_idx, dropout_p, seed, offset = saved[7:]
     tokens, hidden = dy.shape
     dy = dy.contiguous()
     ids = [_flat(t) for t in (input_ids, position_ids, token_type_ids)]

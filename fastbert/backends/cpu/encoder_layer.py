@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.cpu.linear import linear_panels
 from fastbert.backends.extension import DTYPE_CODES, bias_args, vector
 from fastbert.ops.activation import CODES
+from fastbert.ops.checks import TensorOrNone
+from fastbert.ops.encoder_layer import FusedLayer
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -19,23 +23,26 @@ _RETURNED = 33 << 20
 _NOTHING = (0, 0, 0, 0)
 
 
-def open_team():
+def open_team() -> None:
     _C.open_team(torch.get_num_threads())
 
 
-def close_team():
+def close_team() -> None:
     _C.close_team()
 
 
-def encoder_layer_weights(linears, norms, scratch=None):
-    """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit panels were made for, the tensors behind the numbers, `scratch`, and (hidden, width of
-    attention, inner): panels are rounded up, so their size does not tell.
+def encoder_layer_weights(
+    linears: Sequence[Sequence[TensorOrNone]],
+    norms: Sequence[Sequence[TensorOrNone]],
+    scratch: list[Tensor] | None = None,
+) -> tuple:
+    """The `weights` of a `FusedLayer`: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
+    that 8-bit panels are made for, the tensors behind the numbers, `scratch`, and (hidden, width of
+    attention, inner), which the size of panels does not show, because panels are rounded up.
     """
     sizes = *linears[-3][0].shape, linears[-1][0].shape[1]
     linears, norms = (
-        [[t if t is None else plain(t) for t in one] for one in all_of_them]
-        for all_of_them in (_with_panels(linears, scratch), norms)
+        [[*map(_plain, one)] for one in each] for each in (_with_panels(linears, scratch), norms)
     )
     numbers, isa = [], _C.cpu_isa()
     for panels, scale, bias in linears:
@@ -45,6 +52,10 @@ def encoder_layer_weights(linears, norms, scratch=None):
     for weight, bias in norms:
         numbers += (*vector(weight), *vector(bias))
     return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch, sizes
+
+
+def _plain(t: TensorOrNone) -> TensorOrNone:
+    return None if t is None else plain(t)
 
 
 def _with_panels(linears, scratch):
@@ -72,7 +83,15 @@ def _memory(scratch, place, size, like):
     return scratch[place][:size]
 
 
-def encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, out=None):
+def encoder_layer_fwd(
+    x: Tensor,
+    layers: Sequence[FusedLayer],
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
     total, hidden = x.shape
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()

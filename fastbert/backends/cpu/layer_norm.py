@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
 from fastbert.ops.layer_norm import (
@@ -17,7 +18,7 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
+def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     # the kernel takes one dtype
     x_dtype, x = x.dtype, x.to(storage_dtype(inputs))
@@ -39,7 +40,9 @@ def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     return (y, z, mean, rstd, y.to(x_dtype)) if rounded else (y, z, mean, rstd)
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
+def layer_norm_bwd(
+    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+) -> tuple[Tensor, ...]:
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     if drounded is not None:
         dy = dy + drounded

@@ -9,11 +9,12 @@ and no rounded gradient of it is ever in memory.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES
-from fastbert.ops.checks import as_dtype
+from fastbert.ops.checks import TensorOrNone, as_dtype
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -86,15 +87,23 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None,
     return c
 
 
-def linear_panels(weight, into=None):
+def linear_panels(weight: Tensor, into: Tensor | None = None) -> Tensor:
     return _panels(plain(weight).contiguous().t(), into)
 
 
-def reads_wide():
+def reads_wide() -> bool:
     return True
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+    panels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     right = panels
     if panels is None:
         if x.shape[0] < _FEWEST_ROWS and weight.dtype == x.dtype:
@@ -111,9 +120,18 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     return y, pre
 
 
-def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+def linear_bwd(
+    dy: Tensor,
+    x: TensorOrNone,
+    weight: TensorOrNone,
+    pre: TensorOrNone,
+    activation: str | None,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, out = dy.shape
-    stored = dy.dtype if weight is None else weight.dtype
+    stored = getattr(weight, "dtype", dy.dtype)
     if rows < _FEWEST_ROWS and stored == dy.dtype:
         return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
     g = dy if activation is None else dy.new_empty(dy.shape)

@@ -1,7 +1,7 @@
 """`linear_cross_entropy` by the `cpu` backend's `linear` and `cross_entropy`; the logits in part by `aten`.
 
-PyTorch's libraries multiply them where they are faster: MKL in float32 where it leads, oneDNN in bfloat16
-where that is fast and ours would widen it (csrc/cpu/NOTES.md).
+PyTorch's libraries multiply the logits where they are faster: MKL in float32 where it leads, oneDNN in
+bfloat16 where that is fast and our product would widen it (csrc/cpu/NOTES.md).
 """
 
 from __future__ import annotations

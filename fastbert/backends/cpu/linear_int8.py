@@ -7,6 +7,7 @@ the size of old panels no longer fits, and new ones are made for the call.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES
@@ -17,14 +18,21 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def linear_int8_panels(weight):
+def linear_int8_panels(weight: Tensor) -> Tensor:
     (out, depth), weight = weight.shape, plain(weight).contiguous()
     panels = weight.new_empty(_C.cpu_linear_int8_panels_size(depth, out), dtype=torch.uint8)
     _C.cpu_linear_int8_panels(depth, out, address(weight), panels.data_ptr(), torch.get_num_threads())
     return panels
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, panels=None):
+def linear_int8_fwd(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    panels: Tensor | None = None,
+) -> Tensor:
     (rows, depth), out = x.shape, weight.shape[0]
     if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out):
         panels = linear_int8_panels(weight)

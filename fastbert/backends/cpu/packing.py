@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.ops import packing
 from fastbert.runtime.loader import extension as _C
@@ -18,9 +19,9 @@ def _copy(launch, x, indices, rows, out):
     return out
 
 
-def packing_fwd(x, indices):
+def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
     return _copy(_C.cpu_packing_fwd, x, indices, x.shape[0], x.new_empty(indices.shape[0], x.shape[1]))
 
 
-def packing_bwd(x, indices, rows):
+def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
     return _copy(_C.cpu_packing_bwd, x, indices, rows, x.new_empty(rows, x.shape[1]))

@@ -1,12 +1,14 @@
-"""How many rows at a time a CPU takes: contracts in fastbert/ops/linear.py and fastbert/ops/encoder_layer.py.
+"""How many rows a CPU multiplies at a time; contracts in ops/linear.py and ops/encoder_layer.py.
 
 The numbers are measured (csrc/cpu/NOTES.md).
 """
 
 from __future__ import annotations
 
-# The fewest rows for which panels of a floating-point weight are made for the call and not kept: making them
-# costs next to nothing compared with the product.
+from torch import Tensor
+
+# The fewest rows for which panels of a floating-point weight are made in the call and not kept: they cost
+# next to nothing compared with the product.
 MANY_ROWS = 1536
 # Rows per block of a large batch, where each block makes its panels.
 BLOCK_ROWS = 2048
@@ -14,11 +16,11 @@ BLOCK_ROWS = 2048
 FUSED_ROWS = 1024
 
 
-def keeps_panels(linear, rows):
+def keeps_panels(linear: str, rows: int) -> bool:
     return linear != "linear" or rows < MANY_ROWS
 
 
-def sequence_blocks(cu_seqlens, rows, fused):
+def sequence_blocks(cu_seqlens: Tensor, rows: int, fused: bool) -> list[tuple[int, int]]:
     least = FUSED_ROWS if fused else BLOCK_ROWS
     if rows < 2 * least:
         return []

@@ -2,19 +2,21 @@
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
 go to the next backend, and so do backward and dropout in float32: its kernel is forward for inference.
-Forward's kernels find their sequence in cu_seqlens; those of backward read a table of places where they get
+Forward's kernels find their sequence in cu_seqlens; backward's kernels read a table of places if they get
 one.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
+from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
 from fastbert.runtime.streams import on
 
@@ -56,7 +58,7 @@ def hopper_reads(inputs: AttentionInputs) -> bool:
 
 
 def hopper_serves(inputs: AttentionInputs) -> bool:
-    """Whether forward by the kernel for compute capability 9.0 is for this call, which `readable` is for."""
+    """Whether forward by the kernel for compute capability 9.0 takes this call, which is `readable`."""
     total, nheads, _ = inputs.q.shape
     sizes = inputs.cu_seqlens.shape[0] - 1, total, nheads
     return (
@@ -67,7 +69,9 @@ def hopper_serves(inputs: AttentionInputs) -> bool:
     )
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
+def attention_fwd(
+    inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
+) -> tuple[Tensor, ...]:
     q = inputs.q
     dtypes = dispatch.HALF if inputs.dropout_p > 0 else DTYPES
     if return_probs or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
@@ -76,8 +80,8 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     return forward(inputs, save_bits, hopper_serves(inputs))
 
 
-def forward(inputs: AttentionInputs, save_bits: bool, hopper: bool):
-    """Forward of a call that `readable` is for; `hopper`: by the kernel for compute capability 9.0."""
+def forward(inputs: AttentionInputs, save_bits: bool, hopper: bool) -> tuple[Tensor, ...]:
+    """Forward of a `readable` call; `hopper` chooses the kernel for compute capability 9.0."""
     q = inputs.q
     total, nheads, _ = q.shape
     out = q.new_empty(q.shape)
@@ -97,7 +101,15 @@ def forward(inputs: AttentionInputs, save_bits: bool, hopper: bool):
     return out, lse, q.new_empty(0), keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
+def attention_bwd(
+    dout: Tensor,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    keep_bits: TensorOrNone,
+    need: AttentionNeeds,
+    places: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     q = inputs.q
     if not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
         following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
@@ -109,12 +121,11 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
     dbias = lse.new_empty(_dbias_shape(inputs) if need.dbias else (0, 0, 0, 0, 0))
     args, _held = attention_args(inputs)
     dout, out, lse = _whole(dout), _whole(out), lse.contiguous()
-    saved = keep_bits is not None and inputs.dropout_p > 0
     first, slots = _slots(inputs, places)
     with on(q.device):
         device.extension.cuda_attention_bwd(
             args,
-            keep_bits.data_ptr() if saved else 0,
+            0 if keep_bits is None or inputs.dropout_p == 0 else keep_bits.data_ptr(),
             *(dout.data_ptr(), out.data_ptr(), lse.data_ptr()),
             0 if places is None else places[first:].data_ptr(),
             slots,
@@ -129,7 +140,7 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
 
 
 def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> bool:
-    """Whether backward by the kernels for compute capability 9.0 is for this call, which is `readable`."""
+    """Whether backward by the kernels for compute capability 9.0 takes this call, which is `readable`."""
     return (
         device.is_hopper(inputs.q.device)
         and HOPPER_BACKWARD
@@ -140,7 +151,7 @@ def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> boo
 
 
 def _gradients(inputs: AttentionInputs, need: AttentionNeeds):
-    """(dq, dk, dv, elements from row to row): side by side where q, k and v are, so that nobody copies."""
+    """(dq, dk, dv, elements from row to row): side by side where q, k and v are, which saves a copy."""
     q, k, v = inputs[:3]
     total, nheads, headdim = q.shape
     size = nheads * headdim
@@ -158,7 +169,7 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def _dbias_shape(inputs: AttentionInputs) -> tuple[int, int, int, int, int]:
-    """(parts, *bias.shape): dbias is summed in as many parts as give the device enough blocks.
+    """(parts, *bias.shape): dbias is summed in so many parts that the device has enough blocks.
 
     The number depends on shapes and the device alone, so sums have one order.
     """

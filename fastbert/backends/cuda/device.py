@@ -1,4 +1,4 @@
-"""Where the CUDA C++ kernels run, and what each launch needs to know of the device."""
+"""Where the CUDA C++ kernels run, and the facts of the device that each launch needs."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def has_group_products(device: torch.device) -> bool:
-    """Whether its tensor cores have more than mma.sync uses: compute capability 9.0 to 11.x."""
+    """Whether its tensor cores are faster than mma.sync: compute capability 9.0 to 11.x."""
     return 9 <= torch.cuda.get_device_capability(device)[0] <= 11

@@ -1,13 +1,13 @@
-"""`encoder_layers` by the `cuda` backend: csrc/cuda/encoder_layers.cu; contract in
-fastbert/ops/encoder_layers.py.
+"""`encoder_layers` by the `cuda` backend: csrc/cuda/encoder_layers.cu; contract in ops/encoder_layers.py.
 
 The products are cuBLASLt's, which PyTorch has loaded. Layers whose heads, sizes or addresses the kernels do
-not have go to no other backend here: `encoder_layers_gap` tells, and models then call the ops.
+not take go to no other backend here: `encoder_layers_gap` returns the reason, and models call the ops.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.cuda import attention, device, linear
 from fastbert.backends.extension import DTYPE_CODES, STORED, bias_args
@@ -37,11 +37,11 @@ def _made(stack: LayerStack):
 
 
 def encoder_layers_gap(stack: LayerStack) -> str | None:
-    """Why the kernels do not have these layers; None if they do."""
+    """Why the kernels do not take these layers; None if they do."""
     return device.extension.cuda_encoder_layers_gap(_made(stack))
 
 
-def encoder_layers_fwd(inputs: LayersInputs):
+def encoder_layers_fwd(inputs: LayersInputs) -> list[Tensor]:
     x, stack, cu_seqlens, max_seqlen, bias, causal, first_only, states = inputs
     made, count = _made(stack), len(stack.layers)
     (rows, hidden), batch, nheads = x.shape, cu_seqlens.shape[0] - 1, stack.layers[0].nheads

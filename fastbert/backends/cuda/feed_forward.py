@@ -8,16 +8,26 @@ Backward goes to the next backend where the kernels cannot read its matrices in 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.aten import linear as plain
 from fastbert.backends.cuda import device, linear
 from fastbert.backends.reference.feed_forward import by_linear
+from fastbert.ops.checks import TensorOrNone
+from fastbert.ops.feed_forward import FeedForwardNeeds
 from fastbert.runtime import dispatch
 
 DTYPES = linear.DTYPES
 
 
-def inner_gradient(dy, down_weight, pre, activation, need_dbias, plan=None):
+def inner_gradient(
+    dy: Tensor,
+    down_weight: Tensor,
+    pre: Tensor,
+    activation: str | None,
+    need_dbias: bool,
+    plan: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue.
 
     With tensor cores that our products do not fill, PyTorch's product and a pass over it are faster.
@@ -35,13 +45,22 @@ def inner_gradient(dy, down_weight, pre, activation, need_dbias, plan=None):
         sums=sums,
         plan=plan,
     )
-    return g, linear.add_sums(sums, dy) if need_dbias else dy.new_empty(0)
+    return g, dy.new_empty(0) if sums is None else linear.add_sums(sums, dy)
 
 
 feed_forward_fwd, _by_kernels = by_linear(linear, plain, inner_gradient)
 
 
-def feed_forward_bwd(dy, x, up_weight, down_weight, pre, inner, activation, need):
+def feed_forward_bwd(
+    dy: Tensor,
+    x: TensorOrNone,
+    up_weight: TensorOrNone,
+    down_weight: TensorOrNone,
+    pre: TensorOrNone,
+    inner: TensorOrNone,
+    activation: str,
+    need: FeedForwardNeeds,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     backward = _by_kernels
     if need.g and (dy.shape[0] == 0 or not linear.in_chunks(dy, down_weight, pre)):
         backward = dispatch.next_function("cuda", "feed_forward_bwd training", dy.device, dy.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
@@ -18,7 +19,7 @@ from fastbert.runtime.streams import on
 DTYPES = STORED
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
+def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     rows, hidden = x.shape
     summed = residual is not None or x_bias is not None or dropout_p > 0
@@ -36,13 +37,15 @@ def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
             *(*vector(weight), *vector(bias), *vector(x_bias), eps),
             *dropout(dropout_p, seed, offset),
             *outputs,
-            *(DTYPE_CODES[x.dtype], more[0].data_ptr() if rounded else 0),
+            *(DTYPE_CODES[x.dtype], more[0].data_ptr() if more else 0),
             *device.place(x.device),
         )
     return y, z, mean, rstd, *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
+def layer_norm_bwd(
+    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+) -> tuple[Tensor, ...]:
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     rows, hidden = z.shape
     dx = z.new_empty((rows, hidden) if need.dx else 0, dtype=need.x_dtype)

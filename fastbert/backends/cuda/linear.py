@@ -4,7 +4,7 @@ A call goes to the next backend where the kernels cannot read it in 16 bytes: wh
 lies on none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
 
 Where mma.sync has half of the tensor cores' rate (compute capability 9.0 to 11.x), backward's products are
-PyTorch's, and forward calls with many rows go to the next backend but for those that `hopper_product` makes.
+PyTorch's, and forward calls with many rows go to the next backend, except those that `hopper_product` takes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fastbert.backends.aten import linear as plain
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import CODES
+from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
 from fastbert.runtime.streams import on
@@ -104,7 +105,7 @@ def product(
 
 
 def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
-    """Whether `hopper_product` is for this call; x and weight lie in chunks."""
+    """Whether `hopper_product` takes this call; x and weight lie in chunks."""
     sizes = x.shape[0], weight.shape[0], x.shape[1]
     return (
         device.extension.cuda_linear_takes_hopper(*sizes, CODES[activation], EXACT_GELU)
@@ -119,14 +120,14 @@ def hopper_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str,
+    activation: str | None,
     save: bool,
     blocks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
 
-    `blocks`: at most so many take tiles; one per multiprocessor by default. Where the driver refuses a tensor
-    map, the product is `product`'s.
+    At most `blocks` blocks take tiles, by default one per multiprocessor. Where the driver refuses a tensor
+    map, `product` makes the product.
     """
     rows, columns = x.shape[0], weight.shape[0]
     c = x.new_empty(rows, columns)
@@ -157,7 +158,7 @@ def add_sums(sums: Tensor, like: Tensor) -> Tensor:
 
 
 def gradient(
-    dy: Tensor, pre: Tensor | None, activation: str | None, need_g: bool, need_dbias: bool
+    dy: Tensor, pre: TensorOrNone, activation: str | None, need_g: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor]:
     """(dy * act'(pre), its column sums); the first is dy itself without an activation."""
     rows, out = dy.shape
@@ -185,11 +186,27 @@ def _following(function: str, x: Tensor, activation: str | None, training: bool)
     return dispatch.next_function("cuda", function, x.device, x.dtype)
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+    panels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     return linear_fwd_with(None, x, weight, bias, activation, residual, save)
 
 
-def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
+def linear_fwd_with(
+    plan: tuple[int, int] | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
     if not in_chunks(x, weight):
         return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
@@ -204,12 +221,31 @@ def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
 
 
-def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+def linear_bwd(
+    dy: Tensor,
+    x: TensorOrNone,
+    weight: TensorOrNone,
+    pre: TensorOrNone,
+    activation: str | None,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     plans = None, None
     return linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
 
 
-def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+def linear_bwd_with(
+    plans: tuple,
+    dy: Tensor,
+    x: TensorOrNone,
+    weight: TensorOrNone,
+    pre: TensorOrNone,
+    activation: str | None,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`linear_bwd` with given plans for dx and dweight, for tests."""
     given = [t for t, needed in ((dy, True), (weight, need_dx), (x, need_dweight)) if needed]
     given += [] if activation is None else [pre]

@@ -10,15 +10,18 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
 from fastbert.ops.attention_grid import bits_shape, keep_mask, pack_bits
-from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
+def attention_fwd(
+    inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
+) -> tuple[Tensor, ...]:
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
@@ -30,7 +33,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     for b, (rows, length) in _sequences(cu_seqlens):
         keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
         o, sequence_lse, p = attention_ref(
-            *(t[rows].to(compute).unsqueeze(0) for t in (q, k, v)),
+            *(q[rows].to(compute)[None], k[rows].to(compute)[None], v[rows].to(compute)[None]),
             softmax_scale=softmax_scale,
             causal=causal,
             bias=None if bias is None else _cut(bias, b, length),
@@ -48,7 +51,15 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
+def attention_bwd(
+    dout: Tensor,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    keep_bits: Tensor | None,
+    need: AttentionNeeds,
+    places: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     compute, nheads = lse.dtype, q.shape[1]
     dq, dk, dv = (q.new_zeros(q.shape if needed else (0,)) for needed in need[:3])
@@ -59,7 +70,7 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
         qs, ks, vs, do = (t[rows].to(compute).transpose(0, 1) for t in (q, k, v, dout))
         keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
         p = attention_ref(
-            *(t.transpose(0, 1).unsqueeze(0) for t in (qs, ks, vs)),
+            *(qs.transpose(0, 1)[None], ks.transpose(0, 1)[None], vs.transpose(0, 1)[None]),
             softmax_scale=softmax_scale,
             causal=causal,
             bias=None if bias is None else _cut(bias, b, length),
@@ -98,7 +109,7 @@ def _cut(bias, b, length):
     return bias[b : b + 1, :, :length, :length]
 
 
-def _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset):
+def _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset) -> TensorOrNone:
     if dropout_p == 0:
         return None
     return keep_mask(seed, offset, cu_seqlens[b : b + 1], nheads, length, dropout_p)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.checks import FLOATS, compute_dtype
 
 DTYPES = FLOATS
 
 
-def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
+def cross_entropy_fwd(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
     keep = labels != ignore_index
     x, target = logits[keep].to(compute_dtype(logits)), labels[keep].unsqueeze(1)
     top = x.amax(1)
@@ -24,7 +27,15 @@ def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
     return loss.sum() / count.clamp(min=1), lse, count
 
 
-def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
+def cross_entropy_bwd(
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
     keep = labels != ignore_index
     x = logits[keep].to(lse.dtype)
     share = label_smoothing / x.shape[1]

@@ -24,9 +24,9 @@ def by_linear(
     """(feed_forward_fwd, feed_forward_bwd).
 
     Args:
-        first, second: hold the `linear_fwd` and `linear_bwd` of the two products.
-        inner_gradient: (dy, down_weight, pre, activation, need_dup_bias) -> (g, dup_bias); None makes g by
-            the two `linear_bwd`.
+        first, second: modules with the `linear_fwd` and `linear_bwd` of the two products.
+        inner_gradient: (dy, down_weight, pre, activation, need_dup_bias) -> (g, dup_bias); with None the two
+            `linear_bwd` make g.
     """
 
     def forward(
@@ -50,15 +50,14 @@ def by_linear(
         inner: Tensor | None,
         activation: str,
         need: FeedForwardNeeds,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        fused = inner_gradient is not None
-        need_dinner = need.g and not fused
+    ) -> tuple[Tensor, ...]:
+        need_dinner = need.g and inner_gradient is None
         dinner, ddown_weight, _ = second.linear_bwd(
             dy, inner, down_weight if need_dinner else None, None, None, need_dinner, need.ddown_weight, False
         )
         if not need.g:
             return *(dy.new_empty(0) for _ in range(3)), ddown_weight
-        if not fused:
+        if inner_gradient is None:
             return *first.linear_bwd(dinner, x, up_weight, pre, activation, *need[:3]), ddown_weight
         g, dup_bias = inner_gradient(dy, down_weight, pre, activation, need.dup_bias)
         dx, dup_weight, _ = second.linear_bwd(g, x, up_weight, None, None, need.dx, need.dup_weight, False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.first_attention import FirstAttentionInputs, first_attention_ref
 
 DTYPES = FLOATS
 
 
-def first_attention_fwd(inputs: FirstAttentionInputs):
+def first_attention_fwd(inputs: FirstAttentionInputs) -> Tensor:
     return first_attention_ref(*inputs)

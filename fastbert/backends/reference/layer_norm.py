@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import (
@@ -15,14 +17,14 @@ from fastbert.ops.layer_norm import (
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
+def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     compute = compute_dtype(x)
     z = x.to(compute)
     if x_bias is not None:
         z = z + x_bias.to(compute)
     if dropout_p > 0:
-        z = z * keep_mask_2d(seed, offset, *x.shape, dropout_p) / (1.0 - dropout_p)
+        z = z * keep_mask_2d(seed, offset, *x.shape, dropout_p=dropout_p) / (1.0 - dropout_p)
     if residual is not None:
         z = z + residual.to(compute)
     mean = z.mean(1)
@@ -41,7 +43,9 @@ def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     return y, z.to(dtype) if summed else empty, mean, rstd, *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
+def layer_norm_bwd(
+    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+) -> tuple[Tensor, ...]:
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     compute = compute_dtype(z)
     dy, rstd = dy.to(compute), rstd.unsqueeze(1)
@@ -52,7 +56,7 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=Non
     dz = rstd * (g - g.mean(1, keepdim=True) - x_hat * (g * x_hat).mean(1, keepdim=True))
     dx = dz
     if dropout_p > 0:
-        dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p) / (1.0 - dropout_p)
+        dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p=dropout_p) / (1.0 - dropout_p)
     return (
         dx.to(need.x_dtype or z.dtype) if need.dx else z.new_empty(0),
         dz.to(z.dtype) if own_dresidual(saved, need) else z.new_empty(0),

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fastbert.ops.activation import activate_ref, slope_ref
-from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+    panels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     compute = compute_dtype(x)
     pre = x.to(compute) @ weight.to(compute).T
     if bias is not None:
@@ -19,7 +29,16 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     return y.to(x.dtype), pre.to(x.dtype) if save and activation is not None else x.new_empty(0)
 
 
-def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+def linear_bwd(
+    dy: Tensor,
+    x: TensorOrNone,
+    weight: TensorOrNone,
+    pre: TensorOrNone,
+    activation: str | None,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     compute, dtype = compute_dtype(dy), dy.dtype
     g = dy.to(compute)
     if activation is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert.backends.reference import cross_entropy, linear
-from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 from fastbert.ops.linear_cross_entropy import LossInputs, LossNeeds
 from fastbert.runtime.dispatch import HALF
 
@@ -23,7 +23,7 @@ DTYPES = FLOATS
 def chunked(
     linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType, multiple: int = 1
 ) -> tuple[Callable, Callable]:
-    """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the launchers that two modules hold.
+    """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the launchers of two modules.
 
     In half precision the classes are brought to a multiple of `multiple` (see `_widened`).
     """
@@ -42,7 +42,7 @@ def chunked(
         x, targets = _take(x, at), _take(labels, at)
         total = targets.shape[0]
         parts = _parts(total, chunk_rows)
-        product = logits_of(weight, bias, len(parts)) if parts else None
+        product = logits_of(weight, bias, len(parts))
         loss, kept = x.new_zeros((), dtype=compute), x.new_empty(0)
         lse = x.new_zeros((2, total), dtype=compute)
         for part in parts:
@@ -61,8 +61,8 @@ def chunked(
     def backward(dloss, inputs: LossInputs, lse, count, logits, need: LossNeeds):
         x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows = inputs
         need_dx, need_dweight, need_dbias = need
-        classes = logits.shape[1] if weight is None else weight.shape[0]
-        if weight is not None:
+        classes = logits.shape[1] if inputs.weight is None else inputs.weight.shape[0]
+        if inputs.weight is not None:
             weight, bias = _widened(weight, bias, multiple, label_smoothing)
         if logits.dim() == 2 and logits.stride(0) > classes:  # with the columns that forward had added
             logits = logits.as_strided((logits.shape[0], logits.stride(0)), (logits.stride(0), 1))
@@ -91,7 +91,7 @@ def chunked(
         dx = x.new_empty((x.shape[0], x.shape[1]) if need_dx else (0,))
         dweight = x.new_zeros(weight.shape if need_dweight else (0,), dtype=sums)
         dbias = x.new_zeros((weight.shape[0] if need_dbias else 0,), dtype=sums)
-        product = logits_of(weight, bias, len(parts)) if parts else None
+        product = logits_of(weight, bias, len(parts))
         for part in parts:
             g = gradient(part, product(x[part]))
             if need_dx:
@@ -126,7 +126,7 @@ def _widened(
 
 
 def _labelled_rows(labels: Tensor, labelled: int, ignore_index: int) -> Tensor | None:
-    """(labelled,) row numbers; None where all rows are labelled. A number below 0 is one not known."""
+    """(labelled,) row numbers; None where all rows are labelled. `labelled` < 0 means unknown."""
     if labelled == labels.shape[0]:
         return None
     keep = labels != ignore_index
@@ -141,7 +141,7 @@ def _parts(total: int, chunk_rows: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]
 
 
-def _take(t: Tensor | None, at: Tensor | None) -> Tensor | None:
+def _take(t: TensorOrNone, at: Tensor | None) -> TensorOrNone:
     return t if t is None or at is None else t.index_select(0, at)
 
 

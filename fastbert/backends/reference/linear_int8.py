@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.linear_int8 import linear_int8_ref
 
 DTYPES = FLOATS
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, panels=None):
+def linear_int8_fwd(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    panels: Tensor | None = None,
+) -> Tensor:
     return linear_int8_ref(x, weight, scale, bias, activation)
