@@ -15,7 +15,7 @@ namespace fastbert {
 namespace {
 
 // The arguments of both forward and backward, in the order of `attention` in fastbert/backends/extension.py.
-// Returns how many rows of q, k and v are read. On a GPU nobody on the host can look at cu_seqlens.
+// Returns how many rows of q, k and v are read. On a GPU the host cannot read cu_seqlens.
 std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     if (common.size() != 27) throw py::value_error("attention: expected 27 common arguments");
     std::size_t next = 0;

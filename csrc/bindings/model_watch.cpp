@@ -2,7 +2,7 @@
 //
 // fastbert/runtime/model_state.py asks this at every call of a recorded graph, and of a kept plan. Python
 // would read a thousand dictionaries and attributes for it. Here each is one comparison of pointers or sizes.
-// What has changed is not told: Python finds that out.
+// What has changed is not reported: Python finds that out.
 //
 // References are borrowed: the caller keeps all objects alive, so that Python's garbage collector sees them.
 #include <cstring>
@@ -156,7 +156,7 @@ void bind_model_watch(py::module_& m) {
             "Remembers the types of modules; the names and objects in tables; dictionaries that are empty; "
             "dictionaries of attributes in which `training` is False; where tensors lie; the versions of the "
             "sources; and that storages are marked (csrc/cpu/tensor_places.h)")
-        .def("known", &ModelWatch::known, "Whether PyTorch told all that")
+        .def("known", &ModelWatch::known, "Whether PyTorch returned all of these")
         .def("same", &ModelWatch::same);
 }
 

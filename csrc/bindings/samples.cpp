@@ -106,7 +106,7 @@ void bind_samples(py::module_& m) {
             if (!facts_of(pointer(tensor), &facts)) return py::none();
             return py::make_tuple(facts.dtype, facts.device_type);
         },
-        py::arg("tensor"), "PyTorch's codes of a tensor's dtype and device; None if it does not tell");
+        py::arg("tensor"), "PyTorch's codes of a tensor's dtype and device; None if unknown");
     m.def(
         "tensor_write_state",
         [](Address tensor, Address storage) -> py::object {
@@ -118,8 +118,7 @@ void bind_samples(py::module_& m) {
         },
         py::arg("tensor"), py::arg("storage"),
         "(version, whether the storage is marked) by the addresses of a TensorImpl and a StorageImpl; None "
-        "if "
-        "PyTorch does not tell");
+        "if unknown");
 }
 
 }  // namespace fastbert

@@ -8,9 +8,8 @@
 // Tiling     Forward: one token at a time, with z in a float row in L1. Backward: four tokens at a time.
 //            A table's gradient: four vectors of columns of one row at a time, in registers.
 // Precision  Widened to float on load, rounded once on store; statistics as in norm_rows.h. dz stays in
-// float.
-//            32 tokens of a row are summed in float, these sums in double: a row that thousands of tokens
-//            name is as exact as one that few name.
+//            float. 32 tokens of a row are summed in float, these sums in double: a row of thousands of
+//            tokens is as exact as a row of a few.
 // Saved      z rounded to T, mean and rstd; the dropout bits are drawn again.
 #include "embedding.h"
 #include "norm_rows.h"

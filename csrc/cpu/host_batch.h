@@ -30,8 +30,8 @@ Kept count_kept(const IdMatrix& mask);
 // What ids are legal, and what positions they have.
 struct IdRules {
     std::int64_t vocab_size, type_vocab_size;
-    // -1: a position is a column. Otherwise that of an id other than `pad` is `pad` + its count in its row so
-    // far, and that of `pad` is `pad` (RoBERTa).
+    // -1: a position is a column. Otherwise an id other than `pad` has the position `pad` + its count in its
+    // row so far, and `pad` has the position `pad` (RoBERTa).
     std::int64_t pad;
 };
 

@@ -5,8 +5,8 @@
 // Tiling     A tile of 6 rows x 64 columns of c is held in 24 registers. A run of kRunDepth rows of a panel,
 //            32 KiB, stays in the L1 cache while all tiles of the task pass over it; meanwhile the next run
 //            is prefetched. Rows of a are read where they lie. A transposed a is copied in pairs, tile after
-//            tile; rows of an odd depth are copied too, since the element after the last one belongs to
-//            someone else and must weigh 0. What of b is not in panels is copied run by run.
+//            tile; rows of an odd depth are copied too, since the element after the last one is not part of
+//            the row and must weigh 0. Parts of b that are not in panels are copied run by run.
 // Precision  Sums in float, in runs of kRunDepth; an element is the same sum in every tile. Bias, activation
 //            and residual in float, rounded once. Subnormal elements count as 0 (vec_avx512_bf16.h).
 // Source     Intel, "Intel Architecture Instruction Set Extensions Programming Reference", VDPBF16PS.
@@ -139,7 +139,7 @@ void pair_columns(const bf16* a, std::int64_t depth_stride, std::int64_t rows, s
 }
 
 // What tiles prefetch of the next run where it is rows of b. Two rows of 64 columns fill four lines of the
-// cache, eight in float; each of the first tiles takes one line of every two rows, the others none.
+// cache, eight in float; each of the first tiles takes one line of every two rows, the other tiles none.
 struct Shares {
     const char* from;
     std::int64_t step;

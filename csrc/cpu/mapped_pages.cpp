@@ -34,7 +34,7 @@ std::uintptr_t page_size() {
     return size;
 }
 
-// Page faults of all threads so far, and the process: a fork has counts of its own.
+// Page faults of all threads so far, and the process's number: a forked process has counts of its own.
 std::uint64_t faults() {
     rusage usage;
     if (getrusage(RUSAGE_SELF, &usage) != 0) return 0;
@@ -60,7 +60,8 @@ class Pagemap {
     Pagemap(const Pagemap&) = delete;
     Pagemap& operator=(const Pagemap&) = delete;
 
-    // Appends to `copies` the pages of `pages` that are no longer the file's. False if Linux does not tell.
+    // Appends to `copies` the pages of `pages` that are no longer the file's. False if Linux does not report
+    // them.
     bool scan(const Range& pages, bool ask, std::vector<Range>& copies) const {
         return file_ >= 0 && ((ask && by_ioctl(pages, copies)) || by_read(pages, copies));
     }

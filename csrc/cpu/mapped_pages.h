@@ -1,8 +1,8 @@
 // Pages of privately mapped files: which of them this process has written. Only Linux can watch them.
 //
 // Math      The first write to such a page makes the kernel copy it: a page fault of this process. While the
-//           count of faults stands still, no page has been written for the first time. After a fault the
-//           kernel says which pages are copies (ioctl PAGEMAP_SCAN, else /proc/self/pagemap).
+//           count of faults does not change, no page has been written for the first time. After a fault the
+//           kernel reports which pages are copies (ioctl PAGEMAP_SCAN, else /proc/self/pagemap).
 // Limits    A page that is a copy already is written without a fault. `written` lists these, for the caller
 //           to compare in another way. A page that another process changes in the file is not seen.
 #pragma once
@@ -21,8 +21,8 @@ using Range = std::pair<std::uintptr_t, std::uintptr_t>;
 class MappedPages {
   public:
     // Watches those ranges that lie wholly in privately mapped files; the ranges must stay mapped.
-    // With `ask` Linux is asked by PAGEMAP_SCAN where it has that. What `within` watches is known to be
-    // mapped: to read the list of all mappings takes a millisecond.
+    // With `ask` PAGEMAP_SCAN is used where Linux has it. What `within` watches is known to be mapped, which
+    // saves reading the list of all mappings: a millisecond.
     MappedPages(const std::vector<Range>& ranges, bool ask, const MappedPages* within);
 
     std::size_t size() const { return ranges_.size(); }

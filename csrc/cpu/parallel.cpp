@@ -29,7 +29,7 @@ constexpr int kTracked = 64;  // threads whose core is known
 // often.
 constexpr auto kLate = std::chrono::microseconds(60);
 constexpr int kInvitations = 4;
-// How long the owner of lent tasks waits before it looks whether their workers get on.
+// How long the owner of lent tasks waits before it checks whether their workers make progress.
 constexpr auto kPatience = std::chrono::microseconds(30);
 
 using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -111,8 +111,8 @@ bool has_idle_core(int waiting = 0) {
 }
 
 // Beside a busy neighbour the scheduler may put all threads of a process on one core. There they only take
-// turns, and the thread that has the tasks finishes sooner alone. After a while it tries the others again,
-// for about 15 ms: later each time it still finds them on its core, sooner if a core is idle.
+// turns, and the thread that has the tasks finishes sooner alone. After a while it tries the other threads
+// again, for about 15 ms: later each time it still finds them on its core, sooner if a core is idle.
 class Crowd {
   public:
     bool is_known() {
@@ -154,7 +154,7 @@ class Crowd {
 };
 thread_local Crowd t_crowd;
 
-// A thread of a team that may be bound to cores, and whether it gets on.
+// A thread of a team that may be bound to cores, and whether it makes progress.
 struct Worker {
     std::atomic<pid_t> thread{0};       // 0: the thread cannot be moved
     clockid_t clock;                    // its processor time
@@ -258,7 +258,7 @@ class Team {
         const auto ready = [&] { return done_.load(std::memory_order_acquire) == tasks; };
         const bool crowded = is_crowded();
         if (!ready()) end_.wait(ready, !crowded, [] {});
-        if (crowded || mine < tasks) t_crowd.note(crowded);  // else the others may only have been late
+        if (crowded || mine < tasks) t_crowd.note(crowded);  // else the other threads may only be late
     }
 
     // A worker that slept may wake up on the owner's core and wait there for a time slice, 3 to 4 ms: the
@@ -302,7 +302,7 @@ class Team {
                 stuck = true;
             }
         }
-        // a worker that the neighbour holds up goes on here, while the owner sleeps
+        // a worker that the neighbour holds up continues here, while the owner sleeps
         if (!ready()) end_.wait(ready, false, [] {});
         return true;
     }
@@ -348,7 +348,8 @@ class Team {
                    (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed) &&
                     may_take(worker));
         };
-        // Where it would only keep the owner from its next job, or, in libgomp, from going on after the last.
+        // Where it would only keep the owner from its next job, or, in libgomp, from continuing after the
+        // last job.
         const auto make_room = [&] {
             if (lent_.load(std::memory_order_relaxed) || !shares_core(worker)) return true;
             if (!aside.step(cores_[0].load(std::memory_order_relaxed), self)) return false;
@@ -400,7 +401,7 @@ class Team {
         return mine;
     }
 
-    // Lent tasks are for the owner and for workers on other cores. Asked after the ticket was read.
+    // Lent tasks are for the owner and for workers on other cores. Checked after the ticket was read.
     bool may_take(int worker) const {
         return worker == 0 || !lent_.load(std::memory_order_relaxed) ||
                (worker < kTracked && workers_[worker].may_take.load(std::memory_order_relaxed));
@@ -420,7 +421,7 @@ class Team {
         return cores_[worker].load(std::memory_order_relaxed) == cores_[0].load(std::memory_order_relaxed);
     }
 
-    // Whether worker 0 has met others on its core, and no waking worker is on another core.
+    // Whether worker 0 has found other workers on its core, and no waking worker is on another core.
     bool is_crowded() {
         note_core(0);
         const int core = cores_[0].load(std::memory_order_relaxed);
@@ -564,7 +565,7 @@ void open_team(int threads) {
 void close_team() {
     t_alone = false;
     if (t_open == nullptr) return;
-    if (has_team()) {  // after a fork there are no others, and the region is the parent's
+    if (has_team()) {  // after a fork there are no other threads, and the region is the parent's
         t_open->close(g_runtime.size() - 1);
         g_runtime.end();
     }

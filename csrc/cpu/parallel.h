@@ -12,14 +12,14 @@
 // that has taken none, and a thread that waits longer than a moment sleeps. `open_team` keeps the region open
 // over many calls, because libgomp's own spinning begins as soon as a region ends.
 //
-// After a rest the scheduler often wakes the other threads on the core of the one that calls them. A thread
-// that finds itself there goes to another core, if one is idle, until the region ends.
+// After a rest the scheduler often wakes the other threads on the core of the calling thread. A thread that
+// finds itself there goes to another core, if one is idle, until the region ends.
 //
-// Beside a busy neighbour the scheduler puts all threads onto one core: a core for each of the two programs
-// is fair to it. The thread that has the tasks then works alone, and lends tasks of long jobs: the other
-// threads are bound to the other cores, where they run each time that the neighbour's turn is over. A thread
-// whose turn is over while it has the last task gets the owner's core, and the owner sleeps meanwhile. When
-// the region ends, every thread may again run on all the cores that it came with.
+// Beside a busy neighbour the scheduler puts all threads onto one core: one core per program counts as fair.
+// The thread that has the tasks then works alone, and lends tasks of long jobs: the other threads are bound
+// to the other cores, where they run each time that the neighbour's turn is over. A thread whose turn is over
+// while it has the last task gets the owner's core, and the owner sleeps meanwhile. When the region ends,
+// every thread may again run on all the cores that it came with.
 //
 // libgomp's workers do not survive a fork, and a parallel region in the child then hangs. A child forked
 // after this pool was used therefore runs on its calling thread.
@@ -31,7 +31,7 @@
 namespace fastbert {
 
 // Addresses of functions of the OpenMP runtime; 0: the runtime lacks it. Without GOMP_parallel work runs on
-// the calling thread; without one of the others no region is kept open.
+// the calling thread; without one of the other functions no region is kept open.
 void set_team_start(std::uintptr_t gomp_parallel, std::uintptr_t gomp_parallel_start = 0,
                     std::uintptr_t gomp_parallel_end = 0, std::uintptr_t omp_get_num_threads = 0);
 bool has_team();

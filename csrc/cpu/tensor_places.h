@@ -1,4 +1,4 @@
-// Where PyTorch's tensors lie, what they hold and whether they were written, asked of PyTorch's own functions
+// Where PyTorch's tensors lie, what they hold and whether they were written, by PyTorch's own functions and
 // without its headers.
 //
 // A tensor is named by the address of its TensorImpl (`tensor._cdata` in Python). PyTorch's C functions take
@@ -31,7 +31,7 @@ struct TensorFacts {
     std::int32_t dtype, device_type;
 };
 
-// False if PyTorch does not tell.
+// False if PyTorch does not return them.
 bool facts_of(void* tensor, TensorFacts* facts);
 
 class TensorPlaces {
@@ -39,7 +39,7 @@ class TensorPlaces {
     // Remembers where the tensors lie now. They must be alive here and at every call of `same`.
     explicit TensorPlaces(std::vector<void*> tensors);
 
-    // Whether PyTorch told all places.
+    // Whether PyTorch returned all places.
     bool known() const { return known_; }
 
     // Address of the first element, number of dimensions, sizes and strides of each tensor.
@@ -65,8 +65,7 @@ class TensorPlaces {
 class TensorWrites {
   public:
     // Remembers the versions. Needs `has_write_functions`. `tensors` and `storages` (addresses of
-    // StorageImpls,
-    // `_cdata` in Python) must be alive here and at every call of `none`.
+    // StorageImpls, `_cdata` in Python) must be alive here and at every call of `none`.
     TensorWrites(std::vector<void*> tensors, std::vector<void*> marked_storages);
 
     // The version of each tensor.

@@ -14,14 +14,14 @@ const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintpt
 
 // Whether the device has compute capability 9.0 and the library code for it.
 bool cuda_attention_hopper(int device);
-// Whether a call is large enough for it. Its blocks have twice the queries of the others', and half as many
-// share a multiprocessor. So it is for calls that give each multiprocessor a block, and whose sequences fill
-// a block on average.
+// Whether a call is large enough for that kernel. Its blocks have twice the queries of the other kernel's
+// blocks, and half as many share a multiprocessor. So it takes calls that have a block per multiprocessor,
+// and whose sequences fill a block on average.
 bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t nheads,
                                  int multiprocessors);
 // As cuda_attention_fwd, by the kernel for compute capability 9.0 (attention_hopper.cuh): half precision,
 // headdim 64 without bias, causal mask and probs, a positive scale, and q, k, v whose heads lie side by side
-// in a row. Where the driver refuses a tensor map, the call is one of cuda_attention_fwd.
+// in a row. Where the driver refuses a tensor map, cuda_attention_fwd takes the call.
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

@@ -12,8 +12,7 @@
 //            Tiles of the other side come by asynchronous copies, one ahead of the products. On compute
 //            capability 9.0 the files *_hopper.cu have dq, dk and dv by products of a warp group.
 // Precision  Products of the storage type are summed in float; P and dS are rounded to the storage type
-// before
-//            their product; the rest is float, rounded once at the store. As in
+//            before their product; the rest is float, rounded once at the store. As in
 //            kernels/attention_backward.py, P is divided by its own sum. A row of dS sums to 0: what it sums
 //            to is the error of delta, whose `out` is rounded. delta is corrected by it, and where it is more
 //            than the rounding of dS itself, dq's block walks over the keys once more.

@@ -220,7 +220,7 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
 
 // --- launching ---
 
-// A grid of that many blocks, or of none where CUDA has no such grid: the launch then says so.
+// A grid of that many blocks, or of none where CUDA has no such grid: the launch then fails with an error.
 inline dim3 grid_of(std::int64_t blocks) {
     return dim3(blocks < std::int64_t{1} << 31 ? static_cast<unsigned>(blocks) : 0);
 }

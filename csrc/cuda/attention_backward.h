@@ -35,7 +35,7 @@ const char* cuda_attention_bwd(const CudaAttentionBwd& args, int device, std::ui
 
 // The same by the kernels for compute capability 9.0: of headdim 64, with dq, dk and dv, the heads of a row
 // of q, k and v side by side; no bias, gate or causal mask. Where the device or the build has no such kernels
-// (cuda_linear_hopper), it says so.
+// (cuda_linear_hopper), it returns the reason.
 const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

@@ -39,7 +39,7 @@ const char* launch_group(void (*kernel)(GroupArguments), const GroupArguments& a
         set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
                       cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
-        cudaGetLastError();  // the next launch must not meet it
+        cudaGetLastError();  // the next launch must not see it
         return cudaGetErrorString(error);
     }
     return launch_shared(kernel, grid_of(args.call.slots * args.call.nheads), dim3(kGroupThreads),

@@ -242,7 +242,7 @@ const char* launch_float(const AttentionFwd& args, std::uintptr_t stream) {
         set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
                       cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
-        cudaGetLastError();  // the next launch must not meet it
+        cudaGetLastError();  // the next launch must not see it
         return cudaGetErrorString(error);
     }
     return launch_shared(kernel, slot_grid(args.nheads, slots(args.total, args.batch)), dim3(kForwardThreads),

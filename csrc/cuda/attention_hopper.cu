@@ -16,7 +16,7 @@ const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, s
         set_attribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop>),
                       cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
-        cudaGetLastError();  // the next launch must not meet it
+        cudaGetLastError();  // the next launch must not see it
         return cudaGetErrorString(error);
     }
     return launch_shared(attention_hopper_kernel<T, kDrop>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,

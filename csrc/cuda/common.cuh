@@ -101,7 +101,7 @@ __device__ __forceinline__ Philox philox(std::uint64_t seed, std::uint32_t group
     return {{c0, c1, c2, c3}};
 }
 
-// Whether a lane of `word` is kept, its high half or its low one; the threshold stands in the upper 16 bits.
+// Whether a lane of `word` is kept, its high half or its low one; the threshold is in the upper 16 bits.
 __device__ __forceinline__ bool kept_lane(std::uint32_t word, bool high, std::uint32_t threshold) {
     return (high ? word : word << 16) >= threshold;
 }

@@ -1,8 +1,8 @@
-// Products by cuBLASLt. Its types and numbers are declared here, as its header of CUDA 12 and 13 has them
-// alike: where fastbert is built there need not be one. Descriptors are made by its own functions, because
-// their sizes differ between versions.
+// Products by cuBLASLt. Its types and numbers are declared here; the headers of CUDA 12 and 13 have the same,
+// and building fastbert needs neither. Descriptors are made by its own functions, because their sizes differ
+// between versions.
 //
-// It counts columns first: cᵀ (columns, rows) = b aᵀ, with b transposed and a as it lies.
+// cuBLASLt counts columns first: cᵀ (columns, rows) = b aᵀ, with b transposed and a as it lies.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <library_types.h>

@@ -3,13 +3,13 @@
 //
 // Math       q, k, v = x Wᵀ + b;  a = norm(x + attention(q, k, v) Woᵀ + bo)
 //            y = norm(a + act(a Wiᵀ + bi) Wfᵀ + bf)
-// Launches   Seven a layer, or eight where an activation is a pass of its own. Nothing waits for the host's
+// Launches   Seven per layer, or eight where an activation is a pass of its own. Nothing waits for the host's
 //            Python, which takes longer than the device does for a short text.
 // Memory     One block of scratch: queries, keys, values and attention's output, where later the inner
 //            columns are; the sum before a norm; the norm after attention. A layer may write over its input,
 //            which nothing reads after the first norm.
-// First      Where first tokens alone are wanted, the last layer attends with all rows and then goes on with
-//            the first ones.
+// First      Where first tokens alone are wanted, the last layer attends with all rows and then continues
+//            with the first rows.
 // Precision  Each result is rounded once to the dtype of the tensors, as by the ops one after the other.
 #include <algorithm>
 #include <cmath>

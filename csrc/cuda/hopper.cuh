@@ -139,7 +139,7 @@ __device__ __forceinline__ std::uint64_t operand_at(const void* tile, int next =
 }
 constexpr std::uint64_t kDepthStep = 16 * 2 >> 4, kTransposedStep = 16 * kSwizzled * 2 >> 4;
 
-// Before the first product, and where others have written c or the registers of a since.
+// Before the first product, and where other code has written c or the registers of a since.
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -21,7 +21,7 @@ inline EncodeMap find_encode_map() {
     const cudaError_t error =
         cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
 #endif
-    if (error != cudaSuccess) cudaGetLastError();  // the next launch must not meet it
+    if (error != cudaSuccess) cudaGetLastError();  // the next launch must not see it
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeMap>(found)
                                                                          : nullptr;
 }
@@ -58,7 +58,7 @@ bool runs_hopper(void (*kernel)(Params...), int device) {
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
         cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
-    if (!known) cudaGetLastError();  // the next launch must not meet it
+    if (!known) cudaGetLastError();  // the next launch must not see it
     return known && major == 9 && minor == 0 && attributes.sharedSizeBytes > 0 && encode_map() != nullptr;
 }
 

@@ -1,11 +1,11 @@
 // A forward product with bias and activation on compute capability 9.0: c = act(a bT + bias).
 //
 // Tiling     A block per multiprocessor owns tiles of 128 x 192 of c, one after another; they go down
-// kGroupRows
-//            row tiles before the next column tile. Two warp groups take them in turns, each with a whole
-//            tile in registers: while one is in its epilogue, the other one keeps the tensor cores busy.
+//            kGroupRows row tiles before the next column tile. Two warp groups take them in turns, each with
+//            a whole tile in registers: while one is in its epilogue, the other one keeps the tensor cores
+//            busy.
 // Pipeline   A third group's first warp copies 128 x 64 of a and 192 x 64 of b into a ring of 5 slots, ahead
-//            of both. `full` tells that a slot's bytes have come, `empty` that all four warps are done with
+//            of both. `full` means that a slot's bytes have come, `empty` that all four warps are done with
 //            it.
 // Precision  float accumulators that begin with the bias; one rounding per store.
 // Saved      pre, where backward asks for it; the activation reads it before the rounding.

@@ -3,8 +3,8 @@
 //
 // Math       c = act(Σ_parts) + residual;  g = dy act'(pre), sums = Σ_rows g
 // Tiling     Adding: 8 columns per thread. Gradient: 8 columns per lane and every 8th row per warp, of the
-//            rows of the block's part; the warps' sums meet in shared memory. Column sums: 32 columns per
-//            block, every 8th row per warp.
+//            rows of the block's part; the warps' sums are added in shared memory. Column sums: 32 columns
+//            per block, every 8th row per warp.
 // Precision  float; one rounding per store.
 #include "linear_tiles.cuh"
 

@@ -17,7 +17,7 @@ bool is_deep(const LinearProduct& args, int device) {
     const bool known =
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
-    if (!known) cudaGetLastError();  // the next launch must not meet it
+    if (!known) cudaGetLastError();  // the next launch must not see it
     const std::int64_t tiles =
         ((args.rows + kTileRows - 1) / kTileRows) * ((args.columns + kTileColumns - 1) / kTileColumns);
     return known && tiles * args.parts <= multiprocessors && Shape::kDeep * Shape::kSlot * 2 <= shared;

@@ -88,7 +88,7 @@ struct Operand {
         }
     }
 
-    // 16 lines from `line` on by 16 of the depth, as ldmatrix gives them. In words: 8 lines more is 1 and 8
+    // 16 lines from `line` on by 16 of the depth, as ldmatrix returns them. In words: 8 lines more is 1 and 8
     // of depth more is 2; the other way around for b.
     template <bool kDepthFirst>
     static __device__ __forceinline__ void load(std::uint32_t (&words)[4], const T* tile, int line, int k) {
@@ -128,7 +128,7 @@ inline bool whole_chunks(const void* data, std::int64_t stride, std::int64_t col
     return aligned(data) && stride % kChunk == 0 && columns % kChunk == 0;
 }
 
-// What the host knows of the epilogue's matrices.
+// The epilogue's matrices, from the host.
 struct Whole {
     bool c, pre, residual, slope_at;
 };
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (step == kSteps - 1) {
-                // The next slot is there for all, and nobody reads this one any more.
+                // The next slot is complete for all threads, and no thread reads this one any more.
                 wait_copies<kSlots - 2>();
                 __syncthreads();
             }

@@ -2,8 +2,8 @@
 // copies into it, and the order of a tile's 16-byte chunks there.
 //
 // A tile in shared memory has rows of kColumns elements without gaps. ldmatrix reads eight rows of one chunk
-// at a time; with the chunks in plain order those eight would meet in the same banks. `chunk_of` exchanges
-// the chunks of a row by its number, so that eight rows in a row, and the eight chunks of one row, use all 32
+// at a time; with the chunks in plain order all eight would use the same banks. `chunk_of` exchanges the
+// chunks of a row by its number, so that eight rows in a row, and the eight chunks of one row, use all 32
 // banks.
 //
 // Fragments (PTX ISA, mma.m16n8k16), lane = 4 * group + pair: a 32-bit word holds two neighbours of a row of
@@ -90,7 +90,7 @@ __device__ __forceinline__ void mma<fp16>(float (&c)[4], const std::uint32_t (&a
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of 16-bit elements. Lane 8 i + j gives the address of row j of matrix i, 16 bytes,
+// Four 8 x 8 matrices of 16-bit elements. Lane 8 i + j passes the address of row j of matrix i, 16 bytes,
 // aligned; word i of lane 4 g + p gets elements 2 p and 2 p + 1 of row g of matrix i (of its column g, if
 // transposed).
 __device__ __forceinline__ void load_matrices(std::uint32_t (&words)[4], const void* row) {
@@ -182,7 +182,7 @@ const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std:
         error =
             cudaLaunchKernel(entry, grid, block, pointers, shared, reinterpret_cast<cudaStream_t>(stream));
     if (error == cudaSuccess) return nullptr;
-    cudaGetLastError();  // the next launch must not meet it
+    cudaGetLastError();  // the next launch must not see it
     return cudaGetErrorString(error);
 }
 
