@@ -1,12 +1,12 @@
 """A kernel's self-check: the error rule on a few Cases, then its times on a GPU.
 
-`checked` starts a process of its own for all kernels that it is asked for, where one that hangs or destroys
-the CUDA context leaves this process whole, and returns their verdicts one by one. After a crash or a hang,
-which costs one kernel, a new process checks the rest. `check` runs a check in this process.
+`checked` checks kernels in a separate process, so that a kernel that hangs or destroys the CUDA context
+leaves this process whole, and yields the verdicts one by one. After a crash or a hang, which costs one
+kernel, a new process checks the rest. `check` runs a check in this process.
 
-The process of its own is `python -P -m fastbert.testing.checking REQUEST`. REQUEST is JSON: {"device",
-"uuid", "units": [[op, backend, dtype, the verdict's file], …]}. What it finds is printed, a JSON object per
-line: first {"ready": true}, or {"cannot": reason}, then a verdict for each unit.
+The separate process is `python -P -m fastbert.testing.checking REQUEST`. REQUEST is JSON: {"device", "uuid",
+"units": [[op, backend, dtype, the verdict's file], …]}. It prints one JSON object per line: first
+{"ready": true}, or {"cannot": reason}, then a verdict per unit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 
@@ -97,7 +98,7 @@ def _found(unit: Unit, device: torch.device) -> tuple[Verdict, bool]:
     reason, outcome, times, lost = None, "", (), False
     try:
         here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        # a trial of none yet, so that nothing in this thread starts another check
+        # an empty trial, so that nothing in this thread starts another check
         with here, dispatch.trial():
             facts = unit.op, unit.backend, device, unit.dtype
             reason = error_rule.self_check(*facts)
@@ -126,13 +127,13 @@ def _context_lost(device: torch.device) -> bool:
 
 # --- a process of its own -----------------------------------------------------------------------------------
 
-# -P: without the folder in which the user stands; a file there could shadow a module
+# -P: not from the current folder, where a file could shadow a module
 COMMAND = [sys.executable, "-P", "-m", "fastbert.testing.checking"]
 # Limit for one check, compilation and timing included.
 SECONDS = 300.0
 # Limit until a process begins its first check: it imports torch and wakes the GPU.
 START_SECONDS = 180.0
-# Types of devices whose first checks run in a process of their own.
+# Types of devices whose first checks run in a separate process.
 DEVICES = ("cuda",)
 # Set in the process that checks: it starts no other.
 _MARK = "FASTBERT_CHECKING"
@@ -141,7 +142,7 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) i
 
 
 class CannotStart(RuntimeError):
-    """No process of its own can check this device's kernels for this process."""
+    """No separate process can check this device's kernels for this process."""
 
 
 def possible(device: torch.device) -> bool:
@@ -162,18 +163,18 @@ def checked(
     waiting: Callable[[float], None] = lambda seconds: None,
     telling: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Unit, Verdict]]:
-    """Check kernels in a process of their own, keep the verdicts on disk, and yield them as they come.
+    """Check kernels in a separate process, keep the verdicts on disk, and yield them as they come.
 
     Args:
         device: the device to check on, with its index.
         units: the kernels, in the order in which they are checked.
         seconds: limit for one check.
-        waiting: called about once a second with the seconds since the first process was started.
-        telling: called with what is done now, such as "linear of triton in float32 is checked".
+        waiting: called about once per second with the seconds since the first process was started.
+        telling: callback for progress messages, such as "linear of triton in float32 is checked".
 
     Raises:
         CannotStart: the process cannot use the device, or would check other kernels than those of this
-            process. Verdicts that were handed over before stay.
+            process. Verdicts yielded before remain valid.
     """
     left, begin = list(units), time.monotonic()
     while left:
@@ -188,7 +189,7 @@ def checked(
 
 
 class _Worker(contextlib.ExitStack):
-    """The process that checks, seen from the one that waits for it; it ends with the block."""
+    """The separate process, seen from the process that waits for it; it ends with the block."""
 
     def __init__(self, device: torch.device, waiting: Callable[[], None]) -> None:
         super().__init__()
@@ -212,7 +213,8 @@ class _Worker(contextlib.ExitStack):
             )
         except OSError as error:
             raise CannotStart(f"no process can be started: {error}") from error
-        self.callback(self.process.stdout.close)
+        self.pipe = cast(IO[bytes], self.process.stdout)
+        self.callback(self.pipe.close)
         self.callback(self.end)
         try:
             message = self.receive(time.monotonic() + START_SECONDS)
@@ -228,7 +230,7 @@ class _Worker(contextlib.ExitStack):
         return self.process.wait()
 
     def verdict(self, unit: Unit, seconds: float) -> tuple[Verdict, bool]:
-        """(the next kernel's verdict, whether the process has not ended)."""
+        """(the next kernel's verdict, whether the process still runs)."""
         key, begin, problem = key_of(unit, self.device), time.monotonic(), ""
         before = verdicts.attempt(key)
         try:
@@ -241,7 +243,8 @@ class _Worker(contextlib.ExitStack):
             verdicts.settle(key, before)
             raise
         if message is not None:
-            return verdicts.settle(key, before, verdicts.verdict_of(message)), not message["broken"]
+            found = verdicts.verdict_of(message) or Verdict("it sent no verdict", outcome=UNDECIDED)
+            return verdicts.settle(key, before, found), not message["broken"]
         found = Verdict(problem or self.ended(), time.monotonic() - begin, verdicts.now())
         # this ends what it has started, too
         if -self.end() in _FROM_OUTSIDE and not problem:
@@ -251,7 +254,7 @@ class _Worker(contextlib.ExitStack):
 
     def receive(self, deadline: float) -> dict | None:
         """The next line; None where the process has ended. Raises TimeoutError at the deadline."""
-        reading = self.process.stdout.fileno()
+        reading = self.pipe.fileno()
         while b"\n" not in self.pending:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -271,7 +274,7 @@ class _Worker(contextlib.ExitStack):
         try:
             code = self.process.wait(5)
         except subprocess.TimeoutExpired:
-            # it has closed the pipe and goes on
+            # it has closed the pipe but still runs
             code = self.end()
         names = {-number.value: number.name for number in signal.Signals}
         how = names.get(code, f"signal {-code}" if code < 0 else f"status {code}")
@@ -285,13 +288,13 @@ class _Worker(contextlib.ExitStack):
 
 
 def uuid_of(device: torch.device) -> str:
-    """What tells GPUs of the same kind apart; "" where torch does not know."""
+    """The identity of a GPU among those of its kind; "" where torch does not know it."""
     facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return str(getattr(facts, "uuid", ""))
 
 
 def main(request: str) -> None:
-    """Check what the request asks for. The process that has asked keeps the verdicts on disk."""
+    """Check the kernels of a request. The process that sent it keeps the verdicts on disk."""
     wanted = json.loads(request)
     # what anything else prints is no verdict
     channel = os.fdopen(os.dup(1), "w")
@@ -316,7 +319,7 @@ def main(request: str) -> None:
 
 
 def _why_cannot(device: torch.device, uuid: str, units: list[Unit], files: list[str]) -> str:
-    """Why this process cannot check the kernels for the one that has asked; "" if it can."""
+    """Why this process cannot check the kernels for the process that sent the request; "" if it can."""
     try:
         # fails where the device admits one process only
         torch.zeros(1, device=device).add_(1).cpu()

@@ -3,7 +3,7 @@
 The stream spins first, until the host has enqueued all calls. Then the device runs them back to back between
 two events. If the device passes the first event before the host has enqueued the last call, it may have
 waited for the host: the time is of launches, not of kernels. Such a sample is taken again behind a longer
-spin; at the longest spin, with half as many calls. What is still launch-bound after that says so.
+spin; at the longest spin, with half as many calls. A sample that is still launch-bound after that is marked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-# `torch.cuda._sleep` counts cycles of the device's clock, and no GPU's is much faster. At a slower one the
-# spin only lasts longer.
+# `torch.cuda._sleep` counts cycles of the device's clock, and no GPU's clock is much faster. With a slower
+# clock the spin only lasts longer.
 CYCLES_PER_MS = 2_000_000
-# Of the host's time for the calls: how long the device spins.
+# The device spins for this multiple of the host's time for the calls.
 MARGIN = 1.5
 LEAST_SPIN_MS, MOST_SPIN_MS = 0.5, 20.0
 TRIES = 4
@@ -81,5 +81,5 @@ class DeviceClock:
         return Sample(begin.elapsed_time(end) / count, host_ms / count, count, launch_bound)
 
     def spin_for(self, host_ms: float) -> None:
-        """Spin for as long as the host needs for calls that take it so long in all, and a margin."""
+        """Spin for the host's time for all calls of a sample, and a margin."""
         self.spin_ms = min(MOST_SPIN_MS, max(LEAST_SPIN_MS, MARGIN * host_ms))

@@ -1,4 +1,4 @@
-"""The error rule, which says what "correct" means.
+"""The error rule: what "correct" means.
 
 The same thing is computed (a) in float64 by the reference, (b) by plain eager PyTorch in the dtype under
 test, (c) by the backend under test. Then
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,6 +25,7 @@ from torch import Tensor
 from fastbert.runtime import dispatch
 
 HALF = (torch.bfloat16, torch.float16)
+Outputs = Tensor | tuple[Tensor, ...]
 
 
 def chance_allowance(elements: int) -> float:
@@ -42,13 +44,13 @@ class Case:
         op: the op's name.
         id: shape and options for test and bench ids, such as "8x512x768-residual".
         shape: the id without options, a format of the case.
-        marks: for each option that the id names where it is not at its default, "option=format of its value",
-            or the option alone where it is its own mark.
-        options: those that the op and its reference take beside the inputs, by the same names.
+        marks: the options that the id names where they are not at their default: "option=format of its
+            value", or the option alone where its name is the mark.
+        options: attributes that the op and its reference take beside the inputs, by the same names.
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
         kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
-        ranked_rows: its rows, where the dispatch table may rank calls with few apart; else None.
+        ranked_rows: its rows, where the dispatch table may rank calls with few rows apart; else None.
         parts: the ops that models call where no kernel of this op serves; () where they call this one.
         counts_host: whether a kernel is judged by the longer of the device's time and the host's.
     """
@@ -78,19 +80,19 @@ class Case:
         """Keyword arguments of `call`, `eager` and `oracle`; floating tensors in `dtype`."""
         raise NotImplementedError
 
-    def call(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+    def call(self, **inputs: Any) -> Outputs:
         """The public op, `fastbert.ops.<op>.<op>`."""
         return self._named(self.op)(**inputs)
 
-    def in_parts(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+    def in_parts(self, **inputs: Any) -> Outputs:
         """The same by the ops of `parts`, as models call them: what a kernel is timed beside."""
         raise NotImplementedError
 
-    def eager(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+    def eager(self, **inputs: Any) -> Outputs:
         """The same in plain eager PyTorch, as users write it, in the inputs' dtype: the error to beat."""
         raise NotImplementedError
 
-    def oracle(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+    def oracle(self, **inputs: Any) -> Outputs:
         """The same by the op's reference, `<op>_ref`; called with float64 inputs. The truth."""
         return self._named(f"{self.op}_ref")(**inputs)
 
@@ -159,12 +161,14 @@ def compare(
 ) -> tuple[float, float, float, float, str]:
     """(max error, eager's, mean error, eager's, reason) of a tensor; reason is "" where the rule holds."""
     if actual.shape != oracle.shape:
-        return (float("inf"),) * 4 + (f"shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}",)
+        reason = f"shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}"
+        return math.inf, math.inf, math.inf, math.inf, reason
     oracle = oracle.double()  # of an op that moves integers or booleans too
     finite = torch.isfinite(oracle)
     wide = actual.double()
     if not torch.equal(torch.isfinite(wide), finite) or not torch.equal(wide[~finite], oracle[~finite]):
-        return (float("inf"),) * 4 + ("NaN or infinity where float64 has none, or the reverse",)
+        reason = "NaN or infinity where float64 has none, or the reverse"
+        return math.inf, math.inf, math.inf, math.inf, reason
     if not finite.any():
         return 0.0, 0.0, 0.0, 0.0, ""
     truth, wide, eager64 = oracle[finite], wide[finite], eager.double()[finite]
@@ -189,8 +193,9 @@ def compare(
 def _chance_difference(error: Tensor, eager_error: Tensor) -> float:
     """2.5 standard errors of the difference of the two means, from the errors themselves.
 
-    It counts where the truth cancels to 0, as the gradient of rows of two numbers: there a few rows make the
-    mean. Of errors of one size, as those of rounding, it is less than what `chance_allowance` leaves.
+    It matters where the truth cancels to 0, as in the gradient of rows of two numbers: there a few rows make
+        the
+    mean. For errors of one size, such as rounding errors, it is less than what `chance_allowance` leaves.
     """
     if error.numel() < 2:
         return 0.0
@@ -216,9 +221,14 @@ def with_grad(inputs: dict[str, Any], names: Iterable[str], dtype: torch.dtype |
 
 
 def evaluate(
-    function, case: Case, inputs: dict[str, Any], dtype: torch.dtype | None, backward: bool, douts: list
+    function: Callable[..., Outputs],
+    case: Case,
+    inputs: dict[str, Any],
+    dtype: torch.dtype | None,
+    backward: bool,
+    douts: list,
 ) -> dict[str, Tensor]:
-    """Outputs of `function` by name; with `backward` also the gradients, given the outputs' (`douts`)."""
+    """Outputs of `function` by name; with `backward` also the gradients, for `douts` of the outputs."""
     names = case.grad_inputs if backward else ()
     kwargs = with_grad(inputs, names, dtype)
     with torch.set_grad_enabled(backward):
@@ -267,7 +277,7 @@ def run_case(
         floor = case.floor(inputs, name) if dtype not in HALF else 0.0
         *errors, reason = compare(actual[name], eager[name], truth, dtype, floor)
         facts = case.op, case.id, backend, str(dtype).removeprefix("torch."), str(device), name
-        rows.append(Row(*facts, *errors, not reason, reason))
+        rows.append(Row._make((*facts, *errors, not reason, reason)))
     return rows
 
 
@@ -325,7 +335,7 @@ def verify(
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Run the op's tiny cases on one backend and device, with their backward if there is one.
 
-    On a GPU `gpu_cases` run as well, and all run twice: a launch that is like an earlier one goes another way
+    On a GPU `gpu_cases` run as well, and all run twice: a launch like an earlier one takes another path
     (kernels/launch.py). Other threads that call the op during the check do not get the backend
     on trial.
 

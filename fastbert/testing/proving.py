@@ -1,15 +1,15 @@
 """Whether a GPU kernel may serve on a device: by a shipped proof, or by a self-check at its first use.
 
-A kernel of which nothing is known (`verdicts`) is checked at its first use in a dtype, with all others of
-that dtype that are due: a few tiny Cases of its op against the reference, then its times beside the backend
-that would serve without it. They are checked in one process of its own; where that cannot be (a GPU in
-exclusive mode, for example), in this process. During the capture of a CUDA graph no check can run, so only
-verdicts that are known already count. Of several processes, such as the ranks of a training run, one checks
-at a time, and the others wait for its verdict.
+A kernel without a verdict (`verdicts`) is checked at its first use in a dtype, with all kernels of that dtype
+that are due: a few tiny Cases of its op against the reference, then its times beside the backend that would
+serve without it. A separate process checks; where none can (a GPU in exclusive mode, for example), this
+process does. During the capture of a CUDA graph no check can run, so only verdicts that exist already count.
+Of several processes, such as the ranks of a training run, one checks at a time while the rest wait for its
+verdict.
 
 A kernel that failed, or whose check was killed, is reported by one warning. A killed check is tried again,
-`MOST_DEATHS` times in all and only in a process of its own. A kernel that is right but slower does not serve
-either; `fastbert.explain` and `fastbert env` say so.
+`MOST_DEATHS` times in all and only in a separate process. A kernel that is right but slower does not serve
+either; `fastbert.explain` and `fastbert env` report it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fastbert.testing import checking, error_rule, speed, verdicts
 from fastbert.testing.verdict_keys import Unit, key_of, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
-# How often a kernel is checked whose checks are killed.
+# How often a kernel whose checks are killed is checked.
 MOST_DEATHS = 3
 
-# The verdicts on kernels that this process has asked for: what is bad of them has been told.
+# The verdicts that this process has asked for. A warning has reported each bad one.
 _told: dict[tuple[Unit, torch.device], Verdict] = {}
-# Devices on which no process of its own can check: all checks run in this one.
+# Devices that no separate process can check: all checks run in this process.
 _alone: set[torch.device] = set()
 # Held while a self-check runs: one at a time.
 _checking = threading.RLock()
@@ -41,8 +41,8 @@ _checking = threading.RLock()
 def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype, kind: str = "") -> bool | None:
     """Whether a kernel is proven on the device; if nothing is known of it, its self-check runs now.
 
-    None where no verdict is known and no check can run now. `kind` is that of the calls, such as "training":
-    a kernel may be fast enough for some of an op's calls alone.
+    None where there is no verdict and no check can run now. `kind` is the kind of call, such as "training": a
+    kernel may be fast enough for some kinds of an op's calls only.
     """
     verdict = _verdict(Unit(op, name, dtype), device)
     return None if verdict is None else speed.why_not(verdict, op, kind, device.type) is None
@@ -53,7 +53,7 @@ def to_check(
 ) -> list[Unit]:
     """The kernels that must pass a self-check before they serve on the device.
 
-    Of two backends, the one that ranks lower comes first.
+    Kernels of the backend that ranks lower come first.
     """
     return [
         Unit(op, name, dtype)
@@ -73,7 +73,7 @@ def is_ranked(unit: Unit, device_type: str) -> bool:
 
 
 def is_due(verdict: Verdict | None, device: torch.device) -> bool:
-    """Whether first use checks a kernel of which this is known."""
+    """Whether the first use checks a kernel that has this verdict."""
     if verdict is None:
         return True
     apart = checking.possible(device) and device not in _alone
@@ -81,7 +81,7 @@ def is_due(verdict: Verdict | None, device: torch.device) -> bool:
 
 
 def _verdict(unit: Unit, device: torch.device) -> Verdict | None:
-    """The verdict on a kernel, by a check if one is due; None where it is and cannot run now."""
+    """The verdict on a kernel, by a check if one is due; None where the check cannot run now."""
     verdict = verdicts.found.get((unit, device))
     if verdict is not None and _told.get((unit, device)) is verdict:
         return verdict
@@ -89,14 +89,14 @@ def _verdict(unit: Unit, device: torch.device) -> Verdict | None:
     with contextlib.nullcontext() if only_look else _checking:
         # another thread may have found it while this one waited
         verdict = verdicts.known(unit, device)
-        if is_due(verdict, device) or (verdict.outcome == KILLED and verdict.kept):
+        if verdict is None or is_due(verdict, device) or (verdict.outcome == KILLED and verdict.kept):
             # where it is "killed", its check may be under way elsewhere
             if only_look:
                 return None
             with verdicts.turn(key_of(unit, device), _tell_of(device)):
                 # another process may have found it while this one waited
                 verdict = verdicts.known(unit, device)
-                if is_due(verdict, device):
+                if verdict is None or is_due(verdict, device):
                     verdict = _check(unit, device)
         verdict = verdicts.found.setdefault((unit, device), verdict)
         if _told.get((unit, device)) is not verdict:
@@ -107,7 +107,7 @@ def _verdict(unit: Unit, device: torch.device) -> Verdict | None:
 
 
 def _check(unit: Unit, device: torch.device) -> Verdict:
-    """Check a kernel behind those beside which it is timed, and in a process of its own all that are due."""
+    """Check a kernel after those that it is timed beside; a separate process checks all that are due."""
     wanted = [*_lower(unit, device), unit]
     if checking.possible(device) and device not in _alone:
         units = dict.fromkeys([*wanted, *_due(unit.dtype, device)])
@@ -117,7 +117,7 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
                     verdicts.found[each, device] = verdict
         except checking.CannotStart:
             _alone.add(device)
-    # what could not be decided there may be decided here: that process lacks memory that this one has
+    # A check may be undecided there and decided here: that process lacks memory that this process holds.
     for each in wanted:
         if (each, device) not in verdicts.found and is_due(verdicts.known(each, device), device):
             try:
@@ -127,14 +127,16 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
                 stopped = Verdict("its self-check was stopped before it ended", outcome=UNDECIDED)
                 verdicts.found[each, device] = stopped
                 raise
-    return verdicts.known(unit, device)
+    verdict = verdicts.known(unit, device)
+    assert verdict is not None, unit
+    return verdict
 
 
 def _lower(unit: Unit, device: torch.device) -> list[Unit]:
-    """The kernels of the unit's dtype that are to be checked before it and whose check is due.
+    """The kernels of the unit's dtype that are due and must be checked before it.
 
-    It is timed beside the best that passed: of those of its op that rank below it, the lowest first, or of
-    the ops that models call instead.
+    The unit is timed beside the best kernel that passed, of its op's lower ranks, the lowest first, or of the
+    ops that models call instead.
     """
     parts = error_rule.bench_cases(unit.op, (128,))[0].parts
     ranked = to_check(device, (*parts, unit.op), [unit.dtype])
@@ -143,13 +145,13 @@ def _lower(unit: Unit, device: torch.device) -> list[Unit]:
 
 
 def _due(wanted: torch.dtype, device: torch.device) -> list[Unit]:
-    """The kernels of a dtype that are due, each behind those beside which it is timed."""
+    """The kernels of a dtype that are due, each after those that it is timed beside."""
     due = [u for u in to_check(device, dtypes=[wanted]) if is_due(verdicts.known(u, device), device)]
     return list(dict.fromkeys(each for unit in due for each in (*_lower(unit, device), unit)))
 
 
 def _tell_of(device: torch.device) -> Callable[[float], None]:
-    """A function that says once, after a minute, what this process waits for."""
+    """A function that warns once, after a minute, of what this process waits for."""
     told = []
 
     def waiting(seconds: float) -> None:
@@ -192,14 +194,14 @@ def warm_up(
     seconds: float = checking.SECONDS,
     telling: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Unit, Verdict]]:
-    """Run the checks that first use on a device would run; the verdicts are handed over one at a time.
+    """Run the checks that first use on a device would run, and yield the verdicts one at a time.
 
     Args:
         device: the device to check on; "cuda" with its index.
         ops, dtypes: check only these; None = all.
         again: check also the kernels that are proven or have a verdict.
         seconds: limit for one check.
-        telling: called with what is done now, such as "linear of triton in float32 is checked".
+        telling: callback for progress messages, such as "linear of triton in float32 is checked".
     """
     left = []
     for unit in to_check(device, ops, dtypes):
@@ -207,7 +209,7 @@ def warm_up(
             verdicts.found.pop((unit, device), None)
             verdicts.forget(key_of(unit, device))
         known = None if again else verdicts.known(unit, device)
-        if is_due(known, device):
+        if known is None or is_due(known, device):
             left.append(unit)
         else:
             yield unit, known

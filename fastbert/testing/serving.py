@@ -21,7 +21,7 @@ UNRANKED = "not in the table: use_backend reaches it"
 
 @dataclass(frozen=True)
 class Choice:
-    """One row of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no other.
+    """One row of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no better one.
 
     Attributes:
         op: the op, or a kind of its calls such as "linear activation".
@@ -45,7 +45,7 @@ class Proof:
             "failed here" or "killed here" by a check on this machine; "unverified" or "cannot run here". A
             kernel serves only where it is proven or checked.
         detail: at which commit and date, or why not.
-        times: of each call that was timed.
+        times: the times of each timed call.
     """
 
     op: str
@@ -60,7 +60,7 @@ class Proof:
 def choices(device: str | torch.device = "cpu") -> list[Choice]:
     """Which backend serves every op and dtype on a device now, and why the better ones do not.
 
-    Pins made by `use_backend` are not counted. Calls that the table ranks apart have rows of their own.
+    Pins of `use_backend` are ignored. Calls that the table ranks apart have rows of their own.
     """
     device = _with_index(device_of(device, "target"))
     return [
@@ -85,8 +85,10 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
         reason = dispatch.unsupported_reason(name, op, device.type, dtype)
         if reason is None and name in dispatch.SELF_CHECKED:
             verdict = verdicts.known(Unit(op, name, dtype), device)
-            due = proving.is_due(verdict, device)
-            reason = UNCHECKED if due else speed.why_not(verdict, op, kind, device.type)
+            if verdict is None or proving.is_due(verdict, device):
+                reason = UNCHECKED
+            else:
+                reason = speed.why_not(verdict, op, kind, device.type)
         if reason is None:
             break
         passed_over.append(f"{name}: {reason}")
@@ -95,7 +97,7 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
 
 
 def proofs(device: str | torch.device) -> list[Proof]:
-    """What is known of every kernel of a GPU, in every dtype that it stores; other devices' need no proof."""
+    """What is known of every kernel of a GPU, in every dtype that it stores; other devices need no proof."""
     device = _with_index(torch.device(device))
     if device.type != "cuda":
         return []
@@ -113,7 +115,7 @@ def _proof(unit: Unit, device: torch.device) -> tuple[str, str, tuple[verdicts.T
     if reason is not None:
         return "cannot run here", reason, ()
     verdict = verdicts.known(unit, device)
-    if proving.is_due(verdict, device):
+    if verdict is None or proving.is_due(verdict, device):
         served = proving.is_ranked(unit, device.type)
         again = "" if verdict is None else f" again: {verdict.reason}"
         return "unverified", f"checked at first use{again}" if served else UNRANKED, ()
@@ -128,7 +130,7 @@ def _proof(unit: Unit, device: torch.device) -> tuple[str, str, tuple[verdicts.T
 
 
 def beside(verdict: Verdict, op: str, device_type: str) -> str:
-    """The kernel's time beside the next backend's in all that is judged apart, behind a comma; or ""."""
+    """The kernel's time over the next backend's, for each pass judged apart, after a comma; or ""."""
     found = ""
     for passes in speed.judged_passes(op, device_type):
         ratio = verdicts.ratio_of(verdict.times, passes)

@@ -2,14 +2,15 @@
 
 BERT-base's calls of the op are timed at three sizes: forward alone, and forward and backward as in training
 where both backends have a backward. A fourth size has few rows, for the ops that choose by them. An op that
-models replace by others where no kernel serves it (`Case.parts`) is timed beside those. Both take turns. The
-times are the device's (`device_time`); the host's own are kept beside them, and count where they are longer
-for an op whose purpose is the host's time (`Case.counts_host`). The kernel counts as slower if
-the geometric mean of its times over the other's is above `SLOWER`.
+models replace by other ops where no kernel serves it (`Case.parts`) is timed beside these. The two are
+interleaved. The times are the device's (`device_time`); the host's own are kept beside them, and count where
+they are longer for an op whose purpose is the host's time (`Case.counts_host`). The kernel counts as slower
+if the geometric mean of its times over the other's is above `SLOWER`.
 
 The kernel is judged by all times of an op together, except where the dispatch table has a line for the op's
-calls in training, or with few rows: then those are judged by the times of such calls, and the others by the
-rest of those of forward alone.
+calls in training, or with few rows: then these calls are judged by their own times, and the rest by the rest
+    of
+the times of forward alone.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from fastbert.testing.verdicts import FORWARD, TRAINING, Time, Verdict, ratio_of
 
 # Lengths of the sequences of a batch, in tokens: one short question; lengths as in SQuAD; a full batch.
 SIZES = ((128,), (384, 272, 210, 178, 164, 150, 128, 96), (512,) * 16)
-# The least one, for ops that choose by rows: one search query.
+# The smallest size, for ops that choose by rows: one search query.
 FEWEST = (32,)
-# Of the other backend's time: what a repeated measurement may differ by.
+# The ratio by which a repeated measurement may differ.
 SLOWER = 1.03
 SAMPLES = 7
 SAMPLE_MS = 2.0
@@ -43,9 +44,10 @@ MOST_CALLS = 64
 
 
 def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> tuple[Time, ...]:
-    """Times of a kernel and of the next backend; none of calls that the table does not give to the kernel.
+    """Times of a kernel and of the next backend.
 
-    A call that does not fit into the device's memory is left out.
+    Calls that the table does not rank the kernel for are left out, and calls that do not fit into the
+    device's memory.
     """
     found: list[Time] = []
     seen = set()
@@ -72,9 +74,9 @@ def _of_rows(word: str) -> str:
 
 
 def judged_passes(op: str, device_type: str) -> tuple[str, ...]:
-    """The passes by which a kernel of the op is judged, each for itself; "" is all.
+    """The passes by which a kernel of the op is judged, each apart; "" means all together.
 
-    Such as "forward", "forward of few rows" and "training". The first is then the rest of forward.
+    They are such as "forward", "forward of few rows" and "training". "forward" is then the rest of forward.
     """
     words = {word for kind in dispatch.call_kinds(op, device_type) for word in kind.split()}
     apart = [_of_rows(word) for word in dispatch.ROWS if word in words]
@@ -83,7 +85,7 @@ def judged_passes(op: str, device_type: str) -> tuple[str, ...]:
 
 
 def passes_of(op: str, kind: str, device_type: str) -> str:
-    """The one of `judged_passes` that counts for a kind of call, such as "training"."""
+    """The member of `judged_passes` that counts for a kind of call, such as "training"."""
     judged = judged_passes(op, device_type)
     named = [TRAINING if word == TRAINING else _of_rows(word) for word in kind.split()]
     return next((passes for passes in named if passes in judged), judged[0])
@@ -96,7 +98,7 @@ def _kind(case: error_rule.Case, training: bool) -> str:
 
 
 def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
-    """What is said of a kernel that is slower in `passes` ("": all) than the next backend; None if not."""
+    """Why a kernel counts as slower in `passes` ("": all) than the next backend; None if it does not."""
     ratio = ratio_of(times, passes)
     if ratio is None or ratio <= SLOWER:
         return None
@@ -108,8 +110,8 @@ def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
 def why_never(op: str, device_type: str, times: tuple[Time, ...]) -> str | None:
     """Why a kernel serves no call of the op, because it is slower wherever it is timed; None if it may."""
     timed = [p for p in judged_passes(op, device_type) if ratio_of(times, p) is not None]
-    reasons = [why_slower(times, passes) for passes in timed]
-    return "; ".join(reasons) if reasons and None not in reasons else None
+    reasons = [reason for p in timed if (reason := why_slower(times, p)) is not None]
+    return "; ".join(reasons) if timed and len(reasons) == len(timed) else None
 
 
 def why_not(verdict: Verdict, op: str, kind: str, device_type: str) -> str | None:
@@ -132,8 +134,8 @@ def _next(
 ) -> str | None:
     """The backend that would serve the case without `backend`; None where nothing is to be compared.
 
-    Where models would call other ops instead, it is their names.
-    A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
+    Where models would call other ops instead, it is the names of these. A kernel that needs a self-check
+    counts only if it has passed; `proving` checks it first.
     """
     kind = _kind(case, training)
     ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
@@ -196,7 +198,7 @@ def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
 
 
 class _Timed:
-    """The calls with some backends pinned: warmed up, and as many per sample as are worth it."""
+    """Calls with some backends pinned, after a warm-up, in samples of several calls."""
 
     def __init__(self, call: Callable, pins: dict[str, str], training: bool):
         self.call, self.pins, self.training = call, pins, training

@@ -18,7 +18,7 @@ import torch
 
 
 def choose() -> bool:
-    """Interpret if there is no CUDA device, unless TRITON_INTERPRET says otherwise. Returns whether."""
+    """Interpret if there is no CUDA device, unless TRITON_INTERPRET is set. Return whether it interprets."""
     if importlib.util.find_spec("triton") is None:
         return False
     if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():

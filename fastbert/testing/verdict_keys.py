@@ -37,7 +37,7 @@ class Unit(NamedTuple):
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """The dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -62,7 +62,7 @@ def key_of(unit: Unit, device: torch.device) -> Key:
 
 
 def proof_key_of(unit: Unit, device: torch.device) -> Key | None:
-    """All that a shipped proof depends on; None where none can count, as of a kernel with options."""
+    """All that a shipped proof depends on; None where no proof counts, such as for a kernel with options."""
     op, backend, dtype = unit
     name, capability, _ = _device_facts(device)
     compilers = _compilers(backend, capability)
@@ -83,13 +83,13 @@ def _compilers(backend: str, capability: str) -> Key | None:
         return None
     own = capability.replace(".", "")
     archs = loader.extension.cuda_archs.split(";")
-    # without code of its own the device uses another's, or has PTX compiled by its driver
+    # without code of its own the device runs another architecture's, or its driver compiles PTX
     found = [arch for arch in archs if arch.rstrip("af") == own]
     return {"nvcc": loader.extension.nvcc, "arch": ";".join(found or archs)}
 
 
 def _options(op: str, backend: str) -> str:
-    """What the user has asked of the kernel."""
+    """The options that the user has set for the kernel."""
     exact = False
     # there may be no Triton
     with contextlib.suppress(ImportError):
@@ -101,7 +101,7 @@ def _options(op: str, backend: str) -> str:
 
 
 def _tuned(op: str, backend: str, device_name: str, dtype: torch.dtype) -> str:
-    """Hash of the configs in the device's table that the op's kernels use in that dtype; "" without any."""
+    """Hash of the configs in the device's table that the op's kernels use in that dtype; "" for none."""
     entries = None
     if backend == "triton":
         with contextlib.suppress(ImportError):

@@ -1,21 +1,21 @@
-"""What is known of GPU kernels: by this process, by its user's disk, or by the shipped table of proofs.
+"""Verdicts on GPU kernels: of this process, on its user's disk, and in the shipped table of proofs.
 
-On disk it is one small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default
+On disk there is one small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default
 `~/.cache/fastbert/self_checks`; if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of
 all that the verdict depends on (`verdict_keys.key_of`). The table, `proven/<gpu>.json`, has the verdicts of
-runs on our GPUs (`verdict_keys.proof_key_of`). A kernel that is in it is not checked again. A verdict on the
+runs on our GPUs (`verdict_keys.proof_key_of`). A kernel in the table is not checked again. A verdict on the
 user's own disk overrides the table; `fastbert warmup --again` makes one.
 
-A kernel may crash the process, or hang until somebody kills it; and a healthy check may be killed with its
-job. So `attempt` writes "killed" before a check begins, and counts how often it did; the check's end replaces
-it. Who may try the kernel again, and how often, is decided in `proving`. Processes on the same kind of device
-take turns (`turn`). Where they cannot, several may check the same kernel at once; a failure overrides a
-success.
+A kernel may crash the process, or hang until it is killed; and a healthy check may be killed with its job. So
+`attempt` writes "killed", and the number of attempts in a row, before a check begins; the check's end
+replaces it. `proving` decides whether and how often a process tries the kernel again. Processes on the same
+kind of device take turns (`turn`). Where they cannot, several may check the same kernel at once; a failure
+overrides a success.
 
-Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
-is a plain file, no link, that belongs to this user and that nobody else may write; so is the folder, which is
-made with mode 0700. Anything else is ignored, with one warning. Nothing here raises because of the disk: what
-cannot be read is no verdict, and what cannot be written causes one warning.
+A user who can write these files could make a wrong kernel count as proven. So a file is trusted only if it is
+a plain file, no link, that belongs to this user and that no other user may write. The same holds for the
+folder, which is made with mode 0700. Anything else is ignored, with one warning. Nothing here raises because
+of the disk: what cannot be read is no verdict, and what cannot be written causes one warning.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Time(NamedTuple):
     Attributes:
         case: the shapes and options.
         passes: "forward", or "training": forward and backward.
-        ms, other_ms: of the kernel and of the `other` backend, on the device alone.
+        ms, other_ms: the device's time for the kernel and for the `other` backend.
         host_ms, other_host_ms: the host's time to enqueue a call of each; None where the host computes.
     """
 
@@ -81,9 +81,9 @@ class Verdict:
         date: when it ended, UTC.
         kept: whether it was read from disk rather than found by this process.
         outcome: "passed"; "failed"; "slower": right, but slower than the next backend in all that is judged;
-            "killed": the process ended from outside, or nobody knows why; "undecided": an error that may be
-            the machine's.
-        times: what was timed, of a kernel that is right.
+            "killed": the process was ended from outside, or for an unknown reason; "undecided": an error
+            that may be the machine's.
+        times: the times of a kernel that is right.
         deaths: how many processes have ended during its check, in a row.
         commit: of the tree that was checked, where the verdict is shipped with the package; else "".
     """
@@ -121,7 +121,7 @@ found: dict[tuple[Unit, torch.device], Verdict] = {}
 
 
 def known(unit: Unit, device: torch.device) -> Verdict | None:
-    """What is known of a kernel; None where nothing has been found, neither here nor elsewhere."""
+    """The verdict on a kernel, found here or elsewhere; None where there is none."""
     if (unit, device) in found:
         return found[unit, device]
     return load(key_of(unit, device)) or _shipped(proof_key_of(unit, device))
@@ -168,9 +168,9 @@ def folder() -> Path | None:
 
 
 def _trusted_folder() -> Path | None:
-    """The folder, unless somebody else could have written what is in it."""
+    """The folder, unless another user could have written the files in it."""
     where = folder()
-    # where it is not there yet, or something else is wrong, the first write reports it
+    # if it does not exist yet, or something else is wrong, the first write reports it
     with contextlib.suppress(OSError):
         problem = where and _distrust(os.lstat(where), stat.S_ISDIR)
         if problem:
@@ -191,7 +191,7 @@ def stem(key: Key) -> str:
 
 
 def _distrust(facts: os.stat_result, kind: Callable[[int], bool]) -> str | None:
-    """Why a file or folder is not believed: it is of another kind, another user's, or others may write it."""
+    """Why a file or folder is not trusted: another kind, another owner, or writable by other users."""
     if not kind(facts.st_mode):
         return "is a link" if stat.S_ISLNK(facts.st_mode) else "is no plain file or folder"
     # only POSIX has user numbers
@@ -224,12 +224,12 @@ def _make(where: Path) -> None:
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
     if problem := _distrust(os.lstat(where), stat.S_ISDIR):
-        # somebody else made it first
+        # another user made it first
         raise PermissionError(f"the folder {problem}")
 
 
 def _write(key: Key, data: dict[str, Any] | None) -> None:
-    """Replace the key's file in one step; None removes it. One warning where that cannot be."""
+    """Replace the key's file in one step; None removes it. If that fails, warn once."""
     path = _file_of(key)
     if path is None:
         return
@@ -295,7 +295,7 @@ def facts_of(verdict: Verdict) -> dict[str, Any]:
 
 def verdict_of(data: dict[str, Any]) -> Verdict | None:
     """The verdict in what `facts_of` has made; None where the data is no verdict, as in an edited file."""
-    reason, outcome = data.get("reason"), data.get("outcome")
+    reason, outcome = data.get("reason"), data.get("outcome", "")
     sound = isinstance(reason, str | None) and (outcome == PASSED) is (reason is None)
     with contextlib.suppress(TypeError, ValueError):
         date, commit = (str(data.get(name, "")) for name in ("date", "commit"))
@@ -321,7 +321,7 @@ def times_of(rows: Any) -> tuple[Time, ...]:
 def store(key: Key, verdict: Verdict) -> Verdict:
     """Keep a verdict, unless it is a success and another process has found a failure in the meantime.
 
-    Returns the one that counts.
+    Returns the verdict that counts.
     """
     kept = load(key) if verdict.passed else None
     if kept is not None and kept.outcome in (FAILED, SLOWER):
@@ -336,19 +336,22 @@ def forget(key: Key) -> None:
 
 
 def attempt(key: Key) -> Verdict | None:
-    """Note that a check begins: until `settle` the verdict is "killed". Returns the verdict before."""
+    """Record that a check begins: until `settle` the verdict is "killed". Return the previous verdict."""
     before = load(key)
     deaths = 1 + (before.deaths if before else 0)
     store(key, Verdict(DIED, date=now(), outcome=KILLED, deaths=deaths))
     return before
 
 
-def settle(key: Key, before: Verdict | None, verdict: Verdict | None = None) -> Verdict | None:
-    """Keep what a check has found; where it decided nothing, what was there before it.
+_STOPPED = Verdict("its self-check was stopped", outcome=UNDECIDED)
+
+
+def settle(key: Key, before: Verdict | None, verdict: Verdict = _STOPPED) -> Verdict:
+    """Keep what a check has found; if it decided nothing, the previous verdict.
 
     Returns the verdict that counts: `verdict`, or a failure that another process has found.
     """
-    if verdict is not None and verdict.outcome != UNDECIDED:
+    if verdict.outcome != UNDECIDED:
         return store(key, verdict)
     forget(key) if before is None else store(key, before)
     return verdict
@@ -366,11 +369,11 @@ def turn(key: Key, waiting: Callable[[float], None] = lambda seconds: None) -> I
     """Let no other process check on the key's kind of device while the block runs.
 
     The system ends the turn of a process that dies. After `TURN_SECONDS`, or where files cannot be locked,
-    the block runs all the same. `waiting` is called now and then with the seconds that it has waited.
+    the block runs all the same. `waiting` is called now and then with the seconds waited so far.
     """
     where = _trusted_folder()
     with contextlib.ExitStack() as stack:
-        # Windows has no fcntl; and where a file cannot be made, the first write of a verdict says so
+        # Windows has no fcntl; and where a file cannot be made, the first write of a verdict warns
         with contextlib.suppress(ImportError, OSError):
             if where is not None:
                 _lock(where, key, waiting, stack)

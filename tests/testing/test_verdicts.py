@@ -384,9 +384,9 @@ def test_until_its_end_a_check_has_died():
         if before:
             verdicts.store(KEY, before)
         kept = verdicts.load(KEY)
-        for nothing in (None, Verdict("no memory", outcome="undecided")):
+        for nothing in ((), (Verdict("no memory", outcome="undecided"),)):
             assert verdicts.attempt(KEY) == kept
-            verdicts.settle(KEY, kept, nothing)
+            verdicts.settle(KEY, kept, *nothing)
             assert verdicts.load(KEY) == kept
         for verdict in (Verdict(None), Verdict("wrong")):
             verdicts.attempt(KEY)

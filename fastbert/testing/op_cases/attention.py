@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.testing.error_rule import Case, draws, ends_of
+from fastbert.ops.checks import TensorOrNone
+from fastbert.testing.error_rule import Case, Outputs, draws, ends_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,9 +25,9 @@ class AttentionCase(Case):
         slack: how much max_seqlen exceeds the longest length.
         bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S) or "keys"
             (batch, 1, 1, S).
-        masked: a quarter of the bias is -inf, and one row of it wholly, if it has rows.
+        masked: a quarter of the bias is -inf, and if it has rows, one whole row.
         packed_qkv: q, k, v are views of one tensor.
-        sharpness: a factor of q. Scores of a large one leave a query about one key, so dS is nearly 0.
+        sharpness: a factor of q. If it is large, a query sees about one key, so dS is nearly 0.
         lse, probs: also compare lse, probs.
     """
 
@@ -55,7 +58,7 @@ class AttentionCase(Case):
     @property
     def shape(self) -> str:
         lengths = self.lengths
-        uniform = len(set(lengths)) == 1 and len(lengths) > 1
+        uniform = len(set(lengths)) == 1 < len(lengths)
         text = f"{len(lengths)}x{lengths[0]}" if uniform else "_".join(map(str, lengths))
         return f"{text}x{self.nheads}x{self.headdim}"
 
@@ -71,7 +74,7 @@ class AttentionCase(Case):
     def total(self) -> int:
         return sum(self.lengths) + self.capacity
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
         rows = (len(self.lengths), self.lengths[0]) if self.padded else (self.total,)
         if self.packed_qkv:
@@ -108,7 +111,7 @@ class AttentionCase(Case):
     def _pick(self, out, lse, probs):
         return (out, *((lse,) if self.lse else ()), *((probs,) if self.probs else ()))
 
-    def call(self, **inputs):
+    def call(self, **inputs: Any) -> Outputs:
         more = {"offset": 5, "return_lse": self.lse, "return_probs": self.probs}
         return super().call(**self._apart(**inputs), **more)
 
@@ -119,16 +122,23 @@ class AttentionCase(Case):
         starts = ends_of(self.lengths, seed.device)[:-1].long()
         return keep_mask(seed, 5, starts, self.nheads, self.max_seqlen, self.dropout_p)
 
-    def eager(self, cu_seqlens, bias, gate, seed, **qkv):
-        tensors, keep = [self._apart(**qkv)[name] for name in "qkv"], self._keep(seed)
+    def eager(
+        self,
+        cu_seqlens: TensorOrNone,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        seed: TensorOrNone,
+        **qkv: Any,
+    ) -> Outputs:
+        (q, k, v), keep = (self._apart(**qkv)[name] for name in "qkv"), self._keep(seed)
         if self.padded:
-            return self._pick(*self._eager_batch(*tensors, bias, gate, keep))
-        rows = (t[: sum(self.lengths)].unsqueeze(0).split(self.lengths, 1) for t in tensors)
+            return self._pick(*self._eager_batch(q, k, v, bias, gate, keep))
+        rows = (t[: sum(self.lengths)].unsqueeze(0).split(self.lengths, 1) for t in (q, k, v))
         results = []
-        for b, (n, *one) in enumerate(zip(self.lengths, *rows, strict=True)):
+        for b, (n, q, k, v) in enumerate(zip(self.lengths, *rows, strict=True)):
             part = None if bias is None else (bias if bias.dim() == 3 else bias[b])[:, :n, :n]
             kept = None if keep is None else keep[b, :, :n, :n]
-            out, lse, probs = self._eager_batch(*one, part, gate, kept)
+            out, lse, probs = self._eager_batch(q, k, v, part, gate, kept)
             results.append((out[0], lse[0], F.pad(probs[0], (0, self.max_seqlen - n) * 2)))
         outs, lses, probs = zip(*results, strict=True)
         out = F.pad(torch.cat(outs), (0, 0, 0, 0, 0, self.capacity))
@@ -154,10 +164,10 @@ class AttentionCase(Case):
             out = out * gate.unsqueeze(-1)
         return out, lse, probs
 
-    def oracle(self, seed, **inputs):
+    def oracle(self, seed: TensorOrNone, **inputs: Any) -> Outputs:
         return self._pick(*super().oracle(**self._apart(**inputs), keep_mask=self._keep(seed)))
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         # A score of size s carries s roundings into exp; dS then multiplies by ‖dout‖‖v‖ and by ‖q‖ or ‖k‖.
         apart = self._apart(**inputs)
         q, k, v = (apart[name].detach().double().norm(dim=-1).max().item() for name in "qkv")
@@ -178,11 +188,11 @@ class AttentionCase(Case):
         floors["dqkv"] = max(floors["dq"], floors["dk"], floors["dv"])
         return floors[name]
 
-    def flops(self):
+    def flops(self) -> int:
         pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
         return 4 * pairs * self.nheads * self.headdim
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         batch, size = len(self.lengths), self.max_seqlen
         grid = self.nheads * size * size
         of_bias = {"": 0, "keys": batch * size, "shared": grid, "sequence": batch * grid}[self.bias]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 
 # The ops' default
 IGNORE = -100
@@ -44,23 +46,23 @@ class CrossEntropyCase(Case):
     grad_inputs = ("logits",)
     output_names = ("loss",)
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
         logits = randn(self.rows, self.classes, scale=self.scale)
         return {"logits": logits, "labels": some_labels(g, self.rows, self.classes, self.labelled).to(device)}
 
-    def eager(self, logits, labels):
+    def eager(self, logits: Tensor, labels: Tensor) -> Outputs:
         return eager_loss(logits, labels, self.label_smoothing)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         eps = torch.finfo(inputs["logits"].dtype).eps
         count = max(1.0, self.labelled * self.rows)
         return 4 * eps / count if name == "dlogits" else eps * (1 + inputs["logits"].abs().max().item())
 
-    def flops(self):
+    def flops(self) -> int:
         return round(4 * self.labelled * self.rows * self.classes)
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         return round(self.labelled * self.rows) * self.classes * dtype.itemsize + 8 * self.rows
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 from fastbert.testing.op_cases.layer_norm import steepness
 
 OFFSET = 5
@@ -33,7 +36,7 @@ class EmbeddingCase(Case):
     options = ("padding_idx", "dropout_p")
     grad_inputs = ("word", "position", "segment", "inputs_embeds", "ln_weight", "ln_bias")
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
 
         def ids(high):
@@ -53,10 +56,10 @@ class EmbeddingCase(Case):
             "seed": torch.tensor([77 + seed], device=device) if self.dropout_p else None,
         }
 
-    def call(self, **inputs):
+    def call(self, **inputs: Any) -> Outputs:
         return super().call(**inputs, offset=OFFSET)
 
-    def _keep(self, seed):
+    def _keep(self, seed: TensorOrNone) -> TensorOrNone:
         shape = self.tokens, self.hidden
         return keep_mask_2d(seed, OFFSET, *shape, self.dropout_p) if self.dropout_p else None
 
@@ -68,15 +71,15 @@ class EmbeddingCase(Case):
             z = z + F.embedding(position_ids, position)
         return z
 
-    def eager(self, ln_weight, ln_bias, seed, **tables):
+    def eager(self, ln_weight: Tensor, ln_bias: Tensor, seed: TensorOrNone, **tables: Any) -> Outputs:
         z = self._sum(**tables)
         y = F.layer_norm(z, (self.hidden,), ln_weight, ln_bias, 1e-12)
         return y * self._keep(seed) / (1 - self.dropout_p) if self.dropout_p else y
 
-    def oracle(self, seed, **inputs):
+    def oracle(self, seed: TensorOrNone, **inputs: Any) -> Outputs:
         return super().oracle(**inputs, keep_mask=self._keep(seed))
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         eps = torch.finfo(inputs["ln_weight"].dtype).eps
         times = {"dln_bias": 0, "y": 1, "dln_weight": 1}
         eps *= steepness(self._sum(**inputs)) ** times.get(name, 2)
@@ -84,10 +87,10 @@ class EmbeddingCase(Case):
             return 4 * eps
         return 4 * eps * max(1.0, self.tokens**0.5)  # sums over tokens
 
-    def flops(self):
+    def flops(self) -> int:
         return (8 + self.position + self.segment) * self.tokens * self.hidden
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         reads = 1 + self.position + self.segment
         ids = 8 * self.tokens * (reads - self.inputs_embeds)
         return ids + ((reads + 1) * self.tokens + 2) * self.hidden * dtype.itemsize

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager
@@ -13,14 +15,14 @@ from fastbert.ops.attention import attention
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights, first_rows
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
-from fastbert.testing.error_rule import Case, draws, ends_of
+from fastbert.testing.error_rule import Case, Outputs, draws, ends_of
 
 _NAMES = LayerWeights._fields[5:]
 
 
 @dataclass(frozen=True, repr=False)
 class LayersCase(Case):
-    """Layers of `nheads` heads; `states`: all outputs; `bias`: of the scores, with so many heads."""
+    """Layers of `nheads` heads; with `states` all outputs; with `bias` a bias of that many heads."""
 
     lengths: tuple[int, ...]
     nheads: int
@@ -56,16 +58,16 @@ class LayersCase(Case):
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Those of a layer's matrices."""
+        """The shapes of a layer's matrices."""
         width = self.nheads * self.headdim
         hidden = self.hidden or width
         return (3 * width, hidden), (hidden, width), (self.inner, hidden), (hidden, self.inner)
 
     @property
-    def output_names(self):
+    def output_names(self) -> tuple[str, ...]:
         return tuple(f"y{i}" for i in range(self.layers)) if self.states else ("y",)
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         hidden = self.shapes[1][0]
         found = {"x": randn(self.total, hidden), "cu_seqlens": ends_of(self.lengths, device)}
@@ -86,13 +88,13 @@ class LayersCase(Case):
         each = ([given[f"{name}_{i}"] for name in _NAMES] for i in range(self.layers))
         return LayerStack([LayerWeights(*how, *tensors) for tensors in each])
 
-    def call(self, x, cu_seqlens, bias, **given):
+    def call(self, x: Tensor, cu_seqlens: Tensor, bias: Tensor | None, **given: Any) -> Outputs:
         return tuple(super().call(x=x, stack=self._stack(given), cu_seqlens=cu_seqlens, bias=bias))
 
-    def oracle(self, x, cu_seqlens, bias, **given):
+    def oracle(self, x: Tensor, cu_seqlens: Tensor, bias: Tensor | None, **given: Any) -> Outputs:
         return tuple(super().oracle(x=x, stack=self._stack(given), cu_seqlens=cu_seqlens, bias=bias))
 
-    def eager(self, x, cu_seqlens, bias, **given):
+    def eager(self, x: Tensor, cu_seqlens: Tensor, bias: Tensor | None, **given: Any) -> Outputs:
         def attend(q, k, v):
             return torch.cat([self._attention(*part) for part in self._parts(q, k, v, bias)])
 
@@ -104,7 +106,7 @@ class LayersCase(Case):
 
         return self._one_by_one(x, cu_seqlens, given, product, attend, norm)
 
-    def in_parts(self, x, cu_seqlens, bias, **given):
+    def in_parts(self, x: Tensor, cu_seqlens: Tensor, bias: Tensor | None, **given: Any) -> Outputs:
         def attend(q, k, v):
             return attention(q, k, v, cu_seqlens, self.max_seqlen, causal=self.causal, bias=bias)
 
@@ -115,9 +117,9 @@ class LayersCase(Case):
 
     def _parts(self, q, k, v, bias):
         """q, k, v and bias of each sequence."""
-        for one in zip(*(t.split(self.lengths) for t in (q, k, v)), strict=True):
-            length = len(one[0])
-            yield *one, None if bias is None else bias[..., :length, :length]
+        for one_q, one_k, one_v in zip(*(t.split(self.lengths) for t in (q, k, v)), strict=True):
+            n = len(one_q)
+            yield one_q, one_k, one_v, None if bias is None else bias[..., :n, :n]
 
     def _attention(self, q, k, v, bias):
         """PyTorch's, of one sequence (length, nheads, headdim)."""
@@ -143,16 +145,16 @@ class LayersCase(Case):
             found.append(x)
         return tuple(found if self.states else found[-1:])
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """A few roundings of each of the sums, whose terms are as large as LayerNorm makes them."""
         eps = torch.finfo(inputs["x"].dtype).eps
         return 64 * self.layers * eps * (1 + inputs["x"].abs().max().item())
 
-    def flops(self):
+    def flops(self) -> int:
         products = 2 * self.total * sum(map(math.prod, self.shapes))
         return self.layers * (products + 4 * self.nheads * self.headdim * sum(n * n for n in self.lengths))
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         weights = self.layers * sum(map(math.prod, self.shapes))
         return (weights + 2 * self.total * self.shapes[1][0]) * dtype.itemsize
 
@@ -161,7 +163,7 @@ SMALL = [
     LayersCase((5, 9), 2, 32, 96),
     LayersCase((3, 0, 6), 1, 64, 72, hidden=40, eps=1e-5, last_eps=0.3, first_only=True),
 ]
-# These meet the kernels for compute capability 9.0, tiles of all rows, and the pass of an activation.
+# These run the kernels for compute capability 9.0, tiles of all rows, and the pass of an activation.
 ON_GPU = [
     LayersCase((128,), 12, 64, 3072),
     LayersCase((20,), 12, 32, 1536, first_only=True),

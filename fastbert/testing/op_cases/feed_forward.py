@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +30,7 @@ class FeedForwardCase(Case):
     options = ("activation",)
     grad_inputs = ("x", "up_weight", "up_bias", "down_weight")
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         return {
             "x": randn(self.rows, self.hidden),
@@ -37,10 +39,10 @@ class FeedForwardCase(Case):
             "down_weight": randn(self.out, self.inner, scale=self.inner**-0.5),
         }
 
-    def eager(self, x, up_weight, up_bias, down_weight):
+    def eager(self, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor) -> Outputs:
         return F.linear(activate_eager(F.linear(x, up_weight, up_bias), self.activation), down_weight)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
         eps = torch.finfo(inputs["x"].dtype).eps
         x, up, down = inputs["x"], inputs["up_weight"], inputs["down_weight"]
@@ -54,17 +56,17 @@ class FeedForwardCase(Case):
         }
         return eps * (1 + size.get(name, pre * self.inner**0.5 * down.norm(dim=1).max().item()))
 
-    def flops(self):
+    def flops(self) -> int:
         return 2 * self.rows * self.inner * (self.hidden + self.out)
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         elements = self.rows * (self.hidden + 2 * self.inner + self.out)
         elements += self.inner * (self.hidden + self.out + self.bias)
         return elements * dtype.itemsize
 
 
 SMALL = [FeedForwardCase(5, 24, 40, 16), FeedForwardCase(3, 17, 9, 11, "relu", bias=False)]
-# the rows and columns of op_cases/linear.py: one of these meets the largest tiles of every GPU
+# the rows and columns of op_cases/linear.py: one of these has the largest tiles on every GPU
 ON_GPU = [
     FeedForwardCase(2000, 264, 2000, 200),
     FeedForwardCase(1500, 200, 2000, 200),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from fastbert.testing.error_rule import Case, draws, ends_of
+from fastbert.testing.error_rule import Case, Outputs, draws, ends_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +46,7 @@ class FirstAttentionCase(Case):
     def max_seqlen(self) -> int:
         return max(self.lengths)
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
         width, batch = self.nheads * self.head_dim, len(self.lengths)
         x = randn(sum(self.lengths) + self.tail, width)
@@ -74,7 +76,17 @@ class FirstAttentionCase(Case):
             "gate": 1 + randn(self.nheads) if self.gate else None,
         }
 
-    def eager(self, x, q, key_weight, value_weight, value_bias, cu_seqlens, bias, gate):
+    def eager(
+        self,
+        x: Tensor,
+        q: Tensor,
+        key_weight: Tensor,
+        value_weight: Tensor,
+        value_bias: Tensor | None,
+        cu_seqlens: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+    ) -> Outputs:
         """Keys and values of all tokens, softmax, product."""
         x, shape = x[: sum(self.lengths)], (-1, self.nheads, self.head_dim)
         all_keys = F.linear(x, key_weight).reshape(shape).split(self.lengths)
@@ -89,7 +101,7 @@ class FirstAttentionCase(Case):
             rows.append((out if gate is None else out * gate[:, None]).flatten())
         return torch.stack(rows)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """4 eps (1 + max‖q‖ ‖k‖ scale) max‖v‖, as of `attention`."""
         x = inputs["x"][: sum(self.lengths)].double()
         if not len(x):
@@ -100,12 +112,12 @@ class FirstAttentionCase(Case):
         q = inputs["q"].double().norm(dim=-1).max().item()
         return 4 * torch.finfo(inputs["x"].dtype).eps * (1 + q * keys * self.softmax_scale) * values
 
-    def flops(self):
+    def flops(self) -> int:
         """By the definition, with a key and a value per token."""
         width = self.nheads * self.head_dim
         return 4 * sum(self.lengths) * width * (width + 1)
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         width, batch = self.nheads * self.head_dim, len(self.lengths)
         elements = width * (sum(self.lengths) + 2 * batch + 2 * width + self.value_bias)
         return elements * dtype.itemsize + 4 * (batch + 1)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import NARROW
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 
 
 def steepness(z: torch.Tensor) -> float:
@@ -54,7 +57,7 @@ class LayerNormCase(Case):
     def output_names(self) -> tuple[str, ...]:
         return ("y", "rounded") if self.rounded else ("y",)
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         shape = (self.rows, self.hidden)
         return {
@@ -66,11 +69,11 @@ class LayerNormCase(Case):
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
         }
 
-    def call(self, **inputs):
+    def call(self, **inputs: Any) -> Outputs:
         return super().call(**inputs, offset=3, rounded=self.rounded)
 
     def _keep(self, x, seed):
-        return keep_mask_2d(seed, 3, *x.shape, self.dropout_p) if self.dropout_p else None
+        return keep_mask_2d(seed, 3, *x.shape, dropout_p=self.dropout_p) if self.dropout_p else None
 
     def _sum(self, x, residual, x_bias, seed):
         if x_bias is not None:
@@ -81,15 +84,23 @@ class LayerNormCase(Case):
             x = x + residual
         return x
 
-    def eager(self, x, weight, bias, residual, x_bias, seed):
+    def eager(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        x_bias: Tensor | None,
+        seed: TensorOrNone,
+    ) -> Outputs:
         y = F.layer_norm(self._sum(x, residual, x_bias, seed), (self.hidden,), weight, bias, 1e-12)
         return (y, y.to(x.dtype)) if self.rounded else y
 
-    def oracle(self, x, seed, **inputs):
-        y = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed))
+    def oracle(self, x: Tensor, seed: TensorOrNone, **inputs: Any) -> Outputs:
+        y: Any = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed))
         return (y, y) if self.rounded else y
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         eps = torch.finfo(torch.float32).eps
         z = self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed")))
         # twice for rstd * x_hat
@@ -101,10 +112,10 @@ class LayerNormCase(Case):
             return 4 * eps * max(1.0, self.rows**0.5)
         return 4 * eps / (1 - self.dropout_p)
 
-    def flops(self):
+    def flops(self) -> int:
         return 8 * self.rows * self.hidden
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         return ((2 + self.residual) * self.rows + 2) * self.hidden * dtype.itemsize
 
 

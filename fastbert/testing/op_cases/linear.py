@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +27,7 @@ class ProductCase(Case):
     def ranked_rows(self) -> int:
         return self.rows
 
-    def flops(self):
+    def flops(self) -> int:
         return 2 * self.rows * self.in_features * self.out_features
 
 
@@ -46,7 +48,7 @@ class LinearCase(ProductCase):
     def kind(self) -> str:
         return "activation" if self.activation else ""
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         return {
             "x": randn(self.rows, self.in_features),
@@ -55,11 +57,11 @@ class LinearCase(ProductCase):
             "residual": randn(self.rows, self.out_features) if self.residual else None,
         }
 
-    def eager(self, x, weight, bias, residual):
+    def eager(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Outputs:
         y = activate_eager(F.linear(x, weight, bias), self.activation)
         return y if residual is None else y + residual
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
         eps = torch.finfo(inputs["x"].dtype).eps
         if name in ("dweight", "dbias"):  # sums over rows of products of two unit normals
@@ -69,15 +71,16 @@ class LinearCase(ProductCase):
             return eps * (1 + self.out_features**0.5 * weight.norm(dim=0).max().item())
         return eps * (1 + (x.norm(dim=1).max() * weight.norm(dim=1).max()).item())
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         rows, k, n = self.rows, self.in_features, self.out_features
         elements = rows * k + n * k + rows * n * (1 + self.residual) + n * self.bias
         return elements * dtype.itemsize
 
 
 SMALL = [LinearCase(5, 24, 40, "gelu"), LinearCase(3, 17, 9, residual=True)]
-# 128 to 32 of the largest tiles: one of these meets them on every GPU of 19 to 204 multiprocessors. The first
-# is also deep enough for the `cuda` kernel of compute capability 9.0, and has a second tile for some blocks.
+# 128 to 32 of the largest tiles: one of these cases has them on every GPU of 19 to 204 multiprocessors. The
+# first is also deep enough for the `cuda` kernel of compute capability 9.0, and has a second tile for some
+# blocks.
 ON_GPU = [
     LinearCase(2000, 264, 2000, "gelu"),
     LinearCase(1500, 200, 2000, residual=True),
@@ -102,7 +105,7 @@ CASES = [
 ]
 
 
-def bench(lengths: tuple[int, ...]) -> list[Case]:
+def bench(lengths: tuple[int, ...]) -> list[LinearCase]:
     tokens = sum(lengths)
     attention = [LinearCase(tokens, 768, 2304), LinearCase(tokens, 768, 768, bias=False)]
     return [*attention, LinearCase(tokens, 768, 3072, "gelu"), LinearCase(tokens, 3072, 768, bias=False)]

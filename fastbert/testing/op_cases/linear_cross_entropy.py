@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 from fastbert.testing.op_cases.cross_entropy import eager_loss, some_labels
 
 
@@ -35,7 +37,7 @@ class LinearCrossEntropyCase(Case):
         """How many rows are labelled; given to the op, which then waits for no GPU and can be captured."""
         return round(self.labelled * self.rows)
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
         labels = some_labels(g, self.rows, self.classes, self.labelled)
         return {
@@ -45,16 +47,16 @@ class LinearCrossEntropyCase(Case):
             "labels": labels.to(device),
         }
 
-    def call(self, x, **inputs):
+    def call(self, x: Tensor, **inputs: Any) -> Outputs:
         chunk_bytes = self.chunk_rows and 2 * self.chunk_rows * self.classes * x.element_size()
         return super().call(x=x, **inputs, labelled=self.count, chunk_bytes=chunk_bytes)
 
-    def eager(self, x, weight, bias, labels):
+    def eager(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Outputs:
         logits = F.linear(x, weight, bias)
         logits = logits.float() if logits.dtype != torch.float64 else logits  # as transformers has it
         return eager_loss(logits, labels, self.label_smoothing)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """What an error of some eps in each logit's products does to the loss and through softmax."""
         x, weight = inputs["x"], inputs["weight"]
         eps = torch.finfo(x.dtype).eps
@@ -63,10 +65,10 @@ class LinearCrossEntropyCase(Case):
         size = {"dx": weight.abs().max().item() / count, "dweight": x.abs().max().item()}.get(name, 1.0)
         return eps * logit * size
 
-    def flops(self):
+    def flops(self) -> int:
         return 2 * self.count * self.in_features * self.classes
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         elements = self.count * self.in_features + self.classes * self.in_features
         return (elements + self.classes * self.bias) * dtype.itemsize + 8 * self.rows
 

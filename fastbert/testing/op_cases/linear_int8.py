@@ -1,18 +1,20 @@
 """Cases of `linear_int8`.
 
-The oracle quantises by the contract and works out the same integers, so what is measured is the epilogue's
-rounding alone. A backend whose integers differ by one is far outside the rule.
+The oracle quantises by the contract and computes the same integers, so only the epilogue's rounding is
+measured. A backend whose integers differ by one is far outside the rule.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_int8 import quantize_rows
-from fastbert.testing.error_rule import draws
+from fastbert.testing.error_rule import Outputs, draws
 from fastbert.testing.op_cases import linear
 
 
@@ -28,7 +30,7 @@ class LinearInt8Case(linear.ProductCase):
     marks = "activation={} bias=no_bias offset=offset{:g}"
     options = ("activation",)
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
         x = randn(self.rows, self.in_features) + self.offset
         weight = torch.randint(-127, 128, (self.out_features, self.in_features), generator=g)
@@ -40,19 +42,19 @@ class LinearInt8Case(linear.ProductCase):
             "bias": randn(self.out_features, scale=0.5) if self.bias else None,
         }
 
-    def eager(self, x, weight, scale, bias):
+    def eager(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Outputs:
         centred, _, step = quantize_rows(x)
         acc = centred.double() @ weight.double().T  # the integers, exactly
         y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
         return activate_eager(y if bias is None else y + bias, self.activation)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """A few roundings of the product before the bias may cancel it."""
         x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
         most = (x.float().norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
         return torch.finfo(x.dtype).eps * (1 + most)
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         rows, k, n = self.rows, self.in_features, self.out_features
         return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import new_arrivals
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws, with_grad
 from fastbert.testing.op_cases.linear import ProductCase
 
 
 @dataclass(frozen=True, repr=False)
 class LinearNormCase(ProductCase):
-    """A product with the op's options; `arrivals`: with counters, for one launch."""
+    """A product with the op's options; with `arrivals` it has counters for one launch."""
 
     arrivals: bool = True
     bias: bool = True
@@ -28,7 +30,7 @@ class LinearNormCase(ProductCase):
     options = ("eps",)
     parts = ("linear", "layer_norm")
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         out = self.out_features
         return {
@@ -41,22 +43,40 @@ class LinearNormCase(ProductCase):
             "arrivals": new_arrivals(device) if self.arrivals else None,
         }
 
-    def in_parts(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
+    def in_parts(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        arrivals: Tensor | None,
+    ) -> Outputs:
         z = linear(x, weight)
         return layer_norm(z, norm_weight, norm_bias, residual=residual, x_bias=bias, eps=self.eps)
 
-    def eager(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
+    def eager(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        arrivals: Tensor | None,
+    ) -> Outputs:
         z = F.linear(x, weight, bias) + residual
         return F.layer_norm(z, (self.out_features,), norm_weight, norm_bias, self.eps)
 
-    def oracle(self, arrivals, **inputs):
+    def oracle(self, arrivals: Tensor | None, **inputs: Any) -> Outputs:
         return super().oracle(**inputs)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         """The sum's error by Cauchy-Schwarz, times the largest gain of LayerNorm."""
         eps = torch.finfo(inputs["x"].dtype).eps
-        plain = [inputs[n] for n in ("x", "weight", "bias", "residual")]
-        x, weight, bias, residual = (None if t is None else t.double() for t in plain)
+        wide = with_grad(inputs, (), torch.float64)
+        x, weight, bias, residual = (wide[n] for n in ("x", "weight", "bias", "residual"))
         if not len(x):
             return 0.0
         z = F.linear(x, weight, bias) + residual
@@ -64,14 +84,14 @@ class LinearNormCase(ProductCase):
         gain = (z.var(1, correction=0) + self.eps).rsqrt().max() * inputs["norm_weight"].abs().max()
         return 2 * eps * size * gain.item()
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         rows, k, n = self.rows, self.in_features, self.out_features
         elements = rows * k + n * k + 2 * rows * n + n * (1 + self.bias + self.norm_bias)
         return elements * dtype.itemsize
 
 
 SMALL = [LinearNormCase(5, 24, 40), LinearNormCase(3, 17, 9, arrivals=False, norm_bias=False)]
-# These meet every tile that BERT meets, with one part and with several, in one launch (one row, narrow rows)
+# These run every tile that BERT runs, with one part and with several, in one launch (one row, narrow rows)
 # and in two, and more rows and columns than the kernels take.
 ON_GPU = [
     *(LinearNormCase(rows, 768, 768) for rows in (1, 32, 128, 256)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.packing import pack, pack_ref, unpack, unpack_ref
-from fastbert.testing.error_rule import Case, draws
+from fastbert.testing.error_rule import Case, Outputs, draws
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,7 +33,7 @@ class PackingCase(Case):
         inner = "x".join(map(str, self.inner)) or "scalar"
         return f"{len(self.lengths)}x{self.seqlen}x{inner}-total{sum(self.lengths)}"
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         mask = torch.arange(self.seqlen)[None, :] < torch.tensor(self.lengths)[:, None]
         padded = randn(len(self.lengths), self.seqlen, *self.inner)
@@ -39,21 +41,21 @@ class PackingCase(Case):
         packed = randn(sum(self.lengths), *self.inner)
         return {"padded": padded, "packed": packed, "indices": mask.flatten().nonzero().flatten().to(device)}
 
-    def call(self, padded, packed, indices):
+    def call(self, padded: Tensor, packed: Tensor, indices: Tensor) -> Outputs:
         return pack(padded, indices), unpack(packed, indices, len(self.lengths), self.seqlen)
 
-    def eager(self, padded, packed, indices):
+    def eager(self, padded: Tensor, packed: Tensor, indices: Tensor) -> Outputs:
         grid = len(self.lengths), self.seqlen
         out = packed.new_zeros(math.prod(grid), *self.inner).index_put((indices,), packed)
         return padded.flatten(0, 1)[indices], out.unflatten(0, grid)
 
-    def oracle(self, padded, packed, indices):
+    def oracle(self, padded: Tensor, packed: Tensor, indices: Tensor) -> Outputs:
         return pack_ref(padded, indices), unpack_ref(packed, indices, len(self.lengths), self.seqlen)
 
-    def flops(self):
+    def flops(self) -> int:
         return 0
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         """Both directions: the kept rows, read and written, their indices, and the zeros of the pads."""
         row, kept = math.prod(self.inner) * dtype.itemsize, sum(self.lengths)
         return kept * (3 * row + 16) + len(self.lengths) * self.seqlen * row

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastbert.ops.pooling import MODES
-from fastbert.testing.error_rule import Case, draws, ends_of
+from fastbert.testing.error_rule import Case, Outputs, draws, ends_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,13 +31,13 @@ class PoolingCase(Case):
         numbers = len(self.lengths), max(self.lengths), self.width
         return f"{'x'.join(map(str, numbers))}-total{sum(self.lengths)}-{self.mode}"
 
-    def inputs(self, dtype, device, seed=0):
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         hidden = randn(sum(self.lengths) + self.tail, self.width)
         hidden[sum(self.lengths) :] = torch.nan
         return {"hidden": hidden, "cu_seqlens": ends_of(self.lengths, device)}
 
-    def eager(self, hidden, cu_seqlens):
+    def eager(self, hidden: Tensor, cu_seqlens: Tensor) -> Outputs:
         rows = []
         for tokens in hidden[: sum(self.lengths)].split(self.lengths):
             if not len(tokens):
@@ -46,13 +48,13 @@ class PoolingCase(Case):
                 rows.append(tokens.mean(0) if self.mode == "mean" else tokens.amax(0))
         return torch.stack(rows)
 
-    def floor(self, inputs, name):
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
         return 4 * torch.finfo(inputs["hidden"].dtype).eps
 
-    def flops(self):
+    def flops(self) -> int:
         return 0 if self.mode == "cls" else sum(self.lengths) * self.width
 
-    def bytes(self, dtype):
+    def bytes(self, dtype: torch.dtype) -> int:
         rows = sum(n > 0 for n in self.lengths) if self.mode == "cls" else sum(self.lengths)
         return rows * self.width * dtype.itemsize + len(self.lengths) * (self.width * 4 + 4)
 
