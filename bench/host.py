@@ -204,11 +204,12 @@ def no_list_kernels() -> None:
 
     training.recorder_for = Idle
     training.GraphedTraining._check = lambda *_: None  # nothing is computed
-    for name in ("_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_copy_", "_fused_adamw_"):
-        setattr(torch, name, lambda *args, **options: None)
     one = torch.ones(())
-    torch._foreach_norm = lambda tensors: [one.new_ones(()) for _ in tensors]
-    torch._foreach_mul = lambda tensors, factor: [t.new_empty(t.shape) for t in tensors]
+    for place in (torch, torch._VF):
+        for name in ("_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_copy_", "_fused_adamw_"):
+            setattr(place, name, lambda *args, **options: None)
+        place._foreach_norm = lambda tensors: [one.new_ones(()) for _ in tensors]
+        place._foreach_mul = lambda tensors, factor: [t.new_empty(t.shape) for t in tensors]
 
 
 def line(row: dict) -> str:

@@ -32,7 +32,7 @@ from fastbert.pretraining.growth import grow, grow_moments, newest_layers
 from fastbert.pretraining.masking import SPAN_UNITS
 from fastbert.pretraining.objectives.entities import Staged
 from fastbert.pretraining.objectives.left_to_right import LeftToRight
-from fastbert.pretraining.objectives.masked import Losses, Objective
+from fastbert.pretraining.objectives.masked import Objective
 from fastbert.pretraining.objectives.permutation import Permutation
 from fastbert.pretraining.objectives.replaced_tokens import ReplacedTokens
 from fastbert.pretraining.objectives.span_boundary import SpanBoundary
@@ -40,6 +40,7 @@ from fastbert.pretraining.objectives.word_order import WordOrder
 from fastbert.pretraining.recipe import Phase, Recipe, RecipeError, check_options
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import Result, Stage, Trainer
+from fastbert.training.module import Losses
 from fastbert.training.parallel import Parallel
 
 WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)

@@ -1,1 +1,1 @@
-"""Training: the loop and what it stands on, whatever is trained. Start with `loop.py`."""
+"""Training: the loop and its parts, for any module that returns losses. Start with `loop.py`."""

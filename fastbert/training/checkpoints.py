@@ -3,10 +3,10 @@
 A checkpoint is written in a hidden folder beside its place. All of its files are flushed to the disk, then
 `manifest.json` with the SHA-256 of each, then the folder; then the folder is renamed and the run's directory
 flushed. Older checkpoints are removed only after that. So a kill or a full disk at any moment leaves the
-checkpoint before it, and a file that was damaged later is found: it is read only if its manifest agrees.
+previous checkpoint. A file that was damaged later is found, since its SHA-256 differs from the manifest.
 
-A checkpoint that is damaged stays, unless one of the same step replaces it. It never counts as one of those
-that remain.
+A damaged checkpoint stays, unless a new one of the same step replaces it. It does not count among the
+checkpoints that remain.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d{6,})$")
 _HIDDEN = re.compile(rf"\.(?:(?:saving|removing)-step-\d+-(.+)|{re.escape(CONFIG)}\.(.+)\.tmp)$")
-# of a file system that cannot flush a folder, or a folder that only its owner may read
+# errors of a file system that cannot flush a folder, or of a folder that only its owner may read
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 _held: set[Path] = set()
 
@@ -58,10 +58,10 @@ def steps_in(run: Path) -> list[int]:
 
 
 def begin(run: Path) -> None:
-    """Create a run's directory, in a way that a power cut does not take it away with all that it holds.
+    """Create a run's directory, and flush its name to the disk so that it survives a power cut.
 
     Raises:
-        CheckpointError: it is a file, or cannot be created.
+        CheckpointError: the path is a file, or cannot be created.
     """
     missing, place = [], run.absolute()
     try:
@@ -82,12 +82,12 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
 
     Args:
         run: the run's directory; it must exist.
-        step: how many steps have been taken.
-        write: writes the files into a folder; their folders are made by it too.
-        keep: checkpoints that remain, >= 1.
+        step: number of steps taken.
+        write: writes the files into a folder, and makes the folders inside.
+        keep: number of checkpoints that remain, >= 1.
 
     Raises:
-        CheckpointError: it could not be written; the checkpoints before are unchanged.
+        CheckpointError: the checkpoint could not be written; older checkpoints are unchanged.
     """
     place = run / name_of(step)
     folder = run / f".saving-{place.name}-{own_tag()}"
@@ -104,7 +104,7 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
             _flushed(folder / MANIFEST)
             for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
                 _flush_folder(inner)
-            if place.exists():  # a damaged one: a whole one would have been read
+            if place.exists():  # it is damaged, else the run would have resumed from it
                 _remove(run, step)
             os.rename(folder, place)
             _flush_folder(run)
@@ -115,7 +115,7 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
         raise CheckpointError(
             f"{place}: could not be saved, older checkpoints are unchanged: {why}"
         ) from error
-    older = [old for old in steps_in(run) if old < step]  # a later one is damaged
+    older = [old for old in steps_in(run) if old < step]  # a later checkpoint is damaged
     for old in older[: max(0, len(older) - keep + 1)]:
         _remove(run, old)
     return place
@@ -147,7 +147,7 @@ def fault_of(folder: Path) -> str | None:
             if not path.is_file():
                 return f"{path}: is missing"
             if _digest(path) != expected:
-                return f"{path}: was changed since it was written (its SHA-256 is another one)"
+                return f"{path}: was changed since it was written (its SHA-256 differs)"
         for path in _files(folder):
             name = path.relative_to(folder).as_posix()
             if path.suffix in (".json", ".safetensors") and name not in {*entries, MANIFEST}:
@@ -158,10 +158,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def check_begun(run: Path) -> None:
-    """Raise CheckpointError unless a run can begin in a directory: nothing is in it but traces of one.
-
-    Whoever calls it holds the lock.
-    """
+    """Raise CheckpointError if a directory holds more than traces of a run; the caller holds the lock."""
     foreign = [e.name for e in run.iterdir() if e.name != LOCK and not _HIDDEN.match(e.name)]
     if foreign:
         held = listed(sorted(foreign), 3)
@@ -169,10 +166,10 @@ def check_begun(run: Path) -> None:
 
 
 def clear(run: Path) -> None:
-    """Remove what processes that have ended left behind. Whoever calls it holds the lock.
+    """Remove what processes that have ended left behind; the caller holds the lock.
 
-    A process that has not begun to write owns none of it, though a container that starts again often gives it
-    the number of the one before.
+    Files with this process's own number are removed too. It has not begun to write, so they are of an earlier
+    process: a container that starts again often assigns the same numbers.
     """
     own = f".{socket.gethostname()}.{os.getpid()}"
     for entry in run.iterdir():
@@ -191,10 +188,10 @@ def clear(run: Path) -> None:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Only one process at a time trains into a directory.
+    """A block in which only this process trains into a directory.
 
     Raises:
-        CheckpointError: another one does, or the directory cannot be written.
+        CheckpointError: another process trains into it, or the directory cannot be written.
     """
     place = run.resolve()
     if place in _held:
@@ -221,7 +218,7 @@ def _locked_file(run: Path) -> Iterator[None]:
         raise CheckpointError(f"{run}: cannot be written: {cause(error)}") from error
     with file:
         try:
-            # of this process alone: a worker that outlives it for a moment does not hold it
+            # lockf's lock is this process's alone: a worker that outlives it does not hold the lock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -231,9 +228,9 @@ def _locked_file(run: Path) -> Iterator[None]:
 
 
 def _remove(run: Path, step: int) -> None:
-    """Remove a checkpoint: renamed first, so that nobody sees a part of it."""
+    """Remove a checkpoint. It is renamed first, so that no part of it is ever read."""
     hidden = run / f".removing-{name_of(step)}-{own_tag()}"
-    with contextlib.suppress(OSError):  # it only costs space
+    with contextlib.suppress(OSError):  # what stays costs only space
         os.rename(run / name_of(step), hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -243,7 +240,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _flushed(path: Path) -> str:
-    """Flush a file to the disk; its SHA-256."""
+    """Flush a file to the disk; returns its SHA-256."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

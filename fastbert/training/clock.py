@@ -7,17 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
+from fastbert.training.module import Losses
 from fastbert.training.stream import Batch
 
 
 class Clock:
-    """The times of a run, since its last line in the log.
-
-    Attributes:
-        tokens_per_second: of the last line, or since the beginning if there is none yet.
-    """
+    """The times of a run since its last line in the log."""
 
     def __init__(self) -> None:
         self._rate: float | None = None
@@ -29,14 +24,14 @@ class Clock:
         self._tokens = self._sequences = self._steps = 0
 
     def waiting(self, batches: Iterator[Batch], count: int) -> list[Batch]:
-        """The next batches; the time is waiting for data."""
+        """The next batches; their time counts as waiting for data."""
         begin = time.perf_counter()
         found = list(itertools.islice(batches, count))
         self._waited += time.perf_counter() - begin
         return found
 
-    def count(self, module: nn.Module, micro: Sequence[Batch], counts: Mapping[str, int]) -> None:
-        """A step is done."""
+    def count(self, module: Losses, micro: Sequence[Batch], counts: Mapping[str, int]) -> None:
+        """Count a finished step."""
         self._steps += 1
         self._tokens += counts["tokens"]
         self._sequences += counts["sequences"]
@@ -45,12 +40,12 @@ class Clock:
 
     @property
     def tokens_per_second(self) -> float:
-        """See the class."""
+        """The rate of the last line; since the beginning if there is no line yet."""
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         return self._tokens / seconds if self._rate is None else self._rate
 
     def speed(self, roof: float, peak: float | None) -> dict[str, Any]:
-        """The line of speed.jsonl; begins anew. Work, roof and peak are those of this process."""
+        """The line of speed.jsonl. Starts the times anew. Work, roof and peak are those of this process."""
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         found = {
             "step_ms": seconds / self._steps * 1e3,

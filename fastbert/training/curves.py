@@ -1,6 +1,6 @@
 """A run's log as a picture: losses, accuracies and the learning rate over steps.
 
-`python -m fastbert.training.curves RUN` draws `RUN/curves.png`, also while the run goes on.
+`python -m fastbert.training.curves RUN` draws `RUN/curves.png`, also during the run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PICTURE = "curves.png"
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that are whole: the last one may be being written.
+    """The whole lines of a run's log; the run may be writing the last line.
 
     Raises:
-        CheckpointError: there is no log, or a line of it is no JSON object of numbers; names file and line.
+        CheckpointError: there is no log, or a line is no JSON object of numbers; the message names it.
     """
     lines = read_plain(run / LOG).split(b"\n")[:-1]
     found = [parse_json(line, f"{run / LOG}: line {number}") for number, line in enumerate(lines, 1)]
@@ -55,7 +55,7 @@ def draw(run: str | Path) -> Path | None:
         "learning rate": ["lr"],
     }
     panels = {title: names for title, names in panels.items() if names}
-    colors: dict[str, str] = {}  # a loss and its accuracy have one
+    colors: dict[str, str] = {}  # a loss and its accuracy share a color
     figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
     for axes, (title, names) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
@@ -85,7 +85,7 @@ def draw(run: str | Path) -> Path | None:
 
 
 def _smooth(values: list[float | None]) -> np.ndarray:
-    """The mean of the last twentieth of all values, at each; NaN where there is none."""
+    """At each value, the mean of it and the values before, a twentieth of all; NaN if all are missing."""
     width = max(len(values) // 20, 2)
     found = np.array(values, float)
     known = np.isfinite(found)
@@ -94,13 +94,13 @@ def _smooth(values: list[float | None]) -> np.ndarray:
 
 
 def _last(values: np.ndarray, width: int) -> np.ndarray:
-    """The sum of the last `width` values, at each."""
+    """At each value, the sum of the last `width` values."""
     sums = np.cumsum(np.append(np.zeros(width), values))
     return sums[width:] - sums[:-width]
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the curves of the run that is named; the exit status."""
+    """Draw the curves of one run; returns the exit status."""
     if len(arguments) != 1:
         print("expected one argument, a run's directory", file=sys.stderr)
         return 2

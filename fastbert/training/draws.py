@@ -1,9 +1,9 @@
 """Random numbers and orders that depend on a key alone, never on what was drawn before.
 
 Every example of an epoch is a function of (corpus, seed, epoch, index). Its draws are the raw words of a
-Philox4x64-10 stream of its own, whose definition never changes; NumPy's distributions on top of it do change.
-The order of an epoch is a keyed permutation, computed place by place: nothing is shuffled in memory, and any
-place can be asked for first.
+Philox4x64-10 stream of its own. The stream's definition never changes, while NumPy's distributions do.
+The order of an epoch is a keyed permutation, computed place by place: nothing is shuffled in memory, and
+places can be read in any order.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Luby & Rackoff 1988, "How to
 construct pseudorandom permutations from pseudorandom functions"; Black & Rogaway 2002, "Ciphers with
@@ -13,6 +13,7 @@ arbitrary finite domains" (cycle walking).
 from __future__ import annotations
 
 import hashlib
+from typing import overload
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Draws:
     """The stream of random words of one (key, epoch, index).
 
     Args:
-        key: of `key_of`.
+        key: what `key_of` returns.
         epoch, index: integers in [0, 2**64).
     """
 
@@ -69,12 +70,12 @@ class Draws:
 class Order:
     """A keyed permutation of [0, size), in constant memory.
 
-    A Feistel network of six rounds permutes the numbers of an even count of bits; what falls outside is
-    permuted again.
+    A Feistel network of six rounds permutes the numbers of an even count of bits; a number outside
+    [0, size) is permuted again.
 
     Args:
-        size: in [0, 2**62].
-        key: of `key_of`; another key gives an unrelated order.
+        size: number of places, in [0, 2**62].
+        key: what `key_of` returns; different keys have unrelated orders.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -87,6 +88,12 @@ class Order:
 
     def __len__(self) -> int:
         return self.size
+
+    @overload
+    def __getitem__(self, places: int) -> int: ...
+
+    @overload
+    def __getitem__(self, places: np.ndarray) -> np.ndarray: ...
 
     def __getitem__(self, places: int | np.ndarray) -> int | np.ndarray:
         """The numbers at places: an integer, or an array of them.

@@ -1,4 +1,4 @@
-"""What a run's bits depend on: the versions of what computes, and the values that may not change."""
+"""What a run's bits depend on: the versions of the libraries, and the values that may not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastbert.runtime.version import VERSION
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """Library -> version, for all that compute."""
     return {
         "fastbert": VERSION,
         "torch": torch.__version__,
@@ -31,13 +31,13 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> st
             name, was, now = _innermost(key, was, now)
             return (
                 f"{name}: the run in {path.parent} has {was!r}, got {now!r}; "
-                "go on with its own value, or use another directory"
+                "resume with its own value, or use another directory"
             )
     return None
 
 
 def _innermost(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """The first difference within two JSON values: its dotted name, and both values there."""
+    """(dotted name, old value, new value) of the first difference within two JSON values."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = (dict(enumerate(value)) for value in (old, new))
     if isinstance(old, dict) and isinstance(new, dict):

@@ -1,10 +1,10 @@
-"""What a run says of itself.
+"""The logs of a run.
 
-log.jsonl     a line per `log_every` steps: what was computed. The same run writes the same bytes, on
-              whatever day and after however many interruptions
-speed.jsonl   a line for the same steps: how fast. Times differ from run to run
+log.jsonl     a line per `log_every` steps: losses, accuracies, counts. The same run writes the same bytes,
+              however often it is interrupted
+speed.jsonl   a line for the same steps: rates and times, which differ from run to run
 tensorboard/  both, if the package is installed
-stderr        one line that is written over, on a terminal
+stderr        on a terminal: one line, overwritten in place
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Logs:
     """The logs of a run.
 
     Args:
-        run: its directory.
-        step: the step that it begins with.
-        steps: of the whole run.
-        offsets: the bytes of each file that belong to the steps before; the rest is cut off, and so is a line
-            without an end.
-        digests: of those bytes; see `digests`.
-        tensorboard: None: if the package is installed.
-        progress: None: if stderr is a terminal.
+        run: the run's directory.
+        step: number of steps already taken.
+        steps: number of steps of the whole run.
+        offsets: file name -> number of bytes that belong to the steps taken; the rest is cut off, and so is a
+            line without an end.
+        tensorboard: whether to log for TensorBoard; None: if the package is installed.
+        progress: whether to show a line on stderr; None: if stderr is a terminal.
+        digests: file name -> SHA-256 of those bytes; see `digests`.
 
     Attributes:
-        lost: a text for each file that does not have what belongs to the steps before.
+        lost: one message for each file that lacks lines of the steps taken, or was changed.
 
     Raises:
-        CheckpointError: a file cannot be written; so do all methods that write.
-        ImportError: tensorboard is wanted and not installed.
+        CheckpointError: a file cannot be written; all methods that write raise it too.
+        ImportError: tensorboard is True, and the package is not installed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Logs:
         for path in (run / LOG, run / SPEED):
             kept = offsets.get(path.name, 0)
             check_plain(path)
-            with _told(path):
+            with _naming(path):
                 file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
                 self._files[path] = file
                 content = path.read_bytes()[:kept]
@@ -85,10 +85,10 @@ class Logs:
         self._progress = Progress(progress)
 
     def write(self, step: int, computed: Mapping[str, Any], speed: Mapping[str, Any]) -> None:
-        """A line in each file, after `step` steps."""
+        """Write a line to each file, after `step` steps."""
         for (path, file), values in zip(self._files.items(), (computed, speed), strict=True):
             line = (json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode()
-            with _told(path):
+            with _naming(path):
                 while line:
                     written = file.write(line)
                     self._digests[path].update(line[:written])
@@ -99,22 +99,22 @@ class Logs:
                     self._board.add_scalar(key, value, step)
 
     def show(self, step: int, values: Mapping[str, Any], *, last: bool = False) -> None:
-        """The line on stderr, at most five times per second."""
-        told = ", ".join(f"{key} {value}" for key, value in values.items())
+        """Show the line on stderr, at most five times per second."""
+        text = ", ".join(f"{key} {value}" for key, value in values.items())
         done = (step - self._first) / max(self._steps - self._first, 1)
-        self._progress.show(f"step {step:,} of {self._steps:,}: {told}", done, last=last)
+        self._progress.show(f"step {step:,} of {self._steps:,}: {text}", done, last=last)
 
     def offsets(self) -> dict[str, int]:
-        """The bytes of each file, which are on the disk now."""
+        """Flush the files to the disk; returns file name -> number of bytes."""
         for path, file in self._files.items():
-            with _told(path):
+            with _naming(path):
                 os.fsync(file.fileno())
         if self._board is not None:
             self._board.flush()
         return {path.name: file.tell() for path, file in self._files.items()}
 
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each file, hexadecimal."""
+        """File name -> SHA-256, hexadecimal."""
         return {path.name: digest.hexdigest() for path, digest in self._digests.items()}
 
     def last(self) -> dict[str, Any]:
@@ -133,10 +133,13 @@ class Logs:
 
 
 def has_tensorboard(wanted: bool | None) -> bool:
-    """Whether there are logs for TensorBoard; None: if the package is installed.
+    """Whether to log for TensorBoard.
+
+    Args:
+        wanted: None: if the package is installed.
 
     Raises:
-        ImportError: it is wanted, and not installed.
+        ImportError: `wanted` is True, and the package is not installed.
     """
     there = importlib.util.find_spec("tensorboard") is not None
     if wanted and not there:
@@ -145,8 +148,8 @@ def has_tensorboard(wanted: bool | None) -> bool:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Turn an error of the system into one that names the file."""
+def _naming(path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:

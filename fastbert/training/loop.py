@@ -1,4 +1,4 @@
-"""The training loop: for pre-training and fine-tuning, on one process or many, and through any interruption.
+"""The training loop: for pre-training and fine-tuning, on one process or many; any interruption is resumed.
 
 A step:
 
@@ -8,25 +8,25 @@ A step:
     4. clip the norm of all gradients together; stop if it is not finite; take the optimizer's step
 
 On a GPU a single process replays the forward and backward of encoders from CUDA graphs (graphs/training.py).
-The host reads the norm only in a step that is logged, and before a checkpoint, because it waits for a GPU
-there. A step that is not finite changes nothing, nor does any step after it, and the run stops there.
+The host waits for a GPU when it reads the norm. So it reads the norm only in a step that is logged, and
+before a checkpoint. A step that is not finite changes nothing, nor does any later step, and the run stops
+there.
 
-So a loss is the mean over the step's whole batch, however it is cut; and data, masks and dropout depend on
-(seed, step, j) alone: on no process, worker or interruption. No state of a generator is kept.
+So a loss is the mean over the step's whole batch, however the batch is cut. Data, masks and dropout depend on
+(seed, step, j) alone, never on a process, a worker or an interruption. No generator state is kept.
 
-**The promise.** The same command goes on where the run was interrupted. With the same code, device, dtype and
-number of processes the weights and log.jsonl are the same bits as those of a run without interruption. With
-another number of processes the data are the same, and sums differ by rounding.
+**The promise.** Rerun the command to resume an interrupted run. With the same code, device, dtype and number
+of processes the weights and log.jsonl are bit-identical to those of a run without interruption. With another
+number of processes the data are the same, and sums differ by rounding.
 
-A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`,
-`exports` (folder -> model that is saved as a HuggingFace directory) and `weights` (loss -> weight). It may
-have `work(batch)`, its floating-point operations. What it counts without a loss is logged as a share.
-Its inputs are on the device; `cu_seqlens` stays on the host, which reads it.
+The module that is trained is a `Losses` (module.py), or any module with its `forward`, `exports` and
+`weights`. `work` is optional.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor
 
 from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
 from fastbert.graphs.training import encoders_of, serving
@@ -51,33 +51,34 @@ from fastbert.training.draws import key_of
 from fastbert.training.identity import difference, versions
 from fastbert.training.logs import Logs, has_tensorboard
 from fastbert.training.memory import kept_memory
+from fastbert.training.module import Losses
 from fastbert.training.optimizers import optimizer
 from fastbert.training.parallel import Parallel
 from fastbert.training.stages import Stage, check_order
 from fastbert.training.state import State
 from fastbert.training.stream import Batch, Stream, loaded
-from fastbert.training.update import Update, local, serves
+from fastbert.training.update import Update, local, serves, whole
 
 CONFIG = "config.json"
 STATE = "trainer.json"
-# What ends a run after its step, where the system has it
+# signals that end a run after its step, where the system has them
 _SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Inputs that a model reads on the host: from the device, it would have to wait for them
+# inputs that a model reads on the host, so that it does not wait for the device
 _ON_HOST = ("cu_seqlens",)
-# of fp16's scaler: forty skips in a row from its first one
+# the least scale of fp16's scaler: its first scale after forty skips in a row
 _LEAST_SCALE = 2.0**-24
 
 
 class TrainingError(ValueError):
-    """A run that cannot go on, or cannot begin: says what and where."""
+    """A run cannot start or resume; the message names what is wrong and where."""
 
 
 class Interrupted(Exception):
     """A signal has ended the run, after a step and its checkpoint.
 
     Attributes:
-        number: the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int, where: Path | None) -> None:
@@ -90,8 +91,8 @@ class Result:
     """How a run has ended.
 
     Attributes:
-        step: steps taken.
-        checkpoint: the last one.
+        step: number of steps taken.
+        checkpoint: the last checkpoint.
         last: the last line of the log.
     """
 
@@ -104,21 +105,22 @@ class Trainer:
     """Trains a module through stages; see the module's text.
 
     Args:
-        stages: in order.
-        output: the run's directory; is created.
-        config: what the run's result depends on, for `config.json`; JSON values. A run that is there already
-            must have the same.
-        seed: of dropout, the first weights and the order of the examples.
+        stages: the stages, in order.
+        output: the run's directory; created if missing.
+        config: what the run's result depends on, for `config.json`; JSON values. A run that is in the
+            directory already must have the same values.
+        seed: seed of dropout, of the first weights and of the order of the examples.
         dtype: "fp32", "bf16" (autocast) or "fp16" (autocast and a scaler of the gradients).
         parallel: the processes; see `Parallel`.
-        save_every, keep: a checkpoint after so many steps; how many remain.
-        log_every: a line in the log after so many steps.
+        save_every: number of steps between checkpoints.
+        keep: number of checkpoints that remain.
+        log_every: number of steps between lines of the log.
         workers: processes that make micro-batches ahead; 0: none.
         graphs: whether a single process on a GPU replays its encoders from CUDA graphs.
         finish: writes more files into a checkpoint's folder, such as tokenizers.
-        on_step: is called after each step with the number of steps taken, such as for an evaluation.
+        on_step: called after each step with the number of steps taken, such as for an evaluation.
         tensorboard, progress: see `Logs`.
-        say: what is told to a person, a line at a time.
+        say: callback for progress messages, one line each.
 
     Raises:
         TrainingError, ValueError: naming the argument.
@@ -189,8 +191,8 @@ class Trainer:
         """Train to the end, from the newest checkpoint if there is one.
 
         Raises:
-            Interrupted: SIGTERM, SIGINT or SIGHUP came; a checkpoint was written.
-            TrainingError, CheckpointError: what cannot go on, and where.
+            Interrupted: SIGTERM, SIGINT or SIGHUP arrived; a checkpoint was written.
+            TrainingError, CheckpointError: the run cannot start or resume, or a file cannot be written.
         """
         found = logs = None
         with contextlib.ExitStack() as held, self._signals():
@@ -200,7 +202,7 @@ class Trainer:
                 if self.parallel.is_first:
                     checkpoints.begin(self.output)
                     if not os.path.lexists(self.output / checkpoints.LOCK):
-                        self._check_config()  # what is refused gets no lock
+                        self._check_config()  # a refused directory gets no lock file
                     held.enter_context(checkpoints.locked(self.output))
                     checkpoints.clear(self.output)
                     self._check_config()
@@ -212,7 +214,7 @@ class Trainer:
                             f"{self.output}: no checkpoint is usable: {'; '.join(rejected)}; "
                             "remove them to begin anew, or use another directory"
                         )
-            found = self.parallel.told(found)
+            found = self.parallel.broadcast(found)
             with self.parallel.alike():
                 state = read_json(found / STATE) if found else {}
                 module = self._begin(found, state)
@@ -221,7 +223,8 @@ class Trainer:
                 if found:
                     self._state().load(found)
                 if self.parallel.is_first:
-                    if not (self.output / CONFIG).exists():  # only now: what was refused before binds nobody
+                    # only now: a run that was refused leaves no config to match
+                    if not (self.output / CONFIG).exists():
                         text = json.dumps(self.config, indent=1, sort_keys=True) + "\n"
                         replace(self.output / CONFIG, text.encode())
                     offsets, digests = state.get("log_bytes", {}), state.get("log_sha256")
@@ -239,14 +242,14 @@ class Trainer:
         if path.exists():
             problem = difference(read_json(path), self.config, path)
         elif checkpoints.steps_in(self.output):
-            problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
+            problem = f"{path}: is missing beside checkpoints; it has what they were trained with"
         else:
             checkpoints.check_begun(self.output)
         if problem:
             raise TrainingError(problem)
 
-    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> nn.Module:
-        """Take over what a checkpoint says of the run; the module of the step to begin with, not filled."""
+    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> Losses:
+        """Take over a checkpoint's trainer.json; returns the module of the first step, not filled."""
         mine = {key: value for key, value in self._decisive().items() if key in state}
         problem = difference({key: state[key] for key in mine}, mine, self.output / CONFIG)
         if problem:
@@ -256,7 +259,7 @@ class Trainer:
         self.step = state.get("step", 0)
         self.totals = {key: state.get(key, 0) for key in ("tokens", "sequences", "skipped")}
         if found:
-            self._say(f"{found}: goes on from step {self.step:,}")
+            self._say(f"{found}: resumes from step {self.step:,}")
             before, now = state.get("versions", {}), versions()
             changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
             if changed:
@@ -269,7 +272,7 @@ class Trainer:
         return self._new_module(number)
 
     def _check_state(self, found: Path, state: Mapping[str, Any]) -> None:
-        """Raise TrainingError if a checkpoint's trainer.json has what no run has written."""
+        """Raise TrainingError if a checkpoint's trainer.json has a value that no run writes."""
         step = state.get("step")
         if type(step) is not int or checkpoints.name_of(step) != found.name:
             raise TrainingError(f"{found / STATE}: step: expected that of the folder, got {step!r}")
@@ -289,14 +292,14 @@ class Trainer:
             if not right(state.get(name)):
                 raise TrainingError(f"{found / STATE}: {name}: expected {expected}, got {state.get(name)!r}")
 
-    def _new_module(self, number: int) -> nn.Module:
-        """The module of a stage with its first weights; of an earlier stage if that one's goes on."""
+    def _new_module(self, number: int) -> Losses:
+        """A stage's module with its first weights; without `enter`, the previous stage's module."""
         while self.stages[number].enter is None and number > 0:
             number -= 1
         torch.manual_seed(_seed(self.seed, "weights", number))
         return self.stages[number].build().to(self.parallel.device).train()
 
-    def _set_up(self, module: nn.Module) -> None:
+    def _set_up(self, module: Losses) -> None:
         """Wrap a module for the processes, and make its optimizer."""
         self.module = module
         self._wrapped = self.parallel.wrap(module)
@@ -308,7 +311,7 @@ class Trainer:
     def _new_optimizer(self) -> None:
         number = self._stage
         while number and self.stages[number].enter is None and not self.stages[number].fresh_optimizer:
-            number -= 1  # that stage's goes on
+            number -= 1  # the previous stage's optimizer is kept
         stage = self.stages[number]
         options = dict(stage.options)
         groups = stage.groups(self.module, options.get("weight_decay", 0.01))
@@ -318,7 +321,7 @@ class Trainer:
             self._update = Update(self.optimizer, self.scaler, _LEAST_SCALE, self.parallel.device)
 
     def _enter(self, number: int) -> None:
-        """Go over to the next stage."""
+        """Begin the next stage."""
         self._read_update()
         stage, self._stage = self.stages[number], number
         if stage.enter is not None:
@@ -388,11 +391,12 @@ class Trainer:
                         saved = self._save(logs)
                     self._on_step(self.step)
         if not last:  # nothing was left to do
-            last = self.parallel.told(logs.last() if logs is not None else None)
+            last = self.parallel.broadcast(logs.last() if logs is not None else None)
+        assert saved is not None  # the last step is saved
         return Result(self.step, saved, last)
 
     def _is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint after a step. Before another module is entered, that one is saved."""
+        """Whether there is a checkpoint after a step; before a stage with `enter` `_train` saves instead."""
         following = self._stage_at(step)
         if step < self.steps and following != self._stage and self.stages[following].enter is not None:
             return False
@@ -404,15 +408,15 @@ class Trainer:
         return Stream(stage.source, self.seed, stage.sequences, stage.tokens, sizes)
 
     def _counted(self, micro: Sequence[Batch]) -> tuple[dict[str, int], int]:
-        """(loss -> count over all of the step's micro-batches, "tokens" and "sequences" too; signal or 0).
+        """({loss, "tokens" and "sequences": count over all of the step's micro-batches}, signal or 0).
 
         Raises:
-            Exception: what `_failing_later` has kept of this process or of another one.
+            Exception: what `_failing_later` has kept, in this process or another.
         """
         names = sorted(micro[0].counts) if micro else []
         values = [sum(batch.counts[name] for batch in micro) for name in names]
         values += [sum(int(batch.lengths.sum()) for batch in micro), sum(len(b.lengths) for b in micro)]
-        # first what says whether the rest has a meaning
+        # first: after a failure the counts mean nothing
         flags = [int(self._failure is not None), *(int(self._signal == number) for number in _SIGNALS)]
         failed, *signals = self.parallel.summed(flags)
         if failed:
@@ -423,7 +427,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _failing_later(self) -> Iterator[None]:
-        """A block without exchange. What it raises, all processes raise where they exchange counts next."""
+        """A block without exchange. If it fails, all processes raise when they next exchange counts."""
         try:
             yield
         except Exception as error:
@@ -432,9 +436,9 @@ class Trainer:
     def _step(
         self, stage: Stage, micro: Sequence[Batch], counts: Mapping[str, int], measure: bool
     ) -> dict[str, Any]:
-        """One step of the optimizer; what the log says of it, if `measure`."""
+        """Take one step of the optimizer; returns its values for the log if `measure`, else nothing."""
         if self.parallel.kind == "ddp" and self.parallel.world > 1 and not self._warm:
-            # DDP settles the order of its sums by its first backward, so every beginning has one more
+            # DDP fixes the order of its sums in its first backward, so each start has one extra backward
             self._backward(micro[0], 0, counts, {}, False, exchange=True)
             unused = [
                 name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
@@ -474,7 +478,7 @@ class Trainer:
         measure: bool,
         exchange: bool,
     ) -> None:
-        """Forward and backward of micro-batch j of the step; `sums` gets its losses and right predictions."""
+        """Forward and backward of micro-batch j of the step; adds losses and right predictions to `sums`."""
         torch.manual_seed(_seed(self.seed, "step", self.step, j))
         device, host = self.parallel.device, torch.device("cpu")
         inputs = {key: _on(v, host if key in _ON_HOST else device) for key, v in batch.inputs.items()}
@@ -485,12 +489,11 @@ class Trainer:
             missing = losses.keys() - batch.counts.keys()
             if missing:
                 raise TrainingError(f"losses: {', '.join(sorted(missing))}: a loss without a count")
-            total = None
+            parts = []
             for name, loss in losses.items():
                 share = batch.counts[name] * self.parallel.world / max(counts[name], 1)
-                part = loss * (self.module.weights.get(name, 1.0) * share)
-                total = part if total is None else total + part
-            self.scaler.scale(total).backward()
+                parts.append(loss * (self.module.weights.get(name, 1.0) * share))
+            self.scaler.scale(functools.reduce(torch.add, parts)).backward()
         if measure:
             for name, loss in losses.items():
                 value = loss.detach().double() * batch.counts[name]
@@ -499,33 +502,30 @@ class Trainer:
                 sums[f"right {name}"] = sums.get(f"right {name}", 0) + value.double()
 
     def _clip(self, most: float | None) -> float:
-        """Clip the norm of all gradients together; the norm before.
+        """Clip the norm of all gradients together; returns the norm before clipping.
 
         Raises:
-            TrainingError: it is not finite, and no smaller scale can help.
+            TrainingError: the norm is not finite, and no smaller scale can help.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        value = float(norm)
+        value = float(whole(torch.nn.utils.get_total_norm(gradients)))
         if not math.isfinite(value):
             if self.scaler.is_enabled() and self.scaler.get_scale() > _LEAST_SCALE:
                 return value
             wrong = [p.grad is not None and not bool(torch.isfinite(local(p.grad)).all()) for p in parameters]
             raise self._not_finite(self.step + 1, parameters, wrong)
         if most is not None and value > most:
-            torch._foreach_mul_(gradients, most / (value + 1e-6))
+            _VF._foreach_mul_(gradients, most / (value + 1e-6))
         return value
 
     def _read_update(self) -> float:
-        """The norm of the last step's gradients, from the device; NaN without a step there.
+        """The norm of the last step's gradients, read from the device; NaN if there is none.
 
         Raises:
             TrainingError: the norm of this or an earlier step was not finite.
         """
-        found = None if self._update is None else self._update.read()
-        if found is None:
+        if self._update is None or (found := self._update.read()) is None:
             return math.nan
         self.totals["skipped"] += found.skipped
         if found.step is not None:
@@ -533,7 +533,7 @@ class Trainer:
         return found.norm
 
     def _not_finite(self, step: int, parameters: Sequence[Tensor], wrong: Sequence[bool]) -> TrainingError:
-        """The error of a step; `wrong` says of each parameter whether this process has a bad gradient."""
+        """The error of a step; `wrong`: for each parameter, whether this process has a bad gradient."""
         places = [i for i, count in enumerate(self.parallel.summed([int(each) for each in wrong])) if count]
         name = self.names[id(parameters[places[0]])] if places else "all parameters together"
         return TrainingError(f"step {step}: the gradient of {name} is not finite; nothing was updated")
@@ -541,7 +541,7 @@ class Trainer:
     def _computed(
         self, sums: Mapping[str, Tensor], counts: Mapping[str, int], lr: float, norm: float
     ) -> dict[str, Any]:
-        """What the log says of a step."""
+        """A step's values for the log."""
         keys = list(sums)
         values = self.parallel.added(torch.stack([sums[key].to(torch.float64) for key in keys])).tolist()
         found = dict(zip(keys, values, strict=True))
@@ -567,7 +567,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block that writes into the run's directory; a full disk is a CheckpointError."""
+        """A block that writes into the run's directory; turns an OSError into a CheckpointError."""
         try:
             yield
         except OSError as error:
@@ -609,7 +609,7 @@ class Trainer:
         return self.output / checkpoints.name_of(self.step)
 
     def _decisive(self) -> dict[str, Any]:
-        """What the result depends on, whatever `config` says."""
+        """What the result depends on besides `config`."""
         hashes = [stage.source.hash for stage in self.stages]
         return {"seed": self.seed, "dtype": str(self.dtype).removeprefix("torch."), "sources": hashes}
 
@@ -621,7 +621,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """A signal that ends a process is noted, and the run ends after the step."""
+        """A block in which a signal of `_SIGNALS` ends the run after the current step."""
         self._signal = None
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -629,7 +629,8 @@ class Trainer:
 
         def note(number: int, frame: object) -> None:
             self._signal = number
-            signal.signal(number, before[number])  # a second one does what it did before
+            # a second signal has its usual effect
+            signal.signal(number, before[number])
 
         before: dict[int, Any] = {}
         for number in _SIGNALS:
@@ -650,7 +651,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_real(value: object) -> bool:
+def _is_real(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -669,7 +670,7 @@ def _seed(*parts: object) -> int:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """An array of a batch as a tensor on the device; anything else as it is."""
+    """An array of a batch as a tensor on the device; other values unchanged."""
     return send(torch.from_numpy(value), device) if isinstance(value, np.ndarray) else value
 
 

@@ -1,8 +1,8 @@
 """Freed memory that a process keeps for its next training step.
 
-Every step takes and frees the same gradients and activations. glibc returns what lies free at the end of its
-heap to the system, and each page that comes back is a fault, which costs more than to write it: a step of
-BERT-base on a CPU takes 110,000 of them (csrc/cpu/NOTES.md).
+Every step allocates and frees the same gradients and activations. glibc returns free memory at the end of its
+heap to the system. Each page that is allocated again costs a page fault, which takes longer than writing the
+page: a step of BERT-base on a CPU has 110,000 faults (csrc/cpu/NOTES.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 # <malloc.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# What glibc itself goes up to, and the most that its function takes
+# the limits that glibc itself goes up to, and the largest that mallopt accepts
 _USUAL = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
 _KEPT = dict.fromkeys(_USUAL, 2**31 - 1)
 
@@ -34,11 +34,10 @@ def _limit(library: ctypes.CDLL, limits: dict[int, int]) -> None:
 
 @contextlib.contextmanager
 def kept_memory() -> Iterator[None]:
-    """A context in which the process keeps the memory that it frees, and takes it again; then it returns it.
+    """A context in which the process keeps freed memory for reuse; at its end the memory is returned.
 
-    For steps of training on a CPU, around all of them. The most memory in use at one time does not change;
-    between steps the process holds it. Nothing changes where malloc is not glibc's, or where GLIBC_TUNABLES
-    or MALLOC_… say what it keeps.
+    Put it around all training steps on a CPU. The peak memory does not change, but the process holds it
+    between steps. Nothing changes if malloc is not glibc's, or if GLIBC_TUNABLES or MALLOC_… set its limits.
     """
     library = _glibc()
     if library is None:

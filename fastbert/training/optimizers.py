@@ -26,8 +26,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch.optim import Optimizer
+
+from fastbert.training.update import whole
 
 KINDS = ("adamw", "adamw-google", "lamb")
 
@@ -38,8 +40,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     A shared parameter is in one group. Parameters that need no gradient are left out.
 
     Args:
-        model: whose parameters are optimized.
-        weight_decay: of the others; >= 0.
+        model: the model whose parameters are optimized.
+        weight_decay: decay of all other parameters; >= 0.
     """
     decayed: dict[Tensor, None] = {}
     plain: dict[Tensor, None] = {}
@@ -66,8 +68,9 @@ def optimizer(
     """An optimizer of `KINDS`; see the module.
 
     Args:
+        kind: one of `KINDS`.
         groups: parameters, or groups such as `decay_groups` makes.
-        lr, betas, eps, weight_decay: where a group does not say.
+        lr, betas, eps, weight_decay: values for groups that have none of their own.
 
     Raises:
         ValueError: naming the argument.
@@ -90,7 +93,7 @@ def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: floa
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, whose step takes the host half the time: it looks at each parameter once.
+    """torch's fused AdamW with half the host time per step: it looks at each parameter once.
 
     States, results and checkpoints are torch's.
 
@@ -112,7 +115,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, **options, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch's. ValueError for `amsgrad`, which no recipe has."""
+        """As in torch; ValueError for `amsgrad`, which no recipe has."""
         if param_group.get("amsgrad"):
             raise ValueError("amsgrad: expected False, got True")
         super().add_param_group(param_group)
@@ -122,7 +125,7 @@ class AdamW(torch.optim.AdamW):
         """One step. Parameters without a gradient stay as they are.
 
         Returns:
-            What `closure` returns, if one is given; it computes the loss anew, with gradients.
+            What `closure` returns, if there is one; it computes the loss anew, with gradients.
         """
         found = None
         if closure is not None:
@@ -147,14 +150,14 @@ class AdamW(torch.optim.AdamW):
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         means, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         (beta1, beta2), device = group["betas"], params[0].device
-        # what a loss scaler has found
+        # set by a loss scaler
         scale, bad = (
             None if t is None else t.to(device, non_blocking=True)
             for t in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         )
-        torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(
-            *(params, [p.grad for p in params], means, squares, [], self._corrected_by(steps)),
+        _VF._foreach_add_(steps, 1)
+        _VF._fused_adamw_(
+            *(params, _gradients(params), means, squares, [], self._corrected_by(steps)),
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -166,8 +169,8 @@ class AdamW(torch.optim.AdamW):
             found_inf=bad,
         )
         if bad is not None:
-            # 1 where what is not finite was found: then no step was taken
-            torch._foreach_sub_(steps, [bad] * len(steps))
+            # `bad` is 1 if a gradient was not finite: then no step was taken
+            _VF._foreach_sub_(steps, [bad] * len(steps))
 
     def _corrected_by(self, steps: list[Tensor]) -> list[Tensor]:
         """The steps by which the bias is corrected."""
@@ -177,8 +180,8 @@ class AdamW(torch.optim.AdamW):
 class GoogleAdamW(AdamW):
     """AdamW as google-research/bert has it, without correction of the bias; see the module.
 
-    It is torch's fused AdamW at a step so late that both corrections are 1, exactly. The same sums tensor by
-    tensor take several times as long on a CPU, most of it for memory that is new in each step.
+    It is torch's fused AdamW at a step so late that both corrections are exactly 1. The same sums tensor by
+    tensor take several times as long on a CPU; most of that time goes to memory that is new in each step.
     """
 
     _LATE = 2.0**30  # beta ** _LATE is 0 for a beta up to 1 - 2**-20
@@ -189,7 +192,7 @@ class GoogleAdamW(AdamW):
 
 
 class Lamb(Optimizer):
-    """LAMB; see the module. The norms of a sharded parameter are those of the whole.
+    """LAMB; see the module. The norm of a sharded parameter is taken over all its shards.
 
     Args:
         params: parameters or groups.
@@ -212,7 +215,7 @@ class Lamb(Optimizer):
         """One step. Parameters without a gradient stay as they are.
 
         Returns:
-            What `closure` returns, if one is given; it computes the loss anew, with gradients.
+            What `closure` returns, if there is one; it computes the loss anew, with gradients.
         """
         loss = None
         if closure is not None:
@@ -223,9 +226,10 @@ class Lamb(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+            grads = _gradients(params)
+            if any(grad.is_sparse for grad in grads):
+                raise TypeError(f"{type(self).__name__}: expected dense gradients, got a sparse one")
             for p in params:
-                if p.grad.is_sparse:
-                    raise TypeError(f"{type(self).__name__}: expected dense gradients, got a sparse one")
                 if not self.state[p]:
                     self.state[p].update(
                         step=torch.zeros((), dtype=torch.float32),  # on the host: nothing waits for it
@@ -234,10 +238,9 @@ class Lamb(Optimizer):
                     )
             means = [self.state[p]["exp_avg"] for p in params]
             squares = [self.state[p]["exp_avg_sq"] for p in params]
-            grads = [p.grad for p in params]
-            torch._foreach_lerp_(means, grads, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            _VF._foreach_lerp_(means, grads, 1 - beta1)
+            _VF._foreach_mul_(squares, beta2)
+            _VF._foreach_addcmul_(squares, grads, grads, 1 - beta2)
             steps = []
             for p in params:
                 self.state[p]["step"] += 1
@@ -254,22 +257,26 @@ class Lamb(Optimizer):
         steps: list[int],
     ) -> None:
         beta1, beta2 = group["betas"]
-        scale = torch._foreach_div(squares, [1 - beta2**t for t in steps])
-        torch._foreach_sqrt_(scale)
-        torch._foreach_add_(scale, group["eps"])
-        updates = torch._foreach_div(means, scale)
-        torch._foreach_div_(updates, [1 - beta1**t for t in steps])
+        scale = _VF._foreach_div(squares, [1 - beta2**t for t in steps])
+        _VF._foreach_sqrt_(scale)
+        _VF._foreach_add_(scale, group["eps"])
+        updates = _VF._foreach_div(means, scale)
+        _VF._foreach_div_(updates, [1 - beta1**t for t in steps])
         if not group["weight_decay"]:
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            _VF._foreach_add_(params, updates, alpha=-group["lr"])
             return
-        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        _VF._foreach_add_(updates, params, alpha=group["weight_decay"])
         for p, update in zip(params, updates, strict=True):
             of_weight, of_update = _norm(p), _norm(update)
             ratio = torch.where((of_weight > 0) & (of_update > 0), of_weight / of_update, 1.0)
             p.sub_(update * (group["lr"] * ratio).to(update.dtype))
 
 
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
 def _norm(t: Tensor) -> Tensor:
-    """The Euclidean norm, of all shards of a sharded tensor."""
-    norm = torch.linalg.vector_norm(t, dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    """The Euclidean norm, over all shards of a sharded tensor."""
+    dtype = torch.float64 if t.dtype == torch.float64 else torch.float32
+    return whole(torch.linalg.vector_norm(t, dtype=dtype))

@@ -1,17 +1,17 @@
-"""One process, or several started by torchrun: which one this is, and what they exchange.
+"""One process, or several started by torchrun: the number of this process, and what all exchange.
 
     none    one process
     ddp     every process has all weights; gradients are averaged (DistributedDataParallel)
     fsdp    every process has a share of each weight, gradient and moment (FSDP2: `fully_shard` of each layer)
 
-Integers that decide something (counts, whether to stop) go through a group of their own on the host, so no
-GPU is waited for.
+Integers that decide something (counts, whether to stop) go through a group of their own on the host, so the
+host does not wait for a GPU.
 
-All processes see the run's directory. An error of one in loading, logging or saving is raised by all. An
-error inside of a step ends its own process, and torchrun ends the others, which wait for it.
+All processes see the run's directory. If loading, logging or saving fails in one process, all processes raise
+the error. An error inside a step ends its own process, and torchrun ends the processes that wait for it.
 
-fsdp hooks each layer, and a hooked layer computes all of its rows. So a classifier that needs only the first
-tokens of its last layer draws other dropout masks there under fsdp than under ddp.
+fsdp hooks each layer, and a hooked layer computes all of its rows. So if a classifier needs only the first
+tokens of its last layer, its dropout masks there differ between fsdp and ddp.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Parallel:
     """This process among those that train together.
 
     Args:
-        kind: of `KINDS`; None: ddp if torchrun has started several processes, else none.
+        kind: one of `KINDS`; None: ddp if torchrun has started several processes, else none.
         device: where the model is; None: a GPU of this process's own if there is one, else the CPU.
-        dtype: of the products, for fsdp, which gathers the weights in it.
-        bucket_mb: of the gradients that ddp sends together, in MiB; None: PyTorch's choice.
+        dtype: dtype of the products; fsdp gathers the weights in it.
+        bucket_mb: size, in MiB, of the gradients that ddp sends together; None: PyTorch's choice.
 
     Attributes:
         kind, device: as chosen.
-        rank, world: number of this process, and of all.
-        waits: whether the host waits where it reads a number from the device.
+        rank, world: number of this process, and number of all processes.
+        waits: whether the host waits for the device when it reads a number from there.
 
     Raises:
         ValueError: naming the argument.
@@ -83,7 +83,8 @@ class Parallel:
             raise ValueError(f"bucket_mb: expected a number > 0, or None, got {bucket_mb!r}")
         self.waits = self.device.type != "cpu"
         self.dtype, self.bucket_mb = dtype, bucket_mb
-        self._mesh, self._host, self._began = None, None, False
+        self._mesh, self._began = None, False
+        self._host: Any = None  # a ProcessGroup, which torch's functions annotate in several ways
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.kind != "none":
@@ -98,16 +99,16 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and says what happens."""
+        """Whether this process writes files and reports progress."""
         return self.rank == 0
 
     def close(self) -> None:
-        """End what `__init__` has begun."""
+        """End the process group, if `__init__` has started it."""
         if self._began:
             dist.destroy_process_group()
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module to call: `module` itself, with its gradients averaged over all processes."""
+        """The module to call instead of `module`; gradients are averaged over all processes."""
         if self.kind == "ddp":
             # without device_ids: it would move lengths that the loop leaves on the host
             return nn.parallel.DistributedDataParallel(
@@ -129,8 +130,13 @@ class Parallel:
         return module
 
     @contextlib.contextmanager
-    def exchanging(self, wrapped: nn.Module, exchange: bool) -> Iterator[None]:
-        """Whether a backward in this block exchanges its gradients, or only adds them to those it finds."""
+    def exchanging(self, wrapped: Any, exchange: bool) -> Iterator[None]:
+        """A block whose backwards exchange gradients; unless `exchange`, they only accumulate.
+
+        Args:
+            wrapped: what `wrap` has returned.
+            exchange: whether to exchange.
+        """
         if self.kind == "ddp" and not exchange:
             with wrapped.no_sync():
                 yield
@@ -153,21 +159,14 @@ class Parallel:
             dist.all_reduce(values)
         return values
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor that may be sharded, whole. All processes call it."""
-        tensor = tensor.detach()
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
-        return tensor
-
-    def fill(self, target: Tensor, value: Tensor) -> None:
+    def fill(self, target: Any, value: Tensor) -> None:
         """Copy a whole value into a tensor that may be sharded."""
         with torch.no_grad():
             if hasattr(target, "device_mesh"):
                 from torch.distributed.tensor import distribute_tensor
 
                 value = value.to(device=self.device, dtype=target.dtype)
-                # every process has read the value itself
+                # without a source rank: every process has read the value itself
                 value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(value)
 
@@ -177,8 +176,8 @@ class Parallel:
         self.fill(made, value)
         return made
 
-    def told(self, value: Any) -> Any:
-        """What the first process says."""
+    def broadcast(self, value: Any) -> Any:
+        """The first process's value, in all processes."""
         if self.kind == "none":
             return value
         values = [value]
@@ -187,7 +186,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def alike(self) -> Iterator[None]:
-        """A block without exchange, which ends for all processes alike: what one raises, all raise."""
+        """A block without exchange. If it fails in one process, all processes raise the error."""
         error = None
         try:
             yield
@@ -196,20 +195,20 @@ class Parallel:
         self.raise_any(error)
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise the error of this process, or that of the first process that has one. All processes call it.
+        """Raise this process's error, else that of the first process with an error. All processes call it.
 
         Raises:
-            Exception: `error`, or one of another process's text; of its type, if it is Python's or ours and
-                takes a text alone, else a RuntimeError.
+            Exception: `error`, or a copy of another process's error. The copy has the same type if that is
+                Python's or ours and takes only a text, else it is a RuntimeError.
         """
         if self.kind != "none":
             kind = type(error)
             known = kind.__module__.partition(".")[0] in ("builtins", "fastbert")
             if error is not None and not (known and error.args == (str(error),)):
                 kind = RuntimeError
-            told: list[Any] = [None] * self.world
-            dist.all_gather_object(told, None if error is None else (kind, str(error)), group=self._host)
+            found: list[Any] = [None] * self.world
+            dist.all_gather_object(found, None if error is None else (kind, str(error)), group=self._host)
             if error is None:
-                error = next((kind(text) for kind, text in filter(None, told)), None)
+                error = next((kind(text) for kind, text in filter(None, found)), None)
         if error is not None:
             raise error

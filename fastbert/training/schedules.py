@@ -21,7 +21,7 @@ class Schedule:
     """A learning rate for each step; see the module.
 
     Attributes:
-        kind: of `KINDS`.
+        kind: one of `KINDS`.
         lr: the largest learning rate.
         steps: T, >= 1.
         warmup: W, in steps; a number below 1 is a share of T.
@@ -53,11 +53,11 @@ class Schedule:
         if not 0 <= self.final_share <= 1:
             raise ValueError(f"final_share: expected a number in [0, 1], got {self.final_share!r}")
         if self.final_share and self.kind != "linear":
-            raise ValueError(f"final_share: is of linear; {self.kind} has none")
+            raise ValueError(f"final_share: only linear has it, got kind {self.kind!r}")
         if not 0 < self.power < math.inf:
             raise ValueError(f"power: expected a finite number > 0, got {self.power!r}")
         if self.power != 0.5 and self.kind != "poly":
-            raise ValueError(f"power: is of poly; {self.kind} has none")
+            raise ValueError(f"power: only poly has it, got kind {self.kind!r}")
 
     @property
     def warmup_steps(self) -> float:
@@ -65,7 +65,7 @@ class Schedule:
         return self.warmup * self.steps if self.warmup < 1 else self.warmup
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 0; from `steps` on that of the end."""
+        """The learning rate of a step, counted from 0; from `steps` on, the final rate."""
         if step < 0:
             raise ValueError(f"step: expected an integer >= 0, got {step!r}")
         warm, last = self.warmup_steps, self.steps

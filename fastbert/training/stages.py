@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbert.training.module import Losses
 from fastbert.training.optimizers import decay_groups, optimizer
 from fastbert.training.schedules import Schedule
 from fastbert.training.stream import Source, Stream
@@ -21,34 +22,36 @@ class Stage:
     """Some steps with one module, one source and one size of batch.
 
     Attributes:
-        steps: how many.
-        source: of the examples.
-        build: makes the module that is trained, with its first weights; see `loop.py`.
+        steps: number of steps.
+        source: where the examples come from.
+        build: makes the module that is trained, with its first weights.
         schedule: the learning rate of a step.
-        micro_batches: of each step, all processes together.
-        sequences, tokens: of a micro-batch; see `Stream`.
-        first_micro_batch: of the stream. A stage that goes on with the stage before's source goes on there.
-        first_step: of `schedule` at the stage's first step.
-        enter: fills the new module from the stage before's, or None: the stage before's module goes on.
+        micro_batches: number of micro-batches per step, of all processes together.
+        sequences, tokens: size of a micro-batch; see `Stream`.
+        first_micro_batch: number, in the stream, of the stage's first micro-batch. A stage that continues the
+            previous stage's source starts where that stage stopped.
+        first_step: the step of `schedule` at which the stage starts.
+        enter: fills the new module from the previous stage's module; None: the previous module is trained
+            further.
         moments: with `enter`: (the optimizer's state as {"name/key": value}, old module, new module) -> the
-            state to begin with; None: the optimizer begins anew.
-        fresh_optimizer: whether the optimizer begins anew without `enter`.
-        options: of `optimizers.optimizer`: kind, betas, eps, weight_decay.
+            state to begin with; None: the optimizer starts anew.
+        fresh_optimizer: whether the optimizer starts anew without `enter`.
+        options: arguments of `optimizers.optimizer`: kind, betas, eps, weight_decay.
         groups: the parameter groups of a module; a group may have an `lr_scale`.
-        clip: the largest norm of all gradients together; None: not clipped.
+        clip: the largest norm of all gradients together; None: no clipping.
     """
 
     steps: int
     source: Source
-    build: Callable[[], nn.Module]
+    build: Callable[[], Losses]
     schedule: Schedule
     micro_batches: int = 1
     sequences: int | None = None
     tokens: int | None = None
     first_micro_batch: int = 0
     first_step: int = 0
-    enter: Callable[[nn.Module, nn.Module], None] | None = None
-    moments: Callable[[dict[str, Tensor], nn.Module, nn.Module], dict[str, Tensor]] | None = None
+    enter: Callable[[Losses, Losses], None] | None = None
+    moments: Callable[[dict[str, Tensor], Losses, Losses], dict[str, Tensor]] | None = None
     fresh_optimizer: bool = False
     options: Mapping[str, Any] = field(default_factory=lambda: {"kind": "adamw"})
     groups: Callable[[nn.Module, float], list[dict[str, Any]]] = decay_groups
@@ -63,20 +66,20 @@ class Stage:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
-        Stream(self.source, 0, self.sequences, self.tokens)  # what is wrong is said now, not at this stage
+        Stream(self.source, 0, self.sequences, self.tokens)  # raises now, not when the stage begins
         optimizer(**{"kind": "adamw", **self.options}, groups=[nn.Parameter(torch.zeros(1))])
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip: expected a number > 0, or None, got {self.clip!r}")
 
 
 def check_order(stages: Sequence[Stage]) -> None:
-    """Raise ValueError unless each stage can follow the one before."""
+    """Raise ValueError unless each stage can follow the previous one."""
     if stages[0].enter is not None:
-        raise ValueError("enter: expected None in the first stage, which follows no other")
+        raise ValueError("enter: expected None in the first stage, which has no previous stage")
     for before, stage in itertools.pairwise(stages):
         fresh = stage.enter is not None or stage.fresh_optimizer
         if not fresh and dict(stage.options) != dict(before.options):
             raise ValueError(
-                "options: expected those of the stage before, whose optimizer goes on, "
+                "options: expected those of the previous stage, whose optimizer is kept, "
                 f"{dict(before.options)!r}, got {dict(stage.options)!r}"
             )

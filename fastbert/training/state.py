@@ -4,7 +4,7 @@
     heads.safetensors          all other parameters of the module that is trained
     optimizer.safetensors      "parameter/key": the optimizer's state
 
-All values are whole, however the processes share them, so any number and kind of processes reads them.
+All values are whole, however the processes share them. So any number and kind of processes can read them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 import fastbert.checkpoint.save as model_files
 from fastbert.checkpoint.files import SAFETENSORS, CheckpointError
+from fastbert.training.module import Losses
 from fastbert.training.parallel import Parallel
+from fastbert.training.update import whole
 
 HEADS, MOMENTS = "heads.safetensors", "optimizer.safetensors"
 
@@ -28,41 +30,41 @@ class State:
 
     Args:
         parallel: the processes.
-        module: that is trained; see `loop.py`.
-        optimizer: of the module.
+        module: the module that is trained.
+        optimizer: the module's optimizer.
         names: identity of a parameter -> its name in the module.
     """
 
     def __init__(
-        self, parallel: Parallel, module: nn.Module, optimizer: Optimizer, names: Mapping[int, str]
+        self, parallel: Parallel, module: Losses, optimizer: Optimizer, names: Mapping[int, str]
     ) -> None:
         self.parallel, self.module, self.optimizer, self.names = parallel, module, optimizer, names
 
     def parameters(self, everywhere: bool = True) -> dict[str, Tensor]:
-        """name -> value of each parameter, whole, on the CPU; a shared one under its first name.
+        """name -> value of each parameter, whole, on the CPU; a shared parameter under its first name.
 
-        All processes call it. Unless `everywhere`, only the first one gets the values.
+        All processes call it. Unless `everywhere`, only the first process returns the values.
         """
         found = {}
         for name, p in self.module.named_parameters():
-            value = self.parallel.whole(p)
+            value = whole(p.detach())
             if everywhere or self.parallel.is_first:
                 found[name] = value.cpu()
         return found
 
     def moments(self, everywhere: bool = True) -> dict[str, Tensor]:
-        """ "name/key" -> value of the optimizer's state, whole, on the CPU; as `parameters`."""
+        """ "name/key" -> value of the optimizer's state, whole, on the CPU; called as `parameters` is."""
         found = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 for key, value in self.optimizer.state.get(p, {}).items():
-                    value = self.parallel.whole(value)
+                    value = whole(value.detach())
                     if everywhere or self.parallel.is_first:
                         found[f"{self.names[id(p)]}/{key}"] = value.cpu()
         return found
 
     def _write_models(self, folder: Path, state: Mapping[str, Tensor]) -> set[str]:
-        """Write the models that are exported; the names of their parameters within the module."""
+        """Write the models that are exported; returns the names of their parameters within the module."""
         by_parameter = {id(p): name for name, p in self.module.named_parameters()}
         written = set()
         for name, model in self.module.exports.items():
@@ -94,7 +96,7 @@ class State:
         self.fill_moments(load_file(folder / MOMENTS))
 
     def fill_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Give the optimizer a state, "name/key" -> whole value; names without one begin anew."""
+        """Load "name/key" -> whole value into the optimizer; a name without a value starts anew."""
         state, number = {}, 0
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -113,7 +115,8 @@ class State:
         """Write the files of a checkpoint.
 
         Args:
-            state, moments: of `parameters` and `moments`.
+            folder: where to write them.
+            state, moments: what `parameters` and `moments` return.
         """
         shared = self._write_models(folder, state)
         heads = {key: value.contiguous() for key, value in state.items() if key not in shared}

@@ -1,11 +1,11 @@
 """What is trained on: the examples of all epochs in one stream, cut into micro-batches.
 
     source      makes the examples of an epoch; knows their lengths before it makes any
-    stream      epoch after epoch, each in an order of its own; what an epoch leaves over begins with the next
+    stream      epoch after epoch, each in an order of its own; a micro-batch may span two epochs
     micro-batch number m of the stream: `sequences` examples, or all that begin among `tokens` tokens
 
 Everything is a function of (source, seed, m). So which process or worker makes a micro-batch changes nothing,
-and a run that goes on at step s asks for the micro-batches from s x (micro-batches per step) on.
+and a run that resumes at step s asks for the micro-batches from s x (micro-batches per step) on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,13 +29,12 @@ from fastbert.training.draws import Order, key_of
 
 
 class Plan(Protocol):
-    """One epoch of a source.
+    """One epoch of a source."""
 
-    Attributes:
-        lengths: (n,) integers, the tokens of each example.
-    """
-
-    lengths: np.ndarray
+    @property
+    def lengths(self) -> np.ndarray:
+        """(n,) integers, the tokens of each example."""
+        ...
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Batch:
 
     Attributes:
         inputs: what the trained module's `forward` takes: arrays and numbers.
-        counts: loss -> of how many tokens or sequences it is the mean.
+        counts: loss -> number of tokens or sequences that it is the mean of.
         lengths: (n,) integers, the tokens of each sequence.
     """
 
@@ -54,22 +53,24 @@ class Batch:
 
 
 class Source(Protocol):
-    """Where examples come from. It is copied to worker processes, so it holds arrays and files, no model.
+    """Where examples come from. It is copied to worker processes, so it holds arrays and files, no model."""
 
-    Attributes:
-        hash: of everything that the examples depend on besides the seed.
-    """
-
-    hash: str
+    @property
+    def hash(self) -> str:
+        """Hash of everything that the examples depend on besides the seed."""
+        ...
 
     def plan(self, epoch: int) -> Plan:
         """The epoch's examples and their lengths."""
+        ...
 
-    def example(self, plan: Plan, epoch: int, index: int) -> Any:
+    # The plan and the examples are what the source itself has made.
+    def example(self, plan: Any, epoch: int, index: int) -> Any:
         """One example of the epoch."""
 
     def collate(self, examples: Sequence[Any]) -> Batch:
         """A micro-batch of examples."""
+        ...
 
 
 @dataclass
@@ -77,18 +78,19 @@ class _Epoch:
     """An epoch within the stream.
 
     Attributes:
-        number: from 0 on.
-        plan: the source's.
+        number: number of the epoch, from 0 on.
+        plan: the source's plan.
         order: place -> example.
         first: place of its first example in the stream.
-        begins: (n,) the token of the stream at which the example at each place begins; None if not needed.
+        begins: (n,) the token of the stream at which the example at each place begins; empty unless a
+            micro-batch is counted in tokens.
     """
 
     number: int
     plan: Plan
     order: Order
     first: int
-    begins: np.ndarray | None
+    begins: np.ndarray
 
 
 @dataclass
@@ -96,13 +98,13 @@ class Stream:
     """The micro-batches of a source; see the module.
 
     Attributes:
-        source: of the examples.
-        seed: of the order; the source has the seed of the examples.
-        sequences: examples in a micro-batch; or
-        tokens: in a micro-batch, on average: it has the examples that begin among its tokens, so it can be
-            longer or shorter by less than one example.
-        sizes: (examples, tokens) of the epochs that are known. They follow from the source; a checkpoint
-            keeps them, because to count the examples of an epoch takes a plan.
+        source: where the examples come from.
+        seed: seed of the order; the source has the seed of the examples.
+        sequences: number of examples in a micro-batch. Exactly one of `sequences` and `tokens` is set.
+        tokens: mean number of tokens in a micro-batch. It has the examples that begin among its tokens, so it
+            can be longer or shorter by less than one example.
+        sizes: (examples, tokens) of each epoch that is known. They follow from the source; a checkpoint
+            keeps them, because counting the examples of an epoch takes a plan.
 
     Raises:
         ValueError: naming the attribute.
@@ -146,8 +148,9 @@ class Stream:
                 found += [(epoch.number, int(i)) for i in epoch.order[places]]
                 at += len(places)
             return found
-        begin, end = number * self.tokens, (number + 1) * self.tokens
-        at = begin
+        assert self.tokens is not None
+        at = begin = number * self.tokens
+        end = begin + self.tokens
         while at < end:
             epoch = self._at(at, 1)
             first, last = np.searchsorted(epoch.begins, [begin, end])
@@ -172,7 +175,7 @@ class Stream:
         return self._epoch(bisect.bisect_right(ends, position))
 
     def _epoch(self, number: int) -> _Epoch:
-        """An epoch; the last two that were asked for are kept."""
+        """An epoch; the last two that were read are kept."""
         for kept in self._kept:
             if kept.number == number:
                 return kept
@@ -186,11 +189,11 @@ class Stream:
                 f"tokens: expected at least the longest example, {lengths.max()}, got {self.tokens}"
             )
         if number < len(self.sizes) and self.sizes[number] != size:
-            raise ValueError(f"sizes: epoch {number} has {size}, but {self.sizes[number]} was kept of it")
+            raise ValueError(f"sizes: epoch {number} has {size}, but the checkpoint has {self.sizes[number]}")
         if number == len(self.sizes):
             self.sizes.append(size)
         order = Order(size[0], key_of(self.source.hash, self.seed, "order", number))
-        begins = None
+        begins = np.empty(0, np.int64)
         if self.tokens is not None:
             ordered = lengths[order[np.arange(size[0])]].astype(np.int64)
             begins = np.cumsum(ordered) - ordered + sum(tokens for _, tokens in self.sizes[:number])
@@ -206,7 +209,7 @@ class _Numbered(torch.utils.data.Dataset):
         self.stream = stream
 
     def __getitem__(self, number: int) -> tuple[Batch, list[tuple[int, int]]] | Exception:
-        """The micro-batch and the sizes of the stream; or an error, which the parent raises as it is."""
+        """The micro-batch and the sizes of the stream; or an error, which the parent raises unchanged."""
         try:
             return self.stream.batch(number), self.stream.sizes
         except Exception as error:
@@ -216,18 +219,20 @@ class _Numbered(torch.utils.data.Dataset):
 
 
 def _travels(error: Exception) -> bool:
-    """Whether an error is the same in another process."""
+    """Whether an error can be pickled and has the same text in another process."""
     try:
         return str(pickle.loads(pickle.dumps(error))) == str(error)
     except Exception:
         return False
 
 
-def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator[Batch]:
+def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Generator[Batch]:
     """The micro-batches of some numbers, in order.
 
     Args:
-        workers: processes that make them ahead; 0: this one makes each when it is asked for.
+        stream: where the micro-batches come from.
+        numbers: their numbers in the stream.
+        workers: processes that make them ahead; 0: this process makes each when it is read.
     """
     if workers == 0:
         yield from map(stream.batch, numbers)
@@ -258,8 +263,8 @@ def _unchanged(item: Any) -> Any:
 def _begin_worker(number: int) -> None:
     """A worker leaves signals to its parent, and ends with it.
 
-    A terminal and torchrun send theirs to all processes of a group. A worker that ended would take the step
-    and the checkpoint of its parent with it.
+    A terminal and torchrun send signals to all processes of a group. A worker that ended would cost its
+    parent the step and the checkpoint.
     """
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
@@ -270,17 +275,18 @@ def _begin_worker(number: int) -> None:
 def _end_with_parent() -> None:
     """End this process when its parent has ended.
 
-    PyTorch's own watch does not help a worker whose micro-batch fills the pipe: nobody reads it any more, and
-    the other workers hold it open.
+    PyTorch's own watch does not help a worker whose micro-batch fills the pipe: the pipe has no reader any
+    more, and the other workers hold it open.
     """
     above, parent = os.getppid(), multiprocessing.parent_process()
-    while os.getppid() == above and (parent is None or _runs(parent.pid)):
+    pid = parent and parent.pid
+    while os.getppid() == above and (pid is None or _runs(pid)):
         time.sleep(0.5)
     os._exit(1)
 
 
 def _runs(pid: int) -> bool:
-    if os.name != "posix":  # there the signal 0 would end it
+    if os.name != "posix":  # elsewhere signal 0 would end the process
         return True
     try:
         os.kill(pid, 0)

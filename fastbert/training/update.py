@@ -1,20 +1,21 @@
 """The end of a step without waiting for the device: clip all gradients, take the optimizer's step.
 
-The norm, the factor and the test whether the norm is finite stay on the device. Where it is not finite, the
-optimizer skips this step and all later ones on the device, so weights and moments stay those of the step
-before. The host sees it when it reads, and then knows which step and which gradients it was.
+The norm, the factor and the test whether the norm is finite stay on the device. If the norm is not finite,
+the optimizer skips this step and all later ones on the device, so weights and moments stay those of the
+previous step. When the host reads the record, it finds which step and which gradients were not finite.
 
-The numbers are those of a host that reads the norm: the factor is computed in float64 and rounded to the
-gradients' float32. It also multiplies gradients that need no clipping, by 1.
+The results equal those of a host that reads the norm: the factor is computed in float64 and rounded to the
+gradients' float32. Gradients that need no clipping are multiplied by 1.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _VF, Tensor
 from torch.optim import Optimizer
 
 
@@ -23,11 +24,11 @@ class Found:
     """What the host has read.
 
     Attributes:
-        norm: of all gradients together, before clipping, in the last step; in the first bad one if any.
+        norm: norm of all gradients together, before clipping, in the last step or in the first bad step.
         skipped: steps that the scaler has skipped since the last reading.
         step: the number of the first bad step, or None.
-        wrong: for each parameter, whether this process's share of its gradient had no finite norm there; it
-            may overflow where all elements are finite.
+        wrong: for each parameter, whether the norm of this process's share of its gradient was not finite in
+            that step. A norm may overflow though all elements are finite.
     """
 
     norm: float
@@ -46,7 +47,7 @@ class Update:
 
     Args:
         optimizer: one that `serves`.
-        scaler: of the gradients, if it is enabled; it skips bad steps itself, down to `least_scale`.
+        scaler: scaler of the gradients; if enabled, it skips bad steps itself, down to `least_scale`.
         least_scale: with the scaler at this scale or below, a step that is not finite stops the run.
         device: where the parameters are.
     """
@@ -54,7 +55,9 @@ class Update:
     def __init__(
         self, optimizer: Optimizer, scaler: torch.amp.GradScaler, least_scale: float, device: torch.device
     ) -> None:
-        self.optimizer, self.scaler, self.least_scale = optimizer, scaler, least_scale
+        # Any: GradScaler's protocol sets attributes that `Optimizer` does not declare
+        self.optimizer: Any = optimizer
+        self.scaler, self.least_scale = scaler, least_scale
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
@@ -67,8 +70,8 @@ class Update:
         """Clip the unscaled gradients to the norm `most` and update, unless a norm was not finite.
 
         Args:
-            number: of the step.
-            most: the norm to clip to, or None.
+            number: number of the step.
+            most: the norm to clip to; None: no clipping.
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = self._measured(number, gradients)
@@ -79,7 +82,7 @@ class Update:
             factor = torch.where(finite & (wide > most), factor, torch.ones_like(wide))
             if norm.dtype != torch.float64:
                 factor = factor.float()
-            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+            _VF._foreach_mul_([local(gradient) for gradient in gradients], factor)
         bad = finite.logical_not()
         if not self.scaler.is_enabled():
             self._stopped |= bad
@@ -101,10 +104,9 @@ class Update:
         if sharded:
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         else:
-            norms = list(torch._foreach_norm(gradients))
+            norms = list(_VF._foreach_norm(gradients))
         each = torch.stack(norms)
-        norm = torch.linalg.vector_norm(each)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = whole(torch.linalg.vector_norm(each))
         if sharded or len(gradients) < len(self.parameters):
             zero, left = torch.zeros_like(norm), iter(norms)
             each = torch.stack([zero if p.grad is None else local(next(left)) for p in self.parameters])
@@ -115,7 +117,7 @@ class Update:
         return norm
 
     def read(self) -> Found | None:
-        """Wait for the device, and what it has found; None if no step was taken yet."""
+        """Wait for the device; what it has found, or None if no step was taken yet."""
         if self._record is None:
             return None
         counts = torch.stack([self._stopped.double(), self._skipped])
@@ -125,6 +127,11 @@ class Update:
         return Found(norm, int(skipped), int(step) if stopped else None, wrong)
 
 
-def local(t: Tensor) -> Tensor:
-    """This process's share of a tensor."""
+def local(t: Any) -> Tensor:
+    """This process's share of a tensor that may be sharded."""
     return t.to_local() if hasattr(t, "to_local") else t
+
+
+def whole(t: Any) -> Tensor:
+    """All of a tensor that may be sharded. All processes call it."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t

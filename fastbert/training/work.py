@@ -5,7 +5,8 @@ as much backward):
 
     3 [Σ layers (2 (4 h² + 2 h f) Σ n + 4 h Σ n²) + 2 labelled h (h + V)]
 
-Where a token attends to some of the others only, such as those before it, these pairs stand for the n².
+Where a token attends to a part of its sequence only, such as earlier tokens, the number of these pairs
+replaces n².
 
 The roof is the rate of one large product in the same dtype on this device, measured when the run starts. MFU
 is work over the datasheet's peak, where the device is one of `PEAKS`.
@@ -44,14 +45,17 @@ def encoder_work(
     """Floating-point operations of a training step of an encoder on sequences of some lengths.
 
     Args:
-        rows: that the layers compute; None: one per token.
-        pairs: of a row and a row that it attends to; None: each token attends to all of its sequence.
+        lengths: (n,) integers, the tokens of each sequence.
+        hidden, layers, intermediate: sizes of the encoder.
+        rows: number of rows that the layers compute; None: one per token.
+        pairs: number of pairs of a row and a row that it attends to; None: each token attends to all of its
+            sequence.
     """
     n = np.asarray(lengths, np.float64)
     per_row = 2 * (4 * hidden**2 + 2 * hidden * intermediate)
-    rows = n.sum() if rows is None else rows
-    pairs = (n**2).sum() if pairs is None else pairs
-    return float(3 * layers * (per_row * rows + 4 * hidden * pairs))
+    all_rows = n.sum() if rows is None else rows
+    all_pairs = (n**2).sum() if pairs is None else pairs
+    return float(3 * layers * (per_row * all_rows + 4 * hidden * all_pairs))
 
 
 def vocabulary_work(labelled: int, hidden: int, vocabulary: int) -> float:
@@ -81,7 +85,7 @@ def _seconds(size: int, device: torch.device, dtype: torch.dtype, calls: int) ->
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)

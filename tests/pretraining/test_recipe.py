@@ -154,7 +154,7 @@ def test_a_changed_field_is_the_only_change():
         ("masking.unit", "letter", r"masking \(phase 0\): unit: expected one of token"),
         ("masking.random_specials", 1, r"masking\.random_specials: expected true or false, got 1"),
         ("format.kind", {}, r"format\.kind: expected one of segment-pairs, full-sentences"),
-        ("schedule.power", 2, r"schedule \(phase 0\): power: is of poly"),
+        ("schedule.power", 2, r"schedule \(phase 0\): power: only poly has it"),
         ("optimizer.betas", ["a", 0], "optimizer: betas: expected two numbers"),
         ("optimizer.kind", "sgd", r"optimizer: kind: expected one of adamw, adamw-google, lamb, got 'sgd'"),
         ("dropout", 1, r"dropout: expected a number in \[0, 1\), or null, got 1"),

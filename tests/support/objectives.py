@@ -18,7 +18,8 @@ from torch import Tensor
 from fastbert import testing
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import Corpus
-from fastbert.pretraining.objectives.masked import Losses, Objective
+from fastbert.pretraining.objectives.masked import Objective
+from fastbert.training.module import Losses
 from fastbert.training.stream import Batch
 from tests.support.hf_models import unit_scale
 

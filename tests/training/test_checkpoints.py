@@ -282,7 +282,7 @@ def test_a_run_goes_on_before_the_damage(name, kind, whole, tmp_path):
     assert made.step == 6
     assert digests(run) == expected
     assert said[0].startswith(f"not usable: {path}: ")
-    assert said[1] == f"{run / 'step-000004'}: goes on from step 4"
+    assert said[1] == f"{run / 'step-000004'}: resumes from step 4"
     assert len(said) == 2
     assert checkpoints.newest(run) == (run / "step-000006", [])
 
@@ -357,7 +357,7 @@ def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
 def test_what_must_not_change(whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole[0], run)
-    go_on = "; go on with its own value, or use another directory"
+    go_on = "; resume with its own value, or use another directory"
     config = {"steps": 6, "model": {"layers": 2, "dropout": [0.1, None]}}
     for options, says in (
         ({"config": {"steps": 7}}, f"steps: the run in {run} has 6, got 7{go_on}"),

@@ -531,7 +531,7 @@ def test_bad_arguments_are_named(tmp_path):
         ({"workers": -1}, "workers: expected an integer >= 0, got -1"),
         ({"seed": "3"}, "seed: expected an integer, got '3'"),
         ({"config": {"lr": float("nan")}}, "config: expected values of JSON: .*not JSON compliant"),
-        ({"stages": two_stages(options={"kind": "lamb"})}, "options: expected those of the stage before"),
+        ({"stages": two_stages(options={"kind": "lamb"})}, "options: expected those of the previous stage"),
     ):
         with pytest.raises(ValueError, match=match):
             trainer(tmp_path / "run", **values)

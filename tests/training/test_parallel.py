@@ -170,7 +170,7 @@ def test_resumed_bits_equal(tmp_path, name, what):
         assert ended.value.codes[-1] == -signal.SIGKILL
     answers = train(tmp_path / "run", name, **options)
     assert set(ends(answers)) == {"done"}
-    assert "goes on from step 2" in " ".join(answers[0]["said"])
+    assert "resumes from step 2" in " ".join(answers[0]["said"])
     assert runs.bits(tmp_path / "run") == expected
 
 

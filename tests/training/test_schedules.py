@@ -55,8 +55,8 @@ def test_mosaics_end():
         ({"kind": "cosine"}, "kind: expected one of constant, linear, linear-google, poly"),
         ({"steps": 0}, "steps: expected an integer >= 1, got 0"),
         ({"warmup": 11}, r"warmup: expected steps in \[0, 10\]"),
-        ({"kind": "poly", "final_share": 0.1}, "final_share: is of linear; poly has none"),
-        ({"power": 1.0}, "power: is of poly; linear has none"),
+        ({"kind": "poly", "final_share": 0.1}, "final_share: only linear has it, got kind 'poly'"),
+        ({"power": 1.0}, "power: only poly has it, got kind 'linear'"),
         ({}, "step: expected an integer >= 0, got -1"),
     ],
 )

@@ -145,7 +145,7 @@ def test_an_error_of_a_source_is_the_same_with_workers(workers):
 def test_sizes_are_compared():
     stream = Stream(Numbered(), 3, sequences=5, sizes=[(37, 256), (38, 1)])
     stream.examples(0)
-    with pytest.raises(ValueError, match=r"sizes: epoch 1 has \(38, 259\), but \(38, 1\) was kept of it"):
+    with pytest.raises(ValueError, match=r"sizes: epoch 1 has \(38, 259\), but the checkpoint has \(38, 1\)"):
         stream.examples(8)
 
 

@@ -13,7 +13,7 @@ Source: Devlin et al. 2018, "BERT", sec. 3.1; Liu et al. 2019, "RoBERTa"; Lan et
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.pretraining.formats import Example, Format, Plan
 from fastbert.pretraining.masking import IGNORED, SPAN_UNITS, Masked, Masking, Vocabulary
 from fastbert.training.draws import Draws, key_of
+from fastbert.training.module import Losses
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, vocabulary_work
 
@@ -53,37 +54,6 @@ class MaskedExample:
     token_types: np.ndarray
     label: int
     more: Any = None
-
-
-class Losses(nn.Module):
-    """The module that is trained. Its `forward` returns a mean for each loss, and how many were right.
-
-    Attributes:
-        model: the model that is saved.
-        exports: folder -> model: the models of a checkpoint, as HuggingFace directories. All other parameters
-            are heads of the objective, which only its checkpoints have.
-        weights: loss -> its weight in the sum; 1 for those that are not named.
-    """
-
-    exports: Mapping[str, PreTrainedModel]
-    weights: Mapping[str, float]
-
-    def forward(
-        self, inputs: dict[str, Any], measure: bool = False
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(loss -> mean, loss -> number of right predictions if `measure`).
-
-        The second may have more names: numbers of tokens or sequences, to be logged as their share of the
-        batch's count of the same name.
-
-        Args:
-            inputs: of a `Batch`, as tensors.
-        """
-        raise NotImplementedError
-
-    def work(self, batch: Batch) -> float:
-        """Floating-point operations of a training step on a micro-batch (training/work.py)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from fastbert.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastbert.ops import checks
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES
 from fastbert.pretraining.masking import IGNORED, Masking
-from fastbert.pretraining.objectives.masked import Losses, MaskedExample, Objective, encode
+from fastbert.pretraining.objectives.masked import MaskedExample, Objective, encode
+from fastbert.training.module import Losses
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, linear_work
 

@@ -1,0 +1,42 @@
+"""What is trained: a module whose `forward` returns losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastbert.models.base import PreTrainedModel
+from fastbert.training.stream import Batch
+
+
+class Losses(nn.Module):
+    """The module that is trained. Its `forward` returns a mean for each loss, and how many were right.
+
+    Attributes:
+        exports: folder -> model; a checkpoint has each model as a HuggingFace directory. All other parameters
+            are heads of the objective, which only checkpoints have.
+        weights: loss -> its weight in the sum; 1 for a loss that is not named.
+    """
+
+    exports: Mapping[str, PreTrainedModel]
+    weights: Mapping[str, float]
+
+    def forward(
+        self, inputs: dict[str, Any], measure: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(loss -> mean, loss -> number of right predictions if `measure`).
+
+        The second dict may have more names: numbers of tokens or sequences, which are logged as a share of
+        the batch's count of the same name.
+
+        Args:
+            inputs: inputs of a `Batch`, as tensors on the device; `cu_seqlens` stays on the host.
+            measure: whether to count right predictions.
+        """
+        raise NotImplementedError
+
+    def work(self, batch: Batch) -> float:
+        """Floating-point operations of a training step on a micro-batch (training/work.py)."""
+        raise NotImplementedError
