@@ -3,22 +3,22 @@
     model = AutoModelForSequenceClassification.from_pretrained(path)  # transformers
     fastbert.accelerate(model)
 
-The model stays the same object, with its parameters, configuration, hooks and methods. Only the class of its
-encoder and of each encoder layer changes (classes.py).
+The model stays the same object, with its parameters, configuration, hooks and methods. Only the classes of
+its encoder and of each encoder layer change (classes.py).
 
 in_place.py   `accelerate` and `restore`
 report.py     `explain`
 parts.py      finds encoders and layers in a model
-model.py      the encoder: removes padding once per call if all layers are fused and nobody looks inside
+model.py      the encoder: removes padding once per call if all layers are fused and nothing looks inside
 layer.py      a layer: fused if all its parts are unchanged, else as transformers runs it
 spans.py      a question-answering head: masked tokens get no probability
-watching.py   who else looks at a module: hooks, other forwards, FSDP, tracers
-interface.py  our attention alone, for architectures of no family: the models
-attention.py  the same: the two functions that transformers' attention interface asks for
+watching.py   what looks at a module: hooks, FSDP, tracers
+interface.py  our attention alone, set on models of no family
+attention.py  the two functions that transformers' attention interface then calls
 sentences.py  `SentenceTransformer.encode` with batches measured in tokens
 
 Imports from `models`, `sentences` and below. Nothing here imports transformers, except `attention.register`
-for a model that transformers made: whoever has such a model has imported it.
+for a model of transformers, which is imported with such a model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _PLACES = {
 
 __all__ = ["ExecutorReport", "Explanation", "LayerReport", "ModelReport", "accelerate", "explain", "restore"]
 
-if not TYPE_CHECKING:  # unseen by type checkers, which would take any name for a public one
+# Hidden from type checkers, for which it would make any name public
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _PLACES:

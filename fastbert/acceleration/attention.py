@@ -7,9 +7,9 @@ In transformers, a model's attention modules look up two functions by name: one 
 and one makes the mask. `register` adds both under the name "fastbert".
 
 The mask comes from sdpa's mask function. Attention runs in `fastbert.ops.attention`, with the mask as an
-additive bias. Where a module's `Site` allows it, the mask only marks padding and much is padding, q, k and v
-are packed instead: rows of padded queries are then 0, the others are the same. Calls that we do not compute
-(`_unfit` has the list) run in sdpa's own function, and the module's `Site` counts them by reason.
+additive bias. If a module's `Site` allows it, the mask only marks padding, and much is padding, then q, k and
+v are packed instead. There rows of padded queries are 0, and all other rows are the same. Calls that we do
+not compute (`_unfit` has the list) run in sdpa's own function, and the module's `Site` counts them by reason.
 
 `register` imports transformers; nothing else here does.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import is_tracing
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastbert.layers.packing import Packing, from_mask
@@ -35,7 +36,7 @@ SITE = "_fastbert_interface"
 # Packing copies q, k, v and the output. It is worth it if it saves this share of all (query, key) pairs.
 SAVED = 0.25
 
-# Arguments that sdpa's function ignores too: the mask already has what they say, or they change no result
+# Arguments that sdpa's function ignores too, because the mask covers them or they change no result
 _NO_EFFECT = frozenset(
     (
         "cache_position",
@@ -50,7 +51,9 @@ _NO_EFFECT = frozenset(
 )
 
 # transformers' own functions; `register` sets them
-_sdpa = _sdpa_mask = _key_padding = None
+_sdpa: Any = None
+_sdpa_mask: Any = None
+_key_padding: Any = None
 
 
 @dataclass
@@ -58,11 +61,11 @@ class Site:
     """What `interface.apply` stores on an attention module, and counts of its calls.
 
     Attributes:
-        name: of the module, within the model.
+        name: the module's name within the model.
         packs: whether q, k and v may be packed by a padding mask.
-        strict: a call that our attention cannot compute raises RuntimeError.
-        fused: calls of our attention. Calls under torch.compile are not counted.
-        packed: those of them that were packed.
+        strict: whether a call that our attention cannot compute raises RuntimeError.
+        fused: the number of calls of our attention. Calls under torch.compile are not counted.
+        packed: the number of these calls that were packed.
         stock: reason -> calls of sdpa's own function.
     """
 
@@ -88,9 +91,9 @@ class _Padding:
         self._known = False
 
     def packing(self) -> Packing | None:
-        """None if packing is not worth it, or if a first token, which heads read, is padding."""
+        """The packing; None if it is not worth it, or if a first token, which heads read, is padding."""
         if not self._known:
-            # One wait for a GPU per mask
+            # The host waits for a GPU once per mask
             counts = torch.cat((self.keep.sum(1), self.keep[:, 0])).tolist()
             lengths, firsts = counts[: len(self.keep)], counts[len(self.keep) :]
             pairs = self.keep.shape[0] * self.keep.shape[1] ** 2
@@ -117,7 +120,7 @@ def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
     if (
         mask is None
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or is_tracing()
         or type(mask) is not Tensor
         or kwargs.get("mask_function") is not _key_padding
         or not isinstance(keep, Tensor)
@@ -128,7 +131,7 @@ def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
         or mask.shape[2] == 0
     ):
         return mask
-    # a copy that nobody else writes to; PyTorch refuses writes to the expanded view
+    # A copy that no other code writes to; PyTorch refuses writes to the expanded view
     rows = mask[:, :, :1].clone()
     mask = rows.expand(mask.shape)
     _paddings[mask] = _Padding(rows[:, 0, 0])
@@ -149,16 +152,16 @@ def attention_function(
     """What transformers' sdpa function computes, by `fastbert.ops.attention`.
 
     Args:
-        module: the attention module: `num_key_value_groups`, `is_causal` and its `Site` are read.
+        module: the attention module, whose `num_key_value_groups`, `is_causal` and `Site` are read.
         query: (batch, nheads, S, headdim).
         key, value: (batch, nheads // num_key_value_groups, S, headdim).
         attention_mask: bool (True = seen) or additive float, (batch, nheads, S, S); any size but the last may
             be 1. None = all tokens are seen, or causal if `is_causal`.
         dropout: probability of dropping an attention probability; drawn from PyTorch's generator of the
             device.
-        scaling: default headdim ** -0.5.
-        is_causal: used if the mask is None. Default: the module's, or True if it has none.
-        kwargs: with any that has an effect and is not None, sdpa's function runs instead.
+        scaling: factor of the scores; None is headdim ** -0.5.
+        is_causal: used if the mask is None. None is the module's `is_causal`, or True if it has none.
+        kwargs: further arguments. If any has an effect and is not None, sdpa's function runs instead.
 
     Returns:
         (batch, S, nheads, headdim), and None for the probabilities.
@@ -191,7 +194,7 @@ def attention_function(
     groups = getattr(module, "num_key_value_groups", 1)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    options = {"softmax_scale": scaling, "causal": bool(is_causal) and attention_mask is None}
+    options: dict[str, Any] = {"softmax_scale": scaling, "causal": bool(is_causal) and attention_mask is None}
     if dropout > 0:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=query.device)
         options.update(dropout_p=dropout, seed=seed)
@@ -203,12 +206,14 @@ def attention_function(
         if site.packs and attention_mask is not None:
             padding = _paddings.get(attention_mask)
             packing = None if padding is None else padding.packing()
+            site.packed += packing is not None
     if packing is not None:
-        site.packed += 1
-        packed = (packing.pack(t) for t in (q, k, v))
-        return packing.unpack(attention(*packed, packing.cu_seqlens, packing.max_seqlen, **options)), None
+        q, k, v = (packing.pack(t) for t in (q, k, v))
+        out: Any = attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, **options)
+        return packing.unpack(out), None
     bias = None if attention_mask is None else _bias(attention_mask, query, compiling)
-    return attention(q, k, v, bias=bias, **options), None
+    out = attention(q, k, v, bias=bias, **options)
+    return out, None
 
 
 def _unfit(
@@ -225,9 +230,9 @@ def _unfit(
     for name, given in kwargs.items():
         if given is not None and name not in _NO_EFFECT and not (name == "output_attentions" and not given):
             return f"argument {name}"
-    # under it, `is_exporting` of PyTorch < 2.14 is always true
+    # Under dynamo `is_exporting` of PyTorch < 2.14 is always true
     dynamo = torch.compiler.is_dynamo_compiling()
-    if torch.jit.is_tracing() or (torch.compiler.is_exporting() and not dynamo):
+    if is_tracing() or (torch.compiler.is_exporting() and not dynamo):
         return "export"
     if not dynamo:
         if torch._C._are_functorch_transforms_active():
@@ -279,7 +284,7 @@ def _repeat(t: Tensor, groups: int) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, compiling: bool) -> Tensor:
-    """The mask as a bias to add to the scores. A model's layers share their mask, and so its bias."""
+    """The mask as a bias to add to the scores. A model's layers share their mask and its bias."""
     if mask.dtype != torch.bool:
         return mask
     # CPU kernels read float32
@@ -289,13 +294,14 @@ def _bias(mask: Tensor, query: Tensor, compiling: bool) -> Tensor:
     version = 0 if not cached or mask.is_inference() else mask._version
     if cached and mask in _biases:
         known, bias = _biases[mask]
-        # autograd may refuse a bias of the other mode
+        # Autograd may refuse a bias that was made in inference mode, or outside it
         same_mode = bias.is_inference() == torch.is_inference_mode_enabled()
         if known == version and bias.dtype == dtype and same_mode:
             return bias
     rows = mask
     if not compiling:
-        for dim in range(3):  # a row that is expanded is converted, and read, once
+        # An expanded row is converted and read once
+        for dim in range(3):
             if rows.stride(dim) == 0 and rows.shape[dim] > 1:
                 rows = rows.narrow(dim, 0, 1)
     bias = torch.zeros(rows.shape, dtype=dtype, device=mask.device).masked_fill(~rows, -torch.inf)
@@ -306,7 +312,7 @@ def _bias(mask: Tensor, query: Tensor, compiling: bool) -> Tensor:
 
 def register() -> None:
     """Make "fastbert" an attention implementation of transformers, as in
-    `AutoModel.from_pretrained(…, attn_implementation="fastbert")`. A second call changes nothing.
+    `AutoModel.from_pretrained(…, attn_implementation="fastbert")`. Another call changes nothing.
 
     Raises:
         ImportError: transformers is not installed.
@@ -319,6 +325,7 @@ def register() -> None:
 
     _sdpa_mask, _key_padding = AttentionMaskInterface()["sdpa"], bidirectional_mask_function
     _sdpa = AttentionInterface()["sdpa"]
-    # An attention function without a mask function of its name would get no padding mask, and no warning.
+    # Without a mask function of the same name, the attention function would get no padding mask, and
+    # transformers would not warn.
     AttentionMaskInterface.register(NAME, mask_function)
     AttentionInterface.register(NAME, attention_function)

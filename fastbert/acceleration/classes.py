@@ -1,8 +1,8 @@
 """Classes that replace transformers' own on accelerated modules.
 
-An accelerated module has another `__class__`: a subclass of its class, with the same name and one of our
-mixins before it. Its parameters, buffers, hooks and attributes do not move, so an optimizer, a parent, DDP or
-a pipeline that holds the module does not notice. There is one subclass per class and mixin.
+An accelerated module has another `__class__`, a subclass of one of our mixins and of its own class, with the
+same name. Its parameters, buffers, hooks and attributes do not move, so nothing changes for an optimizer, a
+parent, DDP or a pipeline that holds the module. There is one subclass per class and mixin.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Options:
     int8: bool = False
 
 
-class Accelerated:
+class Accelerated(nn.Module):
     """Mixin of every accelerated module.
 
     Attributes:
@@ -41,12 +41,12 @@ class Accelerated:
             class, which runs as stock.
     """
 
-    fastbert_base = None
-    fastbert_mixin = None
-    fastbert_state = None
+    fastbert_base: Any = None
+    fastbert_mixin: Any = None
+    fastbert_state: Any = None
 
     def fastbert_how(self) -> str:
-        """How the module runs now, in words; empty if its parts say it."""
+        """How the module runs now, in words; empty if its parts show it."""
         return ""
 
     def extra_repr(self) -> str:
@@ -71,7 +71,7 @@ def _bare(mixin: type, base: type) -> nn.Module:
 
 
 @functools.cache
-def class_for(mixin: type, base: type) -> type:
+def class_for(mixin: type, base: Any) -> Any:
     """The subclass of `mixin` and `base` that has the name of `base`."""
     body = {
         "__module__": base.__module__,
@@ -81,7 +81,7 @@ def class_for(mixin: type, base: type) -> type:
         "fastbert_mixin": mixin,
     }
     if "forward" in vars(mixin):
-        body["forward"] = _under_the_signature_of(base.forward, mixin.forward)
+        body["forward"] = _under_the_signature_of(base.forward, vars(mixin)["forward"])
     return _metaclass(type(base))(base.__name__, (mixin, base), body)
 
 
@@ -89,24 +89,24 @@ def class_for(mixin: type, base: type) -> type:
 def _metaclass(kind: type) -> type:
     """The metaclass of accelerated classes whose base has the metaclass `kind`.
 
-    It tells pickle to use `_recipe`: by its name, pickle would find the stock class.
+    It makes pickle use `_recipe`, because by its name pickle would find the stock class.
     """
     made = type(f"Accelerated{kind.__name__}", (kind,), {})
     copyreg.pickle(made, _recipe)
     return made
 
 
-def _recipe(cls: type) -> str | tuple:
-    """How pickle makes a class again; one that another library derived from ours is found by its name."""
+def _recipe(cls: Any) -> Any:
+    """How pickle makes a class again; a class that another library derived from ours has its own name."""
     if "fastbert_base" not in vars(cls):
         return cls.__qualname__
     return class_for, (cls.fastbert_mixin, cls.fastbert_base)
 
 
-def _under_the_signature_of(original: Any, function: types.FunctionType) -> types.FunctionType:
-    """A copy of `function` whose signature is that of `original`, for `inspect.signature`.
+def _under_the_signature_of(original: Any, function: types.FunctionType) -> Any:
+    """A copy of `function` with the signature of `original`, for `inspect.signature`.
 
-    Trainer reads it: it drops the columns of a data set that `forward` does not name.
+    Trainer reads the signature to drop the columns of a data set that `forward` does not name.
     """
     twin = types.FunctionType(
         function.__code__,
@@ -119,7 +119,7 @@ def _under_the_signature_of(original: Any, function: types.FunctionType) -> type
 
 
 @functools.cache
-def positional(base: type) -> tuple[str, ...]:
+def positional(base: Any) -> tuple[str, ...]:
     """The names of the arguments that a stock class's `forward` takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(base.forward).parameters.values() if p.kind in kinds)[1:]
@@ -131,11 +131,11 @@ def swap(module: nn.Module, mixin: type, state: Any) -> None:
     module.__dict__["fastbert_state"] = state
 
 
-def _change(module: nn.Module, cls: type) -> None:
+def _change(module: nn.Module, cls: Any) -> None:
     """Give `module` another class.
 
-    HuggingFace's accelerate keeps a module's `forward` under its hooks, and leaves it on the module when it
-    removes them. There, the new class's `forward` replaces it.
+    HuggingFace's accelerate keeps a module's `forward` in an attribute under its hooks, and leaves it there
+    when it removes them. The new class's `forward` replaces it.
     """
     functions = [vars(base).get("forward") for base in type(module).__mro__]
     kept = [
@@ -159,5 +159,5 @@ def swap_back(module: nn.Module) -> None:
             f"model: {type(module).__name__} was wrapped (by FSDP?) after it was accelerated; it cannot be "
             "restored"
         )
-    _change(module, type(module).fastbert_base)
+    _change(module, vars(type(module))["fastbert_base"])
     module.__dict__.pop("fastbert_state", None)

@@ -25,7 +25,7 @@ from fastbert.ops.checks import FLOATS
 from fastbert.runtime import prepared
 from fastbert.runtime.prepared import module_of
 
-# Versions of transformers: at least the first, below the second
+# Versions of transformers, (least, first that is too new)
 TESTED = ("5", "6")
 
 _Model = TypeVar("_Model")
@@ -49,47 +49,48 @@ def accelerate(
     and training, on any device.
 
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
-    most stock models, are zeros. ColBERT models score such rows as parts of a query: those of
-    sentence-transformers, PyLate and Stanford are recognised and keep the padding; give any other
-    `unpad=False`. A question-answering head scores masked tokens: it trains on padded batches
-    like the stock model, and in eval mode gives them no probability (`unpad=False` gives the stock model's).
-    `SentenceTransformer.encode` measures its batches in tokens: at most `batch_size` times those of the
-    longest text, on a CPU at most 1,024, and always at least one text.
+    most stock models, are zeros. ColBERT models score such rows as parts of a query. ColBERT models of
+    sentence-transformers, PyLate and Stanford are recognised and keep the padding; for any other pass
+    `unpad=False`. A question-answering head scores masked tokens. It trains on padded batches like the stock
+    model; in eval mode masked tokens get no probability, unless `unpad=False`. Batches of
+    `SentenceTransformer.encode` are measured in tokens: at most `batch_size` times those of the longest text,
+    on a CPU at most 1,024, and always at least one text.
 
     With `dtype="int8"` the linear layers of the encoder layers run on 8-bit weights, for inference on a CPU,
-    as after `quantize("int8")` in fastbert's own models. The model keeps its parameters and their dtype:
+    as after `quantize("int8")` in fastbert's own models. The model keeps its parameters and their dtype, so
     `state_dict`, `save_pretrained`, copies and pickles hold the floating-point model. A weight that changes
     is rounded again. The 8-bit weights need extra memory: one byte per weight, up to three if a layer does
     not run in one call (autocast, gradients enabled). Embeddings, poolers and heads do not change.
 
-    A layer that cannot run on 8 bits runs in floating point: one of its linear layers has an unmerged adapter
-    or was moved to a GPU, or fastbert does not have its activation. A call that needs a gradient through an
-    8-bit layer raises RuntimeError, in eval mode too: call the model under `torch.no_grad()`. torch.compile
-    does not compile an 8-bit encoder, and refuses it with `fullgraph=True`. An exported model is the stock
-    one.
+    A layer that cannot run on 8 bits runs in floating point, because a linear layer has an unmerged adapter
+    or was moved to a GPU, or because fastbert does not have the activation. A call that needs a gradient
+    through an 8-bit layer raises RuntimeError, in eval mode too; call the model under `torch.no_grad()`.
+    torch.compile does not compile an 8-bit encoder, and refuses it with `fullgraph=True`. torch.export
+    exports the stock model.
 
-    Weights may be written in place, in eval mode too, and through `parameter.data`: the next call uses them.
-    No cheap check sees a write to single elements or rows that PyTorch does not make, such as through a NumPy
-    array that was taken before. If a weight lies in shared memory or in NumPy's memory, the next call sees a
-    write over a whole tensor or row, whoever makes it, and perhaps no call a write to single elements, also
-    if PyTorch makes it. If a weight lies in a mapped file (`from_pretrained` leaves there what it need not
-    convert), Linux tells of the first write to each page, of any element; later writes to a page are seen as
-    in NumPy's memory. After a write that no call sees call `fastbert.clear(model)`.
+    Weights may be written in place, in eval mode too, and through `parameter.data`; the next call uses the
+    new values. No cheap check sees a write to single elements or rows that PyTorch does not make, such as
+    through a NumPy array that was taken before. If a weight lies in shared memory or in NumPy's memory, the
+    next call sees any write over a whole tensor or row; perhaps no call sees a write to single elements, even
+    by PyTorch. If a weight lies in a mapped file, as after `from_pretrained` without a conversion, Linux
+    reports the first write to each page, of any element; later writes to a page are seen as in NumPy's
+    memory. After a write that no call sees call `fastbert.clear(model)`.
 
-    A second call changes the options. `fastbert.restore` undoes it; `fastbert.explain` says which parts run
-    fused, which do not, and why.
+    Another call changes the options. `fastbert.restore` undoes `accelerate`; `fastbert.explain` lists which
+    parts run fused, which do not, and why.
 
     Args:
         model: the model: an nn.Module, or an object whose attribute `model` is one.
-        dtype: convert the model to this floating-point dtype first; or "int8", see above. A later call
-            without "int8" ends it.
-        strict: raise if a part cannot be accelerated, or not run on 8 bits though asked to, now or in a later
-            call. Also if only attention would be accelerated on a CPU, which gains nothing; and from a call
-            that masks tokens other than the config's `pad_token_id`, whose outputs would be zeros.
-        attention: fuse self-attention, its output layer included.
-        ffn: fuse the feed-forward blocks.
-        layer_norm: fuse LayerNorm with the residual sum before it.
-        unpad: remove padding from a batch once per call. If False, all layers run on padded batches.
+        dtype: floating-point dtype to convert the model to first; or "int8", see above. A later call without
+            "int8" ends it.
+        strict: whether to raise if a part cannot be accelerated, or cannot run on 8 bits as asked, now or in
+            a later call. Also if only attention would be accelerated on a CPU, which gains nothing; and from
+            a call that masks tokens other than the config's `pad_token_id`, whose outputs would be zeros.
+        attention: whether to fuse self-attention, with its output layer.
+        ffn: whether to fuse the feed-forward blocks.
+        layer_norm: whether to fuse LayerNorm with the residual sum before it.
+        unpad: whether to remove padding from a batch once per call. If False, all layers run on padded
+            batches.
 
     Returns:
         `model`, the same object.
@@ -165,10 +166,12 @@ def accelerate(
 def _swap(root: nn.Module, found: list, options: Options, reading: dict[int, str]) -> None:
     """Give encoders, their layers, question-answering heads and SentenceTransformers accelerated classes."""
     for name, module, (model_type, kind), config in found:
-        if isinstance(module, Accelerated) and module.fastbert_state is not None:
-            if module.fastbert_state.options.int8 is not options.int8:
-                prepared.clear(module)  # weights derived for the old options
-            module.fastbert_state.options = options
+        state = module.fastbert_state if isinstance(module, Accelerated) else None
+        if state is not None:
+            # Weights were derived for the old options
+            if state.options.int8 is not options.int8:
+                prepared.clear(module)
+            state.options = options
         elif kind == "layer":
             swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
         else:
@@ -190,7 +193,7 @@ def restore(model: _Model) -> _Model:
     """Undo `accelerate`: the model gets its stock classes back and keeps its present weights.
 
     Args:
-        model: what was given to `accelerate`, or an object that holds it.
+        model: the argument of `accelerate`, or an object that holds it.
 
     Returns:
         `model`, the same object.
@@ -223,7 +226,7 @@ def _reading_masked(root: nn.Module) -> dict[int, str]:
     """id(module) -> why the outputs of masked tokens are read, for all modules inside a reader.
 
     A reader expands queries by masked tokens (ColBERT of sentence-transformers, PyLate or Stanford), or is a
-    subclass of a question-answering head with its own forward.
+    subclass of a question-answering head with a forward of its own.
     """
     found: dict[int, str] = {}
     for module in root.modules():
@@ -239,7 +242,7 @@ def _expands_queries(module: nn.Module) -> bool:
     expansion = getattr(module, "query_expansion", None)
     if isinstance(expansion, Mapping):
         return not expansion.get("attend")
-    # PyLate's
+    # In PyLate
     expands = getattr(module, "do_query_expansion", None)
     if expands is not None:
         return bool(expands) and not getattr(module, "attend_to_expansion_tokens", None)
@@ -259,7 +262,7 @@ def _check_dtype(dtype: Any, options: Options) -> None:
 
 
 def _warn_of_floats(found: list) -> None:
-    """Warn if layers run in floating point though 8 bits were asked for, naming the first."""
+    """Warn if layers run in floating point though 8 bits were asked for, and name the first layer."""
     modules = [(name, module) for name, module, (_, kind), _ in found if kind == "layer"]
     reasons = [
         f"{name}: {reason}"

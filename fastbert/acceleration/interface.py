@@ -1,12 +1,13 @@
 """Our attention in transformers models of no family, through transformers' attention interface.
 
-`apply` sets the name "fastbert" on a model instead of "sdpa": its attention modules then call the functions
+`apply` sets the name "fastbert" on a model instead of "sdpa". Its attention modules then call the functions
 of `attention.py`. Projections, norms and feed-forward stay the model's own. `undo` restores the model.
 """
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 
@@ -32,7 +33,7 @@ PACKED = frozenset(
 
 
 def sites(model: nn.Module) -> dict[str, Site]:
-    """Name of the module -> `Site`, of a model that `apply` has changed."""
+    """Name of the module -> `Site`, for a model that `apply` has changed."""
     found = {name: module.__dict__.get(SITE) for name, module in model.named_modules()}
     return {name: site for name, site in found.items() if site is not None}
 
@@ -58,23 +59,24 @@ def allows(model: nn.Module) -> str | None:
         return f"no module of {type(model).__name__} asks transformers' attention interface"
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         if _names_sdpa(cls):
-            return f"{cls.__name__} goes by the name 'sdpa' itself"
+            return f"{cls.__name__} compares with the name 'sdpa' itself"
     return None
 
 
 def on_cpu(model: nn.Module) -> bool:
-    """Whether a model is on a CPU, where attention alone gains nothing: the rest takes most of the time."""
+    """Whether a model is on a CPU, where attention takes too little of the time for a gain."""
     weight = next(model.parameters(), None)
     return weight is not None and weight.device.type == "cpu"
 
 
-def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:
-    """Give a transformers model our attention, in place; returns it. A second call changes `strict`.
+def apply(model: Any, *, strict: bool = False) -> Any:
+    """Give a transformers model our attention, in place; returns it. Another call changes `strict`.
 
     Args:
-        model: a transformers.PreTrainedModel. As with `set_attn_implementation`, its config changes, also for
-            other models that share it.
-        strict: a call that our attention cannot compute raises RuntimeError instead of running in sdpa.
+        model: a transformers.PreTrainedModel. As with `set_attn_implementation`, its config changes, which
+            other models may share.
+        strict: whether a call that our attention cannot compute raises RuntimeError instead of running in
+            sdpa.
 
     Raises:
         TypeError: `model` is no transformers.PreTrainedModel.
@@ -97,7 +99,7 @@ def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:
     return model
 
 
-def undo(model: nn.Module) -> nn.Module:
+def undo(model: Any) -> Any:
     """Restore the implementations that the model had before `apply`; returns the model.
 
     Raises:
@@ -121,14 +123,14 @@ def _parts(model: nn.Module) -> list:
     return [module for module in model.modules() if issubclass(type(module), PreTrainedModel)]
 
 
-def _implementations(config) -> str | dict:
+def _implementations(config: Any) -> str | dict:
     """The argument of `set_attn_implementation` that sets what `config` and its parts have now."""
     parts = {key: getattr(config, key) for key in config.sub_configs}
     parts = {key: _implementations(part) for key, part in parts.items() if part is not None}
     return {"": config._attn_implementation, **parts} if parts else config._attn_implementation
 
 
-def _packs(config) -> bool:
+def _packs(config: Any) -> bool:
     # is_folding_model: ESM with a structure module after it
     unlike = ("is_decoder", "add_cross_attention", "is_folding_model")
     return config.model_type in PACKED and not any(getattr(config, name, False) for name in unlike)
@@ -146,7 +148,7 @@ def _asks(module: nn.Module) -> bool:
 
 
 def _names_sdpa(cls: type) -> bool:
-    """Whether a method of a model's class compares with the name "sdpa" (transformers' base class may)."""
+    """Whether a method of a model's class has the name "sdpa" in it; transformers' base class may."""
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base.__module__ == "transformers.modeling_utils":
             break

@@ -1,8 +1,8 @@
 """One transformers encoder layer on our kernels, and when it must run as stock.
 
 The layer keeps its parameters in its own sub-modules, and our mathematics (layers/encoder.py) reads them at
-every call. So each of them is checked before every call: `gap` says why a layer cannot be fused now.
-`run_encoder` runs the layer on packed tokens; everyone else calls it like the stock layer, with a padded
+every call. So each of them is checked before every call; `gap` returns why a layer cannot be fused now.
+`run_encoder` runs the layer on packed tokens. All other code calls it like the stock layer, with a padded
 batch and a mask.
 """
 
@@ -38,11 +38,11 @@ class LayerState:
 
     Attributes:
         model_type: the family.
-        name: of the layer in the model that was accelerated.
+        name: the layer's name in the model that was accelerated.
         form: see `PackedLayer`; its activation is None if fastbert does not have it.
         act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
-        fused_calls, stock_calls: calls that ran fused, and as stock. Not counted under torch.compile.
+        fused_calls, stock_calls: number of calls that ran fused and as stock, without those of torch.compile.
     """
 
     model_type: str
@@ -58,7 +58,7 @@ class LayerState:
         """The state of a stock layer of a model with this transformers config."""
         heads = config.num_attention_heads
         names, stock = FAMILIES[model_type].layer, FAMILIES[model_type].stock_layer
-        # a part that was replaced by something else has neither, and `gap` names it
+        # A replaced part may lack these attributes; then `gap` names it
         attention = _attribute(layer, stock.dropouts[0].split(".")[:-1])
         width = getattr(attention, "attention_head_size", config.hidden_size // heads)
         act = _attribute(layer, stock.activation.split("."))
@@ -67,12 +67,13 @@ class LayerState:
         return cls(model_type, name, form, _identity(act), options)
 
 
-def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = None) -> str | None:
-    """Why the stock layer must run; None if the fused one can.
+def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> str | None:
+    """Why the stock layer must run; None if the fused layer can.
 
     Args:
-        at_model: the question comes before the whole model runs, when FSDP has not gathered parameters yet.
-        state: of a layer that is not accelerated yet.
+        layer: an encoder layer, accelerated or not.
+        at_model: whether this runs before the whole model, when FSDP has not gathered parameters yet.
+        state: the state of a layer that is not accelerated yet.
     """
     state = layer.fastbert_state if state is None else state
     if state is None:
@@ -89,7 +90,7 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
                 return f"{'.'.join(path)} is gone"
         if type(module).forward.__module__ != home or watched(module):
             if collects("attentions"):
-                return "output_attentions is asked for, which only the stock layer gives"
+                return "output_attentions is asked for, which only the stock layer returns"
             return f"{'.'.join(path)} has hooks or another forward"
     for site, path in enumerate(dropouts):
         if path is None:
@@ -135,16 +136,17 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
     return None
 
 
-def int8_gap(layer: nn.Module, state: LayerState | None = None) -> str | None:
+def int8_gap(layer: Any, state: LayerState | None = None) -> str | None:
     """Why a fused layer that should run on 8 bits runs in floating point; None if it runs on 8 bits.
 
     Args:
-        state: of a layer that is not accelerated yet.
+        layer: an encoder layer, accelerated or not.
+        state: the state of a layer that is not accelerated yet.
     """
-    state = layer.fastbert_state if state is None else state
-    if not _knows_activation(layer, state):
+    known: LayerState = layer.fastbert_state if state is None else state
+    if not _knows_activation(layer, known):
         return "the activation is none of fastbert's"
-    for path, dotted in state.form.paths[1]:
+    for path, dotted in known.form.paths[1]:
         module = layer
         for name in path:
             module = module._modules[name]
@@ -152,7 +154,7 @@ def int8_gap(layer: nn.Module, state: LayerState | None = None) -> str | None:
             return f"{dotted} is a {type(module).__name__} with an adapter: merge it (merge_and_unload)"
         if is_hooked(module) or prepared.is_gathered(module):
             return f"{dotted} has hooks, or its weights are gathered for each call (FSDP)"
-        device = module._parameters["weight"].device
+        device = module.__dict__["_parameters"]["weight"].device
         if device.type != "cpu":
             return f"{dotted} is on {device}, and int8 is for inference on a CPU"
     return None
@@ -181,11 +183,11 @@ def check_int8(layer: nn.Module, state: LayerState) -> None:
 def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:
     """Whether an attention module with these attributes has the form's heads and scales by their size."""
     heads = values.get("num_attention_heads", values.get("n_heads"))
-    size = values.get("attention_head_size")
-    return (heads, size) == (form.nheads, form.head_dim) and values.get("scaling", size**-0.5) == size**-0.5
+    sizes, scale = (heads, values.get("attention_head_size")), form.head_dim**-0.5
+    return sizes == (form.nheads, form.head_dim) and values.get("scaling", scale) == scale
 
 
-def _readable(weight: Tensor | None, at_model: bool) -> bool:
+def _readable(weight: Any, at_model: bool) -> bool:
     kind = type(weight)
     if kind is nn.Parameter or kind is Tensor:
         return not weight.is_meta
@@ -203,7 +205,7 @@ def _unknown_linear(module: nn.Module) -> str | None:
     return None
 
 
-def _attribute(root: nn.Module, path: list[str]) -> Any:
+def _attribute(root: Any, path: list[str]) -> Any:
     for name in path:
         root = getattr(root, name, None)
     return root
@@ -214,7 +216,7 @@ def _name_of(act: Any) -> str:
 
 
 def _knows_activation(layer: nn.Module, state: LayerState) -> bool:
-    """Whether fastbert has the feed-forward block's activation, and `state` still knows it."""
+    """Whether fastbert has the feed-forward block's activation, which is still the one in `state`."""
     return (
         state.form.activation is not None and _identity(_attribute(layer, state.form.paths[4])) is state.act
     )
@@ -253,7 +255,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         return self.fastbert_state.name
 
     def look(self, everything: str | None) -> Parts:
-        """See `PackedLayer`. `gap` of the model has looked at the layer, or `forward` has."""
+        """See `PackedLayer`. The model's `gap`, or `forward`, has checked the layer."""
         return self.parts()
 
     def options(self) -> object:
@@ -262,15 +264,15 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         return state.options, state.form, state.act
 
     def is_called(self) -> bool:
-        """See `PackedLayer`: the call of transformers' class recomputes activations in backward."""
+        """See `PackedLayer`. The call of transformers' class recomputes activations in backward."""
         return is_hooked(self) or (self.training and getattr(self, "gradient_checkpointing", False))
 
     def may_skip_rows(self) -> bool:
-        """See `PackedLayer`. `gap` has looked for hooks."""
+        """See `PackedLayer`. `gap` has checked for hooks."""
         return True
 
     def fuses_ffn(self) -> bool:
-        """Whether our ops compute the feed-forward block. Else its stock modules do, on packed rows too."""
+        """Whether our ops compute the feed-forward block, and not its stock modules, on packed rows too."""
         state = self.fastbert_state
         return state.options.ffn and _knows_activation(self, state)
 
@@ -283,8 +285,8 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         """See `PackedLayer`.
 
         Raises:
-            RuntimeError: 8-bit weights were asked for and cannot serve the call. With `strict` that is if
-                floating-point ones would serve it, and always if a gradient is wanted.
+            RuntimeError: 8-bit weights were asked for and cannot serve the call, which needs a gradient, or
+                with `strict` would run in floating point.
         """
         self._count(True)
         state, gradients = self.fastbert_state, torch.is_grad_enabled()
@@ -313,7 +315,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
                 state.stock_calls += 1
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The stock layer's call; with a `PackedBatch`, that of `EncoderLayer.forward`."""
+        """The stock layer's call, or with a `PackedBatch` the call of `EncoderLayer.forward`."""
         if args and type(args[0]) is PackedBatch:
             # FSDP gathers the parameters only now
             reason = gap(self) if is_sharded(self) else None
@@ -386,7 +388,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
                 return None, "the attention mask is of a kind that only the stock layer knows"
             mask = mask.expand(-1, -1, seqlen, -1)
         if relative is not None:
-            # The encoder repeats it for each sequence
+            # The encoder repeats the bias for each sequence
             relative = relative[:1]
             mask = relative if mask is None else mask + relative
         return mask, None

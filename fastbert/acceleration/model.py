@@ -1,7 +1,7 @@
 """A transformers encoder that removes padding once per call, and when it must keep the padded layout.
 
-In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` says why a
-model keeps that layout, and `unfit` why a call does.
+In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` returns why
+a model keeps that layout, and `unfit` why a call keeps it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,14 @@ class ModelState:
 
     Attributes:
         model_type: the family.
-        name: of the encoder in the model that was accelerated.
-        config: for checking its inputs; None if only its layers can be accelerated.
+        name: the encoder's name in the model that was accelerated.
+        config: checks the encoder's inputs; None if only its layers can be accelerated.
         reason: why there is no config, or None.
         options: see `Options`.
-        packed_calls, padded_calls: calls in either layout. Not counted under torch.compile.
+        packed_calls, padded_calls: number of calls in either layout, without those of torch.compile.
         reads_masked: why the encoder's caller also reads outputs of masked tokens, or None.
         spans: whether the encoder is in a question-answering head; see `AcceleratedSpans`.
-        sizes: of the embedding tables that `config` is up to date with.
+        sizes: sizes of the embedding tables, as `config` has them.
     """
 
     model_type: str
@@ -65,10 +65,10 @@ class ModelState:
     sizes: tuple = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module, model_type: str, name: str, options: Options) -> ModelState:
+    def of(cls, model: Any, model_type: str, name: str, options: Options) -> ModelState:
         """The state of a stock encoder."""
         values = model.config.to_dict()
-        # Only the layers care about it
+        # Only the layers read the activation
         values[FAMILIES[model_type].spelt("hidden_act")] = "gelu"
         try:
             return cls(model_type, name, EncoderConfig.from_dict(values), None, options)
@@ -76,13 +76,13 @@ class ModelState:
             return cls(model_type, name, None, str(error), options)
 
 
-def gap(model: nn.Module) -> str | None:
+def gap(model: Any) -> str | None:
     """Why the model cannot run on packed tokens now, whatever its arguments; None if it can."""
     return _own_gap(model) or _modules_gap(model)
 
 
-def _own_gap(model: nn.Module) -> str | None:
-    """The part of `gap` that a kept plan does not answer."""
+def _own_gap(model: Any) -> str | None:
+    """The part of `gap` that a kept plan does not cover."""
     state = model.fastbert_state
     if state is None:
         return "it was made after the model was accelerated"
@@ -107,7 +107,7 @@ def _own_gap(model: nn.Module) -> str | None:
     return None
 
 
-def _modules_gap(model: nn.Module) -> str | None:
+def _modules_gap(model: Any) -> str | None:
     """The part of `gap` that stays None while no module below the model changes."""
     family = FAMILIES[model.fastbert_state.model_type]
     for name in ("embeddings", family.layers.partition(".")[0]):
@@ -127,7 +127,7 @@ def _modules_gap(model: nn.Module) -> str | None:
     if family.shared_layers:
         above = part(model, family.layers)
         lists = (group._modules[family.group_layers] for group in above)
-        between = (above, *above, *lists, part(model, family.projection))
+        between = (above, *above, *lists, part(model, cast(str, family.projection)))
         if any(is_hooked(m) or has_other_forward(m) for m in between) or any(
             type(group).forward.__module__ != family.stock_module for group in above
         ):
@@ -138,7 +138,7 @@ def _modules_gap(model: nn.Module) -> str | None:
         if not isinstance(layer, AcceleratedLayer) or layer.fastbert_state is None:
             return "a layer is not accelerated"
         if layer.__dict__.get("_compiled_call_impl") is not None:
-            # Its arguments on packed tokens differ from layer to layer: each would be compiled again
+            # Its arguments on packed tokens differ per layer, so each layer would be compiled again
             return f"{layer.fastbert_state.name} is compiled by itself"
         if watched(layer):
             return f"{layer.fastbert_state.name} has hooks or another forward"
@@ -148,7 +148,7 @@ def _modules_gap(model: nn.Module) -> str | None:
     return None
 
 
-def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
+def unfit(model: Any, given: dict[str, Any]) -> str | None:
     """Why a call with these arguments cannot run on packed tokens; None if it can."""
     for name in ("output_attentions", "output_hidden_states"):
         value = _asked(model, given, name)
@@ -173,7 +173,7 @@ def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
     tokens = ids if ids is not None else embeds
     if not isinstance(tokens, Tensor) or tokens.dim() != (2 if ids is not None else 3) or tokens.numel() == 0:
         return "there are no tokens, or not of a batch's shape"
-    # packed, they would be sent; not packed, PyTorch refuses them
+    # Packing would send the tokens to the device, where the stock model raises
     if tokens.is_cpu and _device(model).type != "cpu":
         return "the tokens are on the CPU, but the model is not"
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
@@ -189,8 +189,8 @@ def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
     return None
 
 
-def _asked(model: nn.Module, given: dict[str, Any], name: str, default: bool = False) -> Any:
-    """An option of a call, or else the config's."""
+def _asked(model: Any, given: dict[str, Any], name: str, default: bool = False) -> Any:
+    """An option of a call, or else the config's value."""
     value = given.get(name)
     return getattr(model.config, name, default) if value is None else value
 
@@ -198,8 +198,13 @@ def _asked(model: nn.Module, given: dict[str, Any], name: str, default: bool = F
 class AcceleratedModel(Accelerated):
     """Mixin of an accelerated encoder (BertModel, RobertaModel, …)."""
 
+    _modules: dict[str, Any]
+    config: Any
+    embeddings: Any
+    pooler: Any
+
     @prepared.plain_train
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> Self:
         """Set training mode; if a module's mode changes, forget what was derived from the weights."""
         return super().train(mode) if prepared.before_mode(self, mode) else self
 
@@ -220,7 +225,7 @@ class AcceleratedModel(Accelerated):
             inputs = packed_inputs(self._input_config(), _device(self), *map(given.get, _INPUTS))
             if state.options.strict:
                 _check_masked(state.name, self.config, given)
-            # Heads read position 0, for which the stock model computes something even if it is masked
+            # Heads read position 0, whose output the stock model computes even if it is masked
             if inputs.first_masked is None and inputs.position_ids.shape[0] > 0:
                 state.packed_calls += 1
                 if head is not None:
@@ -251,7 +256,7 @@ class AcceleratedModel(Accelerated):
         return state.config
 
     def _plan(self) -> Plan | None:
-        """What runs the layers on packed tokens; None if `_modules_gap` says no."""
+        """The plan for the layers on packed tokens; None if `_modules_gap` has a reason."""
         family = FAMILIES[self.fastbert_state.model_type]
         container = family.layers.partition(".")[0]
         around = [m for name, m in self._modules.items() if name != container and m is not None]
@@ -263,7 +268,7 @@ class AcceleratedModel(Accelerated):
         """What `fastbert.graph` records."""
         return PackedEncoder(self)
 
-    def _encode(self, plan: Plan | None, inputs: Inputs, **asked: Any) -> tuple:
+    def _encode(self, plan: Plan, inputs: Inputs, **asked: Any) -> tuple:
         """Packed tokens through embeddings and layers; see `run_encoder`."""
         dropout = self.embeddings.dropout
         dropout_p = dropout.p if dropout.training else 0.0
@@ -281,7 +286,7 @@ class AcceleratedModel(Accelerated):
             hidden, states, _ = self._encode(plan, inputs, want_states=wants_states)
         packing = inputs.packing
         last = packing.unpack(hidden)
-        fields = {"last_hidden_state": last}
+        fields: dict[str, Any] = {"last_hidden_state": last}
         if family.pooler:
             fields["pooler_output"] = self._pool(last)
         if wants_states:
@@ -294,7 +299,7 @@ class AcceleratedModel(Accelerated):
         return output if wants_dict else output.to_tuple()
 
     def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float) -> Tensor:
-        """The embedding output (rows, width). A module under FSDP must be called to have its parameters."""
+        """The embedding output (rows, width). Under FSDP only a call of the module gathers its parameters."""
         root = self.embeddings
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
         if seed is None and (y := launched(root, *ids)) is not None:
@@ -308,8 +313,9 @@ class AcceleratedModel(Accelerated):
     def _pool(self, hidden: Tensor) -> Tensor | None:
         """The pooler's output of (batch, seqlen, hidden).
 
-        It is called as a module if FSDP gathers its parameters in hooks, or if it was replaced. Else our op
-        computes it: PyTorch's tanh would wake a thread that spins beside our next call (csrc/cpu/NOTES.md).
+        The pooler is called as a module if FSDP gathers its parameters in hooks, or if it was replaced. Else
+        our op runs, because PyTorch's tanh would wake a thread that spins beside our next call
+        (csrc/cpu/NOTES.md).
         """
         pooler = self.pooler
         if pooler is None:
@@ -324,8 +330,8 @@ class AcceleratedModel(Accelerated):
             return apply_linear(parts["dense"], hidden[:, 0], "tanh")
         activation = family.stock_model.pooler_activation
         if activation is None:
-            return self.pooler(hidden)
-        return self._modules[activation](self.pooler(hidden[:, 0]))
+            return pooler(hidden)
+        return self._modules[activation](pooler(hidden[:, 0]))
 
 
 class PackedEncoder:
@@ -337,7 +343,7 @@ class PackedEncoder:
 
     taps = None
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model, self.config = model, model._input_config()
         self.family = self.config.family
 
@@ -345,7 +351,7 @@ class PackedEncoder:
         return getattr(self.model, name)
 
     def gap(self) -> None:
-        """See `BertModel`; the encoder's `forward` has looked at the modules."""
+        """See `BertModel`. The encoder's `forward` has checked the modules."""
 
     def encode_inputs(
         self,
@@ -361,9 +367,9 @@ class PackedEncoder:
 
 
 def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
-    """Refuse masked tokens that are no padding: a caller may read their outputs (ColBERT's queries).
+    """Refuse masked tokens that are no padding, because a caller may read their outputs (ColBERT's queries).
 
-    Asked where `check_inputs` waits for the ids' device too, so that nothing else waits.
+    It waits for the ids' device in calls where `check_inputs` has waited too.
 
     Raises:
         RuntimeError: there is such a token.
@@ -379,7 +385,7 @@ def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
         )
 
 
-def _device(model: nn.Module) -> torch.device:
-    # captum puts a module without a weight there, which takes embeddings in place of ids
+def _device(model: Any) -> torch.device:
+    # captum replaces the table by a module without a weight, which takes embeddings in place of ids
     weight = getattr(getattr(model.embeddings, "word_embeddings", None), "weight", None)
     return next(model.parameters()).device if weight is None else weight.device

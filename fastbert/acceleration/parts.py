@@ -16,7 +16,7 @@ from fastbert.models.families import FAMILIES, Family
 OWN = "fastbert's own model, which needs no accelerate"
 
 
-def encoders(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str], Any]]:
+def encoders(root: nn.Module) -> Iterator[tuple[str, Any, tuple[str, str], Any]]:
     """All encoders of a family and their layers, each encoder before its layers.
 
     Yields:
@@ -33,7 +33,7 @@ def encoders(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str],
                 yield path, child, inside, module.config
 
 
-def other_models(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def other_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of the outermost transformers models without an encoder of a family."""
     if "transformers" not in sys.modules:
         return
@@ -47,13 +47,13 @@ def other_models(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def own_models(root: nn.Module) -> list[tuple[str, nn.Module]]:
+def own_models(root: nn.Module) -> list[tuple[str, BertModel]]:
     """(name, module) of fastbert's own encoders."""
     return [(name, module) for name, module in root.named_modules() if isinstance(module, BertModel)]
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """What `family_of` says that the module is: "model", "layer", "spans" or None."""
+    """The kind that `family_of` returns: "model", "layer", "spans" or None."""
     family = family_of(module)
     return None if family is None else family[1]
 
@@ -61,8 +61,8 @@ def kind_of(module: nn.Module) -> str | None:
 def family_of(module: nn.Module) -> tuple[str, str] | None:
     """(model_type, "model", "layer" or "spans") of a module of a family's transformers class.
 
-    So it is for a subclass that keeps that `forward`. (transformers wraps the `forward` of every subclass of
-    a layer, also of those that FSDP makes.) None for any other module.
+    A subclass that keeps the class's `forward` counts too. `forward` is unwrapped first, because transformers
+    wraps it in every subclass of a layer, even if FSDP makes the subclass. None for any other module.
     """
     for cls in type(module).__mro__:
         found = _CLASSES.get((cls.__module__, cls.__name__))

@@ -23,7 +23,7 @@ from fastbert.models.families import FAMILIES
 from fastbert.runtime.prepared import module_of
 from fastbert.testing.serving import Choice, choices
 
-# Of the batch for which executors are asked
+# The rows of the batch for which executors are reported
 ROWS = 4096
 
 
@@ -32,12 +32,12 @@ class LayerReport:
     """One encoder layer: whether it runs fused now, and how it ran since `accelerate`.
 
     Attributes:
-        name: of the module.
+        name: the layer's name.
         fused: whether it runs fused now.
-        reason: why it does not; None if it does.
-        fused_calls, stock_calls: how often it ran either way.
+        reason: why it does not run fused; None if it does.
+        fused_calls, stock_calls: how often it ran fused and as stock.
         int8: whether it runs on 8-bit weights.
-        float_reason: why it does not, if it runs fused and 8 bits were asked for; else None.
+        float_reason: why it runs in floating point, if it runs fused and 8 bits were asked for; else None.
     """
 
     name: str
@@ -51,15 +51,15 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ExecutorReport:
-    """Who would run layers of one encoder in inference now: `fastbert/execution`.
+    """The executor (`fastbert/execution`) that would run layers of one encoder in inference now.
 
     Attributes:
         model: name of the encoder; "" for the model itself.
         first, last: numbers of the layers.
-        executor: "cpu", "gpu", "eager", or "modules" for module by module on a padded batch; "graph" of a
-            graphed model whose last call by this thread was replayed.
-        refused: one sentence on why each faster executor does not run them; for "modules", why "eager" does
-            not.
+        executor: "cpu", "gpu", "launchers", "eager", or "modules" for module by module on a padded batch;
+            "graph" for a graphed model whose last call by this thread was replayed.
+        refused: name of each faster executor -> one sentence on why it does not run the layers; for
+            "modules", why "eager" does not.
     """
 
     model: str
@@ -79,11 +79,11 @@ class ModelReport:
     """One encoder: whether it removes padding now, and how it ran since `accelerate`.
 
     Attributes:
-        name: of the module; "" for the model itself.
+        name: the encoder's name; "" for the model itself.
         unpads: whether it removes padding now.
-        reason: why it does not; None if it does. For "other", why it is not accelerated, or how often its
-            attention modules ran fused and as stock, with the reasons.
-        packed_calls, padded_calls: how often it ran either way; counted for "family" only.
+        reason: why it keeps padding; None if it removes it. For "other", why it is not accelerated, or how
+            often its attention modules ran fused and as stock, with the reasons.
+        packed_calls, padded_calls: how often it ran without and with padding; counted for "family" only.
         kind: "family" for an encoder whose layers `accelerate` can fuse, "own" for fastbert's own models,
             "other" for all others.
     """
@@ -98,13 +98,13 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `fastbert.explain(model)` found; `str` makes it a table below its `summary`.
+    """What `fastbert.explain(model)` has found; `str` returns its `summary` and a table.
 
     Attributes:
         models: one report per encoder.
         layers: one report per layer, but none for layers of fastbert's own models.
         fused_layers, total_layers: how many encoder layers run fused now, and how many there are.
-        executors: who would run the layers of encoders that take packed tokens now, in inference.
+        executors: what would run the layers of encoders that take packed tokens now, in inference.
     """
 
     models: list[ModelReport]
@@ -122,7 +122,7 @@ class Explanation:
             said.append(_fused(self.fused_layers, self.total_layers, [m.unpads for m in shown]))
         if any(m.kind == "own" for m in shown):
             said.append(OWN)
-        said += [m.reason.partition(" (calls")[0] for m in self.models if m.kind == "other"]
+        said += [(m.reason or "").partition(" (calls")[0] for m in self.models if m.kind == "other"]
         return "; ".join(said) or "nothing to accelerate"
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ def _explain_model(model: Any) -> Explanation:
         if kind == "layer":
             reason = "not accelerated" if state is None else layers.gap(module, layers.is_sharded(module))
             counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
-            asked = reason is None and state.options.int8
+            asked = state is not None and reason is None and state.options.int8
             float_reason = layers.int8_gap(module) if asked else None
             rows.append(
                 LayerReport(
@@ -197,7 +197,7 @@ def _explain_model(model: Any) -> Explanation:
             reason = "not accelerated" if state is None else models.gap(module)
             counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
             reports.append(ModelReport(name, reason is None, reason, *counts))
-            if reason is None:
+            if state is not None and reason is None:
                 stack = layers_of(module, module.config, FAMILIES[state.model_type])
                 executors += _executors(name, module, stack)
     for name, module in other_models(root):
@@ -217,22 +217,22 @@ def _explain_model(model: Any) -> Explanation:
 
 
 def _of_graphs(graphed: Any, report: ExecutorReport) -> ExecutorReport:
-    """The report of a graphed model: by this thread's last call."""
+    """The report of a graphed model, after this thread's last call."""
     reason = graphed.last_fallback if graphed.replays or graphed.last_fallback else "it was not called yet"
     if reason is None:
         return replace(report, executor="graph", refused={})
     return replace(report, refused={"graph": reason, **report.refused})
 
 
-def _executors(name: str, encoder: nn.Module, layers: list[nn.Module]) -> list[ExecutorReport]:
-    """Who would run the layers of an encoder on a batch of many tokens, without gradients."""
+def _executors(name: str, encoder: Any, layers: list[nn.Module]) -> list[ExecutorReport]:
+    """What would run the layers of an encoder on a batch of many tokens, without gradients."""
     steps = survey(layers, getattr(encoder, "layer_class", PackedLayer))
     parameter = next((p for p in layers[0].parameters() if p.dim() == 1), None) if layers else None
     if parameter is None or parameter.is_meta:
         return []
     device = parameter.device
     with torch.no_grad():
-        # rows without memory of their own, so many that nothing is kept for them
+        # Rows without memory of their own, so many that nothing is kept for them
         one = torch.zeros(1, 1, dtype=parameter.dtype, device=device)
         x = one.expand(ROWS, encoder.config.hidden_size)
         x = x if device.type == "cpu" else x.contiguous()
@@ -242,7 +242,7 @@ def _executors(name: str, encoder: nn.Module, layers: list[nn.Module]) -> list[E
 
 
 def shown(refused: dict[str, str]) -> dict[str, str]:
-    """Without what is no news: that nothing looks at the modules."""
+    """`refused` without the executor "modules", which is refused wherever nothing looks at the modules."""
     return {name: why for name, why in refused.items() if name != "modules"}
 
 

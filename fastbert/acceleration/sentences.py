@@ -1,15 +1,15 @@
 """`SentenceTransformer.encode` with batches measured in tokens.
 
 Stock `encode` sorts its texts by characters, cuts them into batches of `batch_size` and tokenises each batch.
-Without padding, a batch is better measured in tokens: `_TOKENISED` texts at a time are tokenised, sorted by
-tokens, and cut into batches of about equally many tokens. From the tokens to the embeddings it is still the
-model's own call.
+Without padding, a batch is better measured in tokens. So `_TOKENISED` texts at a time are tokenised, sorted
+by tokens, and cut into batches of about equally many tokens. From the tokens to the embeddings the model's
+own call runs.
 
-A tokenizer of transformers keeps its padding between calls, for all threads. So it is asked for padding as
-stock `encode` asks, which changes nothing for other threads, and the attention mask says what is padding.
+A tokenizer of transformers keeps its padding setting between calls, for all threads. So it is called with the
+setting of stock `encode`, which changes nothing for other threads, and the attention mask marks the padding.
 
 sentence-transformers has the loop in a private method. So `fits` checks the version and the exact arguments.
-Anything else gets stock `encode`, in which only the encoder is accelerated.
+If they differ, stock `encode` runs, in which only the encoder is accelerated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,12 @@ from torch import Tensor, nn
 from fastbert.acceleration.classes import Accelerated
 from fastbert.sentences.tokenizer import pack_batches
 
-# Versions of sentence-transformers: at least the first, below the second
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+else:
+    SentenceTransformer = object
+
+# Versions of sentence-transformers, (least, first that is too new)
 TESTED = ("6", "7")
 _HOME = "sentence_transformers.sentence_transformer.model"
 _ARGUMENTS = (
@@ -43,9 +48,12 @@ _ARGUMENTS = (
     "device",
     "kwargs",
 )
-_TOKENISED = 4096  # texts at a time: enough to fill batches, and they fit in memory
-_CPU_TOKENS = 1024  # in a batch on a CPU: more do not stay in its caches, and gain nothing
-_PADDED = 128  # texts that the tokenizer pads together: few of about one length have little padding
+# Texts that are tokenised at a time: enough to fill batches, and they fit in memory
+_TOKENISED = 4096
+# Tokens in a batch on a CPU: more do not stay in its caches, and gain nothing
+_CPU_TOKENS = 1024
+# Texts that the tokenizer pads together: few texts of about one length have little padding
+_PADDED = 128
 # Options of the tokenizer
 _LISTS = {"common": {"return_tensors": None}, "text": {"return_attention_mask": True}}
 
@@ -60,12 +68,12 @@ def fits(module: nn.Module) -> bool:
     return known and int(TESTED[0]) <= int(version) < int(TESTED[1])
 
 
-class AcceleratedSentences(Accelerated):
+class AcceleratedSentences(Accelerated, SentenceTransformer):
     """Mixin of a SentenceTransformer."""
 
     @torch.inference_mode()
     def _inference(self, inputs: list, **given: Any) -> Any:
-        """Embeddings of texts; any other request runs stock's `_inference`."""
+        """Embeddings of texts; for anything else stock `_inference` runs."""
         device = self._resolve_inference_device(given.get("device"))
         usual = (
             given["output_value"] == "sentence_embedding"
@@ -81,13 +89,14 @@ class AcceleratedSentences(Accelerated):
 
     def _reads_plain_text(self) -> bool:
         """Whether the first module is sentence-transformers' own, and pads rows of tokens on the right."""
-        first, tokenizer = self[0], getattr(self[0], "tokenizer", None)
-        kind = type(first)
+        first: Any = self[0]
+        kind, tokenizer = type(first), getattr(first, "tokenizer", None)
         return (
             (kind.__module__, kind.__name__)
             == ("sentence_transformers.base.modules.transformer", "Transformer")
             and not self._can_flatten_inputs()
             and first.query_expansion is None
+            and tokenizer is not None
             and getattr(tokenizer, "padding_side", None) == "right"
             and tokenizer.pad_token_id is not None
         )
@@ -128,10 +137,10 @@ class Texts:
     """Tokenised texts, concatenated.
 
     Attributes:
-        lengths: (texts,) tokens of each text.
+        lengths: (texts,) number of tokens of each text.
         tokens: name -> (all tokens,) int64, for each feature with one number per token.
         fill: name -> the number at padding.
-        others: the other features, the same for all texts.
+        others: name -> value, for each feature that is the same for all texts.
     """
 
     lengths: np.ndarray
@@ -140,9 +149,7 @@ class Texts:
     others: dict[str, Any]
 
     @classmethod
-    def of(
-        cls, model: nn.Module, texts: list[str], prompt: str | None, passed: dict[str, Any]
-    ) -> Texts | None:
+    def of(cls, model: Any, texts: list[str], prompt: str | None, passed: dict[str, Any]) -> Texts | None:
         """The texts, tokenised by `model`; None if a feature is not one number per token."""
         others: dict[str, Any] = {}
         lists: dict[str, list] = {}

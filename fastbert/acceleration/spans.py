@@ -39,9 +39,9 @@ head_of_call: ContextVar[Head | None] = ContextVar("head_of_call", default=None)
 class AcceleratedSpans(Accelerated):
     """Mixin of a question-answering head (BertForQuestionAnswering, …).
 
-    If its encoder has removed padding, masked tokens get no probability. The loss is then at most the stock
-    model's, and the probability of a kept token at least. In training mode, if a label is on a masked token,
-    or if the encoder ran padded, the output is the stock model's.
+    If its encoder has removed padding, masked tokens get no probability. Then the loss is at most the stock
+    model's, and a kept token's probability is at least the stock model's. In training mode, if a label is on
+    a masked token, or if the encoder ran padded, the output is the stock model's.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class AcceleratedSpans(Accelerated):
 
 
 def _on_masked(positions: list[Tensor | None], mask: Any) -> bool:
-    """Whether a label is on a masked token. The stock model refuses anything that is no label."""
+    """Whether a label is on a masked token. The stock model refuses what is no label."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     batch, seqlen = mask.shape
@@ -75,7 +75,8 @@ def _on_masked(positions: list[Tensor | None], mask: Any) -> bool:
 
 def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any:
     """A head's output (a tuple or not) with its scores and their loss over kept tokens only."""
-    loss = all(p is not None for p in positions)
+    labels = [p for p in positions if p is not None]
+    loss = len(labels) == len(positions)
     at = slice(int(loss), int(loss) + 2)
     values = list(output[at])
     scores = [without_masked(s, kept.to(s.device)) for s in values]
@@ -84,7 +85,7 @@ def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any
         seqlen = kept.shape[1]
         losses = [
             F.cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen)
-            for s, p in zip(scores, positions, strict=True)
+            for s, p in zip(scores, labels, strict=True)
         ]
         made = {"loss": (losses[0] + losses[1]) / 2} | made
     if isinstance(output, tuple):

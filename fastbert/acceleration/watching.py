@@ -1,4 +1,4 @@
-"""Who else looks at a module or its operations: hooks, other forwards, FSDP, tracers, torch.export."""
+"""What looks at a module or its operations: hooks, FSDP, tracers, torch.export."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch.jit._trace import is_tracing
 
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
@@ -18,9 +20,9 @@ _CAPTURE = "transformers.utils.output_capturing"
 def exporting() -> bool:
     """Whether the model must run as stock, because its single operations are observed.
 
-    That is so in exports, and under fake tensors, make_fx, torch.func and forward-mode derivatives.
+    It must in exports, and under fake tensors, make_fx, torch.func and forward-mode derivatives.
     """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if is_tracing() or torch.compiler.is_exporting():
         return True
     if torch.compiler.is_compiling():
         return False
@@ -32,17 +34,17 @@ def exporting() -> bool:
     )
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A call that torch.compile does not compile.
 
-    8-bit weights are derived outside the graph. Inside, they would be rounded again at every call.
+    8-bit weights are derived outside the compiled graph. Inside they would be rounded again at every call.
     """
     return module.forward(*args, **kwargs)
 
 
 def collects(name: str) -> bool:
-    """Whether transformers collects these outputs of the modules during the current call."""
+    """Whether transformers collects the modules' outputs of this name during the current call."""
     capture = sys.modules.get(_CAPTURE)
     collected = None if capture is None else capture._active_collector.get()
     return bool(collected) and name in collected

@@ -7,7 +7,7 @@ an accelerated layer of transformers.
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,8 @@ class PackedLayer(nn.Module):
 
         As in transformers, a module in training mode drops in an eval model too (Gal and Ghahramani 2016).
         """
-        rates, by_itself, layer = [], self.form.stock.attention_drops_by_itself, cast(Any, self)
+        rates, by_itself = [], self.form.stock.attention_drops_by_itself
+        layer: Any = self
         for path in self.form.paths[3]:
             rate = 0.0
             if path is not None:

@@ -511,7 +511,7 @@ def refused() -> dict[str, tuple]:
             "SplinterModel does not support attn_implementation='sdpa'",
         ),
         "own attention": (stock("falcon", bos_token_id=1, eos_token_id=2), "FalconModel does not let"),
-        "named": (named, "_Named goes by the name 'sdpa'"),
+        "named": (named, "_Named compares with the name 'sdpa'"),
     }
 
 
