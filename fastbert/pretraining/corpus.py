@@ -2,7 +2,7 @@
 
 A directory:
 
-    index.json           counts, dtypes, sizes and SHA-256, that of a file with those of its array before it;
+    index.json           counts, dtypes, sizes and SHA-256, a file's over its array up to the file's end;
                          written last
     tokenizer.json       the tokenizer that made the ids
     tokens-00000.bin …   ids, uint16 (uint32 for a vocabulary above 65,535), `shard_tokens` of them per file
@@ -13,12 +13,12 @@ A directory:
     lengths.bin          uint32, the number of tokens of each span
     kinds.bin            uint8, the kind of each span, a place in index.json's `span_kinds`
 
-All arrays are little-endian. The files of an array, one after the other, hold the same bytes however they are
-cut and however many threads made them; `hash` is of those bytes, of the tokenizer, and of all in index.json
-that an example depends on. The rest of index.json, such as sizes and the cut, follows from that and is
-compared. Text is stored, not masked examples, so that masks can differ from epoch to epoch.
+All arrays are little-endian. The files of an array, one after the other, hold the same bytes however the
+array is cut and however many threads made it. `hash` covers those bytes, the tokenizer, and all fields of
+index.json that an example depends on. The rest of index.json, such as sizes and the cut, follows from them
+and is checked. Text is stored, not masked examples, so that masks can differ from epoch to epoch.
 
-A corpus is written beside its place, synced and renamed: there is a whole corpus, or none.
+A corpus is written beside its place, synced and renamed. So there is a whole corpus or none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -45,8 +45,8 @@ from fastbert.sentences.tokenizer import load_tokenizer
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT, VERSION = "fastbert corpus", 2
 SHARD_TOKENS = 1 << 28  # half a gigabyte of uint16
-_CHUNK_CHARACTERS = 4 << 20  # of text that is tokenized at a time
-_PART_TOKENS = 1 << 20  # looked at together for spans
+_CHUNK_CHARACTERS = 4 << 20  # characters of text that are tokenized at a time
+_PART_TOKENS = 1 << 20  # tokens that are searched for spans at a time
 # Names of BERT's and of RoBERTa's special tokens
 _SPECIAL = {
     "pad": ("[PAD]", "<pad>"),
@@ -63,21 +63,22 @@ _COUNTS = ("tokens", "sentences", "documents", "vocab_size", "shard_tokens", "lo
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be read or written: names the file and the cause."""
+    """A corpus cannot be read or written; the message names the file and the cause."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus that has been opened; see the module.
+    """An open corpus; see the module.
 
     Attributes:
         directory: where it lies.
         hash: SHA-256 of all that an example depends on, hexadecimal.
         num_tokens, num_sentences, num_documents: counts.
         longest_sentence: tokens of the longest sentence.
-        vocab_size: of the tokenizer; ids are below it.
+        vocab_size: the tokenizer's vocabulary size; ids are below it.
         special_ids: "pad", "unk", "cls", "sep" and "mask" -> id.
-        shard_tokens: tokens per file, but for the last one.
+        shard_tokens: tokens per file; the last file may have fewer.
+        token_dtype: dtype of the ids.
         span_kinds: names of the kinds of spans; empty if the corpus was made without spans.
         num_spans: count.
     """
@@ -102,11 +103,12 @@ class Corpus:
         """The corpus in a directory.
 
         Args:
-            verify: read all of it once and compare its SHA-256 (about 1 s per GB). Without, only sizes are
-                compared.
+            directory: where it is.
+            verify: whether to read all files once and compare their SHA-256 (about 1 s per GB), not only
+                their sizes.
 
         Raises:
-            CorpusError: no corpus, a file that is missing, too short, too long or changed.
+            CorpusError: there is no corpus, or a file is missing, too short, too long or changed.
         """
         directory = Path(directory)
         path = directory / INDEX
@@ -125,11 +127,15 @@ class Corpus:
 
     @classmethod
     def _of(cls, directory: Path, index: dict[str, Any]) -> Corpus:
-        """The corpus that an index says to be in a directory."""
+        """The corpus in a directory, from its index."""
         return cls(
             directory,
             index["hash"],
-            *(index[name] for name in ("tokens", "sentences", "documents", "longest_sentence", "vocab_size")),
+            index["tokens"],
+            index["sentences"],
+            index["documents"],
+            index["longest_sentence"],
+            index["vocab_size"],
             index["special_ids"],
             index["shard_tokens"],
             np.dtype(index["token_dtype"]).newbyteorder("<"),
@@ -162,7 +168,7 @@ class Corpus:
         return tokens, [self._map(f"words-{i:05d}.bin", np.dtype("u1")) for i in range(count)]
 
     def _starts(self, name: str, end: int) -> np.ndarray:
-        """An array of starts, which rise from 0 to `end`; planning would not end with others."""
+        """An array of starts, which rise from 0 to `end`: with other numbers planning would not end."""
         found = self._map(name, np.dtype("<i8"))
         if found[0] != 0 or found[-1] != end or (found[1:] <= found[:-1]).any():
             raise CorpusError(f"{self.directory / name}: expected numbers that rise from 0 to {end}")
@@ -174,7 +180,7 @@ class Corpus:
     # -- read ------------------------------------------------------------------------------------------------
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """(end - begin,) ids of the tokens [begin, end); a view of the file where one file has them all."""
+        """(end - begin,) ids of the tokens [begin, end); a view of the file if one file has all of them."""
         parts = [self._shards[0][i][a:b] for i, a, b in self._pieces(begin, end)]
         if len(parts) == 1:
             return parts[0]
@@ -203,7 +209,7 @@ class Corpus:
     def spans(self, begin: int, end: int) -> np.ndarray:
         """(n, 3) int64: first token, end and kind of the spans within the tokens [begin, end), ascending.
 
-        Tokens are numbered as in the whole corpus. A span that only begins or ends in the range is not in it.
+        Tokens are numbered as in the whole corpus. A span that is only partly in the range is left out.
 
         Raises:
             CorpusError: the corpus was made without spans.
@@ -268,12 +274,12 @@ class Corpus:
         Args:
             files, format: see `documents`.
             tokenizer: a directory with one, or the tokenizer.
-            directory: of the corpus; must not exist, or be empty.
-            spans: where phrases and entities come from: the path of a gazetteer, "pmi", or a source of
-                `spans.py`; of a list, an earlier one has priority. None: the corpus has none.
+            directory: the corpus's directory; must not exist, or be empty.
+            spans: sources of phrases and entities: the path of a gazetteer, "pmi", or a source of `spans.py`;
+                in a list, an earlier source has priority. None: the corpus has no spans.
             shard_tokens: tokens per file, a multiple of 8.
-            overwrite: replace a corpus that is there.
-            progress: is told (bytes of input, tokens) since its last call.
+            overwrite: whether to replace an existing corpus.
+            progress: called with (bytes of input, tokens) since its last call.
 
         Raises:
             CorpusError, ValueError: naming the file or the argument; nothing is left behind.
@@ -284,7 +290,7 @@ class Corpus:
         if overwrite:
             _check_overwritten(directory)
         if isinstance(tokenizer, Tokenizer):
-            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # its own settings stay as they are
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: the caller's settings do not change
             tokenizer.no_padding()
             tokenizer.no_truncation()
         else:
@@ -294,7 +300,7 @@ class Corpus:
         description = tokenizer.to_str(pretty=True)
         tokenizer.encode_special_tokens = True  # a setting that is not saved: "[MASK]" in a text is text
         vocab_size = 1 + max(tokenizer.get_vocab().values())
-        for source in sources:  # before hours of work
+        for source in sources:  # an error here comes before hours of work
             source.prepare(tokenizer, sorted(special_ids.values()))
 
         seen = 0
@@ -303,9 +309,9 @@ class Corpus:
             nonlocal seen
             seen += size
 
-        with _told(directory):
+        with _as_corpus_error():
             check_kept(directory, files)
-        with _told(directory), new_directory(directory, _NAMES, overwrite) as folder:
+        with _as_corpus_error(), new_directory(directory, _NAMES, overwrite) as folder:
             writer = _Writer(folder, "<u2" if vocab_size <= 1 << 16 else "<u4", shard_tokens)
             for chunk in _chunks(documents(files, format, count)):
                 added = writer.add(chunk, tokenizer)
@@ -351,7 +357,7 @@ def _check_index(path: Path, index: dict[str, Any]) -> None:
         if type(index.get("spans")) is not int or index["spans"] < 0:
             raise CorpusError(f"{path}: spans: expected an integer >= 0, got {index.get('spans')!r}")
     if not isinstance(index.get("arrays"), dict) or index.get("hash") != _hash_of(index):
-        raise CorpusError(f"{path}: hash: does not belong to the other entries; the file was changed")
+        raise CorpusError(f"{path}: hash: does not match the other entries; the file was changed")
     entries, sizes = index.get("files"), dict(itertools.islice(_sizes_of(index), 1 << 20))
     if not (
         isinstance(entries, list)
@@ -367,7 +373,7 @@ def _check_index(path: Path, index: dict[str, Any]) -> None:
             )
     for array, parts in _files_by_array(index).items():
         if parts[-1].get("sha256") != index["arrays"].get(array):
-            raise CorpusError(f"{path}: files: {parts[-1]['name']}: sha256: is another one than in arrays")
+            raise CorpusError(f"{path}: files: {parts[-1]['name']}: sha256: differs from that in arrays")
 
 
 def _sizes_of(index: dict[str, Any]) -> Iterator[tuple[str, int | None]]:
@@ -400,7 +406,7 @@ def _hash_of(index: dict[str, Any]) -> str:
 
 
 def _check_file(path: Path, entry: dict[str, Any], whole: Any) -> None:
-    """Compare a file's size and, with `whole`, the digest of its array so far, the digest."""
+    """Compare a file's size. With `whole`, the digest of its array so far, compare the digest too."""
     if not path.is_file():
         raise CorpusError(f"{path}: is missing")
     size = path.stat().st_size
@@ -412,7 +418,7 @@ def _check_file(path: Path, entry: dict[str, Any], whole: Any) -> None:
         while piece := stream.read(1 << 20):
             whole.update(piece)
     if whole.hexdigest() != entry.get("sha256"):
-        raise CorpusError(f"{path}: was changed since it was written (its SHA-256 is another one)")
+        raise CorpusError(f"{path}: was changed since it was written (its SHA-256 differs)")
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -446,12 +452,13 @@ class _Array:
 
     def __init__(self, folder: Path, name: str, dtype: str, most: int | None = None) -> None:
         self._folder, self._name, self._dtype, self._most = folder, name, np.dtype(dtype), most
-        self._file, self._room = None, 0
+        self._file: BinaryIO | None = None
+        self._room = 0
         self._whole = hashlib.sha256()
         self.count, self.files = 0, []
 
     def add(self, values: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(values, self._dtype)).cast("B")
+        data = np.ascontiguousarray(values, self._dtype).data.cast("B")
         self.count += len(values)
         while len(data):
             if self._file is None:
@@ -464,20 +471,20 @@ class _Array:
             self._room -= len(piece)
             data = data[len(piece) :]
             if self._room == 0:
-                self._close_file()
+                self._close(self._file)
 
-    def _close_file(self) -> None:
-        name, size = Path(self._file.name).name, self._file.tell()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def _close(self, file: BinaryIO) -> None:
+        name, size = Path(file.name).name, file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
         self.files.append({"name": name, "bytes": size, "sha256": self._whole.hexdigest()})
         self._file = None
 
     def close(self) -> str:
-        """The digest of the whole array."""
+        """Close the last file; returns the digest of the whole array."""
         if self._file is not None:
-            self._close_file()
+            self._close(self._file)
         return self._whole.hexdigest()
 
     def abandon(self) -> None:
@@ -494,7 +501,7 @@ class _Writer:
         self.words = _Array(folder, "words", "u1", shard_tokens // 8)
         self.sentences = _Array(folder, "sentences", "<i8")
         self.documents = _Array(folder, "documents", "<i8")
-        self._bits = np.empty(0, bool)  # of the last tokens, fewer than 8
+        self._bits = np.empty(0, bool)  # the last tokens' bits, fewer than 8
         self._longest = 0
 
     def add(self, chunk: list[list[str]], tokenizer: Tokenizer) -> int:
@@ -526,7 +533,7 @@ class _Writer:
         return total
 
     def close(self, tokenizer: str) -> dict[str, Any]:
-        """End all files; returns what index.json says of them."""
+        """Close all files; returns their entries for index.json."""
         self.words.add(np.packbits(self._bits, bitorder="little"))
         index = {
             "format": FORMAT,
@@ -582,8 +589,8 @@ def _check_overwritten(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(directory: Path) -> Iterator[None]:
-    """Turn what `new_directory` raises into a CorpusError."""
+def _as_corpus_error() -> Iterator[None]:
+    """Turn a CheckpointError, as `new_directory` raises, into a CorpusError."""
     try:
         yield
     except CheckpointError as error:

@@ -18,9 +18,9 @@ from fastbert.checkpoint.files import parse_json
 FORMATS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 
-# An end of a sentence: its mark and closing quotes, then white space, then what can begin a sentence
+# The end of a sentence: its mark and closing quotes, then white space, then what can begin a sentence
 _END = re.compile(r"[.!?…][\"'”’»)\]]*(?=\s+[\"'“‘«(\[]?[^\Wa-z_])|[。！？]+[」』”’]*")
-# Words before a full stop that ends no sentence; single letters (initials, "U.S.") are none either
+# Words before a full stop that ends no sentence; after a single letter (initials, "U.S.") it ends none either
 _SHORT = (
     r"mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|st|sr|jr|vs|etc|eg|ie|cf|al|figs?|nos?|vol|pp|ed|eds|dept|"
     r"univ|inc|ltd|co|corp|approx|est|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
@@ -31,9 +31,9 @@ _OPENING = "([\"'“‘"  # what a word can follow without white space
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of a text by rule: a line break ends one, and so does a mark before a capital or a digit.
+    """Sentences of a text. A line break ends a sentence, and so does a mark before a capital or a digit.
 
-    A full stop after a title, a month, a single letter or another usual abbreviation ends none.
+    A full stop after a title, a month, a single letter or another common abbreviation ends no sentence.
     """
     sentences = []
     for line in text.splitlines():
@@ -48,7 +48,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _last_word(line: str, start: int, end: int) -> str:
-    """The last word of line[start:end]; reads no more than that, for lines without an end of a sentence."""
+    """The last word of line[start:end]; reads only that word, as a line without sentence ends can be long."""
     begin = end
     while begin > start and not (line[begin - 1].isspace() or line[begin - 1] in _OPENING):
         begin -= 1
@@ -56,10 +56,10 @@ def _last_word(line: str, start: int, end: int) -> str:
 
 
 def format_of(path: Path, chosen: str | None = None) -> str:
-    """The format of a file: the chosen one, or by its suffix.
+    """The format of a file: the chosen format, or the format of its suffix.
 
     Raises:
-        ValueError: no such format, or a suffix of none.
+        ValueError: there is no such format, or none with this suffix.
     """
     if chosen is not None:
         if chosen not in FORMATS:
@@ -68,7 +68,7 @@ def format_of(path: Path, chosen: str | None = None) -> str:
     found = _SUFFIXES.get(path.suffix.lower())
     if found is None:
         raise ValueError(
-            f"{path}: a suffix of no format; name the format ({', '.join(FORMATS)}), "
+            f"{path}: no format has this suffix; name the format ({', '.join(FORMATS)}), "
             f"or use {', '.join(_SUFFIXES)}"
         )
     return found
@@ -77,41 +77,41 @@ def format_of(path: Path, chosen: str | None = None) -> str:
 def documents(
     files: Sequence[str | Path], format: str | None = None, seen: Callable[[int], None] | None = None
 ) -> Iterator[list[str]]:
-    """The documents of files, in their order; a document is its sentences, at least one.
+    """The documents of files, in order; a document is a list of at least one sentence.
 
     Args:
         files: paths.
-        format: of all files; None: by each file's suffix.
-        seen: is told the bytes of each piece of input, for progress.
+        format: format of all files; None: by each file's suffix.
+        seen: called with the bytes of each piece of input, for progress.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is not what its format says; names file and line.
+        ValueError: a file does not match its format; the message names file and line.
     """
     if isinstance(files, (str, Path)) or not files:
         raise ValueError(f"files: expected a list of at least one path, got {files!r}")
     paths = [(Path(path), format_of(Path(path), format)) for path in files]
-    for path, _ in paths:  # before hours of work
+    for path, _ in paths:  # an error here comes before hours of work
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file")
         if path.is_dir():
             raise ValueError(f"{path}: is a directory; expected files")
     for path, kind in paths:
         read = {"text": _of_lines, "jsonl": _of_json, "parquet": _of_parquet}[kind]
-        for document in read(path, seen or _nobody):
+        for document in read(path, seen or _ignore):
             if document:
                 yield document
 
 
-def _nobody(size: int) -> None:
+def _ignore(size: int) -> None:
     pass
 
 
-def lines(path: Path, seen: Callable[[int], None] = _nobody) -> Iterator[tuple[int, str]]:
+def lines(path: Path, seen: Callable[[int], None] = _ignore) -> Iterator[tuple[int, str]]:
     """(number from 1, text without its end) of each line; a BOM is dropped.
 
     Raises:
-        ValueError: a line that is not UTF-8; names file and line.
+        ValueError: a line is not UTF-8; the message names file and line.
     """
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, 1):

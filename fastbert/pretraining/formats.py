@@ -4,8 +4,8 @@
     FullSentences   [CLS] sentences [SEP], as many as fit; a further [SEP] between two documents
     DocSentences    the same within one document
 
-A format plans an epoch, which reads where sentences begin but no token, and then builds any sequence of the
-plan by its number. All of it is a function of (corpus, seed, epoch, number) alone.
+A format plans an epoch, which reads where sentences begin but no token. Then it builds any sequence of the
+plan by its number. A sequence is a function of (corpus, seed, epoch, number) alone.
 
 Source: Devlin et al. 2018, "BERT", sec. 3.1 and google-research/bert's create_pretraining_data.py; Lan et al.
 2019, "ALBERT", sec. 3.1; Wang et al. 2019, "StructBERT", sec. 2.3; Liu et al. 2019, "RoBERTa", sec. 4.2.
@@ -35,13 +35,13 @@ __all__ = [
     "SegmentPairs",
 ]
 
-# relation -> what the pairs of label 0, 1, … are
+# relation -> what the pairs with label 0, 1, … are
 RELATIONS = {
     "next": ("next", "random"),
     "order": ("in_order", "swapped"),
     "three": ("next", "previous", "other"),
 }
-# relation -> the label of a swapped pair, and of one from two documents
+# relation -> the label of a swapped pair; the label of a pair from two documents
 _SWAPPED = {"next": None, "order": 1, "three": 1}
 _OTHER = {"next": 1, "order": None, "three": 2}
 
@@ -53,8 +53,8 @@ class PairPlan(Plan):
     Attributes:
         first_size, second_size: (n,) int32, tokens of each segment before it is cut to fit.
         first, second: (n,) int64, first token of each segment.
-        labels: (n,) int8.
-        shortened: (n,) bool, whether its target was a random shorter one.
+        labels: (n,) int8, class of each pair.
+        shortened: (n,) bool, whether the pair's target was a random shorter length.
     """
 
     first_size: np.ndarray
@@ -66,30 +66,30 @@ class PairPlan(Plan):
 
 
 @dataclass(frozen=True)
-class SegmentPairs(Format):
+class SegmentPairs(Format[PairPlan]):
     """Two segments of a document, or of two: [CLS] A [SEP] B [SEP], at least 5 tokens.
 
-    Sentences of a document are gathered until they reach a target: max_length - 3 tokens, but for a share of
-    the documents (`short_share`) a number from 2 to that. A random number of the sentences, at least one and
-    not all, is A and the rest is B. `relation` says what may be done to B:
+    Sentences of a document are gathered until they reach a target. The target is max_length - 3 tokens; in a
+    share of the documents (`short_share`) it is a random number from 2 to that. A random number of the
+    sentences, at least one and not all, is A and the rest is B. `relation` names what may happen to B:
 
-        next    label 0: nothing. Label 1, with probability 1/2: B is from a random sentence on of another
-                document, until the target is reached, and the rest of A's document is gathered anew. So are
-                all pairs of which only one sentence was gathered. (BERT)
+        next    label 0: nothing. Label 1, with probability 1/2: B starts at a random sentence of another
+                document and reaches the target, and the rest of A's document is gathered anew. Label 1 is
+                also for all pairs of which only one sentence was gathered. (BERT)
         order   label 1, with probability 1/2: A and B change places. At least two sentences are gathered;
-                the last one of a document is left out if it is alone. (ALBERT, without its random text)
+                a single sentence at the end of a document is left out. (ALBERT, without its random text)
         three   with probability 1/3 each: label 0: nothing; label 1: A and B change places, so that B comes
-                before A in the text; label 2: B from another document, as above, and so are all pairs of
+                before A in the text; label 2: B is from another document, as above, and so are all pairs of
                 which only one sentence was gathered. (StructBERT)
 
     A pair that is too long loses tokens of its longer segment, at the front or at the back at random.
 
-    As in Google's code the target is drawn per document, not per pair. Its code may pick A's own document
-    for B; this one cannot.
+    As in Google's code the target is drawn per document, not per pair. Google's code may pick A's own
+    document for B; this code never does.
 
     Attributes:
         relation: "next", "order" or "three".
-        short_share: of the documents, in [0, 1].
+        short_share: share of the documents with a shorter target, in [0, 1].
     """
 
     relation: str = "next"
@@ -132,7 +132,7 @@ class SegmentPairs(Format):
         return PairPlan(*map(np.concatenate, zip(*parts, strict=True)), epoch=epoch)
 
     def _targets(self, epoch: int) -> np.ndarray:
-        """(documents,) int32: tokens to be gathered for a pair."""
+        """(documents,) int32: the target of each document's pairs, in tokens."""
         draws = Draws(self._key("targets"), epoch, 0)
         count, most = self.corpus.num_documents, self.max_length - 3
         short = draws.chance(self.short_share, count)
@@ -143,8 +143,8 @@ class SegmentPairs(Format):
     ) -> tuple[tuple[np.ndarray, ...], int]:
         """The pairs that start with one of `BLOCK` sentences, and the sentence at which the next pair starts.
 
-        Where a pair that starts with a sentence would end, and which sentence would follow, is computed for
-        all sentences at once. Then the pairs that do occur are a chain from the sentence `at` on.
+        For all sentences at once it computes where a pair that starts there would end, and where the next
+        pair would start. The pairs that do occur are then a chain from the sentence `at` on.
         """
         sentences, documents = self.corpus.sentence_starts, self.corpus.document_starts
         count = min(BLOCK, self.corpus.num_sentences - begin)
@@ -153,7 +153,7 @@ class SegmentPairs(Format):
         borders = np.clip(documents[low : high + 2], begin, begin + count)
         document = np.repeat(np.arange(low, high + 1), np.diff(borders))
 
-        # sentences by their number in the block: gathered are [here, stop), of which [here, cut) are A
+        # sentences by number in the block: [here, stop) are gathered, and [here, cut) of them are A
         here, last = np.arange(count), documents[document + 1] - begin
         tokens = sentences[begin : begin + count + self.max_length + 1]  # a sentence has one token or more
         target = targets[document]
@@ -193,7 +193,7 @@ class SegmentPairs(Format):
     def _elsewhere(
         self, draws: Draws, document: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(first tokens, sizes) of segments of at least `wanted` tokens, if there are, outside `document`."""
+        """(first tokens, sizes) of segments outside `document`, of `wanted` tokens or more where possible."""
         sentences, documents = self.corpus.sentence_starts, self.corpus.document_starts
         chosen = draws.below(self.corpus.num_documents - 1, len(document))
         chosen += chosen >= document
@@ -203,12 +203,12 @@ class SegmentPairs(Format):
         stop = np.minimum(np.searchsorted(sentences, first + wanted), end)
         return first, sentences[stop] - first
 
-    def build(self, plan: Plan, index: int) -> Example:
-        """The pair of a number in [0, len(plan))."""
+    def build(self, plan: PairPlan, index: int) -> Example:
+        """The pair with a number in [0, len(plan))."""
         self._check(plan, index)
         room = self.max_length - 3
         sizes = int(plan.first_size[index]), int(plan.second_size[index])
-        # the longer one is cut until both are equal, then the second and the first in turn
+        # the longer segment is cut until both have one length, then the second and the first in turn
         kept = min(sizes[0], max(room - sizes[1], (room + 1) // 2))
         kept = kept, min(sizes[1], room - kept)
         begins = [int(plan.first[index]), int(plan.second[index])]
@@ -219,10 +219,10 @@ class SegmentPairs(Format):
         pieces = [(begins[i], begins[i] + kept[i]) for i in range(2)]
         return self._example(pieces, 1, int(plan.labels[index]))
 
-    def statistics(self, plan: Plan) -> dict[str, float]:
-        """`Format.statistics`, the share of each label by its name, of shortened targets and of cut pairs.
+    def statistics(self, plan: PairPlan) -> dict[str, float]:
+        """`Format.statistics`, and the shares of each label, of shortened targets and of cut pairs.
 
-        For the relation "order" also `left_out`, the share of the corpus's tokens in no pair.
+        For the relation "order" also `left_out`, the share of the corpus's tokens that are in no pair.
         """
         found = super().statistics(plan)
         for label, name in enumerate(RELATIONS[self.relation]):

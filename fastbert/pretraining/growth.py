@@ -1,15 +1,15 @@
-"""Progressive stacking: train a shallow model, stack its layers, go on with the deep one.
+"""Progressive stacking: train a shallow model, stack its layers, train the deep model.
 
-From L to k · L layers, the new model's layer i is the old one's layer i mod L. Embeddings, pooler and heads
-are copied. The learning rate goes on. The optimizer starts anew, or its moments are copied as the weights
-are.
+From L to k · L layers, layer i of the new model is layer i mod L of the old model. Embeddings, pooler and
+heads are copied. The learning rate's schedule continues. The optimizer starts anew, or its moments are copied
+as the weights are.
 
-With `newest_layers` only what is new trains (MSLT): the layers above the old ones, the pooler and the heads.
-Embeddings and old layers keep their values, so that backward ends at the lowest new layer. A decoder that is
-tied to the word embeddings keeps its matrix.
+With `newest_layers` only the new layers, the pooler and the heads train (MSLT). Embeddings and old layers
+keep their values, so that backward ends at the lowest new layer. A decoder that is tied to the word
+embeddings keeps its matrix.
 
-Layers that share weights (ALBERT) are stacked if each shared layer gets the weights of one old layer alone:
-with one group of layers, or with k times as many groups.
+Layers that share weights (ALBERT) can be stacked if each shared layer takes the weights of one old layer
+alone. That holds with one group of layers, or with k times as many groups.
 
 Source: Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking", sec. 4; Yang et al. 2020,
 "Progressively Stacking 2.0: A Multi-stage Layerwise Training Method for BERT Training Speedup".
@@ -27,7 +27,7 @@ from fastbert.layers import quantized
 from fastbert.models.base import PreTrainedModel
 
 _STAGE = re.compile(r"([1-9][0-9]*):([1-9][0-9]*|\*)")
-# What two models must have in common, so that their weights have one shape and one meaning
+# config keys that two models must have in common, so that their weights have one shape and one meaning
 _COMMON = (
     "model_type",
     "hidden_size",
@@ -46,8 +46,8 @@ def parse_growth(text: str) -> list[tuple[int, int | None]]:
     """The stages of "3:50000,6:70000,12:*": (layers, steps) of each, None for all steps that are left.
 
     Raises:
-        ValueError: a stage that is no pair of positive integers, layers that are no multiple of the stage
-            before, or a "*" that is missing at the end or stands elsewhere.
+        ValueError: a stage is no pair of positive integers, its layers are no multiple of the previous
+            stage's, or "*" is not the last stage's steps alone.
     """
     stages: list[tuple[int, int | None]] = []
     parts = text.split(",")
@@ -68,10 +68,10 @@ def parse_growth(text: str) -> list[tuple[int, int | None]]:
 
 
 def grown_names(small: PreTrainedModel, large: PreTrainedModel) -> dict[str, str]:
-    """Name in `large` -> name in `small` of the weights it is grown from, for all parameters and buffers.
+    """Name in `large` -> name in `small` of the weights it takes, for all parameters and buffers.
 
     Raises:
-        TypeError: an argument that is no model of this package.
+        TypeError: an argument is no model of this package.
         ValueError: `large` is of another class, width or shape, or its number of layers is no multiple.
     """
     _check(small, large)
@@ -83,7 +83,7 @@ def grown_names(small: PreTrainedModel, large: PreTrainedModel) -> dict[str, str
         source = old[i % len(old)]
         if sources.setdefault(name, source) != source:
             raise ValueError(
-                f"large: {name} is shared by layers that are grown from different ones; expected "
+                f"large: {name} is shared by layers that grow from different old layers; expected "
                 f"num_hidden_groups {small.config.num_hidden_groups * (len(new) // len(old))}, "
                 f"got {large.config.num_hidden_groups}"
             )
@@ -93,7 +93,7 @@ def grown_names(small: PreTrainedModel, large: PreTrainedModel) -> dict[str, str
         layer = next((prefix for prefix in sources if name.startswith(f"{prefix}.")), None)
         found[name] = name if layer is None else sources[layer] + name[len(layer) :]
     if missing := sorted(set(theirs).symmetric_difference(found.values())):
-        raise ValueError(f"large: expected the weights of small, but {missing[0]} is in one of them alone")
+        raise ValueError(f"large: expected the weights of small, but only one of them has {missing[0]}")
     for name, source in found.items():
         if ours[name].shape != theirs[source].shape or ours[name].dtype != theirs[source].dtype:
             raise ValueError(
@@ -105,7 +105,7 @@ def grown_names(small: PreTrainedModel, large: PreTrainedModel) -> dict[str, str
 
 @torch.no_grad()
 def grow(small: PreTrainedModel, large: PreTrainedModel) -> None:
-    """Give `large` the weights of `small`: layer i those of layer i mod L, the rest as it is.
+    """Copy the weights of `small` to `large`: layer i from layer i mod L, all else from its namesake.
 
     Args:
         small: a model of L layers, with any head.
@@ -139,8 +139,8 @@ def grow_moments(
         Parameter name in `large` -> its state. Tensors are copies, one per parameter.
 
     Raises:
-        ValueError: a name that is no parameter of `small`, or a tensor of another shape than its parameter
-            (one number aside, such as the step); or see `grown_names`.
+        ValueError: a name is no parameter of `small`, or a tensor with more than one number has another shape
+            than its parameter; or see `grown_names`.
     """
     names = grown_names(small, large)
     parameters = dict(small.named_parameters())
@@ -165,16 +165,16 @@ def newest_layers(model: PreTrainedModel, old: int) -> list[str]:
 
     Args:
         model: a model that has grown.
-        old: layers that it had before, in [1, its layers).
+        old: number of layers before it has grown, in [1, its layers).
 
     Raises:
-        ValueError: naming the argument; also if an old layer and a new one share their weights.
+        ValueError: naming the argument; also if an old layer and a new layer share weights.
     """
     layers = _layers(model)
     if type(old) is not int or not 1 <= old < len(layers):
         raise ValueError(f"old: expected an integer in [1, {len(layers)}), got {old!r}")
     if shared := set(layers[:old]) & set(layers[old:]):
-        raise ValueError(f"model: {min(shared)} is an old layer and a new one; shared layers train together")
+        raise ValueError(f"model: {min(shared)} is both an old and a new layer; shared layers train together")
     new = {id(p) for name in layers[old:] for p in model.get_submodule(name).parameters()}
     pooler = model.family.pooler
     above = {id(p) for n, p in model.base_model.named_parameters() if pooler and n.startswith(f"{pooler}.")}

@@ -6,19 +6,19 @@
     ngram    up to `max_ngram` words in a row; n words with a probability in proportion to 1 / n (ALBERT)
     span     a geometric number of words, at most `max_span` (SpanBERT)
     phrase   a phrase or an entity of the corpus, or else a word (ERNIE 1.0, second stage)
-    entity   an entity of the corpus, or else a word (ERNIE 1.0, third stage; the first one's unit is word)
+    entity   an entity of the corpus, or else a word (ERNIE 1.0, third stage; its first stage has unit word)
 
-Candidates are all tokens but special ones. Of the chosen tokens 80% become [MASK], 10% a random token and 10%
-stay; all of them are predicted. `choose` says how many:
+Candidates are all tokens but special ones. Of the chosen tokens 80% become [MASK], 10% become a random token
+and 10% stay; all of them are predicted. `choose` sets how many are chosen:
 
     exact      min(max_predictions, max(1, round(share * length))) tokens, special ones counted in the
-               length. Units are taken in random order; one that exceeds what is left is passed over (a longer
-               one of several words is made shorter).
+               length. Units are taken in random order. A unit that exceeds the budget is skipped; a unit of
+               several words (n-gram, span) is shortened instead.
     bernoulli  each token, word, phrase or entity with probability `share`
 
-ERNIE's three stages mask words, then phrases, then entities; each goes on with the weights of the one before.
-Its own code draws per unit, as bernoulli does, and the fate per token, as here. An entity is a phrase too: a
-segmentation into phrases does not cut through a name.
+ERNIE's three stages mask words, then phrases, then entities; each stage starts with the weights of the
+previous stage. ERNIE's own code draws per unit, as bernoulli does, and what a token becomes per token, as
+here. An entity is a phrase too: a segmentation into phrases does not cut through a name.
 
 Source: Devlin et al. 2018, "BERT", sec. 3.1 and google-research/bert's create_pretraining_data.py; Lan et al.
 2019, "ALBERT", sec. 3.1; Joshi et al. 2019, "SpanBERT", sec. 3.1; fairseq's word budget; Sun et al. 2019,
@@ -36,7 +36,7 @@ from fastbert.training.draws import Draws
 
 IGNORED = -100  # the label of a token that is not predicted
 UNITS = ("token", "word", "ngram", "span", "phrase", "entity")
-# unit -> the kinds of spans of the corpus that it takes as a whole
+# unit -> the kinds of the corpus's spans that it takes as a whole
 SPAN_UNITS = {"phrase": (PHRASE, ENTITY), "entity": (ENTITY,)}
 _BERNOULLI = ("token", "word", *SPAN_UNITS)
 
@@ -48,7 +48,7 @@ class Vocabulary:
     Attributes:
         size: ids are in [0, size).
         mask: the id of [MASK].
-        special: ids that are never chosen and, unless asked for, never drawn.
+        special: ids that are never chosen; they are drawn only with `with_special`.
     """
 
     size: int
@@ -62,11 +62,11 @@ class Vocabulary:
         object.__setattr__(self, "special", tuple(special))
 
     def random(self, draws: Draws, count: int, with_special: bool = False) -> np.ndarray:
-        """(count,) ids, uniform, special ones left out unless `with_special`."""
+        """(count,) ids, uniform; special ids are left out unless `with_special`."""
         if with_special:
             return draws.below(self.size, count)
         found = draws.below(self.size - len(self.special), count)
-        for i in self.special:  # in ascending order: step over each
+        for i in self.special:  # in ascending order, so that each is stepped over
             found += found >= i
         return found
 
@@ -93,13 +93,14 @@ class Masking:
     Attributes:
         unit: "token", "word", "ngram", "span", "phrase" or "entity".
         choose: "exact" or "bernoulli" (not for n-grams and spans).
-        share: of the tokens, in (0, 1].
-        max_predictions: most tokens; None: no limit.
+        share: share of the tokens that are predicted, in (0, 1].
+        max_predictions: most predicted tokens of a sequence; None: no limit.
         mask_share, random_share: of the chosen tokens, the shares that become [MASK] and a random token.
         word_budget: with unit "word" and "exact", whether `share` and `max_predictions` count "tokens"
-            (Google's rule) or "words". With "words" a word's tokens also share their fate (fairseq's rule).
+            (Google's rule) or "words". With "words" the tokens of a word are all masked, all random or all
+            kept (fairseq's rule).
         random_specials: whether a random token may be a special one, as in Google's code and transformers.
-        max_ngram, max_span, span_p: see the module; `span_p` is the geometric distribution's.
+        max_ngram, max_span, span_p: see the module; `span_p` is the geometric distribution's parameter.
 
     Raises:
         ValueError: naming the attribute.
@@ -161,13 +162,13 @@ class Masking:
         Args:
             ids: (length,), special tokens included.
             word_starts: (length,) bool, whether a word starts at each token. A special token is a word.
-            vocabulary: the ids.
+            vocabulary: the ids that masking writes.
             draws: the sequence's stream.
             spans: (n, 3) integers, first token, end and kind of the phrases and entities within the
-                sequence, ascending; needed by the units phrase and entity, and by no other.
+                sequence, ascending. The units phrase and entity need them; other units take None.
 
         Raises:
-            ValueError: spans that are missing, not wanted, out of order or not of whole words.
+            ValueError: spans are missing, not expected, out of order or not of whole words.
         """
         if (spans is not None) != (self.unit in SPAN_UNITS):
             raise ValueError(
@@ -202,7 +203,7 @@ class Masking:
         return Masked(seen, labels, spans)
 
     def _joined(self, candidate: np.ndarray, starts: np.ndarray, spans: np.ndarray) -> np.ndarray:
-        """(length,) bool: where units start, if a span of this rule's kinds is one unit."""
+        """(length,) bool: where units start if each span of this rule's kinds is one unit."""
         if spans.ndim != 2 or spans.shape[1] != 3 or spans.dtype.kind not in "iu":
             raise ValueError(f"spans: expected (n, 3) integers, got {spans.dtype} of the shape {spans.shape}")
         begins, ends, kinds = spans.T
@@ -258,7 +259,7 @@ class Masking:
         count = len(begins)
         sizes = self._sizes(draws, count)
         taken = np.zeros(count, bool)
-        # words of which one follows the other without a special token between
+        # whether the next word follows without a special token between
         joined = np.append(begins[1:] == ends[:-1], False)
         chosen = []
         for word, size in zip(order.tolist(), sizes.tolist(), strict=True):
@@ -267,7 +268,7 @@ class Masking:
             last = word
             while last - word + 1 < size and joined[last]:
                 last += 1
-            # a shorter unit where this one meets another or exceeds the budget
+            # shorten a unit that touches a taken word or exceeds the budget
             while last >= word and (taken[word : last + 1].any() or ends[last] - begins[word] > budget):
                 last -= 1
             if last < word:
@@ -278,7 +279,7 @@ class Masking:
         return np.array(sorted(chosen), np.int64).reshape(-1, 2)
 
     def _sizes(self, draws: Draws, count: int) -> np.ndarray:
-        """(count,) words that each unit wants."""
+        """(count,) number of words of each unit, before it is shortened."""
         if self.unit == "word" or self.unit in SPAN_UNITS:
             return np.ones(count, np.int64)
         if self.unit == "ngram":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from fastbert.pretraining.corpus import Corpus
 from fastbert.training.draws import key_of
 
 NO_LABEL = -100
-# Sentences that are planned at a time, with a stream of draws of their own: another number gives other pairs
+# Sentences that are planned at a time, with a stream of draws of their own; a change would change the pairs
 BLOCK = 1 << 16
 
 
@@ -26,8 +26,8 @@ class Example:
         word_starts: (length,) bool; true at special tokens.
         token_types: (length,) int64: 0, and 1 from the second segment's first token on.
         label: the class of the pair of segments; `NO_LABEL` if the format has no classes.
-        spans: (n, 3) int64, first token, end and kind of the corpus's spans in it; None if the corpus was
-            made without spans.
+        spans: (n, 3) int64, first token, end and kind of the corpus's spans in the sequence; None if the
+            corpus was made without spans.
     """
 
     ids: np.ndarray
@@ -43,7 +43,7 @@ class Plan:
 
     Attributes:
         lengths: (n,) int32, tokens of each sequence, special ones included.
-        epoch: of which epoch.
+        epoch: number of the epoch.
     """
 
     lengths: np.ndarray
@@ -53,14 +53,17 @@ class Plan:
         return len(self.lengths)
 
 
+PlanT = TypeVar("PlanT", bound=Plan)
+
+
 @dataclass(frozen=True)
-class Format(ABC):
+class Format(ABC, Generic[PlanT]):
     """What all formats share.
 
     Attributes:
         corpus: the text.
         max_length: most tokens of a sequence, special ones included.
-        seed: of all draws, an integer.
+        seed: seed of all draws, an integer.
 
     Raises:
         TypeError, ValueError: naming the attribute.
@@ -88,24 +91,24 @@ class Format(ABC):
 
     @property
     def num_labels(self) -> int:
-        """Classes of `Example.label`; 0 if it has none."""
+        """Number of classes of `Example.label`; 0 if it has none."""
         return 0
 
     @abstractmethod
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int) -> PlanT:
         """The sequences of an epoch, an integer in [0, 2**64)."""
 
     @abstractmethod
-    def build(self, plan: Plan, index: int) -> Example:
-        """The sequence of a number in [0, len(plan)), of a plan of this format.
+    def build(self, plan: PlanT, index: int) -> Example:
+        """The sequence with a number in [0, len(plan)), of a plan of this format.
 
         Raises:
-            IndexError: a number outside.
-            TypeError: a plan of another format.
+            IndexError: the number is outside.
+            TypeError: the plan is of another format.
         """
 
-    def statistics(self, plan: Plan) -> dict[str, float]:
-        """What a log should say of an epoch: sequences, their mean length, and its share of max_length."""
+    def statistics(self, plan: PlanT) -> dict[str, float]:
+        """An epoch's values for a log: sequences, their mean length, and its share of max_length."""
         mean = float(plan.lengths.mean())
         return {"sequences": float(len(plan)), "mean_length": mean, "filled": mean / self.max_length}
 
@@ -138,7 +141,7 @@ class Format(ABC):
 
 
 def checked_epoch(value: int) -> int:
-    """An epoch as a plain integer; ValueError if it is none."""
+    """An epoch as a plain integer; ValueError if it is no integer in [0, 2**64)."""
     try:
         value = operator.index(value)
     except TypeError:
@@ -149,7 +152,7 @@ def checked_epoch(value: int) -> int:
 
 
 def chain(after: np.ndarray, at: int) -> tuple[np.ndarray, int]:
-    """The places at, after[at], after[after[at]], … below len(after), and the first one that is not below."""
+    """(the places at, after[at], after[after[at]], … below len(after); the first place not below it)."""
     jumps, found = after.tolist(), []
     while at < len(jumps):
         found.append(at)

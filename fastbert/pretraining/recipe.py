@@ -1,21 +1,21 @@
-"""Recipes: the numbers of a pre-training as published, as data (`recipes/*.json`), and what overrides them.
+"""Recipes: the numbers of published pre-trainings, as data (`recipes/*.json`), and how to override them.
 
 A recipe is a JSON object:
 
-    objective     of `OBJECTIVES`; `options` go to it
-    format        {"kind": "segment-pairs", "full-sentences" or "doc-sentences", …}; the rest goes to it
-    masking       of `Masking`
-    phases        one after the other: max_length, batch_size (sequences), steps, lr, warmup (steps, or a
-                  share of them below 1), max_predictions
+    objective     a name of `OBJECTIVES`; `options` are its arguments
+    format        {"kind": "segment-pairs", "full-sentences" or "doc-sentences", …}; … are its arguments
+    masking       arguments of `Masking`
+    phases        in order: max_length, batch_size (sequences), steps, lr, warmup (steps, or a share of the
+                  steps below 1), max_predictions
     optimizer     kind, betas, eps, weight_decay
-    schedule      kind, and what it takes; over all phases, or over each one if `fresh_optimizer` is set
-    clip          the largest norm of the gradients; null: none
-    dropout       of the model; null: the config's
+    schedule      kind and its arguments; over all phases, or over each phase if `fresh_optimizer` is set
+    clip          the largest norm of the gradients; null: no clipping
+    dropout       the model's dropout; null: the config's
     static        null, or Google's `dupe_factor`
     micro_batch   sequences of max_length tokens computed at a time; null: as many as have 8,192 tokens
-    published     tables to be printed beside a run
+    published     tables that are printed beside a run
 
-A format with sequences of different lengths (doc-sentences) has batches of batch_size · max_length tokens.
+If a format's sequences differ in length (doc-sentences), a batch has batch_size · max_length tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MICRO_TOKENS = 8192
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used: names the field."""
+    """A recipe cannot be used; the message names the field."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Phase:
     Attributes:
         max_length: tokens of a sequence, special ones included.
         batch_size: sequences of a step, all processes together.
-        steps: how many.
+        steps: number of steps.
         lr: the largest learning rate.
-        warmup: steps, or a share of the steps below 1.
-        max_predictions: most predicted tokens of a sequence; None: no limit but the share.
+        warmup: number of steps; a number below 1 is a share of the steps.
+        max_predictions: most predicted tokens of a sequence; None: only the masking's share limits them.
     """
 
     max_length: int
@@ -107,7 +107,7 @@ class Recipe:
         """A recipe by name, or from a JSON file.
 
         Raises:
-            RecipeError: there is none, or a field is wrong.
+            RecipeError: there is no such recipe, or a field is wrong.
         """
         path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
         if not path.is_file():
@@ -190,7 +190,7 @@ class Recipe:
     # -- override --------------------------------------------------------------------------------------------
 
     def changed(self, path: str, value: Any) -> Recipe:
-        """The recipe with another value at a dotted path: "masking.share", "phases.0.lr", "phases.lr" (all).
+        """The recipe with a new value at a dotted path: "masking.share", "phases.0.lr", "phases.lr" (all).
 
         Raises:
             RecipeError: there is no such field, or the value is wrong.
@@ -198,7 +198,7 @@ class Recipe:
         return self.with_changes([(path, value)])
 
     def with_changes(self, changes: Iterable[tuple[str, Any]]) -> Recipe:
-        """The recipe with other values at dotted paths, of which a later one wins; checked when all are made.
+        """The recipe with new values at dotted paths; a later change overrides an earlier one.
 
         Raises:
             RecipeError: as `changed`.
@@ -219,7 +219,7 @@ class Recipe:
         return Recipe.of(values)
 
     def with_steps(self, steps: int) -> Recipe:
-        """The recipe in another number of steps; phases and warm-ups keep their shares.
+        """The recipe with a new number of steps; phases and warm-ups keep their shares.
 
         Raises:
             RecipeError: fewer steps than phases.
@@ -233,7 +233,7 @@ class Recipe:
             end = min(end, steps - (len(self.phases) - 1 - number))
             warmup = phase.warmup
             if warmup >= 1:
-                # a share of what the schedule covers
+                # the same share of the steps that the schedule covers
                 share = (end - ended) / phase.steps if self.fresh_optimizer else steps / whole
                 warmup = round(warmup * share)
             phases.append(replace(phase, steps=end - ended, warmup=warmup))
@@ -244,7 +244,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Of all phases."""
+        """Number of steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
     @property
@@ -264,7 +264,7 @@ class Recipe:
         return Masking(**{**limit, **self.masking})
 
     def schedule_of(self, phase: Phase) -> Schedule:
-        """The learning rates of a phase: its own, or those of all phases together."""
+        """The learning rates of a phase; the schedule covers the phase, or all phases together."""
         steps = phase.steps if self.fresh_optimizer else self.steps
         options = dict(self.schedule)
         for name in ("lr", "steps", "warmup"):
@@ -273,7 +273,7 @@ class Recipe:
         return Schedule(options.pop("kind", "linear"), phase.lr, steps, phase.warmup, **options)
 
     def cut(self, phase: Phase) -> tuple[int, int]:
-        """(micro-batches of a step, sequences of max_length tokens in each).
+        """(micro-batches per step, sequences of max_length tokens per micro-batch).
 
         Raises:
             RecipeError: batch_size is not a multiple of micro_batch.
@@ -290,7 +290,7 @@ class Recipe:
 
 
 def _phase(number: int, values: Mapping[str, Any]) -> Phase:
-    """A phase from a JSON object; RecipeError naming the field."""
+    """A phase from a JSON object; a RecipeError names the field."""
     known = {each.name: each for each in fields(Phase)}
     if unknown := sorted(values.keys() - known.keys()):
         raise RecipeError(f"phases.{number}.{unknown[0]}: is no field; expected {', '.join(sorted(known))}")
@@ -304,11 +304,13 @@ def _phase(number: int, values: Mapping[str, Any]) -> Phase:
 
 
 def check_options(where: str, kind: Callable, given: Mapping[str, Any], own: Iterable[str] = ()) -> None:
-    """Raise RecipeError for options that `kind` does not take, or that are of another type than its default.
+    """Raise RecipeError if an option is no argument of `kind`, or differs in type from the default.
 
     Args:
         where: the field of the recipe, for messages.
-        own: arguments of `kind` that are not the recipe's.
+        kind: what takes the options.
+        given: the options.
+        own: arguments of `kind` that no recipe sets.
     """
     known = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name not in own}
     for name, value in given.items():
@@ -328,7 +330,7 @@ def check_options(where: str, kind: Callable, given: Mapping[str, Any], own: Ite
 
 
 def _check_published(tables: Any) -> None:
-    """Raise RecipeError unless these are tables with a figure per row and column."""
+    """Raise RecipeError unless `tables` are tables with a figure per row and column."""
     if not isinstance(tables, (list, tuple)) or not all(isinstance(table, dict) for table in tables):
         raise RecipeError(f"published: expected a list of objects, got {tables!r}")
     for number, table in enumerate(tables):

@@ -39,37 +39,37 @@ class FullPlan(Plan):
 
 
 @dataclass(frozen=True)
-class DocSentences(Format):
+class DocSentences(Format[RowPlan]):
     """Rows of whole sentences of one document, as many as fit: [CLS] … [SEP], at least 3 tokens.
 
     The last row of a document is shorter. A sentence that is longer than a row fills rows of its own, and
-    the rest of it starts the next one. Every token occurs once per epoch. This definition leaves nothing to
-    chance: all seeds and epochs have the same rows, to be ordered and masked anew. (RoBERTa)
+    its rest starts the next row. Every token occurs once per epoch. Nothing is random: all seeds and epochs
+    have the same rows, which the stream orders and masking masks anew. (RoBERTa)
     """
 
     _plan: ClassVar[type[Plan]] = RowPlan
 
     def plan(self, epoch: int) -> RowPlan:
-        """The rows of an epoch, an integer in [0, 2**64); the same in all."""
+        """The rows of an epoch, an integer in [0, 2**64); all epochs have the same rows."""
         epoch, room = checked_epoch(epoch), self.max_length - 2
-        # a separator that fills a row: none can cross it
+        # the separator fills a row, so no row crosses documents
         lengths, begins, _ = _rows(self.corpus, room, np.arange(self.corpus.num_documents), separator=room)
         return RowPlan(lengths, begins, epoch=epoch)
 
-    def build(self, plan: Plan, index: int) -> Example:
-        """The row of a number in [0, len(plan))."""
+    def build(self, plan: RowPlan, index: int) -> Example:
+        """The row with a number in [0, len(plan))."""
         self._check(plan, index)
         begin = int(plan.begins[index])
         return self._example([(begin, begin + int(plan.lengths[index]) - 2)], None, NO_LABEL)
 
 
 @dataclass(frozen=True)
-class FullSentences(Format):
+class FullSentences(Format[FullPlan]):
     """Rows of whole sentences, as many as fit, across documents: [CLS] … [SEP] … [SEP], at least 3 tokens.
 
     A further [SEP] separates two documents of a row. A sentence that is longer than a row fills rows of its
-    own, and the rest of it starts the next one. Every token occurs once per epoch. Documents follow each
-    other in a random order, another one in each epoch. (RoBERTa)
+    own, and its rest starts the next row. Every token occurs once per epoch. Each epoch has its own random
+    order of documents. (RoBERTa)
     """
 
     _plan: ClassVar[type[Plan]] = FullPlan
@@ -85,8 +85,8 @@ class FullSentences(Format):
         lengths, begins, places = _rows(self.corpus, self.max_length - 2, order, separator=1)
         return FullPlan(lengths, begins, order, places, epoch=epoch)
 
-    def build(self, plan: Plan, index: int) -> Example:
-        """The row of a number in [0, len(plan))."""
+    def build(self, plan: FullPlan, index: int) -> Example:
+        """The row with a number in [0, len(plan))."""
         self._check(plan, index)
         sentences, documents = self.corpus.sentence_starts, self.corpus.document_starts
         at, place, left = int(plan.begins[index]), int(plan.places[index]), int(plan.lengths[index]) - 2
@@ -106,13 +106,14 @@ def _rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(lengths, first tokens, places in `order`) of the rows of all documents, one after the other.
 
-    Where a row that starts with a sentence would end is computed for a block of sentences at once. Then
-    the rows that do occur are a chain. What no whole row is known of goes into the next block.
+    For a block of sentences at once it computes where a row that starts there would end. The rows that do
+    occur are then a chain. Sentences after the last whole row go into the next block.
 
     Args:
-        room: most tokens of a row, special ones aside but for separators.
+        corpus: the text.
+        room: most tokens of a row; separators count, other special tokens do not.
         order: (documents,) the documents in order.
-        separator: tokens between two documents of a row.
+        separator: number of tokens between two documents of a row.
     """
     documents = corpus.document_starts
     ends = np.cumsum(documents[order + 1] - documents[order])
@@ -126,7 +127,7 @@ def _rows(
         sentence = np.arange(start, stop) - ends[place] + documents[order[place] + 1]
         more = _pieces(corpus, room, sentence, sentence == documents[order[place]], place)
         begin, size, first, place = (np.concatenate(pair) for pair in zip(left, more, strict=True))
-        before = first * separator  # tokens between a sentence and the one before it
+        before = first * separator  # tokens between a sentence and the previous one
         total = np.concatenate([[0], np.cumsum(before + size)])
         after = np.searchsorted(total, total[:-1] + before + room, "right") - 1
         known = len(after) if stop == ends[-1] else int(np.searchsorted(after, len(after)))
@@ -141,7 +142,7 @@ def _rows(
 def _pieces(
     corpus: Corpus, room: int, sentence: np.ndarray, first: np.ndarray, place: np.ndarray
 ) -> list[np.ndarray]:
-    """Sentences, the long ones in pieces: first token, tokens, whether a document begins, place."""
+    """[first token, tokens, whether a document begins, place] of sentences, long ones cut in pieces."""
     begin = corpus.sentence_starts[sentence]
     size = corpus.sentence_starts[sentence + 1] - begin
     if corpus.longest_sentence <= room:

@@ -1,7 +1,7 @@
 """A run of pre-training: a corpus, a model and a recipe become the stages of the training loop.
 
-A stage is a part of a phase with one depth of the model: `grow` cuts phases where layers are added
-(`growth.py`). The examples of a phase go on through its stages.
+A stage is a part of a phase with one depth of the model: phases are cut where layers are added (`growth.py`).
+The stages of a phase share one stream of examples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.checkpoint.files import (
     BIN,
@@ -44,7 +44,7 @@ from fastbert.training.module import Losses
 from fastbert.training.parallel import Parallel
 
 WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)
-# the keys of dropout, and DistilBERT's names of them
+# (key of dropout, DistilBERT's name of it)
 DROPOUTS = (("hidden_dropout_prob", "dropout"), ("attention_probs_dropout_prob", "attention_dropout"))
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked": Objective,
@@ -62,8 +62,8 @@ class Growth:
     """When layers are added; see `growth.py`.
 
     Attributes:
-        stages: (layers, steps) in order; None: all that are left.
-        moments: "fresh" or "copied": those of the optimizer where layers are added.
+        stages: (layers, steps) in order; steps None: all that are left.
+        moments: "fresh" or "copied": the optimizer's moments after layers are added.
         freeze: whether only new layers train, in all stages but the first and the last (MSLT).
     """
 
@@ -102,26 +102,28 @@ def pretrain(
     verify: bool = True,
     **options: Any,
 ) -> Result:
-    """Pre-train a model. The same call goes on where it was interrupted; see `fastbert/training/loop.py`.
+    """Pre-train a model. Repeat the call to resume an interrupted run; see `fastbert/training/loop.py`.
 
     Args:
         data: a corpus of `fastbert prepare`.
-        model: a config, a config.json, or a HuggingFace directory; with weights, training begins with them.
+        model: a config, a config.json, or a HuggingFace directory; if it has weights, training starts from
+            them.
         recipe: a name of `recipes/`, a JSON file, or a recipe.
         output: the run's directory. Each checkpoint in it, `step-…`, has `model/`, which transformers loads.
-        seed: of everything that is drawn.
+        seed: seed of all that is random.
         dtype: "fp32", "bf16" or "fp16" (autocast).
-        growth: layers that are added on the way.
-        parallel: the processes; None: those of torchrun, or this one.
-        verify: read the corpus once and compare its SHA-256.
-        options: of `Trainer`: save_every, keep, log_every, workers, graphs, tensorboard, progress, say.
+        growth: layers that are added during the run.
+        parallel: the processes; None: torchrun's processes, or this one alone.
+        verify: whether to read the corpus once and compare its SHA-256.
+        options: further arguments of `Trainer`: save_every, keep, log_every, workers, graphs, tensorboard,
+            progress, say.
 
     Raises:
         ValueError: naming what is wrong.
-        Interrupted: a signal came.
+        Interrupted: a signal arrived.
     """
     if Path(output).exists() and not Path(output).is_dir():
-        raise ValueError(f"output: expected a directory, or a new one's place; {output} is a file")
+        raise ValueError(f"output: expected a directory or a new path; {output} is a file")
     corpus = data if isinstance(data, Corpus) else Corpus.open(data, verify)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     config, weights = model_of(model, corpus, recipe)
@@ -146,7 +148,7 @@ def model_of(
     """(the model's config, the directory with its first weights or None).
 
     Raises:
-        ValueError: it does not fit the corpus or the recipe.
+        ValueError: the model does not fit the corpus or the recipe.
     """
     weights = None
     if isinstance(model, EncoderConfig):
@@ -162,17 +164,17 @@ def model_of(
         values = read_json(path)
     values.setdefault("vocab_size", corpus.vocab_size)
     pad = corpus.special_ids["pad"]
-    if weights is None:  # RoBERTa's places of tokens depend on it
+    if weights is None:  # RoBERTa's positions of tokens depend on it
         values["pad_token_id"] = pad
     elif values.get("pad_token_id", pad) != pad:
-        raise ValueError(f"model: pad_token_id is {values['pad_token_id']}, but that of the corpus is {pad}")
+        raise ValueError(f"model: pad_token_id is {values['pad_token_id']}, but the corpus has {pad}")
     if recipe.dropout is not None:
         for name, other in DROPOUTS:
             values.pop(other, None)
             values[name] = recipe.dropout
     config = EncoderConfig.from_dict(values)
     if config.model_type == "mpnet" and pad != 1:  # transformers has the number in its code
-        raise ValueError(f"model: mpnet's [PAD] must have the id 1, but that of the corpus is {pad}")
+        raise ValueError(f"model: mpnet's [PAD] must have the id 1, but the corpus has {pad}")
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(
             f"model: vocab_size is {config.vocab_size}, but the corpus {corpus.directory} has ids below "
@@ -186,10 +188,10 @@ def model_of(
 
 
 def _check_tokenizer(directory: Path, corpus: Corpus) -> None:
-    """A directory with a tokenizer must have the corpus's words."""
+    """Raise ValueError if a directory has a tokenizer with another vocabulary than the corpus's."""
     path = directory / TOKENIZER
     if path.is_file() and load_tokenizer(directory).get_vocab() != corpus.tokenizer.get_vocab():
-        raise ValueError(f"model: {path} is another tokenizer than the one that made {corpus.directory}")
+        raise ValueError(f"model: {path} differs from the tokenizer that made {corpus.directory}")
 
 
 def describe(
@@ -245,7 +247,8 @@ def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Obj
     form = recipe.format_of(phase, corpus, seed)
     made = kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
     units = {made.masking.unit, *(unit for unit, _ in getattr(made, "stages", ()))}
-    if units & SPAN_UNITS.keys() and not corpus.span_kinds:  # else it would be found when their epoch begins
+    # now, as the run would fail only when the epoch of these units begins
+    if units & SPAN_UNITS.keys() and not corpus.span_kinds:
         raise RecipeError(
             f"objective: {recipe.objective} masks phrases or entities, but {corpus.directory} has none; "
             "`fastbert prepare --spans` finds them"
@@ -266,10 +269,10 @@ def segments(recipe: Recipe, growth: Growth | None) -> list[Segment]:
     """The run's steps, cut at the ends of phases and where layers are added.
 
     Raises:
-        ValueError: layers are added after the last step.
+        ValueError: layers would be added after the last step.
     """
     steps = recipe.steps
-    depths = [(0, None)] if growth is None else []
+    depths: list[tuple[int, int | None]] = [(0, None)] if growth is None else []
     if growth is not None:
         begin = 0
         for layers, count in growth.stages:
@@ -311,17 +314,17 @@ def stages(
             "fixed_heads has one per layer"
         )
     made: list[Stage] = []
+    freezes, copies = (False, False) if growth is None else (growth.freeze, growth.moments == "copied")
     parts = segments(recipe, growth)
     objectives = [objective_of(recipe, phase, corpus, seed) for phase in recipe.phases]
     for number, part in enumerate(parts):
         phase, objective = recipe.phases[part.phase], objectives[part.phase]
-        before = parts[number - 1] if number else None
-        grows = before is not None and before.layers != part.layers
+        before = parts[max(number - 1, 0)]
+        grows = before.layers != part.layers
         last = part.layers == parts[-1].layers
-        frozen = before.layers if grows and growth.freeze and not last else None
-        fresh = recipe.fresh_optimizer and before is not None and before.phase != part.phase
+        frozen = before.layers if grows and freezes and not last else None
+        fresh = recipe.fresh_optimizer and before.phase != part.phase
         micro_batches, size = recipe.cut(phase)
-        batch = {"tokens": size * phase.max_length} if recipe.by_tokens else {"sequences": size}
         done = part.begin - part.phase_begin
         made.append(
             Stage(
@@ -330,11 +333,12 @@ def stages(
                 builder(objective, config, weights, part.layers, frozen),
                 recipe.schedule_of(phase),
                 micro_batches,
-                **batch,
+                sequences=None if recipe.by_tokens else size,
+                tokens=size * phase.max_length if recipe.by_tokens else None,
                 first_micro_batch=done * micro_batches,
                 first_step=done if recipe.fresh_optimizer else part.begin,
                 enter=_fill if grows else None,
-                moments=_moments if grows and growth.moments == "copied" and not fresh else None,
+                moments=_moments if grows and copies and not fresh else None,
                 fresh_optimizer=fresh,
                 options=recipe.optimizer,
                 clip=recipe.clip,
@@ -346,7 +350,13 @@ def stages(
 def builder(
     objective: Objective, config: EncoderConfig, weights: Path | None, layers: int | None, frozen: int | None
 ) -> Callable[[], Losses]:
-    """What makes the module that is trained: with some number of layers, the first of them frozen."""
+    """A function that makes the module that is trained.
+
+    Args:
+        objective, config, weights: what it is made of; see `stages`.
+        layers: number of layers; None: the config's.
+        frozen: number of lowest layers that do not train; None: all train.
+    """
 
     def build() -> Losses:
         values = config.to_dict()
@@ -369,7 +379,7 @@ def builder(
     return build
 
 
-def _fill(small: nn.Module, large: nn.Module) -> None:
+def _fill(small: Losses, large: Losses) -> None:
     """Grow each exported model, and copy the objective's own heads."""
     for name, model in small.exports.items():
         grow(model, large.exports[name])
@@ -381,7 +391,7 @@ def _fill(small: nn.Module, large: nn.Module) -> None:
                 parameter.copy_(own[name])
 
 
-def _moments(state: dict[str, Tensor], small: nn.Module, large: nn.Module) -> dict[str, Tensor]:
+def _moments(state: dict[str, Tensor], small: Losses, large: Losses) -> dict[str, Tensor]:
     """The optimizer's state, copied as `_fill` copies weights."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for path, value in state.items():
@@ -402,7 +412,7 @@ def _moments(state: dict[str, Tensor], small: nn.Module, large: nn.Module) -> di
 
 
 def add_tokenizer(corpus: Corpus, folder: Path, recipe: Recipe) -> None:
-    """Put the corpus's tokenizer into each exported directory, as transformers reads it."""
+    """Write the corpus's tokenizer into each exported directory, in transformers' format."""
     content = (corpus.directory / TOKENIZER).read_bytes()
     by_id = {i: token for token, i in corpus.tokenizer.get_vocab().items()}
     settings = {

@@ -1,12 +1,13 @@
 """Phrases and entities of a corpus: the units that ERNIE 1.0 masks as a whole.
 
-A span is some words in a row, within one sentence, and has a kind: a phrase or an entity. Two sources:
+A span is a run of words within one sentence, and has a kind, phrase or entity. Two sources:
 
     Gazetteer     a list of names and phrases; each of its entries is a span wherever its words occur
     Collocations  phrases of two or three words that occur together more often than their words alone suggest
 
-Spans do not overlap. From left to right, the longest one that begins at a word is taken, and the search goes
-on behind it. Of several sources, an earlier one has priority. Nothing depends on how the text is cut.
+Spans do not overlap. From left to right, the longest span that begins at a word is taken, and the search
+continues behind it. Earlier sources have priority over later ones. The result does not depend on how the
+text is cut.
 
 Collocations. With N words in the corpus, of which x occurs c(x) times, an n-gram's score is the least ratio
 
@@ -14,14 +15,14 @@ Collocations. With N words in the corpus, of which x occurs c(x) times, an n-gra
 
 over all ways to cut it into parts; its logarithm to base 2 is the pointwise mutual information of Church &
 Hanks for two words, and the PMI_n of Levine et al. for more. An n-gram is a phrase if it occurs `min_count`
-times and its score is at least 2 ** `min_pmi`. A word without a letter or digit, or that the tokenizer does
-not know, is in none. Scores are products and quotients of float64 numbers, which are the same on every
-machine; logarithms are not.
+times and its score is at least 2 ** `min_pmi`. No phrase has a word without a letter or digit, or a word that
+the tokenizer does not know. Scores are products and quotients of float64 numbers, which are the same on every
+machine, while logarithms are not.
 
 Source: Sun et al. 2019, "ERNIE: Enhanced Representation through Knowledge Integration", sec. 3.2; Church &
 Hanks 1990, "Word association norms, mutual information, and lexicography"; Levine et al. 2021, "PMI-Masking",
-sec. 3; Agrawal & Srikant 1994, "Fast algorithms for mining association rules" (parts are counted first, and
-an n-gram only if its parts are frequent).
+sec. 3; Agrawal & Srikant 1994, "Fast algorithms for mining association rules" (an n-gram is counted only if
+its parts are frequent).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -43,7 +44,7 @@ PHRASE, ENTITY = range(2)
 PMI = "pmi"  # the name of Collocations on the command line
 MIN_PMI, MIN_COUNT = 6.0, 10
 _BATCH = 1 << 14  # lines of a gazetteer that are tokenized together
-_BASE = 0x9E3779B97F4A7C15  # of the hash of words; odd
+_BASE = 0x9E3779B97F4A7C15  # base of the hash of words; odd
 _SPREAD = np.uint64(0xD6E8FEB86659FD93)  # odd; moves low bits up
 
 
@@ -53,8 +54,9 @@ class Part:
 
     Attributes:
         first: the corpus's number of the first token.
-        ids: (tokens,) of the vocabulary.
-        bounds: (words + 1,) int64: the first token of each word, from `first`; at the end the tokens.
+        ids: (tokens,) ids of the vocabulary.
+        bounds: (words + 1,) int64: the first token of each word, counted from `first`; the last entry is the
+            number of tokens.
         stops: (words,) int64: for each word, the first word after its sentence.
     """
 
@@ -80,17 +82,17 @@ class Part:
         return sums, inverse
 
     def hashes(self, words: np.ndarray, count: int) -> np.ndarray:
-        """(n,) uint64: of the tokens of `count` words from each of `words` on."""
+        """(n,) uint64: the hash of the tokens of `count` words from each of `words` on."""
         sums, inverse = self._sums
         begins, ends = self.bounds[words], self.bounds[words + count]
         return (sums[ends] - sums[begins]) * inverse[begins] * _SPREAD
 
     def whole(self, count: int) -> np.ndarray:
-        """The words from which on `count` words are in one sentence."""
+        """The words with which `count` words of one sentence begin."""
         return np.flatnonzero(np.arange(count, len(self) + count) <= self.stops)
 
 
-# The parts of a corpus, from the first on at each call
+# Each call returns all parts of the corpus anew
 Parts = Callable[[], Iterator[Part]]
 
 
@@ -98,25 +100,28 @@ class Source(Protocol):
     """Where spans come from."""
 
     def prepare(self, tokenizer: Tokenizer, special: Sequence[int]) -> None:
-        """Read what is needed before any text is; `special` are ids that no span has."""
+        """Read what is needed before any text is read; `special` are ids that no span has."""
 
     def learn(self, parts: Parts) -> None:
-        """Look at the whole corpus."""
+        """Read the whole corpus."""
 
     def candidates(self, part: Part) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
-        """(first words, number of words, kinds) of spans, those of more words first; they may overlap."""
+        """(first words, number of words, kinds) of spans, longer spans first; they may overlap."""
+        ...
 
     def report(self) -> str:
-        """One line that says what the source has."""
+        """One line about what the source has."""
+        ...
 
 
 def sources_of(spans: str | Path | Source | Sequence[str | Path | Source]) -> list[Source]:
-    """Sources from what a caller names: "pmi", the path of a gazetteer, a source, or a list of these.
+    """The sources that a caller has named: "pmi", the path of a gazetteer, a source, or a list of these.
 
     Raises:
-        FileNotFoundError, TypeError, ValueError: naming the file or what came.
+        FileNotFoundError, TypeError, ValueError: naming the file or the value.
     """
-    given = [spans] if isinstance(spans, (str, Path)) or hasattr(spans, "candidates") else list(spans)
+    named: Any = spans
+    given = [named] if isinstance(named, (str, Path)) or hasattr(named, "candidates") else list(named)
     if not given:
         raise ValueError("spans: expected at least one source, got none")
     found: list[Source] = []
@@ -131,7 +136,7 @@ def sources_of(spans: str | Path | Source | Sequence[str | Path | Source]) -> li
 
 
 def find(parts: Parts, sources: Sequence[Source]) -> Iterator[np.ndarray]:
-    """(n, 3) int64 arrays of (first token, end, kind), in ascending order, none overlapping another."""
+    """(n, 3) int64 arrays of (first token, end, kind), in ascending order, without overlap."""
     for source in sources:
         source.learn(parts)
     for part in parts():
@@ -150,7 +155,7 @@ def find(parts: Parts, sources: Sequence[Source]) -> Iterator[np.ndarray]:
 
 
 def _chosen(part: Part, source: Source, free: np.ndarray) -> np.ndarray:
-    """(n, 3) first word, end and kind of a source's spans among words that are `free`."""
+    """(n, 3) first word, end and kind of a source's spans among the `free` words."""
     longest = np.zeros(len(part), np.int64)
     kinds = np.zeros(len(part), np.int64)
     taken = np.append(0, np.cumsum(~free))
@@ -174,20 +179,20 @@ def _chosen(part: Part, source: Source, free: np.ndarray) -> np.ndarray:
 class Gazetteer:
     """A file of names and phrases, one JSON object per line: {"text": "New York", "kind": "entity"}.
 
-    An entry is found where its tokens are, from the start of a word to the end of a word, so case and accents
-    are the tokenizer's. `kind` is "entity" if it is missing; an entry that is there as both is an entity. An
+    An entry matches where its tokens occur, from the start of a word to the end of a word, so the tokenizer
+    decides on case and accents. A missing `kind` means "entity"; an entry with both kinds is an entity. An
     entry without a token, or with a word that the tokenizer does not know, is left out and counted.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Attributes:
-        num_entries: lines that are searched for.
-        num_left_out: lines that are left out.
+        num_entries: number of lines that are searched for.
+        num_left_out: number of lines that are left out.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: from `prepare`, for a line that is none of these; names file and line.
+        ValueError: from `prepare`, if a line is no such object; the message names file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -204,7 +209,7 @@ class Gazetteer:
         found: dict[int, dict[tuple[int, ...], int]] = {}  # number of words -> ids -> kind
         for first in range(0, len(texts), _BATCH):
             batch = texts[first : first + _BATCH]
-            # A byte-level tokenizer has other ids for a word at the start of a text than behind a space
+            # in a byte-level tokenizer a word's ids differ between the start of a text and behind a space
             for form in (batch, [f" {text}" for text in batch]):
                 for i, encoding in enumerate(tokenizer.encode_batch(form, add_special_tokens=False), first):
                     ids, words = tuple(encoding.ids), encoding.word_ids
@@ -236,7 +241,7 @@ class Gazetteer:
         return texts, kinds
 
     def learn(self, parts: Parts) -> None:
-        """Nothing: the file says all."""
+        """Nothing to do: all spans are in the file."""
 
     def candidates(self, part: Part) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
         """See `Source`."""
@@ -257,7 +262,7 @@ class Gazetteer:
 
 
 class _Entries:
-    """The entries of a gazetteer that have one number of words, found by a hash and then compared."""
+    """A gazetteer's entries with the same number of words; found by a hash, then compared."""
 
     def __init__(self, entries: dict[tuple[int, ...], int]) -> None:
         self.kinds = np.fromiter(entries.values(), np.int64, len(entries))
@@ -269,19 +274,19 @@ class _Entries:
         hashes = Part(0, self._ids, bounds, each + 1).hashes(each, 1)
         self._order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._order]
-        # whether any hash has these upper bits: rules out nearly all of a text
+        # whether any hash has these upper bits; this rules out nearly all words of a text
         bits = min(28, (16 * len(entries)).bit_length())
         self._shift = np.uint64(64 - bits)
         self._seen = np.zeros(1 << bits, bool)
         self._seen[hashes >> self._shift] = True
 
     def find(self, part: Part, words: np.ndarray, count: int) -> np.ndarray:
-        """(n,) the entry that is `count` words from each of `words` on; -1 for none."""
+        """(n,) the entry that matches `count` words from each of `words` on; -1 for none."""
         found = np.full(len(words), -1)
         hashes = part.hashes(words, count)
         left = np.flatnonzero(self._seen[hashes >> self._shift])
         at = np.searchsorted(self._hashes, hashes[left])
-        while len(left):  # more than once only where entries have the same hash
+        while len(left):  # more than once only if entries have the same hash
             there = at < len(self._hashes)
             left, at = left[there], at[there]
             there = self._hashes[at] == hashes[left]
@@ -312,15 +317,15 @@ class _Entries:
 class Collocations:
     """Phrases of two or three words, found in the corpus itself; see the module.
 
-    The corpus is read once for each length of one to three words, and memory holds the different n-grams of
-    that length whose parts are frequent (16 bytes each). Words are told apart by a hash of 64 bits.
+    The corpus is read once for each length of one to three words. Memory holds the different n-grams of that
+    length whose parts are frequent (16 bytes each). Words are identified by a hash of 64 bits.
 
     Args:
         min_pmi: least pointwise mutual information, in bits.
         min_count: least number of times that a phrase occurs.
 
     Attributes:
-        num_phrases: of two and of three words.
+        num_phrases: (number of phrases of two words, of three words).
 
     Raises:
         ValueError: naming the argument.
@@ -335,7 +340,7 @@ class Collocations:
         self.num_phrases = (0, 0)
 
     def prepare(self, tokenizer: Tokenizer, special: Sequence[int]) -> None:
-        """Find the tokens that words of phrases have."""
+        """Find the tokens that the words of phrases may have."""
         size = 1 + max(tokenizer.get_vocab().values())
         # a lone byte of a character decodes to U+FFFD
         shown = tokenizer.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
@@ -397,7 +402,7 @@ class Collocations:
         return np.flatnonzero(written & ~np.logical_or.reduceat(self._special[part.ids], part.bounds[:-1]))
 
     def _numbers(self, part: Part) -> np.ndarray:
-        """(words,) the number of each word; -1 for a rare one and for what is no word."""
+        """(words,) the number of each word; -1 if it is rare or may be in no phrase."""
         numbers = np.full(len(part), -1)
         words = self._lexical(part)
         numbers[words] = _places(self._words, part.hashes(words, 1))
@@ -410,7 +415,7 @@ class Collocations:
         return words, numbers[words] * len(self._words) + numbers[words + 1]
 
     def _pair_places(self, part: Part, numbers: np.ndarray) -> np.ndarray:
-        """(words,) the place in `_pairs` of the pair from each word on; -1 for a rare one."""
+        """(words,) the place in `_pairs` of the pair from each word on; -1 for a rare pair."""
         found = np.full(len(part), -1)
         words, keys = self._pair_keys(part, numbers)
         found[words] = _places(self._pairs, keys)
@@ -424,7 +429,7 @@ class Collocations:
 
 
 class _Counts:
-    """How often each of many keys occurs, from arrays of keys."""
+    """Counts how often each key occurs in arrays of keys."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -443,7 +448,7 @@ class _Counts:
         self._runs.append((keys, total))
 
     def above(self, least: int) -> tuple[np.ndarray, np.ndarray]:
-        """(keys, counts as float64) of those that occur `least` times, by ascending key."""
+        """(keys, counts as float64) of the keys that occur `least` times or more, in ascending order."""
         while len(self._runs) > 1:
             self._merge()
         keys, counts = self._runs[0]
@@ -451,7 +456,7 @@ class _Counts:
 
 
 def _places(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """(n,) the place of each key in the ascending array `known`; -1 where it is not there."""
+    """(n,) the place of each key in the ascending array `known`; -1 if it is not there."""
     if len(known) == 0:
         return np.full(len(keys), -1)
     at = np.minimum(np.searchsorted(known, keys), len(known) - 1)

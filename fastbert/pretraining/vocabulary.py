@@ -3,7 +3,7 @@
 Merges are byte-pair encoding's, as in the `tokenizers` library's WordPieceTrainer: the most frequent pair of
 adjacent pieces becomes one piece, until the vocabulary is full. That library takes equally frequent pairs
 in the order of a hash table, which differs from run to run (tokenizers#1794). Here ties are broken by the
-text of the pieces, so one text gives one vocabulary, bit for bit.
+text of the pieces, so the same text always makes the same vocabulary, bit for bit.
 
 Source: Schuster & Nakajima 2012, "Japanese and Korean voice search"; Sennrich et al. 2016, "Neural machine
 translation of rare words with subword units".
@@ -45,14 +45,15 @@ def train(
 
     Args:
         files, format: see `documents`.
-        directory: must not exist, or be empty.
-        vocab_size: most pieces, special tokens included. A vocabulary that stays smaller is filled with
-            [unused0], … to a multiple of 64, within `vocab_size`.
+        directory: where to save it; must not exist, or be empty.
+        vocab_size: most pieces, special tokens included. A smaller vocabulary is filled with [unused0], … to
+            a multiple of 64, within `vocab_size`.
         lowercase: whether case and accents are dropped, as in BERT's uncased models.
         min_frequency: a pair that occurs less often is not merged.
-        alphabet: most characters of the vocabulary, the most frequent ones; words with others are [UNK].
-        overwrite: replace a tokenizer that is there. A directory with other files besides is never replaced.
-        progress: is told (bytes of input, words) since its last call.
+        alphabet: most characters of the vocabulary, the most frequent ones; words with any other character
+            are [UNK].
+        overwrite: whether to replace an existing tokenizer. A directory with other files is never replaced.
+        progress: called with (bytes of input, words) since its last call.
 
     Returns:
         The tokenizer.
@@ -156,7 +157,7 @@ def _pipeline(lowercase: bool) -> Tokenizer:
 
 def _words(tokenizer: Tokenizer, sentences: Iterable[str]) -> list[str]:
     normal, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
-    # One call per thousands of characters: a line break separates words and nothing else
+    # Many sentences per call, to save time: a line break between them only separates words
     texts = ["\n".join(batch) for batch in _batched(sentences, 64)]
     return [word for text in texts for word, _ in split(normal(text)) if len(word) <= _LONGEST_WORD]
 
@@ -201,12 +202,12 @@ def wordpieces(words: dict[str, int], size: int, min_frequency: int = 2, alphabe
     while queue and len(pieces) < size:
         negative, left, right, pair = heapq.heappop(queue)
         if -negative != pairs.get(pair):
-            continue  # counted anew since
+            continue  # an old entry: the pair's count has changed
         if -negative < min_frequency:
             break
         merged = left + right.removeprefix("##")
         number = numbers.setdefault(merged, len(pieces))
-        if number == len(pieces):  # else two ways lead to one piece
+        if number == len(pieces):  # else another merge has made the piece before
             pieces.append(merged)
         changed = set()
         for place in sorted(places.pop(pair)):

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from fastbert.models.base import PreTrainedModel
 from fastbert.training.stream import Batch
 
+# (loss -> mean, loss -> number of right predictions)
+Results = tuple[dict[str, Tensor], dict[str, Tensor]]
+
 
 class Losses(nn.Module):
     """The module that is trained. Its `forward` returns a mean for each loss, and how many were right.
@@ -23,9 +26,7 @@ class Losses(nn.Module):
     exports: Mapping[str, PreTrainedModel]
     weights: Mapping[str, float]
 
-    def forward(
-        self, inputs: dict[str, Any], measure: bool = False
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
         """(loss -> mean, loss -> number of right predictions if `measure`).
 
         The second dict may have more names: numbers of tokens or sequences, which are logged as a share of

@@ -292,7 +292,7 @@ def test_what_is_wrong_with_the_data_is_one_line(call, made, tmp_path, capsys):
     assert main([*train, "--output", str(tmp_path / "model")]) == 0
     shutil.copy(made / "config.json", tmp_path / "model")
     said = failed(call(tmp_path / "run", "--model", str(tmp_path / "model")), capsys)
-    assert "is another tokenizer than the one that made" in said
+    assert "differs from the tokenizer that made" in said
     assert not (tmp_path / "run").exists()
 
 

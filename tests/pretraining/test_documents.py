@@ -81,7 +81,7 @@ def test_parquet(tmp_path, texts, json_file):
             r"a\.jsonl: line 1: half of a surrogate pair is no valid Unicode",
         ),
         ("a.jsonl", b'{"body": "x"}', r"a\.jsonl: line 1: expected an object"),
-        ("a.csv", b"x", r"a\.csv: a suffix of no format"),
+        ("a.csv", b"x", r"a\.csv: no format has this suffix"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, match):

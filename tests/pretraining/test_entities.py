@@ -75,7 +75,7 @@ def test_bad_stages_are_named(stages):
 
 
 def test_bad_rules_are_named():
-    words = "masking: stages say the unit; expected the default one, got 'word'"
+    words = "masking: stages set the unit; expected the default unit, got 'word'"
     with pytest.raises(ValueError, match=words):
         objective(masking=Masking("word"))
     with pytest.raises(ValueError, match="unit: expected one of"):

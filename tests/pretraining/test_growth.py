@@ -150,7 +150,7 @@ def test_other_models_are_named():
     with pytest.raises(TypeError, match="large: expected a model of this package, got Linear"):
         grow(small, nn.Linear(2, 2))
     without = fastbert.BertModel(deep("bert").config, add_pooling_layer=False)
-    with pytest.raises(ValueError, match=r"pooler\.dense\.bias is in one of them alone"):
+    with pytest.raises(ValueError, match=r"only one of them has pooler\.dense\.bias"):
         grow(model_of("bert"), without)
 
 

@@ -246,7 +246,7 @@ def test_bad_arguments_are_named():
     for values, match in (
         ({"k": 0}, "k: expected an integer >= 1, got 0"),
         ({"max_span": 2.5}, "max_span: expected an integer >= 1, got 2.5"),
-        ({"masking": Masking("word")}, "masking: k and max_span choose; expected the default"),
+        ({"masking": Masking("word")}, "masking: k and max_span choose the targets; expected the default"),
     ):
         with pytest.raises(ValueError, match=match):
             objective(**values)

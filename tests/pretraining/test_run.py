@@ -253,7 +253,7 @@ def test_models_that_do_not_fit(corpus, stock, tokenizer_dir, text_file, tmp_pat
     run, recipe = tmp_path / "run", small("bert", 2)
     for values, match in (
         ({"vocab_size": 599}, r"model: vocab_size is 599, but the corpus .* has ids below 600"),
-        ({"model_type": "mpnet"}, r"model: mpnet's \[PAD\] must have the id 1, but that of the corpus is 0"),
+        ({"model_type": "mpnet"}, r"model: mpnet's \[PAD\] must have the id 1, but the corpus has 0"),
         ({"max_position_embeddings": 47}, "model: has 47 positions, but the recipe has sequences of 48"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -266,12 +266,12 @@ def test_models_that_do_not_fit(corpus, stock, tokenizer_dir, text_file, tmp_pat
     train([text_file], tmp_path / "other", vocab_size=500)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "other" / name).write_bytes((stock / name).read_bytes())
-    with pytest.raises(ValueError, match=r"model: .*tokenizer\.json is another tokenizer than the one"):
+    with pytest.raises(ValueError, match=r"model: .*tokenizer\.json differs from the tokenizer that made"):
         ran(corpus, tmp_path / "other", recipe, run)
     (tmp_path / "other" / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
     values = json.loads((stock / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**values, "pad_token_id": 3}))
-    with pytest.raises(ValueError, match="model: pad_token_id is 3, but that of the corpus is 0"):
+    with pytest.raises(ValueError, match="model: pad_token_id is 3, but the corpus has 0"):
         ran(corpus, tmp_path / "other", recipe, run)
     assert not run.exists()
 

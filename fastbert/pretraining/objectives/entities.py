@@ -1,11 +1,12 @@
 """Masked-language modelling in stages: words, then phrases, then entities. ERNIE 1.0's.
 
 A stage is masked-language modelling whose masks take one kind of unit as a whole (`masking.py`); the loss is
-its own. The next stage goes on with the weights of the one before. Stages are counted in epochs, so that an
-example still depends on its epoch and number alone. For stages of other lengths make a run per stage.
+that of masked-language modelling. A stage starts with the weights of the previous stage. Stages are counted
+in epochs, so that an example still depends on its epoch and number alone. For stages of other lengths make a
+run per stage.
 
-The unit of the first stage is a word; a character of Chinese is a word of its own. Phrases and entities are
-those of the corpus.
+The unit of the first stage is a word; each Chinese character is a word. Phrases and entities come from the
+corpus's spans.
 
 Source: Sun et al. 2019, "ERNIE: Enhanced Representation through Knowledge Integration", sec. 3.2.
 """
@@ -27,9 +28,9 @@ class Staged(Objective):
     """Examples of masked-language modelling in stages; see the module.
 
     Attributes:
-        masking: the rule of all stages but for its unit, which must be the default.
-        static: as in `Objective`. The stage is that of the epoch itself, not of the epoch modulo n.
-        stages: (unit of `Masking`, first epoch) of each stage, in order; the first one begins with epoch 0.
+        masking: the rule of all stages; its unit must be the default, since each stage sets its own.
+        static: as in `Objective`. The stage depends on the epoch itself, not on the epoch modulo n.
+        stages: (unit of `Masking`, first epoch) of each stage, in order; the first stage has first epoch 0.
 
     Raises:
         ValueError: naming the attribute.
@@ -42,10 +43,10 @@ class Staged(Objective):
         object.__setattr__(self, "stages", _checked(self.stages))
         if self.masking.unit != Masking.unit:
             raise ValueError(
-                f"masking: stages say the unit; expected the default one, got {self.masking.unit!r}"
+                f"masking: stages set the unit; expected the default unit, got {self.masking.unit!r}"
             )
         for unit, _ in self.stages:
-            replace(self.masking, unit=unit)  # an error of a stage is one of the run's start
+            replace(self.masking, unit=unit)  # a stage's error is raised now, not when the stage begins
 
     @cached_property
     def _objectives(self) -> tuple[Objective, ...]:
@@ -66,7 +67,7 @@ class Staged(Objective):
 
 
 def _checked(stages: Any) -> tuple[tuple[str, int], ...]:
-    """Stages as pairs; ValueError if they are none or out of order."""
+    """Stages as pairs; ValueError if they are no pairs or out of order."""
     try:
         found = tuple((unit, first) for unit, first in stages)
     except (TypeError, ValueError):
@@ -79,7 +80,7 @@ def _checked(stages: Any) -> tuple[tuple[str, int], ...]:
         or any(a >= b for a, b in itertools.pairwise(firsts))
     ):
         raise ValueError(
-            "stages: expected pairs of a unit and its first epoch, from epoch 0 on in rising order, "
+            "stages: expected pairs of a unit and its first epoch, from epoch 0 on in ascending order, "
             f"got {stages!r}"
         )
     return found

@@ -1,17 +1,17 @@
 """Left-to-right language modelling: each token predicts the next one. The ablation of BERT's paper.
 
-    loss = mean over the tokens that have a next one of -log p(next token | tokens up to here)
+    loss = mean over all tokens but the last of -log p(next token | tokens up to here)
 
-Every layer is causal. The predictions go through the masked-LM head. The config that is saved says
-`is_decoder`, so that the model stays causal in fine-tuning, here and in transformers.
+Every layer is causal. The predictions go through the masked-LM head. The saved config has `is_decoder` true,
+so that the model stays causal in fine-tuning, here and in transformers.
 
 The paper's "LTR & No NSP" has a standard left-to-right LM, "our input representation", and no sentence pairs.
 So sequences are BERT's: [CLS] first, [SEP] after each segment, token types. [CLS] predicts the first token,
-and nothing predicts [CLS]. [SEP] is predicted like any other token, and if it is not the last one, it
-predicts what comes after it. The last token of a sequence predicts nothing.
+and nothing predicts [CLS]. [SEP] is predicted like any other token; unless it is the last token, it predicts
+the token after it. The last token of a sequence predicts nothing.
 
-In fine-tuning the first token sees only itself. BERT's heads for sequences read the first token, so they
-learn nothing from a left-to-right model; read its last token instead. Heads for tokens work as they are.
+In fine-tuning the first token attends only to itself. BERT's heads for sequences read the first token, so
+they learn nothing from a left-to-right model; read its last token instead. Heads for tokens need no change.
 
 Source: Devlin et al. 2018, "BERT", sec. 5.1, "LTR & No NSP".
 """
@@ -23,12 +23,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig, as_config
+from fastbert.models.heads.task_model import TaskModel
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED, Masked, Masking
-from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.pretraining.objectives.masked import MaskedExample, Objective
 from fastbert.training.draws import Draws
+from fastbert.training.module import Losses
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class LeftToRight(Objective):
     """Examples of left-to-right language modelling; see the module.
 
     Attributes:
-        format: which sentences make a sequence; one without classes of pairs.
-        masking: the default; nothing is masked.
-        seed: nothing is drawn for a sequence.
+        format: which sentences make a sequence; must have no classes of pairs.
+        masking: must be the default; nothing is masked.
+        seed: unused, as nothing is drawn for a sequence.
 
     Raises:
         ValueError: naming the attribute.
@@ -51,8 +52,8 @@ class LeftToRight(Objective):
         super().__post_init__()
         if self.format.num_labels:
             raise ValueError(
-                "format: expected one without classes of pairs, which the first token would have to tell: "
-                f"left to right it sees only itself; got {type(self.format).__name__}"
+                "format: expected one without classes of pairs, because left to right the first token, which "
+                f"would predict the class, attends only to itself; got {type(self.format).__name__}"
             )
         if self.masking != Masking():
             raise ValueError(
@@ -60,7 +61,7 @@ class LeftToRight(Objective):
             )
 
     def mask(self, example: Example, draws: Draws) -> MaskedExample:
-        """The next token of each token as its label; nothing is masked or drawn."""
+        """Label each token with the next token; nothing is masked or drawn."""
         ids = np.asarray(example.ids).astype(np.int64)
         labels = np.full(len(ids), IGNORED)
         labels[:-1] = ids[1:]
@@ -68,16 +69,16 @@ class LeftToRight(Objective):
             Masked(ids, labels, np.empty((0, 2), np.int64)), example.token_types, example.label
         )
 
-    def model(self, config: EncoderConfig) -> PreTrainedModel:
+    def model(self, config: EncoderConfig) -> TaskModel:
         """A new causal model of the config's family.
 
         Raises:
-            ValueError: a family that is never causal in transformers.
+            ValueError: the family is never causal in transformers.
         """
         return super().model(EncoderConfig.from_dict(as_config(config).to_dict(), is_decoder=True))
 
-    def losses(self, model: PreTrainedModel) -> MaskedLosses:
-        """The module that is trained. The model becomes causal for good: its config says `is_decoder`."""
+    def losses(self, model: TaskModel) -> Losses:
+        """The module that is trained. Sets the config's `is_decoder`, so the model stays causal."""
         before = model.config.is_decoder
         model.config.is_decoder = True
         try:

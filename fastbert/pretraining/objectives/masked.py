@@ -1,11 +1,11 @@
 """Masked-language modelling, with or without a class per pair of sentences. BERT's, RoBERTa's and ALBERT's.
 
-An objective has two halves. `Objective` makes examples, of arrays alone; worker processes run it. `Losses` is
-the module that is trained: a model, and heads that only this objective needs.
+An objective has two halves. `Objective` makes examples, of arrays alone; worker processes run it. `Losses`
+(training/module.py) is trained: a model, and heads that only this objective needs.
 
     loss = mean over the predicted tokens of -log p(token)  +  mean over the pairs of -log p(class)
 
-Both means are over all of a step's tokens and pairs; the loop sees to that (training/loop.py).
+The training loop takes both means over all tokens and pairs of a step (training/loop.py).
 
 Source: Devlin et al. 2018, "BERT", sec. 3.1; Liu et al. 2019, "RoBERTa"; Lan et al. 2019, "ALBERT".
 """
@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,29 +24,30 @@ from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import part
-from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.base import class_of
 from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.masked_lm import MaskedLMModel
 from fastbert.models.heads.pretraining import BertForPreTraining
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.pretraining.formats import Example, Format, Plan
 from fastbert.pretraining.masking import IGNORED, SPAN_UNITS, Masked, Masking, Vocabulary
 from fastbert.training.draws import Draws, key_of
-from fastbert.training.module import Losses
+from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, vocabulary_work
 
-_ROWS = 4096  # whose logits are in memory at a time, to see which predictions are right
+_ROWS = 4096  # rows whose logits are in memory at a time, to count right predictions
 
 
 @dataclass(frozen=True)
 class MaskedExample:
-    """A sequence whose masks are drawn.
+    """A sequence with its masks.
 
     Attributes:
         masked: what the model sees, and its labels.
-        token_types: (length,).
-        label: of the pair of sentences; -100 for none.
+        token_types: (length,) int64.
+        label: class of the pair of sentences; -100 for none.
         more: what an objective adds.
     """
 
@@ -63,9 +64,9 @@ class Objective:
     Attributes:
         format: which sentences make a sequence.
         masking: which tokens are predicted.
-        seed: of the masks.
-        static: None: new masks in every epoch; n: those of an epoch modulo n, pairs of sentences included, as
-            Google's `dupe_factor`.
+        seed: seed of the masks.
+        static: None: new masks in every epoch. n: the masks repeat after n epochs, and so do the pairs of
+            sentences, as with Google's `dupe_factor`.
     """
 
     format: Format
@@ -83,13 +84,13 @@ class Objective:
 
     # -- examples: training.stream.Source --------------------------------------------------------------------
 
-    @cached_property
+    @property
     def hash(self) -> str:
-        """Of all that examples depend on."""
+        """Hash of all that examples depend on."""
         described = {key: value for key, value in vars(self.format).items() if key != "corpus"}
         parts = [type(self).__name__, type(self.format).__name__, described, asdict(self.masking)]
-        told = ("format", "masking", *self.of_model)
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in told}
+        known = ("format", "masking", *self.of_model)
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in known}
         text = json.dumps([*parts, own], sort_keys=True, default=str)
         return f"{key_of(self.format.corpus.hash, text):032x}"
 
@@ -137,25 +138,26 @@ class Objective:
 
     # -- the model -------------------------------------------------------------------------------------------
 
-    def model(self, config: EncoderConfig) -> PreTrainedModel:
+    def model(self, config: EncoderConfig) -> TaskModel:
         """A new model for this objective, of the config's family."""
         with_pairs = class_of(config.family, "ForPreTraining")
         if self.format.num_labels and with_pairs is not None and issubclass(with_pairs, BertForPreTraining):
             return with_pairs(config)
-        return class_of(config.family, "ForMaskedLM")(config)
+        # every family has it
+        return cast(type[MaskedLMModel], class_of(config.family, "ForMaskedLM"))(config)
 
-    def losses(self, model: PreTrainedModel) -> MaskedLosses:
+    def losses(self, model: TaskModel) -> Losses:
         """The module that is trained."""
         return MaskedLosses(model, self.format.num_labels, self.causal, self.token_loss)
 
 
 def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> Encoded:
-    """The packed tokens of a batch, encoded.
+    """Encode the packed tokens of a batch.
 
     Args:
         model: the encoder and its head.
-        inputs: of a `Batch`, as tensors.
-        causal: whether a token sees only those up to itself.
+        inputs: inputs of a `Batch`, as tensors.
+        causal: whether a token attends only to itself and earlier tokens.
     """
     has_types = model.config.family.segments and model.config.type_vocab_size > 1
     types = inputs["token_type_ids"] if has_types else None
@@ -167,29 +169,38 @@ def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> En
 class MaskedLosses(Losses):
     """Masked tokens ("mlm") and the class of a pair of sentences ("sentence").
 
-    A model that has a head for pairs with as many classes is trained with it; any other gets one of this
-    module, on the model's pooler if it has one.
+    If the model has a head for pairs with `num_labels` classes, that head is trained. Otherwise this module
+    adds a head, on the model's pooler if it has one.
 
     Args:
         model: a model with a masked-LM head.
-        num_labels: classes of a pair; 0: none.
-        causal: whether a token sees only those up to itself.
+        num_labels: number of classes of a pair; 0: no pairs.
+        causal: whether a token attends only to itself and earlier tokens.
         token_loss: the name of the loss of tokens.
+
+    Raises:
+        TypeError: the model has no masked-LM head.
     """
 
+    sentence_dense: nn.Linear | None
+    sentence_out: nn.Linear | None
+
     def __init__(
-        self, model: PreTrainedModel, num_labels: int = 0, causal: bool = False, token_loss: str = "mlm"
+        self, model: TaskModel, num_labels: int = 0, causal: bool = False, token_loss: str = "mlm"
     ) -> None:
         super().__init__()
+        if not isinstance(model, MaskedLMModel):
+            raise TypeError(f"model: expected one with a masked-LM head, got {type(model).__name__}")
         self.model, self.causal, self.num_labels, self.token_loss = model, causal, num_labels, token_loss
         self.exports, self.weights = {"model": model}, {}
         self.sentence_dense = self.sentence_out = None
-        pair = getattr(model, "pair_head", None)
+        pair = model.pair_head if isinstance(model, BertForPreTraining) else None
         if pair is not None and num_labels == pair.out_features:
             return
-        if pair is not None:  # what no loss reads is saved as it is
+        # a head that no loss reads is saved unchanged
+        if pair is not None and (pooler := model.family.pooler) is not None:
             pair.requires_grad_(False)
-            part(model.base_model, model.family.pooler).requires_grad_(num_labels > 0)
+            part(model.base_model, pooler).requires_grad_(num_labels > 0)
         if num_labels:
             hidden = model.config.hidden_size
             if pair is None:
@@ -200,12 +211,13 @@ class MaskedLosses(Losses):
             model.init_weights(self.sentence_out)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
-        """The packed tokens, encoded."""
+        """Encode the packed tokens."""
         return encode(self.model, inputs, self.causal)
 
     def sentence_logits(self, encoded: Encoded) -> Tensor:
         """(sequences, num_labels)."""
         if self.sentence_out is None:
+            assert isinstance(self.model, BertForPreTraining)
             return self.model.pair_logits(encoded)
         if self.sentence_dense is None:
             pooled = self.model.pooled(encoded)
@@ -222,13 +234,11 @@ class MaskedLosses(Losses):
         ]
         return torch.stack(right).sum()
 
-    def forward(self, inputs, measure=False):
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
         """See `Losses.forward`."""
         return self.losses_of(self.encode(inputs), inputs, measure)
 
-    def losses_of(
-        self, encoded: Encoded, inputs: dict[str, Any], measure: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses_of(self, encoded: Encoded, inputs: dict[str, Any], measure: bool) -> Results:
         """What `forward` returns, from the encoded tokens."""
         labelled = encoded, inputs["labels"], inputs["labelled"]
         losses = {self.token_loss: self.model.lm_loss(*labelled)}
@@ -240,7 +250,7 @@ class MaskedLosses(Losses):
                 correct["sentence"] = (logits.argmax(-1) == inputs["sentence_labels"]).sum()
         return losses, correct
 
-    def work(self, batch):
+    def work(self, batch: Batch) -> float:
         """See `Losses.work`."""
         config = self.model.config
         sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size

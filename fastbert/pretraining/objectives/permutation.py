@@ -7,28 +7,27 @@ predicted from the context and from the targets that come before it in z:
 
 A sequence of n tokens with k targets becomes n + k rows of one sequence:
 
-    content row   a token at its place, which sees the context; if it is a target, also itself and the targets
-                  before it
-    query row     [MASK] at a target's place and of its token type, which sees the context and the targets
-                  before its own
+    content row   a token at its place. It attends to the context; a target also attends to itself and to the
+                  targets before it
+    query row     [MASK] at a target's place, with the target's token type. It attends to the context and to
+                  the targets before its own
 
-Nothing sees a query row, and query rows are what is predicted from. So no row that a target is predicted from
-depends on that target, however many layers there are, and one pass predicts all of them. XLNet computes the
-same by two streams; its query stream begins with a trained vector, ours with [MASK], so that the result is a
-plain BERT.
+No row attends to a query row, and targets are predicted from query rows. So no row that a target is predicted
+from depends on that target, however many layers there are, and one pass predicts all targets. XLNet computes
+the same by two streams. Its query stream begins with a trained vector; here a query row begins with [MASK],
+so that the result is a plain BERT.
 
-Targets are 1 / `k` of the tokens that are not special, rounded, at least one. They are chosen as XLNet
-chooses them: with a length L from 1 to `max_span`, one span of L tokens at a random place among the next k L
-tokens, and so on; the last, shorter piece has its share in one span. Special tokens are no targets and are
-stepped over, so that a span can end before one and go on behind it. All orders of the targets have equal
-chance.
+Targets are 1 / `k` of the tokens that are not special, rounded, at least one. They are chosen as in XLNet:
+draw a length L from 1 to `max_span`, take one span of L tokens at a random place among the next k L tokens,
+and repeat; the last, shorter piece has its share in one span. Special tokens are never targets; a span skips
+them and continues behind. All orders of the targets are equally likely.
 
-Transformers' DataCollatorForPermutationLanguageModeling differs in one thing. It lets special tokens see the
-targets before them in z, and lets all rows see special tokens. So from the second layer on a prediction can
-depend on its own target. Here special tokens are context and see context alone.
+Transformers' DataCollatorForPermutationLanguageModeling differs in one thing. It lets special tokens attend
+to the targets before them in z, and lets all rows attend to special tokens. So from the second layer on a
+prediction can depend on its own target. Here special tokens are context and attend to context alone.
 
-Families whose attention has relative positions (MPNet) are refused: the distance of two rows is not that of
-their tokens.
+Families whose attention has relative positions (MPNet) raise an error, because the distance between two rows
+is not the distance between their tokens.
 
 Source: Yang et al. 2019, "XLNet", sec. 2.2, 2.3 and 3.1.
 """
@@ -37,29 +36,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED, Masked, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
 from fastbert.training.draws import Draws
+from fastbert.training.module import Losses
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, vocabulary_work
 
-_QUERY = 1 << 30  # above every limit: nothing sees a query row
+_QUERY = 1 << 30  # above every limit: no row attends to a query row
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a sequence's rows see: row i sees row j if ranks[j] <= limits[i].
+    """What a sequence's rows attend to: row i attends to row j if ranks[j] <= limits[i].
 
     Attributes:
         places: (n + k,) int64, the token of each row, from 0 on.
-        ranks: (n + k,) int64: of a context token 0, of a target its place in the order, from 1 on.
-        limits: (n + k,) int64: of a content row its rank, of a query row the rank before its target's.
+        ranks: (n + k,) int64: 0 for a context token; for a target its place in the order, from 1 on.
+        limits: (n + k,) int64: a content row's own rank; for a query row its target's rank minus 1.
     """
 
     places: np.ndarray
@@ -71,8 +71,8 @@ class Rows:
         """The rows of a sequence.
 
         Args:
-            length: of the sequence.
-            targets: (k,) places of the targets, in ascending order; so are the query rows.
+            length: number of tokens of the sequence.
+            targets: (k,) places of the targets, ascending; the query rows have the same order.
             order: (k,) the rank of each target, the numbers from 0 to k - 1.
         """
         ranks = np.zeros(length, np.int64)
@@ -89,10 +89,10 @@ class Permutation(Objective):
     """Examples of permutation language modelling; see the module.
 
     Attributes:
-        masking: the default; `k` and `max_span` say what is predicted.
-        seed: of targets and orders.
-        k: one of so many tokens is predicted.
-        max_span: most targets in a row that are chosen together.
+        masking: must be the default; `k` and `max_span` set what is predicted.
+        seed: seed of targets and orders.
+        k: one in `k` tokens is predicted.
+        max_span: most targets of a span.
 
     Raises:
         ValueError: naming the attribute.
@@ -110,7 +110,9 @@ class Permutation(Objective):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
         if self.masking != Masking():
-            raise ValueError(f"masking: k and max_span choose; expected the default, got {self.masking}")
+            raise ValueError(
+                f"masking: k and max_span choose the targets; expected the default, got {self.masking}"
+            )
 
     def mask(self, example: Example, draws: Draws) -> MaskedExample:
         """Draw targets and order; the result has a row per content token, then one per target."""
@@ -131,7 +133,7 @@ class Permutation(Objective):
 
     def spans(self, count: int, draws: Draws) -> np.ndarray:
         """(m, 2) first and end of the targets among `count` candidates, in ascending order."""
-        # no more pieces than whole ones of the shortest kind, and the rest
+        # at most: all pieces of the shortest length, and the rest
         sizes = 1 + draws.below(self.max_span, count // self.k + 1)
         ends = np.cumsum(self.k * sizes)
         whole = int(np.searchsorted(ends, count, side="right"))  # pieces that fit
@@ -144,7 +146,7 @@ class Permutation(Objective):
         return np.stack([begins, begins + sizes], 1)[sizes > 0]
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:
-        """Pack sequences of content and query rows. The lengths are those of the content."""
+        """Pack sequences of content and query rows; `lengths` counts content rows alone."""
         batch = super().collate(examples)
         rows: list[Rows] = [each.more for each in examples]
         most = batch.inputs["max_seqlen"]
@@ -161,16 +163,16 @@ class Permutation(Objective):
         content = np.array([1 + each.places.max() for each in rows], np.int32)
         return Batch(batch.inputs, batch.counts, content)
 
-    def losses(self, model: PreTrainedModel) -> PermutationLosses:
+    def losses(self, model: TaskModel) -> Losses:
         """The module that is trained.
 
         Raises:
-            ValueError: a family with relative positions.
+            ValueError: the family has relative positions.
         """
         if model.family.relative_bias is not None:
             raise ValueError(
-                f"model: {model.config.model_type} has relative positions, but the distance of two rows is "
-                "not that of their tokens; expected a family with absolute positions alone"
+                f"model: {model.config.model_type} has relative positions, but the distance between two rows "
+                "is not that between their tokens; expected a family with absolute positions alone"
             )
         return PermutationLosses(model, self.format.num_labels, False, self.token_loss)
 
@@ -178,21 +180,22 @@ class Permutation(Objective):
 class PermutationLosses(MaskedLosses):
     """Targets of a random order ("permutation") and the class of a pair ("sentence")."""
 
-    def encode(self, inputs):
-        """The packed rows, encoded."""
+    def encode(self, inputs: dict[str, Any]) -> Encoded:
+        """Encode the packed rows."""
         config = self.model.config
-        # RoBERTa's positions begin behind that of padding
-        first = config.pad_token_id + 1 if config.family.pad_positions else 0
+        # RoBERTa's positions begin after padding's position
+        pad = config.pad_token_id
+        first = pad + 1 if config.family.pad_positions and pad is not None else 0
         sees = inputs["ranks"][:, None, None, :] <= inputs["limits"][:, None, :, None]
         return super().encode(
             {**inputs, "position_ids": inputs["position_ids"] + first, "attention_mask": sees}
         )
 
-    def work(self, batch):
-        """Of all rows, and of the pairs of rows that see each other."""
+    def work(self, batch: Batch) -> float:
+        """See `Losses.work`. Counts all rows, and the pairs of rows with attention between them."""
         config, targets = self.model.config, batch.counts[self.token_loss]
         sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
-        # what n - k context rows, k targets and k query rows see: (n - k)², k (n - k) + k (k + 1) / 2 and
+        # n - k context rows, k targets and k query rows attend to (n - k)², k (n - k) + k (k + 1) / 2 and
         # k (n - k) + k (k - 1) / 2 rows, n² together
         rows = int(batch.lengths.sum()) + targets
         return encoder_work(batch.lengths, *sizes, rows=rows) + vocabulary_work(

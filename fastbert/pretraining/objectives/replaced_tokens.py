@@ -1,17 +1,17 @@
-"""Replaced-token detection: a small model fills gaps, and the kept model finds what it wrote (ELECTRA).
+"""Replaced-token detection: a small model fills gaps, and the kept model finds the fillings (ELECTRA).
 
     generator      a masked LM; reads the masked text
     filled text    at each predicted position a token drawn from the generator's softmax, without a gradient
-    discriminator  reads the filled text; tells for each token whether it differs from the original
+    discriminator  reads the filled text; predicts for each token whether it differs from the original
 
     loss = mean over the predicted tokens of -log p(token)
          + 50 · mean over all tokens of the binary cross-entropy of "differs"
 
-So a drawn token that happens to be the original counts as original. 85% of the predicted tokens become [MASK]
-and the others stay. Both models have one embedding block, its LayerNorm included, of the discriminator's
-embedding size; a model whose hidden size differs from that has a projection of its own.
+So a drawn token that equals the original counts as original. 85% of the predicted tokens become [MASK] and
+15% stay. Both models share one embedding block, its LayerNorm included, of the discriminator's embedding
+size. A model with another hidden size has a projection of its own.
 
-Google's code draws the positions with replacement, so it predicts a few less. Here they are distinct.
+Google's code draws the positions with replacement, so it predicts slightly fewer. Here they are distinct.
 
 Source: Clark et al. 2020, "ELECTRA", sec. 2, 3.2 and app. A; google-research/electra's run_pretraining.py.
 """
@@ -21,19 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.base import class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.electra import ElectraForMaskedLM, ElectraForPreTraining
+from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops import checks
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, Objective, encode
-from fastbert.training.module import Losses
+from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, linear_work
 
@@ -45,7 +46,7 @@ class ReplacedTokens(Objective):
     Attributes:
         generator_share: the generator's width as a share of the discriminator's: 1/4 in ELECTRA-small and
             -large, 1/3 in -base.
-        weight: of the discriminator's loss.
+        weight: weight of the discriminator's loss.
     """
 
     masking: Masking = field(default_factory=lambda: Masking(mask_share=0.85, random_share=0.0))
@@ -73,11 +74,11 @@ class ReplacedTokens(Objective):
         counts = {"mlm": predicted, "rtd": int(batch.lengths.sum()), "replaced": predicted}
         return replace(batch, counts=counts)
 
-    def model(self, config: EncoderConfig) -> PreTrainedModel:
+    def model(self, config: EncoderConfig) -> ElectraForPreTraining:
         """A new discriminator.
 
         Raises:
-            ValueError: a family without one.
+            ValueError: the family has none.
         """
         found = class_of(config.family, "ForPreTraining")
         if found is None or not issubclass(found, ElectraForPreTraining):
@@ -86,7 +87,7 @@ class ReplacedTokens(Objective):
             )
         return found(config)
 
-    def losses(self, model: PreTrainedModel) -> ReplacedTokenLosses:
+    def losses(self, model: TaskModel) -> Losses:
         """The module that is trained; its generator is new."""
         return ReplacedTokenLosses(model, self.generator_share, self.weight)
 
@@ -119,8 +120,8 @@ def generator_config(config: EncoderConfig, share: float) -> EncoderConfig:
 def drawn(logits: Tensor) -> Tensor:
     """(rows, classes) -> (rows,) int64: a class for each row, drawn with the probabilities of its softmax.
 
-    The largest of logit + Gumbel noise, where the noise is -log of an exponential variable from torch's
-    generator. It needs one further array of the logits' shape, in float32 at least.
+    The class is the largest of logit + Gumbel noise, where the noise is -log of an exponential variable from
+    torch's generator. It needs one more array of the logits' shape, in float32 at least.
 
     Source: Gumbel 1954; Maddison et al. 2014, "A* Sampling", sec. 2.
     """
@@ -136,16 +137,14 @@ class ReplacedTokenLosses(Losses):
     generator learns; if it stays near 1, the generator does not learn.
 
     Args:
-        model: the discriminator, which is what fine-tuning starts from.
+        model: the discriminator, from which fine-tuning starts.
         generator_share, weight: see `ReplacedTokens`.
 
     Attributes:
-        generator: a masked LM. Its embedding block is the discriminator's.
+        generator: a masked LM. It shares the discriminator's embedding block.
     """
 
-    def __init__(
-        self, model: ElectraForPreTraining, generator_share: float = 1 / 4, weight: float = 50.0
-    ) -> None:
+    def __init__(self, model: TaskModel, generator_share: float = 1 / 4, weight: float = 50.0) -> None:
         super().__init__()
         if not isinstance(model, ElectraForPreTraining):
             raise TypeError(f"model: expected an ElectraForPreTraining, got {type(model).__name__}")
@@ -156,7 +155,7 @@ class ReplacedTokenLosses(Losses):
         self.exports = {"model": self.model, "generator": self.generator}
         self.weights = {"rtd": weight}
 
-    def forward(self, inputs, measure=False):
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
         """See `Losses.forward`."""
         labels, count = inputs["labels"], inputs["labelled"]
         encoded = encode(self.generator, inputs)
@@ -169,25 +168,25 @@ class ReplacedTokenLosses(Losses):
         encoded = encode(self.model, {**inputs, "input_ids": filled})
         logits, _ = self.model.logits(encoded)
         losses["rtd"] = self.model.loss(logits, replaced, encoded)
-        if not measure:
+        if right is None:
             return losses, {}
         found = ((logits > 0) == replaced).sum()
         return losses, {"mlm": right, "rtd": found, "replaced": replaced.sum()}
 
     @torch.no_grad()
     def fill(self, hidden: Tensor, originals: Tensor, measure: bool) -> tuple[Tensor, Tensor | None]:
-        """What the generator writes at the predicted positions.
+        """The tokens that the generator draws at the predicted positions.
 
         The logits and their noise are made for as many rows at a time as fit `CHUNK_BYTES`.
 
         Args:
-            hidden: (predicted, hidden), of the generator.
+            hidden: (predicted, hidden), the generator's last hidden states.
             originals: (predicted,) int64.
             measure: whether to count.
 
         Returns:
-            (predicted,) int64, and how many originals are the generator's most probable token; None if not
-            counted.
+            (predicted,) int64, and how many originals are the generator's most probable token; None unless
+            `measure`.
         """
         budget = CHUNK_BYTES.get(hidden.device.type, 2**27)
         # a number has at most 4 bytes in the logits and 4 in the noise; twice that in float64
@@ -200,7 +199,7 @@ class ReplacedTokenLosses(Losses):
                 right.append((logits.argmax(-1) == truth).sum())
         return torch.cat(tokens), torch.stack(right).sum() if measure else None
 
-    def work(self, batch):
+    def work(self, batch: Batch) -> float:
         """See `Losses.work`. The generator's logits count once: a loss and draws from them share them."""
         total, found = int(batch.lengths.sum()), 0.0
         for model in (self.generator, self.model):

@@ -1,7 +1,8 @@
 """The span-boundary objective: a masked span is also predicted from the two tokens beside it (SpanBERT).
 
-Token i of a masked span s … e is predicted twice: from its own place, as in masked LM, and from the last
-layer's vectors x of the span's two neighbours, with a vector p for the place within the span:
+Token i of a masked span s … e is predicted twice. The first prediction is from its own place, as in masked
+LM. The second is from the last layer's vectors x of the span's two neighbours, with a vector p for the place
+within the span:
 
     h = LayerNorm(GELU(W₁ [x(s-1); x(e+1); p(i-s+1)] + b₁))
     y = LayerNorm(GELU(W₂ h + b₂))
@@ -11,7 +12,8 @@ layer's vectors x of the span's two neighbours, with a vector p for the place wi
 
 Spans that touch are one span, so a neighbour is never masked. p has 200 numbers. As in the authors' code the
 decoder has a bias b of its own, beside the masked LM's, and only the first 20 tokens of a span are targets.
-There a span at the first or last word of the text has no targets; here [CLS] and [SEP] are its neighbours.
+In the authors' code a span at the first or last word of the text has no targets; here its neighbours are
+[CLS] and [SEP].
 
 Source: Joshi et al. 2019, "SpanBERT", sec. 3; facebookresearch/SpanBERT's pair_bert.py and masking.py.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastbert.layers.linear import apply_linear, apply_norm
-from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import linear_work
 
@@ -44,7 +48,7 @@ class SpanBoundary(Objective):
     """Examples of masked spans and their boundaries; see the module.
 
     Attributes:
-        max_targets: of a span; later tokens of a longer one are predicted by the masked LM alone.
+        max_targets: most targets of a span; only the masked LM predicts later tokens of a longer span.
     """
 
     masking: Masking = field(default_factory=lambda: Masking("span"))
@@ -75,7 +79,7 @@ class SpanBoundary(Objective):
         targets = {"left": left, "right": right, "place": place, "boundary_labels": labels[rows]}
         return replace(batch, inputs={**batch.inputs, **targets}, counts={**batch.counts, "sbo": len(rows)})
 
-    def losses(self, model: PreTrainedModel) -> SpanBoundaryLosses:
+    def losses(self, model: TaskModel) -> Losses:
         """The module that is trained."""
         return SpanBoundaryLosses(model, self.max_targets)
 
@@ -84,8 +88,8 @@ def boundaries(masked: np.ndarray, max_targets: int) -> tuple[np.ndarray, np.nda
     """The targets of the spans in packed tokens.
 
     Args:
-        masked: (total,) bool. Neighbours in it are one span.
-        max_targets: of a span: its first ones.
+        masked: (total,) bool; masked tokens in a row are one span.
+        max_targets: most targets of a span, from its first token on.
 
     Returns:
         Four (targets,) int64: the row before the span, the row after it, the place within it from 0 on, and
@@ -103,7 +107,7 @@ class BoundaryHead(nn.Module):
     """Two neighbours' vectors and a place -> what the decoder reads; see the module.
 
     Attributes:
-        bias: of the decoder, whose weight is the word embeddings.
+        bias: the decoder's bias; its weight is the word embeddings.
     """
 
     def __init__(self, config: EncoderConfig, max_targets: int) -> None:
@@ -118,7 +122,7 @@ class BoundaryHead(nn.Module):
 
     def forward(self, hidden: Tensor, left: Tensor, right: Tensor, place: Tensor) -> Tensor:
         """(rows, hidden) and three (targets,) int64 -> (targets, embedding size)."""
-        # look-ups, because their gradient is a sum in a fixed order on every device
+        # F.embedding, because its gradient is a sum in a fixed order on every device
         vectors = F.embedding(left, hidden), F.embedding(right, hidden), self.places(place).to(hidden.dtype)
         x = apply_linear(self.first, torch.cat(vectors, 1), "gelu")
         x = apply_linear(self.second, apply_norm(self.first_norm, x), "gelu")
@@ -133,12 +137,12 @@ class SpanBoundaryLosses(MaskedLosses):
         max_targets: see `SpanBoundary`.
     """
 
-    def __init__(self, model: PreTrainedModel, max_targets: int = 20) -> None:
+    def __init__(self, model: TaskModel, max_targets: int = 20) -> None:
         super().__init__(model)
         self.boundary = BoundaryHead(model.config, max_targets)
         model.init_weights(self.boundary)
 
-    def forward(self, inputs, measure=False):
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
         """See `Losses.forward`."""
         encoded = self.encode(inputs)
         losses, correct = self.losses_of(encoded, inputs, measure)
@@ -151,7 +155,7 @@ class SpanBoundaryLosses(MaskedLosses):
                 correct["sbo"] = (logits.argmax(-1) == labels).sum()
         return losses, correct
 
-    def work(self, batch):
+    def work(self, batch: Batch) -> float:
         """See `Losses.work`."""
         config, targets = self.model.config, batch.counts["sbo"]
         hidden, width = config.hidden_size, config.embedding_width

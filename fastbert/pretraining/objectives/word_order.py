@@ -4,18 +4,18 @@
          + "order", mean over the tokens of the shuffled trigrams of -log p(token that was at this place)
          + "sentence", mean over the pairs of -log p(class)
 
-First tokens are masked, by any rule. Then trigrams are chosen among those that can be: three tokens in a row
-of which none is special and none is predicted by the masked-LM. A trigram can be of one word or of several.
-The rule is the paper's "5% of trigrams are selected for random shuffling", read as 5% of those that can be,
-rounded, at least one. They are taken in random order, and one that shares a token with an earlier one is
-passed over. With 15% of 512 tokens masked this makes about 16 trigrams, 9% of the tokens.
+Tokens are masked first, by any rule. Then trigrams are chosen among the candidates. A candidate is three
+tokens in a row, none of them special or predicted by the masked LM, of one word or several. The paper's "5%
+of trigrams are selected for random shuffling" is read as 5% of the candidates, rounded, at least one. They
+are taken in random order; a trigram that shares a token with an earlier one is skipped. With 15% of 512
+tokens masked this makes about 16 trigrams, 9% of the tokens.
 
-The tokens of each chosen trigram are shuffled, with equal chance for each of the 6 orders. That includes the
-order they had, so of 6 trigrams 1 stays as it is and is predicted all the same, as are the tokens that
-masking keeps. Both predictions go through the masked-LM head, with equal weight.
+The tokens of each chosen trigram are shuffled; all 6 orders are equally likely, the original order included.
+So 1 in 6 trigrams does not change, and is predicted nevertheless, as are the tokens that masking keeps. Both
+predictions go through the masked-LM head, with equal weight.
 
 The paper's pairs are `SegmentPairs(relation="three")`: next, previous, or of another document. With other
-formats there is another loss "sentence", or none.
+formats the loss "sentence" differs, or is missing.
 
 Source: Wang et al. 2019, "StructBERT", sec. 2.2 and 2.3.
 """
@@ -24,14 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED, Masked
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
 from fastbert.training.draws import Draws
+from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import vocabulary_work
 
@@ -43,7 +45,7 @@ class WordOrder(Objective):
     """Examples of masked-language modelling with shuffled trigrams; see the module.
 
     Attributes:
-        shuffled_share: of the trigrams that can be shuffled, in [0, 1]; 0 shuffles none.
+        shuffled_share: share of the candidates that is shuffled, in [0, 1]; 0 shuffles none.
 
     Raises:
         ValueError: naming the attribute.
@@ -57,7 +59,7 @@ class WordOrder(Objective):
             raise ValueError(f"shuffled_share: expected a number in [0, 1], got {self.shuffled_share!r}")
 
     def mask(self, example: Example, draws: Draws) -> MaskedExample:
-        """Draw the masks of a sequence, then its trigrams; `more` is the labels of these."""
+        """Draw the masks of a sequence, then its trigrams; `more` has the trigrams' labels."""
         found = super().mask(example, draws)
         masked = found.masked
         ids, labels = masked.ids.copy(), np.full(len(masked.ids), IGNORED)
@@ -94,7 +96,7 @@ class WordOrder(Objective):
         batch.counts["order"] = count
         return batch
 
-    def losses(self, model: PreTrainedModel) -> WordOrderLosses:
+    def losses(self, model: TaskModel) -> Losses:
         """The module that is trained."""
         return WordOrderLosses(model, self.format.num_labels)
 
@@ -102,7 +104,7 @@ class WordOrder(Objective):
 class WordOrderLosses(MaskedLosses):
     """Masked tokens ("mlm"), tokens of shuffled trigrams ("order") and the class of a pair ("sentence")."""
 
-    def losses_of(self, encoded, inputs, measure):
+    def losses_of(self, encoded: Encoded, inputs: dict[str, Any], measure: bool) -> Results:
         """What `forward` returns, from the encoded tokens."""
         losses, correct = super().losses_of(encoded, inputs, measure)
         labelled = encoded, inputs["order_labels"], inputs["order_labelled"]
@@ -111,8 +113,8 @@ class WordOrderLosses(MaskedLosses):
             correct["order"] = self.token_hits(*labelled)
         return losses, correct
 
-    def work(self, batch):
-        """Of masked-language modelling, and of the tokens of trigrams."""
+    def work(self, batch: Batch) -> float:
+        """See `Losses.work`. Counts masked-language modelling and the tokens of trigrams."""
         config = self.model.config
         return super().work(batch) + vocabulary_work(
             batch.counts["order"], config.hidden_size, config.vocab_size
