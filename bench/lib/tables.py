@@ -1,4 +1,4 @@
-"""The generated tables of bench/results/README.md: each device's newest run, and of what it lacks."""
+"""The generated tables of bench/results/README.md: the newest runs of each device."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ def sections(folder: Path = results.RESULTS) -> dict[str, list[str]]:
     if not runs:
         return {SECTION: ["`bench/results/` holds no run of the suite yet."]}
     text = [
-        "Of each device the newest run of the whole suite, and the newest of kinds that it lacks. "
-        "`×`: times the peer's speed, in the same precision and run. "
-        "`~`, `noisy`: the quartiles are too far apart for a claim. "
-        "Of ops: the backend that serves by default.",
+        "Each device has its newest run of the whole suite, and the newest run of each kind that it lacks. "
+        "`×` is the speed-up over the peer, in the same precision and run. "
+        "`~` and `noisy` mark quartiles that are too far apart for a claim. "
+        "Rows of ops have the backend that serves by default.",
         "",
     ]
     for run in runs:
@@ -185,7 +185,7 @@ def sections(folder: Path = results.RESULTS) -> dict[str, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the page's section; with --check, only say whether it would change."""
+    """Write the page's section; with --check, only print whether it would change."""
     parser = argparse.ArgumentParser(prog="plot tables", description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if it would change"
