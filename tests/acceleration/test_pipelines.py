@@ -39,7 +39,11 @@ class SpanPipeline(transformers.Pipeline):
         return {"answer": answer, "score": spans.max().item()}
 
 
-MASKED = ["paris is the [MASK] of france", "some rows are [MASK] while others go on and on", "the [MASK]"]
+MASKED = [
+    "paris is the [MASK] of france",
+    "some rows are [MASK] while others are very very long",
+    "the [MASK]",
+]
 PIPELINES = {  # name -> (class of the model, what is asked, options, arguments of the call)
     "feature-extraction": ("AutoModel", TEXTS, {}, {}),
     "fill-mask": ("AutoModelForMaskedLM", MASKED, {"top_k": 4}, {}),

@@ -20,7 +20,7 @@ SENTENCES = [
     "expected in spring, when a mild winter and cheap gas had helped it to the best quarter of its history.",
     "It rains.",
     "You must file your income tax by the thirty-first of July!",
-    " ".join(["A long passage that goes on and on, well over what the model reads at once."] * 30),
+    " ".join(["A long passage that never ends, well over what the model reads at once."] * 30),
     "Ein Satz auf Deutsch, 中文, and emoji 🎉.",
 ]
 

@@ -68,7 +68,7 @@ def mask_without(layers, unit, layer, head):
     ("family", "tokens"), [("bert", 1), ("bert", 4096), *((f, 40) for f in FAMILY_NAMES)]
 )
 def test_shared_prefixes_change_nothing(labelled, family, unit, tokens):
-    """Every unit of BERT one by one through the whole model, with a head mask, and some of the others."""
+    """Every unit of BERT by a head mask through the whole model, and some units of other families."""
     ours = both(family)[1]
     found = ablate(ours, labelled, unit=unit, batch_tokens=tokens)
     layers = len(ours.base_model.layers())
@@ -128,7 +128,7 @@ def test_masked_words(of_words):
 
 def test_labels_of_tokens(texts):
     labels = np.where(texts.words >= 0, texts.ids % 3, -100)
-    # the first token of each is its own, not the last of the one before
+    # the first token of each text is its own, not the last of the previous text
     labels[texts.starts[:-1]] = [0, 1, 2, 0, 1]
     examples = replace(texts, labels=labels)
     theirs, ours = both("bert", "ForTokenClassification")

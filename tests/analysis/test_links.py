@@ -132,7 +132,7 @@ def test_the_best_head_is_scored_on_the_other_half():
     nowhere = replace(found, moved=np.full_like(found.moved, np.nan))
     assert nowhere.best().moved is None
     assert np.isnan(nowhere.scores(moved=True)).all()
-    # what the first half likes is not what is told of it
+    # the best head of the first half is not scored on that half
     lucky = planted()
     lucky.score[order[:20], 0, 1] = 1.0
     assert lucky.best()[:2] == (0, 1)

@@ -82,7 +82,7 @@ def pytest_configure(config): config.option.smoke = False
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock of seconds that stands still but for `sleep`."""
+    """A clock of seconds that only `sleep` advances."""
 
     class Clock:
         now = 0.0

@@ -249,7 +249,7 @@ def test_smoke_on_cuda_that_computes_on_the_cpu(tmp_path, file, options, expecte
     run = results.read(path) if data["fastbert"]["commit"] else None
     if run is not None:
         assert tables.of_run(run)
-    if file == "test_ops.py":  # Triton's kernels cannot run here, and cost the others nothing
+    if file == "test_ops.py":  # Triton's kernels cannot run here, and cost other candidates nothing
         assert {each["candidate"] for each in data["fastbert"]["without_a_time"]} == {"triton-bf16"}
 
 

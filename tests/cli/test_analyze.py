@@ -444,7 +444,7 @@ def test_labelled_spans(folder, tmp_path, capsys):
     assert numbers["edges"] == str(folder / "edges.jsonl")
     assert "label" not in numbers
     assert "published" not in capsys.readouterr().out
-    # the words of each target are told from each other by any layer
+    # every layer distinguishes the words of each target
     assert max(numbers["f1"]) > 0.9
 
 

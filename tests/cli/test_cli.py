@@ -367,12 +367,12 @@ def test_a_file_that_comes_into_being_meanwhile_is_kept(run, model, text, tmp_pa
 
     def late(self):
         close(self)
-        output.write_bytes(b"somebody else's")
+        output.write_bytes(b"another program's")
 
     monkeypatch.setattr(output_file._NpyWriter, "close", late)
     _, err = run(*encode_args(model, text, output), status=2)
     assert "was created in the meantime" in err
-    assert output.read_bytes() == b"somebody else's"
+    assert output.read_bytes() == b"another program's"
     assert left(tmp_path) == ["in.txt", "o.npy"]
 
 

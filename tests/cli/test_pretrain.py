@@ -1,4 +1,4 @@
-"""`fastbert pretrain` from raw text on: the same command goes on, and every mistake is one line."""
+"""`fastbert pretrain` from raw text: the same command resumes, and every mistake is one line."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_a_loss_that_is_not_finite_is_one_line(call, tmp_path, capsys):
 
 
 def test_only_the_first_process_speaks(call, tmp_path, capsys, monkeypatch):
-    """Of several, the others read the corpus without its checks, and print nothing."""
+    """Of several processes, all but the first read the corpus without its checks, and print nothing."""
     opened = []
     monkeypatch.setattr(command.Corpus, "open", lambda path, verify: opened.append(verify) or 1 / 0)
     for rank, options, expected in ((0, [], True), (1, [], False), (0, ["--no-verify"], False)):

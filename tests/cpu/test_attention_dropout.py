@@ -73,7 +73,7 @@ def test_a_vanishing_dropout_p_is_no_dropout(every_isa):
 def test_few_keys_give_what_many_do(every_isa, n, scale):
     """Up to 64 keys a vector holds many queries; a bias of zeros selects the general path."""
     q, k, v = (randn(n, 2, 16, dtype=own_dtype(), seed=s) for s in range(3))
-    q = q * scale  # one score per row is far above the others, in any place
+    q = q * scale  # one score per row is far above the rest, in any place
     few = forward(q, k, v, (n,), probs=True)
     many = forward(q, k, v, (n,), bias=torch.zeros(1, 1, 1, 1), probs=True)
     for a, b in zip(few, many, strict=True):
@@ -84,7 +84,7 @@ def test_few_keys_give_what_many_do(every_isa, n, scale):
 
 
 def test_few_keys_whose_scores_are_all_minus_infinite(every_isa):
-    """One query has such scores; the rows of the others are as without it."""
+    """One query has such scores; the rows of other queries are as without it."""
     q, k, v = (randn(20, 1, 16, dtype=torch.float32, seed=s) for s in range(3))
     k[:, :, 0] = 1.0 + k[:, :, 0].abs()
     rows = torch.arange(20) != 7

@@ -409,7 +409,7 @@ def test_nan_is_packed_as_nan(isa, dtype):
 
 
 def test_a_weight_of_any_strides_is_packed():
-    """Whoever packs hands over their own weight; the op's own copies of it come later."""
+    """The packer gets the caller's own weight; the op copies it later."""
     big = randn(40, 60)
     for weight in (big[:, ::2], big.t(), big.t()[::3], big[::2, ::5], big[:1, ::2], big[:, 3:4], big.flip(0)):
         assert_same_bits(cpu.linear_panels(weight), panels(weight.t()), str(weight.stride()))

@@ -284,7 +284,7 @@ def test_packing_writes_every_byte_and_is_the_same_on_several_threads(isa, threa
 
 
 def test_a_weight_of_any_strides_is_packed(isa):
-    """Whoever packs hands over their own weight; the op's own copies of it come later."""
+    """The packer gets the caller's own weight; the op copies it later."""
     big = integers(300, 600)
     for weight in (big[:, ::2], big.t(), big[::2, 5:50], big[:1, ::3], big[:, 7:8]):
         assert_same_bits(cpu.linear_int8_panels(weight), cpu.linear_int8_panels(weight.contiguous()))

@@ -1,4 +1,4 @@
-"""What nvcc makes of csrc/cuda/*_hopper.cu for sm_90a: products that run while the warp goes on."""
+"""What nvcc makes of csrc/cuda/*_hopper.cu for sm_90a: products that run beside the warp."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_source_is_expected():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_products_run_beside_the_rest(source, tmp_path):
-    """No register of a product is touched before its wait, and products run while the warp goes on."""
+    """No register of a product is touched before its wait, and products run beside the warp."""
     text = listing(source, tmp_path)
     counts, waits = EXPECTED[source.stem]
     assert sass.hazards(text) == []

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p for p in (ROOT / "csrc" / "cuda").glob("*.cu") if not p.stem.endswith("_hopper"))
-# with the most values in registers; `make exhaustive` compiles the others
+# with the most values in registers; `make exhaustive` compiles the rest
 LARGE = ("attention_backward_dkdv", "attention_backward_dq", "attention_forward_bf16", "linear_passes")
 
 pytestmark = pytest.mark.sweep
@@ -49,7 +49,7 @@ def compiled(source: Path, output: Path, arch: str, *flags: str) -> dict[str, in
     return {name: int(stores) + int(loads) for name, stores, loads in kernels}
 
 
-# `make exhaustive` compiles for the others. All have as many registers per thread.
+# `make exhaustive` compiles for the other architectures. All have as many registers per thread.
 SWEPT = ("90a",)
 
 

@@ -72,7 +72,7 @@ FAULTS = (
     _fault("the default is the highest", "isa = static_cast<int>(preferred_isa())", "isa = static_cast<int>(best_isa())", _ISA),
     _fault("without AVX-512", 'if (avx512 && __builtin_cpu_supports("avx512bf16"))', 'if (__builtin_cpu_supports("avx512bf16"))', _ISA),
     _fault("the highest not allowed", "isa <= best; ++isa", "isa < best; ++isa", _ISA),
-    _fault("no kernels for the others", "avx512_bf16 != nullptr ? avx512_bf16 : avx512", "avx512_bf16", _PICK),
+    _fault("no kernels for other processors", "avx512_bf16 != nullptr ? avx512_bf16 : avx512", "avx512_bf16", _PICK),
     _fault("its own kernels never picked", "avx512_bf16 != nullptr ? avx512_bf16 : avx512", "avx512", _PICK),
 )  # fmt: skip
 

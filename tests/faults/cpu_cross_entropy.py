@@ -16,7 +16,7 @@ FAULTS = (
     _fault("tail lanes in the sum", "first(exponential(d), n)", "exponential(d)"),
     _fault("one block alone", "for (std::int64_t begin = 0; begin < classes; begin += kBlock) {", "for (std::int64_t begin = 0; begin < 1; begin += kBlock) {"),
     _fault("every block the first", "load(x + begin + j, n)", "load(x + j, n)"),
-    _fault("the last block as long as the others", "classes - begin < kBlock ? classes - begin : kBlock", "kBlock < classes ? kBlock : classes"),
+    _fault("the last block as long as a whole one", "classes - begin < kBlock ? classes - begin : kBlock", "kBlock < classes ? kBlock : classes"),
     _fault("blocks overwrite each other", "out.exponentials += sum4(exponentials);", "out.exponentials = sum4(exponentials);"),
     _fault("smoothing not shared out", "smoothing * sums.shifted / static_cast<double>(args.classes)", "smoothing * sums.shifted"),
     _fault("the label weighs 1 under smoothing", "log_sum - (1.0 - smoothing) * target", "log_sum - target"),

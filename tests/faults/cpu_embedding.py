@@ -38,7 +38,7 @@ FAULTS = (
     _fault("last tokens of a chunk lost", "for (; token < end; ++token) backward_block<T, 1>(args, weight, token, dz, partial, bits);", ""),
     # sums over tokens
     _fault("tokens past 32 lost", "for (std::int64_t t = 0; t < count; t += kGroup) {", "for (std::int64_t t = 0; t < kGroup; t += kGroup) {"),
-    _fault("the last group as long as the others", "count - t < kGroup ? count - t : kGroup", "kGroup"),
+    _fault("the last group as long as a whole one", "count - t < kGroup ? count - t : kGroup", "kGroup"),
     _fault("every group the first one", "hidden, tokens + t, count - t", "hidden, tokens, count - t"),
     _fault("all tokens in one float", "constexpr std::int64_t kGroup = 32;", "constexpr std::int64_t kGroup = 1 << 20;"),
     _fault("vectors of a tile all the first", "load(row + v * kLanes, v + 1", "load(row, v + 1"),

@@ -16,9 +16,9 @@ FAULTS = (
     _fault("the last task lost", "ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks));", "ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks - 1)); done_.fetch_add(1);"),
     _fault("tasks counted from behind", "body(context, all - untaken(ticket), worker);", "body(context, all - untaken(ticket) + 1, worker);"),
     _fault("two workers with one number", "entered_.fetch_add(1, std::memory_order_relaxed) + 1", "entered_.load(std::memory_order_relaxed) + 1"),
-    _fault("nobody waits for the others", "if (!ready()) end_.wait(ready, !crowded, [] {});", "if (!ready() && tasks > 30) end_.wait(ready, !crowded, [] {});"),
+    _fault("no thread waits for the end", "if (!ready()) end_.wait(ready, !crowded, [] {});", "if (!ready() && tasks > 30) end_.wait(ready, !crowded, [] {});"),
     _fault("tasks of tasks go to the team", "t_in_task = true;\n            body(context, all", "body(context, all"),
-    _fault("nobody but the owner works", "if (!team.is_mine()) team.serve(", "if (false) team.serve("),
+    _fault("only the owner works", "if (!team.is_mine()) team.serve(", "if (false) team.serve("),
     # lending
     _fault("lent tasks from the first", "rest.body(rest.context, rest.first + task, worker);", "rest.body(rest.context, task, worker);"),
     _fault("the lent tasks are done again", "if (t_open->lend(left, width, Rest::run, &rest)) return;", "t_open->lend(left, width, Rest::run, &rest);"),
@@ -28,7 +28,7 @@ FAULTS = (
     _fault("workers that were not bound take lent tasks", "return worker == 0 || !lent_.load(", "return worker == 0 || true || !lent_.load("),
     _fault("a worker goes where it may not", "if (!CPU_ISSET(core, &allowed)) return;", ""),
     _fault("short jobs are lent", "* static_cast<double>(left) >= worth)", ">= 0 * worth)"),
-    _fault("nobody waits for lent tasks", "if (!ready()) end_.wait(ready, false, [] {});\n        return true;", "return ready() || true;"),
+    _fault("no thread waits for lent tasks", "if (!ready()) end_.wait(ready, false, [] {});\n        return true;", "return ready() || true;"),
     # stepping aside
     _fault("a worker stays aside", "if (stepped_) sched_setaffinity(0, sizeof allowed_, &allowed_);", ""),
     _fault("a worker steps where it may not go", "cpu_set_t elsewhere = allowed_;", "cpu_set_t elsewhere = allowed_;\n        for (int i = 0; i < 64; ++i) CPU_SET(i, &elsewhere);"),

@@ -16,7 +16,7 @@ FAULTS = (
     _fault("indices by rows of another length", "at(indices[t] / from.cols, indices[t] % from.cols)", "at(indices[t] / from.rows, indices[t] % from.rows)"),
     _fault("RoBERTa: padding counted", "count += real;", "++count;"),
     _fault("RoBERTa: positions of padding", "real ? pad + count : pad;", "pad + count;"),
-    _fault("RoBERTa: the count goes on", "            std::int64_t count = 0;\n", "            static std::int64_t count = 0;\n"),
+    _fault("RoBERTa: the count never restarts", "            std::int64_t count = 0;\n", "            static std::int64_t count = 0;\n"),
     _fault("a device's memory read", "facts.device_type != 0 || ", ""),
     _fault("any layer taken", "if (before == 1 && layer >= facts.sizes[0]) return false;", ""),
     _fault("the first layer taken", "layer * facts.strides[0] * bytes", "0 * bytes"),

@@ -28,7 +28,7 @@ FAULTS = (
     _fault("dq: the sum is read while it grows", "        wait_products<0>();\n        settle(grad);", "        settle(grad);"),
     _fault("dq: each tile of keys begins anew", "keys + slot * kTileStep, first_key > 0);", "keys + slot * kTileStep, false);"),
     _fault("dk: each tile of queries begins anew", "of_ds, queries + slot * kTileStep, first_row > 0);", "of_ds, queries + slot * kTileStep, false);", _DKDV),
-    _fault("the depth of a transposed tile stands still", "b + k * kTransposedStep", "b", _SHARED),
+    _fault("the depth of a transposed tile does not advance", "b + k * kTransposedStep", "b", _SHARED),
     # tails
     _fault("dq: the next sequence's keys stay", "                zero_rest(shared.key[slot], length - first_key);\n", ""),
     _fault("dq: zeros without a fence", "                fence_shared();\n", ""),

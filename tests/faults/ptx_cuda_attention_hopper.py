@@ -36,7 +36,7 @@ FAULTS = (
     # products
     _fault("the tile before is added to the scores", "q[d], b + d * kDepthStep, d > 0)", "q[d], b + d * kDepthStep, true)"),
     _fault("sums begin anew with each tile", "        start_sums(tile > 1);\n", "        start_sums(false);\n"),
-    _fault("the depth of the keys stands still", "b + d * kDepthStep", "b"),
+    _fault("the depth of the keys does not advance", "b + d * kDepthStep", "b"),
     _fault("values are stepped like keys", "b + n * kTransposedStep", "b + n * kDepthStep"),
     _fault("values are not transposed", "group_product<T, 1>(softmax.out,", "group_product<T, 0>(softmax.out,"),
     _fault("the first scores are read while they are made", "    wait_products<0>();\n    if (lane == 0) keys.release(key);", "    if (lane == 0) keys.release(key);"),

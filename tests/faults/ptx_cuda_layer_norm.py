@@ -18,7 +18,7 @@ FAULTS = (
     _fault("looped: slots of the correction reused", "rstd_of(row_sum<kRowThreads>(second, slots[2])", "rstd_of(row_sum<kRowThreads>(second, slots[1])", _FORWARD),
     _fault("the next row takes the same slots", "base += step, turn ^= 1)", "base += step, turn ^= 0)", _BACKWARD),
     _fault("slots that overlap", "__shared__ float slots[3][kRowThreads / kWarp];", "__shared__ float slots[3][kRowThreads / kWarp - 1];", _FORWARD),
-    # shared memory that nobody wrote
+    # shared memory that was never written
     _fault("totals of no column not written", "    totals[y][x] = total;", "    if (column < hidden) totals[y][x] = total;", _BACKWARD),
     # reads beyond a tensor, of values that nothing uses
     _fault("a row past the last fetched", "if (!active || row >= args.rows) return;", "if (!active) return;", _BACKWARD),

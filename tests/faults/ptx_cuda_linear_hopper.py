@@ -31,7 +31,7 @@ FAULTS = (
     _fault("the tile before is added", "step + k > 0);", "true);"),
     _fault("each step begins anew", "step + k > 0);", "k > 0);"),
     _fault("the second 64 rows are the first", "a + half * kHalf + k * kDepthStep", "a + k * kDepthStep"),
-    _fault("the depth of a stands still", "a + half * kHalf + k * kDepthStep", "a + half * kHalf"),
+    _fault("the depth of a does not advance", "a + half * kHalf + k * kDepthStep", "a + half * kHalf"),
     _fault("operands without a swizzle", "kSwizzle128 = 1,", "kSwizzle128 = 0,", _INSTRUCTIONS),
     _fault("eight rows are half as far", "kBytesOfEightRows = 8 * kSwizzled * 2;", "kBytesOfEightRows = 8 * kSwizzled;", _INSTRUCTIONS),
     _fault("the ring begins anywhere", "dynamic_shared();\n    char* const ring = start + (0u - shared_address(start)) % 1024;", "dynamic_shared();\n    char* const ring = start;"),

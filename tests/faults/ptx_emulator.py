@@ -30,7 +30,7 @@ def _in(file: str, name: str, old: str, new: str) -> Fault:
 FAULTS = (
     # fragments
     _matrix("ldmatrix: .trans ignored", "const uint32_t low = trans ? tile[first][group] : tile[group][first];", "const uint32_t low = tile[group][first];"),
-    _matrix("ldmatrix reads what nobody wrote", "    for (int l = 0; l < 8 * count; ++l) shared.on_read<16>(w, at[l], uint32_t(l));\n", ""),
+    _matrix("ldmatrix reads unwritten memory", "    for (int l = 0; l < 8 * count; ++l) shared.on_read<16>(w, at[l], uint32_t(l));\n", ""),
     _matrix("a part of a warp", "    if (mask != ALL)\n", "    if (mask == 0)\n"),
     _matrix("mma: A's registers in another order", "left[l / 4 + r % 2 * 8][r / 2 * 4 * PER + l % 4 * PER + e]", "left[l / 4 + r * 2 / A * 8][r * 2 % A / 2 * 4 * PER + l % 4 * PER + e]"),
     _matrix("mma: C forgotten", "l % 4 * 2 + i % 2] + added[i][l]);", "l % 4 * 2 + i % 2] + 0 * added[i][l]);"),
@@ -43,13 +43,13 @@ FAULTS = (
     _wgmma("a wait one group early", "int64_t(p.group) < int64_t(state.products_committed) - op.imm[0]", "int64_t(p.group) <= int64_t(state.products_committed) - op.imm[0]"),
     _wgmma("A free in flight", "uint32_t(registers ? b_slot(op) : sums_)", "uint32_t(sums_)"),
     _wgmma("signs ignored", "double(op.imm[0] * op.imm[1])", "double(op.imm[0] * op.imm[0])"),
-    _wgmma("a sum that goes on counts as done", "    for (const Product& p : left) set_written(w, p, 0);\n", ""),
+    _wgmma("a continued sum counts as done", "    for (const Product& p : left) set_written(w, p, 0);\n", ""),
     _wgmma("descriptors read late", "Descriptor::of(product.b), 0, columns(op), b, [&]", "Descriptor::of(uniform(w, op.src[b_slot(op)])), 0, columns(op), b, [&]"),
     # mbarriers and tiles
     _hopper("the other parity", "if (b.phase != parity[l]) {", "if (b.phase == parity[l]) {"),
     _hopper("a wait orders nothing", "            w.block->acquire(w, b.done);\n", ""),
     _hopper("a phase that waits for no bytes", "if (b.pending != 0 || b.bytes != 0) return;", "if (b.pending != 0) return;"),
-    _hopper("the second phase needs nobody", "    b.pending = b.expected;\n", "    b.pending = 1;\n"),
+    _hopper("the second phase waits for no warp", "    b.pending = b.expected;\n", "    b.pending = 1;\n"),
     _hopper("rows before the tensor", "inside = inside && at >= 0 && at <", "inside = inside && at <"),
     _hopper("no zeros outside", "               std::memset(at, 0, count);\n", "               (void)count;\n"),
     _hopper("tiles are there at once", "on_write<16>(w, to, l, ASYNC, in_flight);", "on_write<16>(w, to, l, ASYNC, valid);"),

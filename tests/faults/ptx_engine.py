@@ -35,7 +35,7 @@ FAULTS = (
     _fault("barriers.cpp", "a barrier orders nothing", "        acquire(warps[v], clock);", "        warps[v].clock_changed();"),
     _fault("barriers.cpp", "some threads of a warp are enough", "    if (m != w.live)\n", "    if (m == 0)\n"),
     _fault("barriers.cpp", "arriving orders what comes after", "b.clock.join(w.block->release(w));", "b.clock.join(w.block->release(w)), b.clock.seen[w.index] += 5;"),
-    _fault("barriers.cpp", "a warp barrier names nobody", "(named[l] & w.live & ~m)", "(named[l] & w.live & ~m & 0)"),
+    _fault("barriers.cpp", "a warp barrier names no lane", "(named[l] & w.live & ~m)", "(named[l] & w.live & ~m & 0)"),
     # races
     _fault("shared.h", "lanes may read what another lane wrote", 'if (raced) explain_lanes(at, lane, "reads", "written");', "(void)raced;"),
     _fault("barriers.cpp", "bar.warp.sync orders no lanes", "    ++w.meetings;\n", ""),

@@ -20,7 +20,7 @@ FAULTS = (
     _flow("groups never end", "if p.closes and", "if p.closes is None and"),
     # rules
     _flow("writes of A forgotten", "(j, writes & other.left)", "(j, 0)"),
-    _flow("no sum goes on in its registers", "chained = own and", "chained = own and False and"),
+    _flow("no sum continues in its registers", "chained = own and", "chained = own and False and"),
     _flow("a sum may be its own left operand", "(own.left if chained else reads)", "(0 if own else reads)"),
     # registers
     _registers("A has two registers", "A_REGISTERS = 4", "A_REGISTERS = 2"),

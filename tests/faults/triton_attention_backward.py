@@ -62,7 +62,7 @@ FAULTS = (
     _fault("pairs of words swapped", "first, second = tl.split(pair)", "second, first = tl.split(pair)", _PHILOX),
     _fault("normaliser in the place of delta", "delta, shift = tl.split(", "shift, delta = tl.split(", _DKDV),
     _fault("saved bits of rows past the sequence read", "tl.load(word_at, mask=inside & (column < bits_stride), other=0)", "tl.load(word_at, mask=column < bits_stride, other=0)", _PHILOX),
-    _fault("dq made for nobody", "            dq if need_dq else None,", "            dq,"),
+    _fault("dq made without need", "            dq if need_dq else None,", "            dq,"),
     _fault("dropout forgotten in dq", "        dprobs = tl.where(keep, dprobs, 0.0)\n    return", "        dprobs = dprobs\n    return", _TILES),
     # dbias
     _fault("dbias not normalised", "acc += weights * inverse[:, None] * (", "acc += weights * (", _DBIAS),

@@ -28,7 +28,7 @@ TASKS = (
 
 
 class Poisoned(EagerRecorder):
-    """A replay overwrites what the others have returned, because graphs may share memory."""
+    """A replay overwrites what other graphs have returned, because graphs may share memory."""
 
     def record_pair(self, forward, backward):
         first, second = super().record_pair(forward, backward)

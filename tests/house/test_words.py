@@ -32,9 +32,9 @@ def test_words_are_found_in_every_kind_of_file(name, tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, path], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.partition(": write ")[0] for line in lines] == [
-        f"{path}:3: 'goes on'" if name != "error.py" else f"{path}:2: 'goes on'",
-        f"{path}:3: 'whoever'" if name != "error.py" else f"{path}:2: 'whoever'",
+    line = 2 if name == "error.py" else 3
+    assert [found.partition(": write ")[0] for found in lines] == [
+        f"{path}:{line}: '{words}'" for words in ("goes" + " on", "who" + "ever")
     ]
 
 

@@ -234,7 +234,7 @@ class OwnPooler(nn.Module):
 
 
 class OwnAttention(nn.Module):
-    """Somebody's own self-attention, called as transformers calls it."""
+    """A user's own self-attention, called as transformers calls it."""
 
     def __init__(self, old: nn.Module):
         super().__init__()

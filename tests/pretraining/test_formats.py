@@ -39,7 +39,7 @@ MEANING = {
 def numbered(directory, sizes: list[list[int]]) -> Corpus:
     """A corpus of documents of sentences of so many tokens; token i has the id i + 5.
 
-    Of three tokens the third goes on with the second's word, if it is in the same sentence.
+    Of three tokens the third continues the second's word, if it is in the same sentence.
     """
     vocabulary, documents, at = {name: i for i, name in enumerate(SPECIAL)}, [], 0
     for document in sizes:

@@ -254,7 +254,7 @@ def test_bad_spans_are_named(spans, match):
     ],
 )
 def test_masks_are_the_ones_of_before(values, digest):
-    """A run that goes on after an update sees the same masks."""
+    """A run that resumes after an update sees the same masks."""
     rule, seen = Masking(**values), hashlib.sha256()
     for i in range(50):
         words = np.random.Philox(key=7, counter=i).random_raw(240)

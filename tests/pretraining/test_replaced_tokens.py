@@ -57,7 +57,7 @@ def batch():
 
 @few_or_many(400, 3400)
 def test_what_the_generator_reads(size):
-    """85% of the predicted tokens are [MASK], the others the original."""
+    """85% of the predicted tokens are [MASK], the rest the original."""
     format = Numbered([40] * 5)
     truth, masks, kept = originals(format), 0, 0
     for seed in range(size):
@@ -244,7 +244,7 @@ def agrees(tokens: torch.Tensor, shares: torch.Tensor) -> bool:
     """Whether χ² over all classes, and the exact 99.9% interval of each of the likeliest, hold the shares."""
     counts = np.bincount(tokens.numpy(), minlength=len(shares))
     shares = shares.double().numpy()
-    large = shares * len(tokens) >= 5  # the others are one class
+    large = shares * len(tokens) >= 5  # the rest is one class
     observed = np.append(counts[large], counts[~large].sum())
     expected = np.append(shares[large], shares[~large].sum()) * len(tokens)
     if expected[-1] == 0:

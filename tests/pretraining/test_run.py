@@ -136,7 +136,7 @@ def test_every_recipe_trains_and_is_loaded_by_transformers(name, corpus, texts_o
         same_logits(place, corpus)
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         for text in texts_of:
-            # what stands between special tokens are the ids that the corpus has
+            # between special tokens are the ids of the corpus
             assert tokenizer(text, add_special_tokens=False)["input_ids"] == (
                 corpus.tokenizer.encode(text, add_special_tokens=False).ids
             )
@@ -276,7 +276,7 @@ def test_models_that_do_not_fit(corpus, stock, tokenizer_dir, text_file, tmp_pat
     assert not run.exists()
 
 
-# --- going on -----------------------------------------------------------------------------------------------
+# --- resume -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def constant(name: str = "roberta", steps: int = 6) -> Recipe:
 @pytest.mark.sweep
 @pytest.mark.parametrize("growth", [GROWN, COPIED], ids=["fresh", "copied"])
 def test_layers_are_added_at_the_border(growth, corpus, tmp_path):
-    """What is saved there is the deep model, stacked from the shallow one; the log and the order go on."""
+    """What is saved there is the deep model, stacked from the shallow one; the log and the order continue."""
     ran(corpus, config(corpus, num_hidden_layers=1), constant(steps=2), tmp_path / "one")
     ran(corpus, config(corpus, num_hidden_layers=4), constant(), tmp_path / "grown", growth=growth)
     one, two = weights(tmp_path / "one", 2), weights(tmp_path / "grown", 2)

@@ -3,7 +3,7 @@
     python -m tests.ptx.emulated_ops linear attention [--dtype bfloat16] [--all] [--arch 80]
 
 Each case runs with late and early copies and with several orders of warps and blocks. The first run keeps the
-error rule, and the others return its bits. Triton compiles only with its interpreter off, so tests run this
+error rule, and other runs return its bits. Triton compiles only with its interpreter off, so tests run this
 as a process.
 """
 
@@ -21,7 +21,7 @@ from fastbert.runtime import dispatch
 from fastbert.testing import error_rule
 from tests.ptx.emulated_launches import Emulation, emulated
 
-# (schedule of copies, seed of the order of warps and blocks); the first is the one that the others equal.
+# (schedule of copies, seed of the order of warps and blocks); all runs equal the first.
 RUNS = (("late", 0), ("early", 1), ("late", 2))
 
 

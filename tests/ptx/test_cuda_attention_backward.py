@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning"
 
 @pytest.fixture
 def without_hopper(monkeypatch):
-    """Calls that the kernels for sm_90a would take go to the others too."""
+    """Calls that the kernels for sm_90a would take are passed to the other kernels too."""
     monkeypatch.setattr(launchers, "HOPPER", False)
     monkeypatch.setattr(launchers, "HOPPER_BACKWARD", False)
 

@@ -169,7 +169,7 @@ def run_group(body: str, schedule: str = "late", shared: bytes = bytes(8192)) ->
 
 WELL = {
     "one group": SHARED + DONE + results(8),
-    "a sum goes on": SHARED + AGAIN + COMMIT + AGAIN + DONE + results(8),
+    "a continued sum": SHARED + AGAIN + COMMIT + AGAIN + DONE + results(8),
     "the first of two": SHARED + COMMIT + OTHER + COMMIT + WAIT.format(1) + results(8) + WAIT.format(0),
     "A may be read twice": HELD + HELD + DONE + results(8),
     "A is free after the wait": HELD + DONE + "mov.b32 %d100, 1;" + results(8),
@@ -191,7 +191,7 @@ ILL = {
     "a group that is not committed": (SHARED + WAIT.format(0) + results(8), UninitialisedRead),
     "a wait that leaves the group": (SHARED + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
     "the second of two": (OTHER + COMMIT + SHARED + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
-    "the sum went on": (SHARED + COMMIT + AGAIN + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
+    "the sum continued": (SHARED + COMMIT + AGAIN + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
     "accumulators written": (SHARED + "mov.b32 %d1, 0;" + DONE, UninitialisedRead),
     "A written": (HELD + "mov.b32 %d101, 1;" + DONE, UninitialisedRead),
     "A read": (
@@ -248,7 +248,7 @@ def test_a_proxy_fence_before_or_behind_the_barrier(between):
 
 @pytest.mark.parametrize("members", [0xFFFFFFFF, 0xFFFFFFF0])
 def test_elect(members):
-    """One lane of the members; the others know which."""
+    """One lane of the members; the other lanes know which."""
     lanes = np.arange(32)
     lines = [".reg .b32 %d, %q, %l;", ".reg .pred %p, %m;", "mov.b32 %d, 99;", "mov.b32 %q, 7;"]
     lines += [f"shr.b32 %q, {members:#x}, %l;", "and.b32 %q, %q, 1;", "setp.ne.b32 %m, %q, 0;"]
@@ -335,7 +335,7 @@ def test_parities_alternate():
 @pytest.mark.parametrize(
     ("body", "count"),
     [(wait(0, "A"), 1), (ARRIVE + wait(0, "A") + wait(1, "B"), 64), (ARRIVE + wait(0, "A"), 65)],
-    ids=["nobody arrives", "the next phase", "one too few"],
+    ids=["no warp arrives", "the next phase", "one too few"],
 )
 def test_waits_without_end(body, count):
     with pytest.raises(Deadlock):

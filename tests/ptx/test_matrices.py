@@ -29,7 +29,7 @@ def declared(*prefixes: tuple[str, int]) -> list[str]:
 
 
 def rows(random: np.random.Generator, count: int) -> np.ndarray:
-    """Offsets of 16 bytes each, none twice, for the lanes that give them; the others' must not matter."""
+    """Offsets of 16 bytes each, none twice, for the lanes that give them; other lanes' must not matter."""
     at = random.permutation(BYTES // 16)[: isa.WARP] * 16
     at[8 * count :] = 0xFFFFFFF0
     return at

@@ -60,7 +60,7 @@ def test_a_report_says_where():
 
 UNWRITTEN, STORE = UninitialisedRead, "st.global.u32 [%rd4], %r5;"
 PART, MINE = "setp.lt.u32 %p1, %r1, HERE;", "st.shared.u32 [%r3], %r1;"
-# what is wrong -> (report, statements, what stands for HERE: with the defect, and without it)
+# what is wrong -> (report, statements, what replaces HERE: with the defect, and without it)
 TWINS = {
     "a register never written": (UNWRITTEN, f"HERE add.s32 %r5, %r6, 1; {STORE}", "", "mov.u32 %r6, 0;"),
     "a register that some lanes never wrote": (
@@ -163,7 +163,7 @@ def test_a_read_of_what_another_warp_wrote():
     for seed in range(5):
         y = run(exchange.replace("BARRIER", "bar.sync 0;"), seed=seed)
         assert y.tolist() == [i ^ 32 for i in range(64)]
-        # Whoever comes first finds nothing, or nobody ordered the two.
+        # The first of the two finds nothing, or the two are not ordered.
         with pytest.raises((SharedRace, UninitialisedRead)):
             run(exchange.replace("BARRIER", ""), seed=seed)
 

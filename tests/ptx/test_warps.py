@@ -29,7 +29,7 @@ def test_shfl(mode, random):
 
 
 def test_shfl_within_a_part_of_the_warp(random):
-    """Lanes of the mask read each other, in a branch that the others do not take."""
+    """Lanes of the mask read each other, in a branch that other lanes do not take."""
     values = random.integers(0, 1 << 32, isa.WARP, dtype=np.uint64)
     lane = np.arange(isa.WARP)
     lines = [".reg .b32 %d;", ".reg .b32 %v;", ".reg .b32 %l;", ".reg .pred %p;"]

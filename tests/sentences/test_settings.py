@@ -61,7 +61,7 @@ def test_transformer_in_a_folder_of_its_own(directory, copy):
 
 
 def test_an_embedding_of_zeros_stays_zero(encoder, monkeypatch):
-    """It is normalised like the others, without a division by 0."""
+    """It is normalised like other vectors, without a division by 0."""
     original = encoding.pool
 
     def first_is_zero(*args):

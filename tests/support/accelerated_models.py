@@ -99,7 +99,7 @@ def same_outputs(actual, expected, kept: torch.Tensor, tolerance: float = 1e-5, 
 def same_gradients(fast: nn.Module, slow: nn.Module, tolerance: float) -> None:
     """Every parameter has the gradient of its twin, up to `tolerance` of the gradient's largest element.
 
-    The gradient of a key's bias is only the rounding of terms as large as the others'.
+    The gradient of a key's bias is only the rounding of terms as large as other gradients'.
     """
     reference = {k: p.grad for k, p in slow.named_parameters(remove_duplicate=False)}
     largest = max(g.abs().max().item() for g in reference.values() if g is not None)
@@ -212,9 +212,9 @@ def assert_same_training(model, stock, inputs: dict, tolerance: float = 1e-5) ->
 
 
 TEXTS = [
-    "the model reads many words and some rows are short while others go on for quite a long time until they "
+    "the model reads many words and some rows are short while others last for quite a long time until they "
     "end",
     "paris is the capital of france",
     "some words",
-    "when they end others go on and on for a long long time",
+    "when they end others last and last for a long long time",
 ]

@@ -56,7 +56,7 @@ def on_the_cpu(value: object) -> object:
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Every function of torch that is told to work on `cuda` works on the CPU."""
+    """Every function of torch with the device `cuda` works on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -119,7 +119,7 @@ def life(
 
 
 def finished(run: Path, make: Callable[[Path], loop.Trainer] = tiny_training.trainer) -> dict[str, Any]:
-    """Let a run go on to its end; its digests."""
+    """Resume a run to its end; returns its digests."""
     end = life(run, make)
     assert end.code == 0, end.said
     return tiny_training.digests(run)
@@ -139,7 +139,7 @@ class Operations:
     """Counts the file operations of this process below a folder, and calls `act` at one of them.
 
     An operation is an open to write, a chmod, a flush, a rename, a removal, a new folder, half of a write and
-    its other half. Audit hooks see most of them; the others are wrapped. Never undone: for a process of its
+    its other half. Audit hooks see most of them; the rest is wrapped. Never undone: for a process of its
     own.
 
     Args:

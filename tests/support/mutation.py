@@ -75,7 +75,7 @@ class Fault:
         times = text.count(self.old)
         if times != 1:
             raise ValueError(
-                f"fault {self.name!r}: {self.old!r} stands {times} times in {self.file}, expected 1"
+                f"fault {self.name!r}: {self.old!r} occurs {times} times in {self.file}, expected 1"
             )
         with replaced(tree / self.file, text.replace(self.old, self.new)):
             yield

@@ -148,7 +148,7 @@ def _run(pipe: Any, variables: dict[str, str], function: Callable[..., Any], arg
         answer = False, traceback.format_exc()[-3000:]
     with contextlib.suppress(OSError):
         pipe.send_bytes(pickle.dumps(answer))
-    if answer[0]:  # nobody leaves while another one may still need it
+    if answer[0]:  # no rank leaves while another may still need it
         with contextlib.suppress(EOFError, OSError):
             pipe.recv_bytes()
     os._exit(0 if answer[0] else 1)

@@ -1,6 +1,6 @@
 """A lint of SASS: the registers of a warp-group product (HGMMA) stay as they are until the wait for it.
 
-On sm_90 a product runs on while its warps go on. Until `WARPGROUP.DEPBAR` waits for it, it reads its left
+On sm_90 a product runs beside its warps. Until `WARPGROUP.DEPBAR` waits for it, it reads its left
 operand (A), where that lies in registers, and writes its accumulators. ptxas decides where waits and copies
 go, and has put A's registers to other use too early (triton#11781, fla#1262). Triton's interpreter and PTX do
 not show that; the machine code, as `cuobjdump -sass` prints it, does.
@@ -28,8 +28,8 @@ from tests.support.sass_registers import Instruction, names, product, read, spli
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 
-# opcodes with a target; `WARPSYNC.COLLECTIVE` has one, `WARPSYNC.ALL` has none. That of `BSSY B0` is where
-# `BSYNC B0` goes on
+# opcodes with a target; `WARPSYNC.COLLECTIVE` has one, `WARPSYNC.ALL` has none. After `BSYNC B0`
+# the code continues at the target of `BSSY B0`
 _JUMPS = {"BRA", "JMP", "CALL", "BSSY"}
 _MAY_JUMP = _JUMPS | {"WARPSYNC"}
 _ENDS = {"EXIT", "KILL", "RET"}
@@ -81,7 +81,8 @@ def parsed(text: str) -> list[tuple[str, list[Instruction]]]:
 def successors(code: Sequence[Instruction]) -> list[tuple[int, ...]]:
     """Of each instruction, which may run next, as places in `code`.
 
-    A call also goes on behind itself, and a return behind every call: more paths than there are, never fewer.
+    A call is also followed by its next instruction, and a return by that of every call. These are more paths
+    than there are, never fewer.
 
     Raises:
         ValueError: a jump to a place that the listing does not show.

@@ -92,7 +92,7 @@ def found(rank: int, model: torch.nn.Module, cuts: int, truth: tuple) -> dict:
 
 
 def refusal() -> str:
-    """The error of an op that gets a weight which nobody has gathered."""
+    """The error of an op that gets a weight that is not gathered."""
     layer = sharded(native()).bert.encoder.layer[0]
     try:
         linear(torch.ones(1, layer.output.dense.in_features), layer.output.dense.weight)

@@ -587,7 +587,7 @@ def tuning_jobs(op: str, full: bool) -> Jobs:
 
     An entry serves more than the call that was timed: each candidate runs in that call, and with all options
     that its key covers. By default bfloat16, the first entry, and of its candidates the one with most shared
-    memory (`linear`) or the last (the others).
+    memory (`linear`) or the last (all other kernels).
     """
     from bench import tune
 

@@ -1,4 +1,4 @@
-"""First self-checks run in a process of their own: whatever a kernel does there, this process goes on."""
+"""First self-checks run in a process of their own: whatever a kernel does there, this process survives."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_the_places_are_those_of_the_backend_that_serves(monkeypatch, clock):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("op", ["feed_forward", "layer_norm", "linear"])
 def test_both_passes_of_training_ask_for_one_backend(noted, op, compiled):
-    """Forward and backward are told to `dispatch` as training, and a forward alone is not."""
+    """Forward and backward are passed to `dispatch` as training, and a forward alone is not."""
     asked = noted(dispatch, "_serving", lambda call, *rest: call)
     x, w = torch.randn(3, 8), torch.randn(8, 8)
     call = {

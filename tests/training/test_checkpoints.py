@@ -67,7 +67,7 @@ def test_the_newest_remain(tmp_path):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_one_is_never_kept_instead_of_a_whole_one(keep, tmp_path):
-    """After a damaged step 6 the run goes on from 4, and its next checkpoint is of step 5."""
+    """After a damaged step 6 the run resumes from 4, and its next checkpoint is of step 5."""
     run = made(tmp_path / "run", 2, 4, 6)
     damage(run, 6)
     checkpoints.save(run, 5, write, keep)

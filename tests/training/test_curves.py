@@ -1,4 +1,4 @@
-"""The picture of a run's log, with and without matplotlib, whole or while the run goes on."""
+"""The picture of a run's log, with and without matplotlib, of a whole run or of a running one."""
 
 from __future__ import annotations
 

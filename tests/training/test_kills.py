@@ -1,4 +1,4 @@
-"""Runs that are killed, and go on: the SHA-256 of weights, moments and log are those of the unbroken run."""
+"""Runs that are killed and resumed: the SHA-256 of weights, moments and log are those of the unbroken run."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_signal_ends_the_run_after_the_step_and_its_checkpoint(name, tmp_path,
     assert signal.getsignal(number) is signal.default_int_handler
     assert newest_step(tmp_path / "run") == 4
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 4
-    # the same object can go on too
+    # the same object can continue too
     made = make.run()
     assert made.step == 7
     assert quiet(tmp_path / "unbroken", save_every=100).run().last == made.last
@@ -190,7 +190,7 @@ def test_a_signal_ends_the_run_after_the_step_and_its_checkpoint(name, tmp_path,
 
 
 def test_a_signal_before_the_first_step(tmp_path):
-    """The run goes on from step 0. Its checkpoint is not written again by a second one."""
+    """The run resumes from step 0. Its checkpoint is not written again by a second one."""
 
     def build():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -275,7 +275,7 @@ def alive(group: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_workers_end_after_a_parent_that_was_killed(tmp_path):
-    """Though nobody reads what they have made; and they do not hinder the next life."""
+    """Though no process reads what they have made; and they do not hinder the next life."""
     expected, run = finished(tmp_path / "unbroken", wide), tmp_path / "run"
     pid = lives.begun(run, wide)
     wait_for_the_log(run)
@@ -291,7 +291,7 @@ def test_workers_end_after_a_parent_that_was_killed(tmp_path):
 
 @EVERY
 def test_a_full_disk_at_every_writing_operation(stride, tmp_path):
-    """Each is one line that names a file; what was there stays, nothing is left behind, the run goes on."""
+    """Each is one line that names a file; what was there stays, nothing is left behind, the run continues."""
     expected = finished(tmp_path / "unbroken", two_saves)
     refused = 0
     for number in itertools.count(1, stride):

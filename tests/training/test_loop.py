@@ -207,7 +207,7 @@ def test_a_step_is_the_mean_over_its_whole_batch(micro_batches, clip, tmp_path):
 
 
 def test_a_step_without_any_label(tmp_path):
-    """The loss is 0, and the run goes on."""
+    """The loss is 0, and the run continues."""
 
     class Unlabelled(Numbered):
         def collate(self, examples):
@@ -322,7 +322,7 @@ def test_fp16_whose_gradients_are_finite_at_no_scale(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_stops_before_the_update(dtype, tmp_path):
-    """It names the parameter; the weights are those of the step before; a healthy run goes on from there."""
+    """It names the parameter; the weights are the previous step's; a healthy run resumes from there."""
     steps, modules = [], []
 
     def build():
@@ -404,7 +404,7 @@ def groups_at_rest(module, decay):
     [
         {},
         {"fresh_optimizer": True, "options": {"kind": "lamb"}},
-        {"groups": groups_at_rest},  # of an optimizer that goes on, the groups stay too
+        {"groups": groups_at_rest},  # of a continued optimizer the groups stay too
         {"groups": groups_at_rest, "fresh_optimizer": True},
         {"source": Numbered(size=9), "tokens": 24, "sequences": None},
     ],

@@ -1,4 +1,4 @@
-"""The stream of examples: each once per epoch, the same whoever asks and in whatever order."""
+"""The stream of examples: each once per epoch, the same for any reader and order."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def hidden(request, monkeypatch):
 
 @pytest.fixture
 def bad_ids(request):
-    """Nothing is told before and after a test."""
+    """No bad id is reported before or after a test."""
     cells = request.module.kernels.bad_ids(request.module.DEVICE).cells
     cells.zero_()
     yield cells

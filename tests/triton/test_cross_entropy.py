@@ -91,7 +91,7 @@ def test_ignore_index(ignore_index):
 
 
 def test_ignored_rows_are_not_read():
-    """Only one of their elements is in memory: the sanitizer reports reads of the others."""
+    """Only one of their elements is in memory: the sanitizer reports reads of other elements."""
     labels = torch.full((5,), IGNORE, device=DEVICE)
     nothing = torch.full((5, 1), torch.nan, device=DEVICE).as_strided((5, 40), (1, 0))
     loss, lse, count, dlogits = run(kernels, nothing, labels)

@@ -277,7 +277,7 @@ def test_bad_ids_of_all_tables_and_wide_tokens(bad_ids, monkeypatch):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_saved_statistics_of_a_bad_id_are_nan(name, bad_ids):
-    """So the gradient of its token is NaN too, and the others' is not."""
+    """So the gradient of its token is NaN too, and other gradients are not."""
     ids = {n: torch.arange(6) % ROWS[table] for n, (table, _) in TABLES.items()}
     expected = embedded(24, ids, save=True)
     ids[name][2] = 99

@@ -174,7 +174,7 @@ def test_a_repeated_launch_is_what_triton_launches(driver):
             launches.launch(function, grid, CUDA, *args, BLOCK=16, num_warps=2)
     assert len(driver.launched) == len(expected) == 10
     assert list(map(as_passed, driver.launched)) == list(map(as_passed, expected))
-    # the second round, and the second launch of the first, were not Triton's: no hooks at all
+    # the second round, and the second launch of round one, were not Triton's: no hooks at all
     own = [args[7] is None and args[8] is None for _, args in driver.launched]
     assert own == [False, True, False, False, False, *[True] * 5]
 

@@ -79,7 +79,7 @@ def test_paths():
     # on the way back, where the wait is missed by one of two paths
     assert found(write, A, "@P0 BRA 0x40", WAIT, "@P1 BRA 0x0") == [(0, "writes A", ("R88",))]
     assert found(write, A, "@P0 BRA 0x50", WAIT, "@P1 BRA 0x0", WAIT) == []
-    # what never goes on
+    # what never continues
     assert found(A, "EXIT", write) == []
     assert found(A, "@P0 EXIT", write) == [(2, "writes A", ("R88",))]
     assert found(A, "BRA 0x30", write, WAIT) == []
@@ -131,7 +131,7 @@ def test_accumulators():
     assert found(A, "MOV R24, RZ", WAIT) == [(1, "writes accumulators", ("R24",))]
     assert found(A.replace("F32.BF16", "F16"), "MOV R40, RZ", WAIT) == []
     assert found(A.replace("F32.BF16", "F16"), "MOV R39, RZ", WAIT) == [(1, "writes accumulators", ("R39",))]
-    # a sum goes on in the same registers; not in another shape, and not as a left operand
+    # a sum continues in the same registers; not in another shape, and not as a left operand
     assert found(OPEN, A, WAIT) == []
     assert found(SHARED, SHARED, WAIT) == []
     assert [what for _, what, _ in found(SHARED, A, WAIT)] == ["writes accumulators", "reads accumulators"]

@@ -1,5 +1,5 @@
-// parallel_for and open_team under sanitizers: every task once, worker numbers never shared, no one left
-// behind.
+// parallel_for and open_team under sanitizers: every task once, worker numbers never shared, no thread
+// left behind.
 #include <sched.h>
 
 #include <atomic>
@@ -146,7 +146,7 @@ int jobs(unsigned seed, int most_threads, int wanted,
         close_team();
         require(!has_open_team(), "close_team closes");
         if (random() % 4 == 0) close_team();
-        require(region.empty(), "nobody is left in the region");
+        require(region.empty(), "no thread is left in the region");
     }
     return shared;
 }
@@ -180,7 +180,7 @@ int main() {
     set_always_alone(true, 1'000'000'000);
     require(jobs(8, 3, 1, std::chrono::milliseconds(200)) == 0, "a short job is not lent");
     set_always_alone(false, 1000);
-    set_may_be_alone(false);  // on a busy machine the others would get nothing to do
+    set_may_be_alone(false);  // on a busy machine other threads would get nothing to do
     shared += jobs(1, 2, 200);
     shared += jobs(2, 5, 200);
     together = true;  // workers that wake up beside the owner may step aside

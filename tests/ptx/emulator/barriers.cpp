@@ -3,7 +3,7 @@
 
 namespace ptx {
 
-// Opens a barrier that everyone has reached: whoever waits goes on, and knows what those who arrived had done.
+// Opens a barrier that every warp has reached: waiting warps continue, and see what the arrived warps had done.
 void Block::barrier_check(int id) {
     NamedBarrier& b = barriers[id];
     if (b.arrived == 0) return;

@@ -1,6 +1,6 @@
 // cp.async: copies from global to shared memory that land when their group is waited for, or at once.
 //
-// Meanwhile their bytes are in flight: whoever reads them gets a report, whoever writes them too.
+// Meanwhile their bytes are in flight: a warp that reads or writes them gets a report.
 #include <algorithm>
 
 #include "memory.h"

@@ -50,7 +50,7 @@ _MAXNTID = re.compile(r"^\.maxntid\s+([\d, ]+)", re.MULTILINE)
 
 
 def entries(ptx: str) -> dict[str, str]:
-    """By kernel: a PTX module with this kernel alone, and with all that stands outside of kernels."""
+    """By kernel: a PTX module with this kernel alone, and with everything outside of kernels."""
     common, found, at = [], {}, 0
     for match in _ENTRY.finditer(ptx):
         common.append(ptx[at : match.start()])
@@ -316,7 +316,7 @@ class Emulation:
             return LAUNCH_FAILURE
         return 0
 
-    # what stands in the backend's place
+    # the stand-in of the backend
 
     def launcher(self, function: Callable) -> Callable:
         """The backend's launcher; the emulator knows its tensors, and nothing but its outputs may change."""

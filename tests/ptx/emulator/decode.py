@@ -136,7 +136,7 @@ class Decoder:
         raise self.unknown(statement, reason)
 
     def undefined(self, operand):
-        """LLVM packs bytes with prmt; for one that nobody needs it names a register that nothing writes."""
+        """LLVM packs bytes with prmt; for an unused byte it names a register that nothing writes."""
         missing = isinstance(operand, Register) and operand not in self.assigned
         return Number(0xA5C3965A) if missing else operand
 

@@ -202,7 +202,7 @@ void set_up(Block& block, Launch& launch, uint32_t number, uint32_t start) {
 }
 
 std::string standing(const Block& block) {
-    std::string text = "no warp can go on:";
+    std::string text = "no warp can continue:";
     for (const Warp& w : block.warps) {
         text += " warp " + std::to_string(w.index);
         if (w.state == State::exited) text += " has ended,";

@@ -65,7 +65,7 @@ struct Fault {
     uint32_t line = 0, block = 0, warp = 0;
 };
 
-// A warp's knowledge of the others: `seen[v]` is the time of the last release of warp v that it has acquired.
+// A warp's knowledge of other warps: `seen[v]` is the time of the last release of warp v that it has acquired.
 // An access of warp v at time t happens before what this warp does now if t < seen[v].
 struct Clock {
     std::vector<uint32_t> seen;
@@ -79,7 +79,7 @@ struct Copy {
     uint32_t target[LANES];
     uint64_t source[LANES];
     uint32_t bytes;          // written per lane
-    uint32_t read[LANES];    // of them read from the source; the others become zero
+    uint32_t read[LANES];    // of them read from the source; the rest become zero
 };
 
 enum class State { running, at_barrier, blocked, exited };
@@ -99,7 +99,7 @@ struct Warp {
 
     State state = State::running;
     int barrier = 0;                      // where it waits
-    bool (*ready)(Warp&) = nullptr;       // of a blocked warp: whether it may go on
+    bool (*ready)(Warp&) = nullptr;       // of a blocked warp: whether it may continue
     int64_t wait[4] = {};                 // what `ready` needs to know
     int64_t budget = 0;                   // statements until another warp gets its turn
     Clock clock;

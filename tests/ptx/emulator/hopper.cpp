@@ -1,8 +1,8 @@
 // Forms of sm_90 beside wgmma: mbarrier, copies of tensor tiles, fences of proxies.
 //
-// A bulk copy lands when a barrier that it counts on is waited for and nothing else can go on ("late"), or at
-// once ("early"). Until someone has waited, its bytes are in flight. A bulk store reads shared memory when its
-// group is waited for, or at once; until then nobody may write what it reads.
+// A bulk copy lands when a barrier that it counts on is waited for and nothing else can run ("late"), or at
+// once ("early"). Until a warp has waited, its bytes are in flight. A bulk store reads shared memory when its
+// group is waited for, or at once; until then no warp may write what it reads.
 #include "hopper.h"
 
 #include <algorithm>
@@ -97,8 +97,8 @@ bool phase_passed(Warp& w) {
     return true;
 }
 
-// Whether the phase of that parity is over. A warp that finds it is not gets its next turn when it is: whoever
-// asks, asks again.
+// Whether the phase of that parity is over. A warp that finds it is not gets its next turn when it is, and
+// asks again.
 void wait_parity(Warp& w, const Op& op, uint32_t m) {
     const uint32_t* parity = w.lane<uint32_t>(op.src[1]);
     uint32_t over = 0;
@@ -337,7 +337,7 @@ void ended(Warp& w) {
     const Block& block = *w.block;
     if (!block.done() || !block.hopper_state || hopper(*w.block).copies.empty()) return;
     const TileCopy& copy = hopper(*w.block).copies.front();
-    fail(Kind::shared_race, 0, copy.shared, "the block ends while a tile that nobody waited for is in flight");
+    fail(Kind::shared_race, 0, copy.shared, "the block ends while a tile that no warp waited for is in flight");
 }
 
 void proxy_fence(Warp& w, const Op&, uint32_t) { hopper(w).fenced = w.block->now++; }
@@ -362,7 +362,7 @@ bool land_copies(Block& block) {
         copies.clear();
         return true;
     }
-    // In any order, one at a time: a warp goes on as soon as it can.
+    // In any order, one at a time: a warp runs as soon as it can.
     std::swap(copies[block.launch->random() % copies.size()], copies.back());
     TileCopy copy = copies.back();
     copies.pop_back();

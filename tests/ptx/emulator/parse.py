@@ -45,7 +45,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Address:
-    """What stands in brackets; of a tensor's address the coordinates as well."""
+    """The text in brackets; of a tensor's address the coordinates too."""
 
     base: Register | Number | Symbol
     offset: int = 0

@@ -21,7 +21,7 @@ FLOATS = {"f32": "<f", "f64": "<d", "f16": "<e"}
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """What a kernel asks of whoever launches it."""
+    """What a kernel asks of its launcher."""
 
     name: str
     parameters: tuple[Parameter, ...]

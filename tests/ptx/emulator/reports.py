@@ -32,7 +32,7 @@ class DivergentBarrier(EmulatorError):
 
 
 class Deadlock(EmulatorError):
-    """No warp can go on, or none ends."""
+    """No warp can continue, or none ends."""
 
 
 class BlockOverlap(EmulatorError):

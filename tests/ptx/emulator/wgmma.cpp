@@ -1,7 +1,7 @@
 // wgmma: products of a group of four warps, whose operands lie in shared memory (A also in registers).
 //
 // Each warp makes its 16 of the 64 rows. "late": when it waits; "early": at issue. Until it has waited, the
-// accumulators and A's registers count as never written, and nobody may write the shared memory that is read.
+// accumulators and A's registers count as never written, and no warp may write the shared memory that is read.
 #include "elements.h"
 #include "hopper.h"
 
