@@ -82,7 +82,7 @@ def extras_of(bias: bool, dropout: bool, probs: bool) -> str:
 def ladder(headdim: int, dtype: torch.dtype, extras: str, capability: tuple[int, int]) -> tuple[Config, ...]:
     """Configs from high tiles to low ones; none of them spills.
 
-    `extras`: of `extras_of`.
+    `extras`: a result of `extras_of`.
     """
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32:

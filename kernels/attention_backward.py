@@ -54,7 +54,7 @@ class Config(NamedTuple):
         block_m, block_n: queries and keys of a tile.
         chunk: head dimensions per product over them; all of them where tiles stay in registers.
         num_warps, num_stages: Triton's.
-        max_registers: per thread. Some kernels spill to reach a limit, others without one.
+        max_registers: the limit per thread. Some kernels spill to reach a limit, others without one.
     """
 
     block_m: int
@@ -183,7 +183,7 @@ def heuristic(rungs: tuple[Configs, ...], max_seqlen: int, rows: int, multiproce
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, need: "AttentionNeeds") -> tuple[Tensor, ...]:
-    """Memory for dq, dk and dv: side by side where q, k and v are, so that nobody must copy them there."""
+    """Memory for dq, dk and dv: side by side where q, k and v are, which saves a copy."""
     total, nheads, headdim = q.shape
     size = nheads * headdim * q.element_size()
     aside = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == size

@@ -186,7 +186,7 @@ def _walk(
                 )
             else:
                 keep = philox_keep(seed, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N)
-            # Not `where`: LLVM would choose among halves of packed words, 2 instructions more an element.
+            # Not `where`: LLVM would choose among halves of packed words, 2 instructions more per element.
             weights = tl.minimum(weights, tl.where(keep, float("inf"), 0.0))
         v = _load_rows(v_ptr, v_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -278,7 +278,7 @@ def _attention_fwd_kernel(
 ):
     """One tile of one sequence and head, or rows after the last sequence.
 
-    With `probs_ptr` every sequence has `n_tiles` tiles, found in cu_seqlens; else the table says which.
+    With `probs_ptr` every sequence has `n_tiles` tiles, found in cu_seqlens; else the table has its place.
     """
     head = tl.program_id(0)
     if probs_ptr is not None:

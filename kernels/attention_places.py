@@ -8,8 +8,8 @@ Tiling     A program owns BLOCK sequences and one height. It compares them with 
            and then writes their places, TILES of each at a time. One more program per height writes the
            places of the tail. No sum crosses programs, so nothing depends on their order.
            Not RANKED: sequence b begins at slot start // height + b, and nothing is compared.
-Precision  int32. A length below 0 counts as 0, and no place is written outside its section: on a GPU nobody
-           has checked the lengths.
+Precision  int32. A length below 0 counts as 0, and no place is written outside its section: on a GPU the
+           lengths are not checked.
 """
 
 import torch

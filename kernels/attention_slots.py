@@ -1,7 +1,7 @@
-"""The sizes of attention's table of places: what the host knows of it without the lengths.
+"""The sizes of attention's table of places, which the host knows without the lengths.
 
 The table has a section for each height of HEIGHTS, the lowest first, and a section has a place for each slot
-of the grid of a kernel whose tiles have that height. What a place says: fastbert/ops/attention_places.py.
+of the grid of a kernel whose tiles have that height. Contents of a place: fastbert/ops/attention_places.py.
 """
 
 from __future__ import annotations

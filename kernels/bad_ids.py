@@ -1,7 +1,7 @@
-"""Ids that a table does not have, or a batch: told by kernels, named by the host.
+"""Ids outside a table or a batch: kernels report them, and the host raises an error that names one.
 
-Nothing is read or written for such an id. What belongs to it becomes NaN, or is left out, so that no result
-that looks right is returned before the host knows.
+Nothing is read or written for such an id. Its row becomes NaN, or is left out, so that no result that looks
+right is returned before the host knows.
 """
 
 import ctypes
@@ -26,17 +26,17 @@ ARGUMENTS = (
 
 @triton.jit
 def tell_bad(bad, ids, bad_ptr, ARGUMENT: tl.constexpr):
-    """Tell at `bad_ptr`, the `cells` of a `BadIds`, of one of the `ids` where `bad`, both [n]."""
+    """Report at `bad_ptr`, the `cells` of a `BadIds`, one of the `ids` where `bad`, both [n]."""
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.store(bad_ptr + 2 * ARGUMENT + 1, tl.max(tl.where(bad, ids, -(2**63)), 0))
         tl.store(bad_ptr + 2 * ARGUMENT, 1)
 
 
 class BadIds:
-    """Where kernels on a device tell of bad ids.
+    """Where kernels on a device report bad ids.
 
-    It is memory of the host that the device can write to, so that nobody waits for it. A kernel writes only
-    if there is such an id, also in a recorded graph; the host looks when it is next called.
+    It is host memory that the device can write to, so the host does not wait for it. A kernel writes only if
+    there is such an id, also in a recorded graph; the host reads it at the next call.
 
     Attributes:
         cells: (8,) int64; per argument whether there was such an id, and one of them.
@@ -57,5 +57,5 @@ class BadIds:
 
 @cache
 def bad_ids(device: torch.device) -> BadIds:
-    """Of the kernels on a device."""
+    """The `BadIds` of the kernels on a device."""
     return BadIds(device)

@@ -15,7 +15,7 @@ Tiling     A program owns BLOCK_M whole tokens. Tokens wider than *ONE_BLOCK are
 Precision  Loads in storage dtype, then float32, one rounding at each store. The variance is that of centred
            values (wide tokens: merged block by block, Chan et al. 1979). The divisions and roots for mean and
            rstd are correctly rounded. dz goes to the tables in float32.
-Ids        An id that a table does not have makes its token NaN, and is told to the host (bad_ids.py): it
+Ids        An id outside its table makes its token NaN, and is reported to the host (bad_ids.py): the token
            reads the nearest row, but has NaN for rstd. In backward no row of that table gets its gradient.
 Saved      z in storage dtype, mean, rstd, where backward will ask for them. Dropout bits are drawn again.
 Files      embedding_backward.py: the kernels of backward. Here: that of forward, and the launches.
@@ -65,7 +65,7 @@ CHUNK = 128
 def _row_starts(ids_ptr, stride, rows, row_mask, table_rows, bad_ptr, TABLE: tl.constexpr):
     """(offsets of the tokens' rows in a table, whether their ids are bad): [BLOCK_M] in int64 and bool.
 
-    Without ids token t has row t. An id that the table does not have is replaced by the nearest one, and told
+    Without ids token t has row t. An id outside the table is replaced by the nearest id in it, and reported
     at `bad_ptr`.
     """
     picked = rows
@@ -189,7 +189,7 @@ def embedding_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(y, z, mean, rstd): the contract of `fastbert.ops.embedding.embedding_fwd`; `save` None: y alone.
 
-    The token of an id that a table does not have is NaN, and the next call raises an IndexError for it.
+    The token of an id outside its table is NaN, and the next call raises an IndexError for the id.
     """
     input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, *rest = inputs
     ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest

@@ -6,11 +6,11 @@ Tiling     As kernels/linear.py, with the columns of the inner layer as columns 
 Precision  float32 accumulators, slopes and sums; g is rounded once, at its store. The product itself, which
            PyTorch would round first, is never in memory: that saves writing it and reading it again.
 Sums       Each tile stores the sums of its columns over its rows; they are added in a fixed order. On
-           capability 9 a product with ones makes them, of g as it is stored: 2.6 instructions an element
+           capability 9 a product with ones makes them, of g as it is stored: 2.6 instructions per element
            instead of 7.4, most of those moves between lanes. (For capability 10 Triton 3.9 makes a kernel
            that only traps.)
 Transport  As kernels/linear.py. By TMA pre comes in the layout of the accumulators; through pointers they
-           are brought into the layout of pre, at 32 bits an element instead of 16.
+           are brought into the layout of pre, at 32 bits per element instead of 16.
 Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Vaswani et al. 2017, sec. 3.3.
 """
 
@@ -217,7 +217,7 @@ def heuristic(
 ) -> linear.Config:
     """The config of `linear`'s heuristic; in float32 its smallest tiles.
 
-    The others spill there, on sm_80 and sm_120, where the depth is no multiple of a tile's.
+    The larger tiles spill there, on sm_80 and sm_120, where the depth is no multiple of a tile's.
     """
     if dtype == torch.float32:
         return linear.ladder(dtype, aligned, device.capability)[-1]

@@ -269,7 +269,7 @@ class Config(NamedTuple):
 def most_width(capability: tuple[int, int]) -> int:
     """The widest tokens whose `asked` and tiles fit into the shared memory of a program.
 
-    1024 columns take 100 KiB without a second tile, of which a GPU with 99 KiB has none.
+    1024 columns take 100 KiB without a second tile: too much for a GPU with 99 KiB.
     """
     return 1024 if capability in _ROOMY else 768
 
@@ -279,7 +279,7 @@ def config_for(
 ) -> Config:
     """As many parts as there are tiles in a sequence, multiprocessors, and bytes for.
 
-    Of a graph's sequences most are empty, and their programs return at once: `total` says how many are long.
+    Of a graph's sequences most are empty, and their programs return at once: `total` shows how many are long.
     """
     long = max(1, min(batch, total // max(max_seqlen, 1)))
     programs = long * triton.cdiv(nheads, ROWS.value)

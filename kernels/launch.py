@@ -2,7 +2,7 @@
 
 Triton's own way, `kernel[grid](…)`, binds, classifies and formats all arguments at every launch, which takes
 the host longer than a small kernel runs. Here a launch that is like an earlier one goes to the compiled
-kernel at once. Two launches are alike where their keys are equal, and a key tells apart whatever Triton's
+kernel at once. Two launches are alike where their keys are equal, and a key distinguishes all that Triton's
 specialization does, and more:
 
     tensor       its dtype, and whether its address is a multiple of 16
@@ -59,7 +59,7 @@ _forms: dict[tuple, _Form] = {}
 
 
 class _Form(NamedTuple):
-    """How the launches of a kernel are told apart whose types, constexprs and options are the same.
+    """How launches of a kernel with the same types, constexprs and options are distinguished.
 
     Attributes:
         split: (*args) -> (key, what the compiled kernel gets for them); None if Triton must launch.

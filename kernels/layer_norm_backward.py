@@ -27,7 +27,7 @@ def _bwd_tile(
 def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr):
     """The gradient of what was normalised. g = dy * weight, x_hat: [rows, columns]; rstd, the means: [rows].
 
-    One number a row is always normalised to 0, so its gradient is 0. Compiled, g - g_mean would not be: it
+    A row of one number is always normalised to 0, so its gradient is 0. Compiled, g - g_mean would not be: it
     may be one fma with g's product, which keeps the product's rounding, and rstd is large there.
     """
     if HIDDEN == 1:

@@ -77,7 +77,7 @@ def heuristic(
 
     Time is counted, not measured: how many tiles the busiest multiprocessor has, times the work per tile.
     That is its area and, for operands that move through shared memory, `OPERAND_WORK` for each of its rows
-    and columns. Of equally good ones it is the one with the larger tiles.
+    and columns. Among equally good configs, larger tiles win.
     """
 
     def time(config: Config) -> int:

@@ -4,7 +4,7 @@ Math       z = x @ weight.T + bias + residual;  y = (z - mean) * rstd * norm_wei
 Tiling     Few rows read the weight and little else, so all multiprocessors must take part in reading it. A
            program multiplies one tile of [BLOCK_M, BLOCK_N] over one of SPLIT_K parts of the depth. It stores
            float32 sums to its own place in `partials` = [SPLIT_K, rows, OUT]; part 0 adds bias and residual.
-           Then rows are normalized: their parts are added in the order 0, 1, …, whoever was done first.
+           Then rows are normalized: their parts are added in the order 0, 1, …, whichever was done first.
 Launches   One, if the caller has counters at zero and few sums are left to be normalized: each program counts
            its arrival at its row tile, and the last one there normalizes these rows and sets the counter back
            to zero. No program waits for another. Otherwise a second kernel normalizes, on all

@@ -4,7 +4,7 @@ Math       Forward: y[t] = x[indices[t]].  Backward: y[indices[t]] = x[t], 0 in 
 Tiling     A program owns BLOCK_M rows of the output and BLOCK_N of its columns. Backward writes each row
            once: indices rise strictly, so a binary search finds the packed row of a padded row, or that there
            is none. Writing zeros first and the kept rows over them would write those rows twice.
-Indices    One that the padded batch does not have is told to the host (bad_ids.py). Forward fills its row
+Indices    An index outside the padded batch is reported to the host (bad_ids.py). Forward fills its row
            with NaN (integers: the least one; bool: False) and backward leaves its row out.
 Precision  Nothing is rounded: elements move as integers of their size, so every bit arrives, also in NaN.
 Source     Zhai et al. 2023, ByteTransformer, sec. III-B (the padding-free layout).
@@ -23,7 +23,7 @@ _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _bad_indices(indices_ptr, at, total, rows, bad_ptr):
-    """(indices, whether they are not rows of the padded batch) at `at` = [BLOCK_M]; told by one program."""
+    """(indices, whether they are not rows of the padded batch) at `at` = [BLOCK_M]; one program reports."""
     indices = tl.load(indices_ptr + at, mask=at < total, other=0)
     bad = (indices < 0) | (indices >= rows)
     if tl.program_id(1) == 0:
@@ -113,7 +113,7 @@ def _integers(t: Tensor) -> Tensor:
 
 
 def _checked(total: int, rows: int, device: torch.device) -> BadIds:
-    """Where to tell of bad indices; IndexError for those of an earlier call, or for indices without rows."""
+    """Where to report bad indices; IndexError for those of an earlier call, or for indices without rows."""
     bad = bad_ids(device)
     bad.check()
     if total > 0 and rows == 0:
@@ -124,7 +124,7 @@ def _checked(total: int, rows: int, device: torch.device) -> BadIds:
 def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
     """Packed (total, inner) from padded (rows, inner): the contract of `fastbert.ops.packing.packing_fwd`.
 
-    The row of an index that the padded batch does not have is NaN, and the next call raises an IndexError.
+    The row of an index outside the padded batch is NaN, and the next call raises an IndexError.
     """
     total, inner = indices.shape[0], x.shape[1]
     bad = _checked(total, x.shape[0], x.device)
@@ -156,7 +156,7 @@ def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
 def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
     """Padded (rows, inner) from packed (total, inner): the contract of `fastbert.ops.packing.packing_bwd`.
 
-    An index that the padded batch does not have is left out, and the next call raises an IndexError.
+    An index outside the padded batch is left out, and the next call raises an IndexError.
     """
     total, inner = x.shape
     bad = _checked(total, rows, x.device)

@@ -1,7 +1,7 @@
 """The mean, the first or the maximum of the tokens of each packed sequence, forward and backward.
 
 Math       mean y_i = Σ_t h_t / length;  cls y_i = h of the first token;  max y_i = max_t h_t, NaN kept.
-           A sequence without tokens gives zeros.
+           A sequence without tokens has zeros.
            mean dh_t = dy_i / length;  cls dh of the first token = dy_i, else 0;  max dh_t = dy_i / ties where
            h_t = y_i, else 0. Rows after the last sequence: 0.
 Tiling     A program owns one sequence and BLOCK_N columns, and walks over the tokens BLOCK_M at a time: the

@@ -19,7 +19,7 @@ _TOKENS_PER_QUERY = 8
 _FEW_QUERIES = 16
 
 
-def first_attention_fwd(inputs: FirstAttentionInputs):
+def first_attention_fwd(inputs: FirstAttentionInputs) -> Tensor:
     backend = kernels("first_attention") if _fits(inputs.x) else aten
     return backend.first_attention_fwd(inputs)
 
