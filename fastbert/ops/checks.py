@@ -171,9 +171,9 @@ def compute_dtype(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def under_autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[TensorOrNone, ...]:
+def under_autocast(*tensors: TensorOrNone) -> tuple[TensorOrNone, ...]:
     """The tensors in the autocast dtype where autocast is on, as PyTorch does it: float64 stays as it is."""
-    dtype, tensors = autocast_dtype(x), (x, *others)
+    dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -4,7 +4,7 @@
 counter = (col >> 3, row, plane, offset), the four words of philox4x32_10(counter, key) are eight unsigned
 16-bit lanes: lane 2 w is the low half of word w, lane 2 w + 1 its high half. The element is kept iff lane
 `col & 7` is at least p * 2**16, rounded. So the share dropped is p to within 2**-17, and one call of Philox
-serves eight columns. Kept values are scaled by 1 / (1 - p) of the p that was asked for: the mean is off by
+serves eight columns. Kept values are scaled by 1 / (1 - p) of the requested p: the mean is off by
 at most 2**-17 / (1 - p), 9e-6 at p = 0.1.
 
 The bits depend on nothing else: not on the device, the backend, the tile shape or the address of the seed.

@@ -206,7 +206,7 @@ def embedding_bwd(
 
     `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, or 0 where the gradient is not
     needed. A gradient that is not needed has shape (0,). dln_weight and dln_bias are float32 (float64 for
-    float64); the others have dy's dtype.
+    float64); all other gradients have dy's dtype.
     """
     tokens, hidden = checks.matrix("dy", dy)
     checks.operand("z", z, dy.shape, (dy.dtype,), dy)
@@ -420,15 +420,7 @@ def _check_words(input_ids: object, word: object, padding_idx: int | None) -> tu
     return word, input_ids, padding_idx % vocab
 
 
-def _check_table(
-    name: str,
-    table: Tensor | None,
-    ids_name: str,
-    ids: Tensor | None,
-    source_name: str,
-    like: Tensor,
-    shape: torch.Size,
-) -> tuple[Tensor | None, Tensor | None]:
+def _check_table(name, table, ids_name, ids, source_name, like, shape) -> tuple[Tensor | None, Tensor | None]:
     """(flat ids, table), checked."""
     if table is None and ids is None:
         return None, None

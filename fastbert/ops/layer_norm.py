@@ -14,7 +14,7 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
 
 `z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
 Where `x` is of half precision and `residual` in float32, as in training under autocast, y, z and dresidual
-are in float32 and dx is in `x`'s dtype: nothing is cast before or after. Then y may be asked for once more,
+are in float32 and dx is in `x`'s dtype: nothing is cast before or after. Then y can be returned once more,
 rounded to `x`'s dtype, for the products that follow; its gradient is added to dy in float32.
 In narrow rows that rounding is not small compared with the deviation. So half-precision rows of at most
 `NARROW` columns are computed and saved in float32.
@@ -184,8 +184,8 @@ def layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias).
 
-    A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` asks for
-    dbias, too. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
+    A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` includes
+    dbias. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
     """
     rows, hidden = checks.matrix("z", z)
     checks.operand("dy", dy, z.shape, (z.dtype,), z, strided=True)

@@ -1,4 +1,4 @@
-"""Weights derived from parameters: the one cache.
+"""The cache of weights that are derived from parameters.
 
 Parameters stay exactly HuggingFace's. What a kernel wants in another form (Q, K and V concatenated, panels,
 folded, 8-bit) is derived here. It is built at its first use where no gradient is needed, and dropped as soon

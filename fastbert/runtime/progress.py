@@ -1,4 +1,4 @@
-"""One line on stderr that says how far work is; on a terminal it is written over."""
+"""Progress lines on stderr; on a terminal each overwrites the last."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _context_lost(device: torch.device) -> bool:
     return False
 
 
-# --- a process of its own -----------------------------------------------------------------------------------
+# --- the separate process -----------------------------------------------------------------------------------
 
 # -P: not from the current folder, where a file could shadow a module
 COMMAND = [sys.executable, "-P", "-m", "fastbert.testing.checking"]

@@ -139,8 +139,8 @@ def patch_bfloat16() -> None:
 def launch_in_turns() -> None:
     """Let one thread at a time interpret: Triton keeps the program's place and its language in globals.
 
-    Of two launches side by side the one that ends last would leave `triton.language` redirected, and whatever
-    is compiled in this process afterwards would fail.
+    After two launches at the same time, `triton.language` would stay redirected, and whatever is compiled in
+    this process afterwards would fail.
     """
     from triton.runtime.interpreter import GridExecutor
 

@@ -85,7 +85,7 @@ class Verdict:
             that may be the machine's.
         times: the times of a kernel that is right.
         deaths: how many processes have ended during its check, in a row.
-        commit: of the tree that was checked, where the verdict is shipped with the package; else "".
+        commit: the checked commit, if the verdict is shipped with the package; else "".
     """
 
     reason: str | None
@@ -103,7 +103,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the kernel may serve; `speed.why_not` says which calls."""
+        """Whether the kernel may serve; `speed.why_not` decides for each kind of call."""
         return self.reason is None
 
 

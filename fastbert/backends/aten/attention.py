@@ -1,7 +1,7 @@
 """`attention` by the `aten` backend; contract in fastbert/ops/attention.py.
 
 CPU: the packed rows are read in place, with one call per run of neighbouring sequences of one length and
-without padding. Forward without dropout and probs goes to PyTorch's fused CPU kernel, the one behind
+without padding. Forward without dropout and probs goes to the fused CPU kernel behind PyTorch's
 scaled_dot_product_attention, whose operator also returns lse. Everything else goes to explicit products, a
 few heads at a time. Other devices: explicit products on a dense (batch, S) grid, built without a host
 synchronisation.

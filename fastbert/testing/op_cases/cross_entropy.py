@@ -16,7 +16,7 @@ IGNORE = -100
 
 
 def some_labels(g: torch.Generator, rows: int, classes: int, share: float) -> torch.Tensor:
-    """Labels of a share of the rows, and `IGNORE` of the others."""
+    """Labels for a share of the rows, and `IGNORE` for the rest."""
     labels = torch.randint(classes, (rows,), generator=g)
     labels[torch.randperm(rows, generator=g)[round(share * rows) :]] = IGNORE
     return labels
