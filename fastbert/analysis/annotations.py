@@ -1,9 +1,8 @@
-"""Files that name patterns of heads, a JSON object per line; and the five patterns as such labels have them.
+"""Files that name patterns of heads, a JSON object per line; and a classifier fitted to such labels.
 
-`fit` is a logistic regression on the four features of `fastbert.analysis.attention`, in place of that
-module's thresholds. How well it does is the macro-F1 of predictions for maps that it was not fitted on, all
-folds taken together. Kovaleva et al. 2019 fitted a convolutional network to about 400 maps of their own, and
-report 0.86.
+`fit` is a logistic regression on the four features of `fastbert.analysis.attention`. It replaces that
+module's thresholds. Its quality is the macro-F1 of predictions for held-out maps, over all folds together.
+Kovaleva et al. 2019 fitted a convolutional network to about 400 maps of their own, and report 0.86.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fastbert.analysis.attention import PATTERNS, AttentionStatistics
 from fastbert.analysis.examples import lines_of, parsed
 
 FOLDS = 5
-# of Kovaleva et al.'s network, on their maps
+# macro-F1 of Kovaleva et al.'s network, on their maps
 PUBLISHED_F1 = 0.86
 
 
@@ -28,14 +27,14 @@ def read_patterns(path: str | Path, names: Sequence[str], counts: Mapping[str, i
 
     Args:
         path: JSON lines, objects with the keys of `counts` and a "pattern".
-        names: of the patterns.
-        counts: key -> how many there are, such as {"layer": 12, "head": 12}. Numbers count from 0.
+        names: names of the patterns.
+        counts: key -> number of places, such as {"layer": 12, "head": 12}. Numbers count from 0.
 
     Returns:
         Each key and "pattern" -> (lines,) int64; a pattern is its index into `names`.
 
     Raises:
-        ValueError, OSError: naming the file, the line, what is there and what was expected.
+        ValueError, OSError: naming the file, the line, what came and what was expected.
     """
     path = Path(path)
     found: list[list[int]] = []
@@ -45,7 +44,7 @@ def read_patterns(path: str | Path, names: Sequence[str], counts: Mapping[str, i
         first = lines.setdefault(tuple(place), where)
         if first != where:
             what = ", ".join(f"{key} {i}" for key, i in zip(counts, place, strict=True))
-            raise ValueError(f"{where}: {what} again, which {first.removeprefix(f'{path}, ')} has")
+            raise ValueError(f"{where}: {what} again; {first.removeprefix(f'{path}, ')} has it too")
         found.append([*place, pattern])
     if not found:
         raise ValueError(f"{path}: expected one pattern at least, found none")
@@ -70,15 +69,16 @@ def _numbers(where: str, line: str, names: Sequence[str], counts: Mapping[str, i
 
 @dataclass(frozen=True)
 class Classifier:
-    """The five patterns as labels have them, by the features v, d, b and u.
+    """Finds patterns as labels have them, by the features v, d, b and u.
 
     Attributes:
-        classes: (k,) indices into `PATTERNS`: those with labels. No other is ever found.
-        weights: (k, 4), and bias: (k,): a map has the class with the largest weights · features + bias.
-        counts: pattern -> how many maps with that label.
-        folds: of the cross-validation.
+        classes: (k,) indices into `PATTERNS` of the patterns with labels; only these are found.
+        weights: (k, 4); a map has the class with the largest weights · features + bias.
+        bias: (k,).
+        counts: pattern -> number of maps with that label.
+        folds: number of folds of the cross-validation.
         macro_f1: the mean of the classes' F1 in the cross-validation.
-        seed: of the folds.
+        seed: seed of the folds.
     """
 
     classes: np.ndarray
@@ -101,11 +101,11 @@ def _features(statistics: AttentionStatistics) -> np.ndarray:
 
 
 def check_labels(labels: Mapping[str, np.ndarray], folds: int = FOLDS) -> None:
-    """Raise unless `fit` can work with these labels.
+    """Raise unless `fit` can use these labels.
 
     Raises:
-        ImportError: there is no scikit-learn.
-        ValueError: fewer than two patterns, or fewer maps of one than folds.
+        ImportError: scikit-learn is not installed.
+        ValueError: there are fewer than two patterns, or a pattern has fewer maps than folds.
     """
     _scikit_learn()
     found, counts = np.unique(labels["pattern"], return_counts=True)
@@ -125,14 +125,14 @@ def fit(
     """A classifier of patterns from labelled maps; see the module.
 
     Args:
-        statistics: of the examples that the labels name.
+        statistics: statistics of the examples that the labels name.
         labels: as `read_patterns` returns them for "example", "layer" and "head".
-        folds: of the cross-validation, which take their share of each pattern.
-        seed: of the folds.
+        folds: number of folds of the cross-validation, stratified by pattern.
+        seed: seed of the folds.
 
     Raises:
-        ImportError: there is no scikit-learn.
-        ValueError: fewer than two patterns, or fewer maps of one than folds.
+        ImportError: scikit-learn is not installed.
+        ValueError: there are fewer than two patterns, or a pattern has fewer maps than folds.
     """
     check_labels(labels, folds)
     _, metrics, model_selection = _scikit_learn()
@@ -149,7 +149,7 @@ def fit(
 
 
 def _regression(features: np.ndarray, patterns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(classes, weights, bias) of features of unit variance, told for the features as they are."""
+    """(classes, weights, bias), fitted to features of unit variance and converted to the given features."""
     linear_model, _, _ = _scikit_learn()
     mean, deviation = features.mean(0), features.std(0)
     scale = np.where(deviation > 0, deviation, 1.0)
@@ -157,7 +157,7 @@ def _regression(features: np.ndarray, patterns: np.ndarray) -> tuple[np.ndarray,
     weights = found.coef_ / scale
     bias = found.intercept_ - weights @ mean
     if len(weights) == 1:
-        # of two classes there is the score of the second alone
+        # with two classes scikit-learn has the score of the second class alone
         weights, bias = (np.concatenate([np.zeros_like(t), t]) for t in (weights, bias))
     return found.classes_, weights, bias
 

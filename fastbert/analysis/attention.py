@@ -1,7 +1,7 @@
-"""Where heads look: entropy, who is looked at, neighbours, and the five patterns of Kovaleva et al.
+"""Where heads look: entropy, attention to kinds of tokens and to neighbours, and five patterns.
 
-One pass over the examples. Each layer's queries and keys are shown by a tap, and `identities` makes of them
-every statistic, so that no attention map is in memory. Heads and layers are numbered from 0.
+It takes one pass over the examples. A tap reads each layer's queries and keys, and `identities` computes
+every statistic from them, so that no attention map is in memory. Heads and layers are numbered from 0.
 
 The five patterns, for each example and head:
 
@@ -11,11 +11,11 @@ The five patterns, for each example and head:
 - block: more or less uniform within one of two texts;
 - heterogeneous: all else, the only class that could be linguistic.
 
-They are told by four features. Each is a share of attention x, as its excess over that of a uniform head,
+Four features decide on the pattern. Each is a share of attention x, as its excess over a uniform head's x₀,
 x' = (x - x₀) / (1 - x₀):
 
-    v  the larger of the attention to special tokens and the attention that one token gets at most
-    d  the attention to the token itself, the previous and the next one
+    v  the larger of the attention to special tokens and the most attention to one token
+    d  the attention to the token itself, the previous token and the next token
     b  the attention to the row's own text
     u  how much of the row's own text it looks at: mean of exp(H_i) / tokens of that text
 
@@ -45,7 +45,7 @@ VERTICAL, DIAGONAL, BOTH, BLOCK, HETEROGENEOUS = range(len(PATTERNS))
 
 
 class Thresholds(NamedTuple):
-    """From which excess on a feature decides; see `patterns`."""
+    """The least excess with which a feature decides; see `patterns`."""
 
     sum_of_both: float = 0.6
     each_of_both: float = 0.25
@@ -63,16 +63,16 @@ class AttentionStatistics:
     """Means over the rows of each example. Arrays are float32 (n, layers, nheads) unless noted.
 
     Attributes:
-        entropy: in nats.
+        entropy: entropy of attention, in nats.
         to_kind: (kinds, n, layers, nheads), attention to the tokens of each kind of `examples.KINDS`.
-        previous, itself, following: attention to the neighbours.
+        previous, itself, following: attention to the previous token, the same token and the next token.
         own_text: attention to the text that the row belongs to.
-        most_received: the largest mean attention that one token gets.
+        most_received: the largest mean attention to one token.
         spread: exp(H_i) over the tokens of the row's own text.
-        lengths: (n,) tokens.
+        lengths: (n,) number of tokens.
         share_of_kind: (kinds, n) share of the tokens that are of each kind.
         share_of_text: (n,) mean share of the tokens that belong to a row's own text.
-        texts: (n,) how many texts an example has.
+        texts: (n,) number of texts of each example.
     """
 
     entropy: np.ndarray
@@ -101,8 +101,9 @@ class AttentionStatistics:
     def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
         """Means over all heads with their 95% intervals over examples, by name.
 
-        "entropy" and "entropy of a uniform head" in nats; "to …": shares of attention; "heads over half on
-        the … token": how many heads have over half of their attention there, in the mean over examples.
+        "entropy" and "entropy of a uniform head" are in nats; "to …" are shares of attention. "heads over
+        half on the … token" is the number of heads with over half of their attention there, in the mean over
+        examples.
         """
         shares = self.looked_at() | {"to the own text": self.own_text}
         found = {"entropy": estimate(self.entropy, seed=seed)}
@@ -133,9 +134,10 @@ class AttentionStatistics:
         return found
 
     def patterns(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
-        """(n, layers, nheads) int8, an index into `PATTERNS`: the first rule that holds.
+        """(n, layers, nheads) int8, an index into `PATTERNS`.
 
-        v + d and both of them; v; d; b and u (of an example of one text: u alone); else heterogeneous.
+        The first rule that holds decides: v + d and each of the two; v; d; b and u (u alone if the example
+        has one text); else heterogeneous.
         """
         v, d, b, u = self.features().values()
         both = (v + d >= thresholds.sum_of_both) & (np.minimum(v, d) >= thresholds.each_of_both)
@@ -149,7 +151,7 @@ class AttentionStatistics:
         return shares_of(self.patterns(thresholds))
 
     def commonest(self, thresholds: Thresholds = THRESHOLDS) -> np.ndarray:
-        """(layers, nheads) int8: the pattern that a head has in most examples; of equals the first."""
+        """(layers, nheads) int8: the pattern that a head has in most examples; in a tie the first."""
         return commonest_of(self.patterns(thresholds))
 
 
@@ -159,24 +161,24 @@ def shares_of(patterns: np.ndarray) -> dict[str, float]:
 
 
 def commonest_of(patterns: np.ndarray) -> np.ndarray:
-    """(n, layers, nheads) -> (layers, nheads) int8: each head's commonest pattern; of equals the first."""
+    """(n, layers, nheads) -> (layers, nheads) int8: each head's commonest pattern; in a tie the first."""
     counts = np.stack([(patterns == i).sum(0) for i in range(len(PATTERNS))])
     return counts.argmax(0).astype(np.int8)
 
 
 def _over_half(means: np.ndarray) -> np.ndarray:
-    """(some, layers, nheads) mean shares -> (some,) how many heads have more than half."""
+    """(some, layers, nheads) mean shares -> (some,) number of heads with more than half."""
     return (means > 0.5).sum((1, 2))
 
 
 def _excess(share: np.ndarray, of_uniform: np.ndarray) -> np.ndarray:
-    """(x - x₀) / (1 - x₀); 0 where a uniform head has all."""
+    """(x - x₀) / (1 - x₀); 0 where x₀ is 1."""
     of_uniform = of_uniform[:, None, None]
     room = 1 - of_uniform
     return np.divide(share - of_uniform, room, out=np.zeros_like(share), where=room > 1e-6)
 
 
-# most tokens at a time on a CPU: more take more memory and no less time (csrc/cpu/NOTES.md)
+# most tokens at a time on a CPU: more tokens need more memory and save no time (csrc/cpu/NOTES.md)
 CPU_TOKENS = 1024
 _MEANS = ("entropy", "previous", "itself", "following", "own_text", "spread")
 
@@ -187,9 +189,9 @@ def attention_statistics(
     """The statistics of all heads over all examples.
 
     Args:
-        model: an encoder, or a model with a head; see `walk.native` for one of transformers.
+        model: an encoder, or a model with a head; see `walk.native` for transformers' models.
         examples: the texts.
-        batch_tokens: most tokens that run at a time. The result depends on it by rounding only.
+        batch_tokens: most tokens that run at a time. It changes the result by rounding only.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.

@@ -1,7 +1,7 @@
 """What fine-tuning changes: attention, hidden states and weights of two models, layer by layer.
 
-Both models read the same batch, the second one with the queries and keys of the first beside its own. The
-cosine of two maps follows from sums (`identities`): Σ P P' / √(Σ P² · Σ P'²).
+Both models read the same batch. While the second model runs, the first model's queries and keys are compared
+with its own. The cosine of two maps follows from sums (`identities`): Σ P P' / √(Σ P² · Σ P'²).
 
 Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.3.
 """
@@ -28,7 +28,7 @@ class Change:
 
     Attributes:
         attention: (n, layers, nheads) float32, the cosine of each head's two maps.
-        hidden: (n, layers + 1) float32, the mean cosine of the tokens' hidden states; the first is the
+        hidden: (n, layers + 1) float32, the mean cosine of the tokens' hidden states; index 0 is the
             embedding output.
         weights: (layers,) float64, ‖ΔW‖ / ‖W‖ over all parameters of a layer.
     """
@@ -51,7 +51,7 @@ def change(
     """Compare two models of the same shape over all examples.
 
     Args:
-        model, against: encoders or models with a head, such as one before and one after fine-tuning.
+        model, against: encoders or models with a head, such as a model before and after fine-tuning.
         examples: the texts.
         batch_tokens: most tokens that run at a time. Queries, keys and hidden states of all layers are kept
             for a batch.
@@ -78,7 +78,7 @@ def change(
 
 
 def check(model: PreTrainedModel, against: PreTrainedModel, examples: Examples) -> None:
-    """Raise a ValueError if `change` does not compare these models over these examples."""
+    """Raise a ValueError if `change` cannot compare these models over these examples."""
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         one, other = (getattr(m.config, name) for m in (model, against))
         if one != other:

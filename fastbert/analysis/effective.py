@@ -1,12 +1,12 @@
 """Effective attention: the part of the attention probabilities that reaches the output.
 
-A head's output is A T, T = V W_O (n × hidden) with values V (n × d) of n tokens. What of a row of A lies in
-the left null space of T is lost: for n > d that space has n - d dimensions at least, so different A give the
+A head's output is A T, T = V W_O (n × hidden) with values V (n × d) of n tokens. The part of a row of A in
+the left null space of T is lost. For n > d that space has n - d dimensions at least, so different A have the
 same output. Effective attention is the rest, A⊥ = A - Proj A, and A⊥ T = A T.
 
-With a thin decomposition T = U Σ Rᵀ of rank r, A⊥ = A U Uᵀ. So W = A U, one call of the attention op with U
-in place of the values, holds all of it in n × r numbers: A⊥ = W Uᵀ. Where the head's W_O has full row rank,
-U comes from V alone.
+With a thin decomposition T = U Σ Rᵀ of rank r, A⊥ = A U Uᵀ. W = A U is one call of the attention op with U in
+place of the values. It has all of A⊥ in n × r numbers, since A⊥ = W Uᵀ. If the head's W_O has full row rank,
+U follows from V alone.
 
     mass on groups      A⊥ G = W (Uᵀ G)
     correlation         Pearson's r of all entries of A and A⊥, with t = ΣA⊥:
@@ -36,15 +36,15 @@ from fastbert.models.base import PreTrainedModel
 
 @dataclass(frozen=True)
 class EffectiveAttention:
-    """Of each example, layer and head; float32 (n, layers, nheads) unless noted.
+    """Numbers of each example, layer and head; float32 (n, layers, nheads) unless noted.
 
     Attributes:
-        correlation: Pearson's r between the attention and the effective one; NaN where one of them does not
+        correlation: Pearson's r between attention and effective attention; NaN where one of them does not
             vary, as with one token.
-        rank: int32, of the values.
+        rank: int32, rank of the values.
         to_kind: (kinds, n, layers, nheads), the mean effective attention of a row to the tokens of each kind
-            of `examples.KINDS`. Its sum need not be 1.
-        lengths: (n,) tokens.
+            of `examples.KINDS`. Its sum may differ from 1.
+        lengths: (n,) number of tokens.
     """
 
     correlation: np.ndarray
@@ -53,18 +53,18 @@ class EffectiveAttention:
     lengths: np.ndarray
 
     def known(self) -> tuple[np.ndarray, np.ndarray]:
-        """(the correlations with 0 for NaN, whether each is a number), both (n, layers, nheads)."""
+        """(the correlations with 0 for NaN, whether each is no NaN), both (n, layers, nheads)."""
         known = np.isfinite(self.correlation)
         return np.where(known, self.correlation, 0.0), known
 
     def means(self) -> np.ndarray:
-        """(layers, nheads): the mean of each head's correlations that are numbers; NaN where none is."""
+        """(layers, nheads): the mean of each head's correlations without NaN; NaN if all are NaN."""
         filled, known = self.known()
         counts = known.sum(0)
         return np.where(counts > 0, filled.sum(0) / np.maximum(counts, 1), np.nan)
 
     def by_length(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lengths of examples that have a correlation, its mean over all heads and examples so long)."""
+        """(lengths of examples with a correlation, its mean over all heads and examples of each length)."""
         filled, known = (each.sum((1, 2)) for each in self.known())
         lengths = np.unique(self.lengths[known > 0])
         means = [filled[self.lengths == n].sum() / known[self.lengths == n].sum() for n in lengths]
@@ -73,8 +73,9 @@ class EffectiveAttention:
     def intervals(self, *, seed: int = 0) -> dict[str, Interval]:
         """Means over all heads with their 95% intervals over examples: "correlation", "known", "to …".
 
-        "correlation" is the mean of those that are numbers, over the examples that have one; NaN if none has.
-        "known" is their share; "to …" are the shares of effective attention to each kind of token.
+        "correlation" is the mean without NaN, over the examples that have a correlation; NaN if none has.
+        "known" is the share of correlations that are no NaN. "to …" are the shares of effective attention to
+        each kind of token.
         """
         filled, known = self.known()
         sums, counts = filled.sum((1, 2)), known.sum((1, 2))
@@ -92,7 +93,7 @@ def row_space(v: Tensor, output: Tensor | None = None) -> Tensor:
 
     Args:
         v: (n, nheads, d) values.
-        output: (nheads, d, hidden), W_O of each head where it may lack full row rank; None: it does not.
+        output: (nheads, d, hidden), W_O of each head; None: all have full row rank.
 
     Returns:
         (n, nheads, d); columns from the rank on are 0.
@@ -136,7 +137,7 @@ def effective_attention(
 
 
 def _output(layer: PackedLayer) -> Tensor | None:
-    """W_O of each head, (nheads, d, hidden), if that of one lacks full row rank; else None."""
+    """W_O of each head, (nheads, d, hidden), if a head's lacks full row rank; else None."""
     weight = part(layer, layer.form.names.attention_output).weight
     heads = weight.t().reshape(layer.form.nheads, layer.form.head_dim, -1).double()
     ranks = torch.linalg.matrix_rank(heads)
@@ -158,7 +159,7 @@ class _Effective(Taps):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Taps`."""
         batch, found = self.batch, self.found
-        # the decomposition of what is not finite fails without a name
+        # the decomposition of values that are not finite fails without naming an example
         batch.check(v)
         probabilities = Probabilities.of(q, k, sequences)
         values = v.detach().to(probabilities.q.dtype)

@@ -17,9 +17,10 @@ from tokenizers import Encoding, Tokenizer
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
 
-# What a token is for those who ask who is looked at
+# kinds of tokens that attention may go to
 KINDS = ("the first token", "separators", "periods and commas", "other punctuation", "words")
 FIRST, SEPARATOR, STOP, PUNCTUATION, WORD = range(len(KINDS))
+_SQUAD = ("text", "answer_start")  # keys of an answer
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Examples:
     Attributes:
         ids: (total,) int64, special tokens included.
         starts: (n + 1,) int64.
-        types: (total,) int64, the token types that the tokenizer gives the model.
+        types: (total,) int64, the tokenizer's token types.
         segments: (total,) int64: 0 in the first text of an example, 1 in the second. A special token belongs
             to the text before it.
         kinds: (total,) int8, an index into `KINDS`.
         words: (total,) int64, the number of the word in its example; -1 for a special token.
         labels: (n, …) for examples, (total,) for tokens, or None. `fastbert.models.labels.IGNORED` (-100)
-            does not count. What each kind of model needs is in `fastbert.analysis.measures`.
+            does not count. `fastbert.analysis.measures` lists what each kind of model needs.
     """
 
     ids: np.ndarray
@@ -55,12 +56,19 @@ class Examples:
         return np.diff(self.starts)
 
     @property
+    def needed_labels(self) -> np.ndarray:
+        """`labels`; ValueError if there are none."""
+        if self.labels is None:
+            raise ValueError("labels: the examples have none")
+        return self.labels
+
+    @property
     def labels_tokens(self) -> bool:
         """Whether there is a label per token."""
         return self.labels is not None and len(self.labels) != len(self)
 
     def chosen(self, numbers: Sequence[int] | np.ndarray) -> Examples:
-        """The examples of these numbers, in this order."""
+        """The examples with these numbers, in this order."""
         numbers = np.asarray(numbers, np.int64)
         rows = self.rows(numbers)
         labels = self.labels
@@ -75,7 +83,8 @@ class Examples:
         """The rows of the tokens of these examples, one example after the other."""
         if not len(numbers):
             return np.zeros(0, np.int64)
-        return np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in numbers])
+        ranges = zip(self.starts[numbers].tolist(), self.starts[numbers + 1].tolist(), strict=True)
+        return np.concatenate([np.arange(*each) for each in ranges])
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise a ValueError that names the first example that `model` cannot read."""
@@ -117,9 +126,10 @@ def tokenized(
         pairs: the second text of each example, or None.
         labels: one per example, or None.
         answers: in place of labels, the (start, end) of an answer per example, in characters of the second
-            text, if there are pairs, else of the text; or None where there is no answer. They become labels
-            (n, 2), the first and the last token. Without an answer, or if it was cut off, both are 0.
-        max_length: most tokens of an example; a longer one is cut, a pair at its longer text. None cuts none.
+            text, if there are pairs, else of the text; None for an example without an answer. They become
+            labels (n, 2), the first and the last token. Without an answer, or if it was cut off, both are 0.
+        max_length: most tokens of an example; a longer example is cut, a pair at its longer text. None: no
+            limit.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -153,10 +163,10 @@ def tokenized(
 
 
 def of_encodings(tokenizer: Tokenizer, encoded: Sequence[Encoding], labels: Any = None) -> Examples:
-    """The examples of what a tokenizer made of texts.
+    """The examples of encoded texts.
 
     Args:
-        tokenizer: which adds the same special tokens to an empty text.
+        tokenizer: the tokenizer that has encoded the texts.
         encoded: one per example.
         labels: one per example, or None.
     """
@@ -185,7 +195,7 @@ def _as_array(labels: Any) -> np.ndarray:
     for i, label in enumerate(labels):
         try:
             one = np.asarray(label)
-        except ValueError:  # of several lengths
+        except ValueError:  # lists of several lengths
             one = np.asarray(None)
         if one.dtype.kind not in "biufU" or (one.dtype.kind == "U" and one.ndim):
             raise ValueError(
@@ -195,7 +205,7 @@ def _as_array(labels: Any) -> np.ndarray:
         first = first or kind
         if kind != first:
             raise ValueError(
-                f"labels[{i}]: expected one like labels[0], {reprlib.repr(labels[0])}, got "
+                f"labels[{i}]: expected a label like labels[0], {reprlib.repr(labels[0])}, got "
                 f"{reprlib.repr(label)}"
             )
     return np.asarray(labels)
@@ -213,8 +223,8 @@ def paired(
 
     Args:
         tokenizer: see `tokenized`.
-        texts: the first of each pair.
-        pairs: the second of each pair.
+        texts: the first text of each pair.
+        pairs: the second text of each pair.
         labels: one per pair, or None.
         max_length: see `tokenized`.
 
@@ -261,12 +271,12 @@ def _tokens_of(number: int, encoding: Any, answer: tuple[int, int] | None, owner
 
 
 def spans_of(answers: Sequence[Any], contexts: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Answers as SQuAD's files have them -> `answers` of `tokenized`; of several the first.
+    """Answers as SQuAD's files have them -> `answers` of `tokenized`; the first of several answers.
 
     Args:
         answers: each {"text": […], "answer_start": […]}, or a list of {"text": …, "answer_start": …}, or a
-            start and an end in characters, or nothing: an empty one, or None.
-        contexts: the text that each answer is from.
+            start and an end in characters. No answer is an empty list, empty lists in the object, or None.
+        contexts: the text of each answer.
 
     Raises:
         ValueError: naming the answer, what came and what was expected.
@@ -281,7 +291,7 @@ def _span_of(where: str, answer: Any, context: str) -> tuple[int, int] | None:
         return answer[0], answer[1]
     of_one = isinstance(answer, list) and isinstance(answer[0], dict)
     columns = {name: [value] for name, value in answer[0].items()} if of_one else answer
-    found = [columns.get(name) if isinstance(columns, dict) else None for name in ("text", "answer_start")]
+    found: list[Any] = [columns.get(name) if isinstance(columns, dict) else None for name in _SQUAD]
     if found == [[], []]:
         return None
     if not all(isinstance(column, list) and column for column in found):
@@ -324,8 +334,8 @@ def masked(examples: Examples, mask_id: int, *, share: float = 0.15, seed: int =
     Args:
         examples: without labels of tokens.
         mask_id: the id of the mask token.
-        share: of the tokens, in (0, 1].
-        seed: of the draws.
+        share: share of the tokens that is masked, in (0, 1].
+        seed: seed of the draws.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -350,7 +360,7 @@ def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) ->
 
     Args:
         path: .txt or .tsv, an example per line (a pair: two texts with a tab between); or .jsonl, objects
-            with a "text" (a pair: also a "pair"), or as SQuAD names them, "question" and "context".
+            with a "text" (a pair: also a "pair"), or SQuAD's "question" and "context".
         pairs: whether each example is a pair of texts.
         labels: the key of the labels in a .jsonl file, or None.
 
@@ -394,7 +404,7 @@ def lines_of(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def parsed(where: str, line: str) -> Any:
-    """What a line of JSON holds. Raises a ValueError that begins with `where`."""
+    """The value of a line of JSON; ValueErrors begin with `where`."""
     try:
         found = json.loads(line)
         if "\\ud" in line.lower():

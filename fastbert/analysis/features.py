@@ -1,4 +1,4 @@
-"""The hidden states of all layers for some tokens: one forward, kept on disk where they are many."""
+"""The hidden states of all layers for some tokens, from one forward; a file can hold them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def hidden_states(
     batch_tokens: int = BATCH_TOKENS,
     seen: Seen | None = None,
 ) -> Tensor:
-    """What the embeddings and every layer put out for some tokens, on the CPU.
+    """The outputs of the embeddings and of every layer for some tokens, on the CPU.
 
     Args:
         model: an encoder, or a model with a head; it runs in eval mode.
         examples: the texts.
         rows: (tokens,) rows of the arrays of `examples`, each once, in ascending order.
-        dtype: of the result. bfloat16 takes 2 bytes per token, hidden unit and layer.
-        path: of a file that holds the result and is mapped into memory; None: in memory.
+        dtype: dtype of the result. bfloat16 takes 2 bytes per token, hidden unit and layer.
+        path: path of a file that holds the result and is mapped into memory; None: in memory.
         batch_tokens: most tokens that run at a time.
-        seen: is called with (batch, layer, hidden states (total, hidden)) of every batch and layer.
+        seen: called with (batch, layer, hidden states (total, hidden)) of every batch and layer.
 
     Returns:
-        (layers + 1, tokens, hidden); the first is the embedding output.
+        (layers + 1, tokens, hidden); index 0 is the embedding output.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -72,7 +72,7 @@ def hidden_states(
 
 
 def with_random_weights(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """An encoder like the model's with fresh weights, on its device: what its form knows untrained."""
+    """An encoder like the model's with fresh weights, on its device: a baseline without training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = type(model.base_model)(model.config)

@@ -1,7 +1,7 @@
-"""What a model loses when heads attend by fixed patterns, which know places only, and no words.
+"""What a model loses when heads attend by fixed patterns, which depend on places alone, never on words.
 
-What a pattern is, and how it is computed without a map, is in `fastbert.layers.patterns`; models that are
-trained with patterns are in `fastbert.models.fixed_heads`.
+`fastbert.layers.patterns` defines the patterns and computes them without a map; `fastbert.models.fixed_heads`
+has models that are trained with patterns.
 
 Source: Raganato, Scherrer and Tiedemann 2020, "Fixed Encoder Self-Attention Patterns in Transformer-Based
 Machine Translation", sec. 3.
@@ -48,12 +48,12 @@ from fastbert.models.base import PreTrainedModel
 class FixedPatterns(Taps):
     """Lets heads attend by fixed patterns, in every call inside `fastbert.models.encoder.tapped`.
 
-    Also in training: gradients flow to the values, and the queries and keys of such a head get none. Neither
-    dropout of attention nor a head mask nor an attention bias reaches it. One call runs at a time.
+    It also works in training: gradients flow to the values, and a fixed head's queries and keys have none.
+    Attention dropout, a head mask and an attention bias do not affect a fixed head. One call runs at a time.
 
     Args:
         assignment: (layers, nheads), indices into `NAMES`.
-        separators: (total,) bool, which tokens of the packed batch are separators; for SEPARATORS alone.
+        separators: (total,) bool, which tokens of the packed batch are separators; only SEPARATORS needs it.
     """
 
     def __init__(self, assignment: np.ndarray, separators: Tensor | None = None) -> None:
@@ -77,7 +77,7 @@ class FixedPatterns(Taps):
         ahead = [p for p in self._heads[layer] if p not in BACKWARD]
         if sequences.causal and ahead:
             raise ValueError(
-                f"assignment: {NAMES[ahead[0]]!r}, but in a causal model no token sees a later one"
+                f"assignment: {NAMES[ahead[0]]!r}, but in a causal model no token attends to a later token"
             )
         self._values = v
         return q, k, v, sequences.bias
@@ -85,6 +85,7 @@ class FixedPatterns(Taps):
     def context(self, layer: int, context: Tensor, sequences: PackedBatch) -> Tensor:
         """See `Taps`."""
         values, self._values = self._values, None
+        assert values is not None  # from `qkv`, which runs first
         rows = Rows.of(sequences.cu_seqlens, values.shape[0], sequences.max_seqlen)
         for pattern, heads in self._heads[layer].items():
             at = torch.tensor(heads, device=context.device)
@@ -94,7 +95,7 @@ class FixedPatterns(Taps):
 
 
 def check_assignment(assignment: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The assignment, if it has this shape (layers, nheads) and holds indices into `NAMES`.
+    """The assignment as int8, after a check that it is (layers, nheads) indices into `NAMES`.
 
     Raises:
         ValueError: naming what came and what was expected.
@@ -116,17 +117,17 @@ def check_assignment(assignment: np.ndarray, shape: tuple[int, int]) -> np.ndarr
 def fitting(
     statistics: AttentionStatistics, thresholds: Thresholds = THRESHOLDS, *, causal: bool = False
 ) -> np.ndarray:
-    """(layers, nheads) int8, indices into `NAMES`: the pattern that each head comes nearest to.
+    """(layers, nheads) int8, indices into `NAMES`: the pattern nearest to each head.
 
-    By the class that a head has in most examples. A diagonal head gets the neighbour that it looks at most:
-    itself, the previous or the next token. A vertical head gets the first token or the separators, whichever
-    it looks at more, if that is `thresholds.vertical` of its attention at least. All other heads stay
-    learned.
+    The class that a head has in most examples decides. A diagonal head is assigned the token that it looks at
+    most: the same, the previous or the next token. A vertical head is assigned the first token or the
+    separators, whichever it looks at more, if that is at least `thresholds.vertical` of its attention. All
+    other heads stay learned.
 
     Args:
-        statistics: of the model's heads.
-        thresholds: of the classes; see `AttentionStatistics.patterns`.
-        causal: whether no token sees a later one: heads that would look ahead stay learned.
+        statistics: statistics of the model's heads.
+        thresholds: thresholds of the classes; see `AttentionStatistics.patterns`.
+        causal: whether no token attends to a later token: heads that would look ahead stay learned.
     """
     classes = statistics.commonest(thresholds)
     near = np.stack([statistics.itself, statistics.previous, statistics.following]).mean(1)
@@ -142,17 +143,17 @@ def fitting(
 
 @dataclass(frozen=True)
 class FixedHeads:
-    """Every case's loss and score with heads that attend by fixed patterns.
+    """Each case's loss and score with heads that attend by fixed patterns.
 
     A case is an example, or a pair of them for an encoder without a head; see `fastbert.analysis.measures`.
 
     Attributes:
         assignment: (layers, nheads) int8, indices into `NAMES`.
         score_name: see `Measure`.
-        base_loss, base_score: (n,), of the whole model.
+        base_loss, base_score: (n,), of the unchanged model.
         loss, score: (n,), with the assigned heads fixed.
-        zero_loss, zero_score: (n,), with the output of the same heads at 0: what the patterns give back is
-            the difference.
+        zero_loss, zero_score: (n,), with the output of the same heads at 0; the patterns are worth the
+            difference.
     """
 
     assignment: np.ndarray
@@ -166,19 +167,19 @@ class FixedHeads:
 
     @property
     def count(self) -> int:
-        """How many heads are fixed."""
+        """Number of heads that are fixed."""
         return int((self.assignment != LEARNED).sum())
 
     def counts(self) -> dict[str, int]:
-        """Name -> how many heads have it, LEARNED included."""
+        """Name -> number of heads that have it, LEARNED included."""
         return {name: int((self.assignment == i).sum()) for i, name in enumerate(NAMES)}
 
     def score_changes(self, *, zero: bool = False) -> np.ndarray:
-        """(n,): the score with the patterns, or with the heads at 0, minus that of the whole model."""
+        """(n,): the score with the patterns, or with the heads at 0, minus the unchanged model's."""
         return (self.zero_score if zero else self.score) - self.base_score
 
     def loss_changes(self, *, zero: bool = False) -> np.ndarray:
-        """(n,): the loss with the patterns, or with the heads at 0, minus that of the whole model."""
+        """(n,): the loss with the patterns, or with the heads at 0, minus the unchanged model's."""
         return (self.zero_loss if zero else self.loss) - self.base_loss
 
     def score_change(self, *, zero: bool = False) -> float:
@@ -198,7 +199,7 @@ class FixedHeads:
         return mean_interval(self.score_changes(zero=zero), seed=seed)
 
     def p_value(self, *, zero: bool = False, seed: int = 0) -> float:
-        """How likely the sign of `score_change` is chance; see `paired_p`."""
+        """The p-value of `score_change`; see `paired_p`."""
         return float(paired_p(self.score_changes(zero=zero)[:, None], seed=seed)[0])
 
 
@@ -210,14 +211,13 @@ def fixed_heads(
     pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> FixedHeads:
-    """Every case's loss and score with some heads fixed, beside those of the whole model.
+    """Each case's loss and score with some heads fixed, beside the unchanged model's.
 
     Args:
-        model: one that `Measure` knows; it runs in eval mode and is not changed.
-        examples: labelled, or pairs.
-        assignment: (layers, nheads), indices into `NAMES`; None: as `fitting` says of these examples, where
-            heads of a causal model that would look ahead stay learned.
-        pooling: of an encoder without a head; see `Measure.of`.
+        model: a model that `Measure` takes; it runs in eval mode and is not changed.
+        examples: labelled examples, or pairs.
+        assignment: (layers, nheads), indices into `NAMES`; None: what `fitting` returns for these examples.
+        pooling: pooling of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time.
 
     Raises:
@@ -238,8 +238,8 @@ def fixed_heads(
     with at_rest(model), torch.inference_mode():
         for batch, numbers, labels in measure.batches(batch_tokens):
             taps = FixedPatterns(assignment, batch.on_device(examples.kinds) == SEPARATOR)
-            for which, how in (("base_", {}), ("", {"taps": taps}), ("zero_", {"gates": kept})):
-                loss, score = measure.arrays(encode(model, batch, **how), batch.inputs, labels)
+            for which, tap, gates in (("base_", None, None), ("", taps, None), ("zero_", None, kept)):
+                loss, score = measure.arrays(encode(model, batch, tap, gates), batch.inputs, labels)
                 found[f"{which}loss"][numbers] = loss
                 found[f"{which}score"][numbers] = score
     return FixedHeads(assignment, measure.score_name, **found)

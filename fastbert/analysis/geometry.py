@@ -1,11 +1,11 @@
-"""How contextual the vectors of a word are, layer by layer, and how narrow the cone is that all share.
+"""How contextual the vectors of a word are, layer by layer, and how narrow the cone of all vectors is.
 
     SelfSim(w)    mean cosine of all pairs of a word's contexts: (‖Σu‖² - n) / (n² - n), u unit vectors
     IntraSim(s)   mean cosine of a sentence's words and their mean
     MEV(w)        share of the first direction: σ₁² / Σσ² of a word's vectors, not centred
-    anisotropy    SelfSim's formula over random tokens; for MEV, that of random tokens
+    anisotropy    the baseline: SelfSim's formula over random tokens; for MEV, the MEV of random tokens
 
-A number minus its baseline of random tokens is what context does; the baseline alone is what the space does.
+A number minus its baseline shows the effect of context; the baseline alone shows the shape of the space.
 
 Source: Ethayarajh 2019, "How Contextual are Contextualized Word Representations?", sec. 3.
 """
@@ -25,21 +25,21 @@ from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch
 from fastbert.models.base import PreTrainedModel
 
-# fewest contexts of a word that is followed, unless the caller says otherwise
+# the default of `geometry`'s `least`
 LEAST = 5
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Arrays are float64; the first layer is the embedding output.
+    """Similarities of vectors, in float64; layer 0 is the embedding output.
 
     Attributes:
-        token_ids: (types,) the tokens that were followed.
-        counts: (types,) in how many contexts.
+        token_ids: (types,) the tokens that were measured.
+        counts: (types,) number of contexts of each.
         self_similarity, explained: (types, layers + 1), SelfSim and MEV.
-        intra_similarity: (n, layers + 1), NaN for an example without words.
-        anisotropy, explained_baseline: (layers + 1,), of random tokens.
-        seed: of the draws.
+        intra_similarity: (n, layers + 1), IntraSim; NaN for an example without words.
+        anisotropy, explained_baseline: (layers + 1,), the baselines of random tokens.
+        seed: seed of the draws.
     """
 
     token_ids: np.ndarray
@@ -62,8 +62,7 @@ class Geometry:
     def intervals(self, *, seed: int = 0) -> dict[str, list[Interval]]:
         """`adjusted` with 95% intervals, a list of layers + 1 each.
 
-        Resampled are words, and sentences for the similarity within sentences; the baselines stay as they
-        are.
+        Words are resampled, or sentences for the similarity within sentences; the baselines stay fixed.
         """
         with_words = self.intra_similarity[np.isfinite(self.intra_similarity).all(1)]
         of_each = {
@@ -77,7 +76,7 @@ class Geometry:
 
 
 def words_in(examples: Examples, least: int) -> np.ndarray:
-    """The ids of the tokens that are in `least` contexts or more; special tokens and punctuation are not."""
+    """The ids of the words with `least` contexts or more, without special tokens and punctuation."""
     types, counts = np.unique(examples.ids[examples.kinds == WORD], return_counts=True)
     return types[counts >= least]
 
@@ -95,16 +94,16 @@ def geometry(
 ) -> Geometry:
     """The geometry of all layers.
 
-    The vectors of the followed tokens are kept: 4 bytes per token, hidden unit and layer.
+    The vectors of the measured tokens are kept: 4 bytes per token, hidden unit and layer.
 
     Args:
         model: an encoder, or a model with a head.
         examples: the texts.
-        least: fewest contexts of a token that is followed, 2 at least. Special tokens and punctuation are
-            not.
-        max_types, max_contexts: most tokens, and contexts of each; more are drawn from.
-        random_tokens: for the baselines; all, if there are fewer.
-        seed: of the draws.
+        least: fewest contexts of a token that is measured, 2 at least. Special tokens and punctuation are
+            left out.
+        max_types, max_contexts: most tokens, and most contexts of each; if there are more, a random subset.
+        random_tokens: number of tokens for the baselines; all, if there are fewer.
+        seed: seed of the draws.
         batch_tokens: most tokens that run at a time.
 
     Raises:
@@ -158,8 +157,7 @@ def _vectors(
         intra[batch.numbers, layer] = _intra(batch.sums, hidden, words, batch.sequence)
 
     unique, where = np.unique(rows, return_inverse=True)
-    options = {"dtype": torch.float32, "batch_tokens": batch_tokens, "seen": seen}
-    found = hidden_states(model, examples, unique, **options)
+    found = hidden_states(model, examples, unique, dtype=torch.float32, batch_tokens=batch_tokens, seen=seen)
     return found.transpose(0, 1)[torch.from_numpy(where)].numpy(), intra
 
 
@@ -177,7 +175,7 @@ def _self_similarity(vectors: np.ndarray) -> np.ndarray:
     vectors = vectors.astype(np.float64)
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.finfo(float).tiny)
     n = len(unit)
-    # a vector of 0 has the cosine 0 with all others, and no length
+    # a zero vector has cosine 0 with every vector
     return ((unit.sum(0) ** 2).sum(-1) - (unit**2).sum((0, -1))) / (n * n - n)
 
 

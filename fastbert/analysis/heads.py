@@ -1,13 +1,13 @@
-"""What a model loses without a head or a layer, how important each head is, and how many can go.
+"""What a model loses without a head or a layer, how important each head is, and how many can be removed.
 
-Ablation, exact: without a head of layer l, the layers below l compute what they always do. So the examples
+Ablation, exact: without a head of layer l, the layers below l compute the same as before. So the examples
 run once, and each layer's input and attention output are kept. The variants of layer l, each without one
-head, are further sequences of one packed batch that starts behind the layer's attention. All heads of a model
+head, are further sequences of one packed batch that starts after the layer's attention. All heads of a model
 of L layers with H heads cost less than H (L + 1) / 2 forwards in place of H · L.
 
 Importance: I_h = mean over examples of |∂ loss / ∂ ξ_h|, where the output of head h is multiplied by ξ_h = 1.
-The absolute value is of each example's own derivative. One backward computes that of all heads and examples;
-parameters get no gradient.
+Each example has a derivative of its own, whose absolute value is taken. One backward computes the derivatives
+of all heads and examples; parameters have no gradient.
 
 Source: Michel, Levy and Neubig 2019, "Are Sixteen Heads Really Better than One?", eq. 1 and 2, sec. 3 and 4;
 uniform heads: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.6.
@@ -44,15 +44,15 @@ MODES = ("zero", "uniform", "skip")
 
 @dataclass(frozen=True)
 class Ablation:
-    """Every case's loss and score without each unit.
+    """Each case's loss and score without each unit.
 
     A case is an example, or a pair of them for an encoder without a head; see `fastbert.analysis.measures`.
 
     Attributes:
         unit, mode: see `ablate`.
         score_name: see `Measure`.
-        base_loss, base_score: (n,), of the whole model.
-        loss, score: (n, layers, nheads), or (n, layers, 1) of whole layers.
+        base_loss, base_score: (n,), of the unchanged model.
+        loss, score: (n, layers, nheads), or (n, layers, 1) for unit "layer".
     """
 
     unit: str
@@ -64,11 +64,11 @@ class Ablation:
     score: np.ndarray
 
     def score_change(self) -> np.ndarray:
-        """(layers, units): the mean score without the unit, minus that of the whole model."""
+        """(layers, units): the mean score without the unit, minus the unchanged model's."""
         return (self.score - self.base_score[:, None, None]).mean(0)
 
     def loss_change(self) -> np.ndarray:
-        """(layers, units): the mean loss without the unit, minus that of the whole model."""
+        """(layers, units): the mean loss without the unit, minus the unchanged model's."""
         return (self.loss - self.base_loss[:, None, None]).mean(0)
 
     def interval(self, layer: int, unit: int = 0, *, seed: int = 0) -> Interval:
@@ -80,17 +80,17 @@ class Ablation:
         return estimate(self.loss[:, layer, unit] - self.base_loss, seed=seed)
 
     def base_intervals(self, *, seed: int = 0) -> dict[str, Interval]:
-        """ "score" and "loss" of the whole model, with their 95% intervals over examples."""
+        """ "score" and "loss" of the unchanged model, with their 95% intervals over examples."""
         return {"score": estimate(self.base_score, seed=seed), "loss": estimate(self.base_loss, seed=seed)}
 
     def p_values(self, *, seed: int = 0) -> np.ndarray:
-        """(layers, units): how likely the change of the score's sign is chance; see `paired_p`."""
+        """(layers, units): the p-value of each change of the score; see `paired_p`."""
         change = self.score - self.base_score[:, None, None]
         flat = change.reshape(len(change), -1)
         return paired_p(flat, seed=seed).reshape(change.shape[1:])
 
     def best_head(self) -> np.ndarray:
-        """(layers,): of a layer's units the one with the highest mean score; of equals the least loss."""
+        """(layers,): each layer's unit with the highest mean score; in a tie that with the least loss."""
         score, loss = finite("score", self.score).mean(0), finite("loss", self.loss).mean(0)
         return np.array([np.lexsort((loss[i], -score[i]))[0] for i in range(len(score))])
 
@@ -104,16 +104,16 @@ def ablate(
     pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Ablation:
-    """Every case's loss and score without each head or layer.
+    """Each case's loss and score without each head or layer.
 
     Args:
-        model: one that `Measure` knows; it runs in eval mode.
-        examples: labelled, or pairs.
-        unit: "head": without one head; "all-but-one": with one head of a layer alone; "layer": without a
-            layer's heads.
-        mode: "zero": the output of a head that is taken out is 0; "uniform": it looks at all tokens alike;
-            "skip", for unit "layer": the layer's output is its input.
-        pooling: of an encoder without a head; see `Measure.of`.
+        model: a model that `Measure` takes; it runs in eval mode.
+        examples: labelled examples, or pairs.
+        unit: "head": without one head; "all-but-one": with only one head of a layer; "layer": without all
+            heads of a layer.
+        mode: "zero": the output of a removed head is 0; "uniform": it looks at all tokens alike; "skip", for
+            unit "layer": the layer's output is its input.
+        pooling: pooling of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time. The kept inputs and attention outputs take 8 bytes
             (float32) per token, hidden unit and layer.
 
@@ -143,7 +143,7 @@ def ablate(
 
 
 def check(unit: str, mode: str) -> None:
-    """Raise a ValueError if `ablate` knows no such unit or mode."""
+    """Raise a ValueError if `ablate` has no such unit or mode."""
     for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
@@ -152,13 +152,14 @@ def check(unit: str, mode: str) -> None:
 
 
 class _Kept(Taps):
-    """What the layers of one forward compute: attention outputs, and those of uniform heads if asked."""
+    """Keeps each layer's attention output in one forward, and that of uniform heads if asked."""
+
+    sequences: PackedBatch
 
     def __init__(self, with_uniform: bool) -> None:
         self.with_uniform = with_uniform
         self.contexts: list[Tensor] = []
         self.uniform: list[Tensor] = []
-        self.sequences: PackedBatch | None = None
 
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
@@ -224,7 +225,7 @@ def _variants(
 def _repeated(
     sequences: PackedBatch, batch: Batch, count: int, dtype: torch.dtype
 ) -> tuple[PackedBatch, Inputs]:
-    """What layers and heads need to know about `count` copies of a batch, one after the other."""
+    """What layers and heads read about `count` copies of a batch, one after the other."""
     packing, total = batch.inputs.packing, len(batch.rows)
     ends = packing.cu_seqlens
     steps = torch.arange(count, device=ends.device, dtype=ends.dtype)[:, None] * total
@@ -247,7 +248,7 @@ class Importance:
     """How much each case's loss depends on each head.
 
     Attributes:
-        derivatives: (n, layers, nheads), ∂ loss / ∂ ξ_h of each case; see `Ablation`.
+        derivatives: (n, layers, nheads), ∂ loss / ∂ ξ_h of each case; see `Ablation` for cases.
     """
 
     derivatives: np.ndarray
@@ -256,7 +257,7 @@ class Importance:
         """(layers, nheads): I_h, the mean over examples of the derivatives' absolute values.
 
         Args:
-            normalized: divide each layer's by their root of the sum of squares.
+            normalized: whether to divide each layer's values by the root of their sum of squares.
         """
         found = np.abs(self.derivatives).mean(0)
         if normalized:
@@ -274,7 +275,7 @@ class Importance:
 
 
 class _Factors(Taps):
-    """Multiplies each head's output by 1, a number per case and head of which gradients are asked."""
+    """Multiplies each head's output by 1: a factor per case and head whose gradient is computed."""
 
     def __init__(self, batch: Batch, per_case: int) -> None:
         self.cases = len(batch) // per_case
@@ -296,12 +297,12 @@ def importance(
     pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Importance:
-    """The derivative of every case's loss by every head's factor.
+    """The derivative of each case's loss by each head's factor.
 
     Args:
-        model: one that `Measure` knows; it runs in eval mode, and no parameter gets a gradient.
-        examples: labelled, or pairs.
-        pooling: of an encoder without a head; see `Measure.of`.
+        model: a model that `Measure` takes; it runs in eval mode, and no parameter gets a gradient.
+        examples: labelled examples, or pairs.
+        pooling: pooling of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time.
 
     Raises:
@@ -325,12 +326,12 @@ def importance(
 
 @dataclass(frozen=True)
 class PruningCurve:
-    """The score of every case after more and more heads are taken out.
+    """The score of each case as more and more heads are removed.
 
     Attributes:
-        order: (layers · nheads,) the order in which heads go, as layer · nheads + head.
-        removed: (points,) how many are out.
-        score: (points, n), of each case; see `Ablation`.
+        order: (layers · nheads,) the order of removal, as layer · nheads + head.
+        removed: (points,) number of removed heads.
+        score: (points, n), the score of each case.
         score_name: see `Measure`.
     """
 
@@ -344,9 +345,10 @@ class PruningCurve:
         return [estimate(each, seed=seed) for each in self.score]
 
     def removable(self, *, level: float = 0.01, seed: int = 0) -> int:
-        """How many heads can go before the score is significantly below the whole model's.
+        """Number of heads that can be removed before the score is significantly below the whole model's.
 
-        By a paired bootstrap over examples at `level`; the last point before the first such drop.
+        It is the last point before the first significant drop, by a paired bootstrap over examples at
+        `level`.
         """
         change = (self.score - self.score[0]).T
         dropped = (change.mean(0) < 0) & (paired_p(change, seed=seed) < level)
@@ -363,14 +365,14 @@ def pruning_curve(
     pooling: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> PruningCurve:
-    """The score while heads are taken out in this order, a share of all at a time.
+    """The score while heads are removed in this order, a share of all heads at a time.
 
     Args:
-        model: one that `Measure` knows; it runs in eval mode and is not changed.
-        examples: labelled, or pairs.
+        model: a model that `Measure` takes; it runs in eval mode and is not changed.
+        examples: labelled examples, or pairs.
         order: every head once, as layer · nheads + head: `Importance.order`, or random.
-        step: the share of all heads that goes from point to point, in (0, 1].
-        pooling: of an encoder without a head; see `Measure.of`.
+        step: the share of all heads that is removed per point, in (0, 1].
+        pooling: pooling of an encoder without a head; see `Measure.of`.
         batch_tokens: most tokens that run at a time.
 
     Raises:

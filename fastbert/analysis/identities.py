@@ -1,7 +1,7 @@
 """Statistics of attention probabilities by the attention op itself, without a map in memory.
 
-P = softmax(S), S = scale · q kᵀ + bias, per sequence and head; lse is the op's. With other values x in place
-of v the op returns Σ_j P_ij x_j, and with other queries and keys another lse. So, for row i,
+P = softmax(S), S = scale · q kᵀ + bias, per sequence and head; lse is what the op returns. With values x in
+place of v the op returns Σ_j P_ij x_j, and with other queries and keys it returns their lse. So, for row i,
 
     entropy            H_i = lse_i - scale · q_i · Σ_j P_ij k_j               (without a bias)
     mass on groups     Σ_j P_ij G_jc, with G_jc = 1 where key j is in group c
@@ -11,7 +11,7 @@ of v the op returns Σ_j P_ij x_j, and with other queries and keys another lse. 
     divergence         KL(P ‖ P')_i = scale (q_i · Σ_j P_ij k_j - q'_i · Σ_j P_ij k'_j) - lse_i + lse'_i
     offset             P_i,i+δ = exp(S_i,i+δ - lse_i)
 
-Under a bias, entropy takes the maps of a few sequences at a time.
+Under a bias, entropy is computed from the maps of a few sequences at a time.
 
 Source: entropy of attention as in Ghader and Monz 2017; the identities follow from the definition of softmax.
 """
@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,15 +38,15 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, eq=False)
 class Probabilities:
-    """The attention probabilities of one layer, told by queries and keys.
+    """The attention probabilities of one layer, represented by queries and keys.
 
     Attributes:
         q, k: (total, nheads, headdim), in float32 or float64.
-        cu_seqlens, max_seqlen: of the packed batch.
-        scale: of the scores.
+        cu_seqlens, max_seqlen: as in `PackedBatch`.
+        scale: scale of the scores.
         bias: see `PackedBatch.bias`.
         causal: see `PackedBatch.causal`.
-        max_bytes: most memory of maps, where a statistic needs them.
+        max_bytes: most memory of maps, if a statistic needs them.
     """
 
     q: Tensor
@@ -59,7 +60,7 @@ class Probabilities:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, sequences: PackedBatch, max_bytes: int = MAX_BYTES) -> Probabilities:
-        """Those of a layer, from what `Taps.qkv` is shown. Half precision is computed in float32."""
+        """The probabilities of a layer, from the arguments of `Taps.qkv`. Half precision becomes float32."""
         compute = checks.compute_dtype(q)
         bias = sequences.bias
         return cls(
@@ -117,7 +118,7 @@ class Probabilities:
         return torch.cat(found, -1) if found else values.to(self.q.dtype)
 
     def received(self, weights: Tensor) -> Tensor:
-        """Σ_i R_ic P_ij: what each key gets of the rows, weighted.
+        """Σ_i R_ic P_ij: the weighted attention that each key receives.
 
         Args:
             weights: R, (total, columns).
@@ -131,7 +132,7 @@ class Probabilities:
         for part in weights.to(self.q.dtype).split(width, -1):
             dout = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
             dout = dout[:, None].expand(-1, heads, -1).contiguous()
-            # `out` is read for gradients that nobody asks for
+            # only gradients that are not computed here would read `out`, so `k` fills its place
             dv = attention_bwd(
                 *(dout, self.q, self.k, self.k, self.k, lse, self.cu_seqlens, self.max_seqlen, self.scale),
                 *(self.causal, self._grid_bias(), None, 0.0, None, 0, None),
@@ -145,7 +146,7 @@ class Probabilities:
         return self.bias if self.bias is None or self.bias.dim() == 4 else self.bias[None]
 
     def entropy(self) -> Tensor:
-        """(total, nheads), in nats. Its rounding error is about 4 eps · lse: it is never below 0."""
+        """(total, nheads), in nats, never below 0. The rounding error is about 4 eps · lse."""
         if self.bias is None:
             keys, lse = self._keys_and_lse
             return (lse - self.scale * (self.q * keys).sum(-1)).clamp_min(0.0)
@@ -157,14 +158,14 @@ class Probabilities:
         return torch.cat(found)
 
     def maps(self) -> Iterator[tuple[int, int, Tensor]]:
-        """The probabilities themselves, of as many sequences at a time as `max_bytes` hold.
+        """The probabilities themselves, for as many sequences at a time as fit `max_bytes`.
 
         Yields:
             (first, last, P): P is (last - first, nheads, S, S), of the sequences first to last - 1 of the
-            batch, S the length of the longest of them; 0 outside each sequence.
+            batch, where S is the length of the longest; 0 outside each sequence.
 
         Raises:
-            ValueError: `max_bytes` do not hold those of one sequence.
+            ValueError: the maps of one sequence exceed `max_bytes`.
         """
         lengths = self.cu_seqlens.diff().tolist()
         cell = self.q.shape[1] * self.q.element_size()
@@ -181,7 +182,7 @@ class Probabilities:
             first = last
 
     def _maps(self, first: int, last: int, longest: int) -> Tensor:
-        """(last - first, nheads, longest, longest): those of these sequences."""
+        """(last - first, nheads, longest, longest): the maps of these sequences."""
         ends = self.cu_seqlens[first : last + 1]
         start, end = (int(each) for each in ends[[0, -1]])
         bias = self._grid_bias()
@@ -202,7 +203,7 @@ class Probabilities:
         )[1]
 
     def collision(self) -> Tensor:
-        """Σ_j P_ij², (total, nheads); its inverse is how many keys a row looks at."""
+        """Σ_j P_ij², (total, nheads); its inverse is the number of keys that a row looks at."""
         twice = replace(self, scale=2 * self.scale, bias=None if self.bias is None else 2 * self.bias)
         return (twice.lse - 2 * self.lse).exp()
 
@@ -211,7 +212,7 @@ class Probabilities:
         bias = self.bias
         if other.bias is not None:
             bias = other.bias if bias is None else bias + other.bias
-        # one scale for both: the difference goes into the queries
+        # both have one scale, so each own scale is multiplied into the queries
         both = replace(
             self,
             q=torch.cat([self.q * self.scale, other.q * other.scale], -1),
@@ -235,7 +236,7 @@ class Probabilities:
         return (found - other.scale * (other.q * others).sum(-1) + other.lse).clamp_min(0.0)
 
     def at_offset(self, offset: int) -> Tensor:
-        """P_i,i+offset of each row, (total, nheads); 0 where there is no such key."""
+        """P_i,i+offset of each row, (total, nheads); 0 if there is no such key."""
         total, heads = self.q.shape[:2]
         found = self.q.new_zeros(total, heads)
         if abs(offset) >= total or (self.causal and offset > 0):
@@ -244,8 +245,8 @@ class Probabilities:
         keys = slice(rows.start + offset, rows.stop + offset)
         sequence, position = self._places
         scores = self.scale * (self.q[rows] * self.k[keys]).sum(-1)
-        if self.bias is not None:
-            scores = scores + self._bias_at(sequence[rows], position[rows], position[rows] + offset)
+        if (bias := self._grid_bias()) is not None:
+            scores = scores + _bias_at(bias, sequence[rows], position[rows], position[rows] + offset)
         alike = (sequence[rows] == sequence[keys])[:, None]
         found[rows] = torch.where(alike, (scores - self.lse[rows]).exp(), 0.0)
         return found
@@ -254,12 +255,12 @@ class Probabilities:
         """P of some pairs of tokens, (pairs, nheads).
 
         Args:
-            rows, keys: (pairs,) int64, rows of the packed batch; those of a pair are of one sequence.
+            rows, keys: (pairs,) int64, rows of the packed batch; both rows of a pair are of one sequence.
         """
         scores = self.scale * self.q[rows].mul(self.k[keys]).sum(-1)
-        if self.bias is not None:
+        if (bias := self._grid_bias()) is not None:
             sequence, position = self._places
-            scores = scores + self._bias_at(sequence[rows], position[rows], position[keys])
+            scores = scores + _bias_at(bias, sequence[rows], position[rows], position[keys])
         found = (scores - self.lse[rows]).exp()
         return torch.where((keys > rows)[:, None], 0.0, found) if self.causal else found
 
@@ -268,23 +269,23 @@ class Probabilities:
         """(sequence, position within it) of each row, both (total,)."""
         return positions_of(self.cu_seqlens, self.q.shape[0])
 
-    def _bias_at(self, sequence: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """(total, nheads or 1): the bias of these cells; those outside are not read by the caller."""
-        bias = self._grid_bias()
-        batch, _, rows, columns = bias.shape
-        sequence = sequence if batch > 1 else torch.zeros_like(sequence)
-        row = row if rows > 1 else torch.zeros_like(row)
-        column = column.clamp(0, columns - 1)
-        return bias[sequence, :, row, column]
+
+def _bias_at(bias: Tensor, sequence: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """(total, nheads or 1): the bias of some cells. The caller drops cells whose column is outside."""
+    batch, _, rows, columns = bias.shape
+    sequence = sequence if batch > 1 else torch.zeros_like(sequence)
+    row = row if rows > 1 else torch.zeros_like(row)
+    column = column.clamp(0, columns - 1)
+    return bias[sequence, :, row, column]
 
 
 class Observer(Taps):
-    """Shows each layer's probabilities to a subclass, and changes nothing."""
+    """Passes each layer's probabilities to `seen` of a subclass, and changes nothing."""
 
     max_bytes = MAX_BYTES
 
     def seen(self, layer: int, probabilities: Probabilities) -> None:
-        """What a subclass does with the probabilities of a layer."""
+        """Called with the probabilities of each layer; a subclass overrides it."""
         raise NotImplementedError
 
     def qkv(
@@ -296,7 +297,7 @@ class Observer(Taps):
 
 
 def check_bytes(max_bytes: int, length: int, cell: int) -> None:
-    """Raise a ValueError if `max_bytes` do not hold the maps of `length` tokens, `cell` bytes per pair."""
+    """Raise a ValueError if the maps of `length` tokens, `cell` bytes per pair, exceed `max_bytes`."""
     if length**2 * cell > max_bytes:
         raise ValueError(
             f"max_bytes: {max_bytes:,} are too few for the attention maps of {length} tokens, "
@@ -312,7 +313,7 @@ def uniform(q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch) -> Tensor:
     bias = sequences.bias
     if bias is not None:
         bias = torch.where(bias == -math.inf, bias, 0.0)
-    return attention(
+    out = attention(
         torch.zeros_like(q),
         k,
         v,
@@ -322,3 +323,4 @@ def uniform(q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch) -> Tensor:
         bias=bias,
         places=sequences.fitting_places(),
     )
+    return cast(Tensor, out)  # alone, as neither lse nor probabilities are returned

@@ -1,4 +1,4 @@
-"""How sure a mean over examples is: bootstrap intervals and paired tests."""
+"""How certain a mean over examples is: bootstrap intervals and paired tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RESAMPLES = 1000
 
 
 class Interval(NamedTuple):
-    """A mean, and between which values it is in 95% of bootstrap resamples; n examples, this seed.
+    """A mean over n examples, and the values between which it is in 95% of bootstrap resamples by `seed`.
 
-    `low` and `high` are None for one example, of which no resample says anything.
+    `low` and `high` are None for one example, since resamples of one example do not vary.
     """
 
     mean: float
@@ -24,10 +24,15 @@ class Interval(NamedTuple):
     n: int
     seed: int
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """(low, high); without ends, the mean twice."""
+        return self.mean if self.low is None else self.low, self.mean if self.high is None else self.high
+
     def text(self, form: str) -> str:
         """Such as "0.512 [0.480, 0.544]", each number in the format `form`.
 
-        The mean alone, if there are no ends, or both look like it; "not known" for NaN.
+        It is the mean alone if there are no ends, or if both look like the mean; "not known" for NaN.
         """
         if math.isnan(self.mean):
             return "not known"
@@ -36,10 +41,10 @@ class Interval(NamedTuple):
 
 
 def finite(name: str, values: np.ndarray) -> np.ndarray:
-    """The values, if all are finite.
+    """The values, after a check that all are finite.
 
     Raises:
-        ValueError: naming the first example, a row of `values`, that has one which is not.
+        ValueError: naming the first row of `values` with a number that is not finite.
     """
     wrong = np.argwhere(~np.isfinite(values))
     if len(wrong):
@@ -49,7 +54,7 @@ def finite(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def _checked(values: np.ndarray, least: int = 1) -> np.ndarray:
-    """In float64, if there are numbers of so many examples, and all are finite."""
+    """The values in float64, after a check that there are `least` examples and all numbers are finite."""
     values = np.asarray(values, np.float64)
     if len(values) < least:
         wanted = "an interval needs two examples" if least > 1 else "expected one example"
@@ -63,7 +68,7 @@ def resampled_means(values: np.ndarray, *, seed: int = 0, resamples: int = RESAM
     """Means over bootstrap resamples of examples: (n, …) -> (resamples, …).
 
     Raises:
-        ValueError: fewer than two examples, of which no resample says anything; or a value is not finite.
+        ValueError: fewer than two examples, or a value is not finite.
     """
     values = _checked(values, 2)
     n = len(values)
@@ -73,7 +78,7 @@ def resampled_means(values: np.ndarray, *, seed: int = 0, resamples: int = RESAM
 
 @functools.lru_cache(maxsize=2)
 def _counts(n: int, seed: int, resamples: int) -> np.ndarray:
-    """How often each example is in each resample, (resamples, n): one product makes all means."""
+    """How often each example is in each resample, (resamples, n); one product with it makes all means."""
     draw = np.random.default_rng(seed)
     counts = draw.multinomial(n, np.full(n, 1 / n), size=resamples)
     return counts.astype(np.float64)
@@ -92,12 +97,12 @@ def mean_interval(values: np.ndarray, *, seed: int = 0, resamples: int = RESAMPL
 def estimate(
     values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] | None = None, *, seed: int = 0
 ) -> Interval:
-    """The mean of (n, …) values, or what `statistic` makes of it, with its 95% interval over examples.
+    """The mean of (n, …) values, or a statistic of it, with its 95% interval over examples.
 
     Args:
-        values: per example.
+        values: one row per example.
         statistic: means (some, …) -> (some,), such as a ratio of two means; None: the mean of all numbers.
-        seed: of the resamples.
+        seed: seed of the resamples.
 
     Raises:
         ValueError: no example, or a value is not finite.
@@ -114,8 +119,8 @@ def estimate(
     return Interval(mean, float(low), float(high), n, seed)
 
 
-def bands(values: np.ndarray, *, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """(means, low ends, high ends), each (…), of (n, …) values; of one example the ends are the means.
+def bands(values: np.ndarray, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(means, low ends, high ends), each (…), of (n, …) values; with one example the ends are the means.
 
     Raises:
         ValueError: no example, or a value is not finite.
@@ -123,14 +128,15 @@ def bands(values: np.ndarray, *, seed: int = 0) -> tuple[np.ndarray, ...]:
     means = _checked(values).mean(0)
     if len(values) < 2:
         return means, means, means
-    return means, *np.percentile(resampled_means(values, seed=seed), [2.5, 97.5], axis=0)
+    low, high = np.percentile(resampled_means(values, seed=seed), [2.5, 97.5], axis=0)
+    return means, low, high
 
 
 def paired_p(change: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
     """Two-sided p of each column's mean being 0, by a paired bootstrap: (n, columns) -> (columns,).
 
-    Twice the share of resamples whose mean has not the sign of the mean, at least 1 / resamples and at most
-    1. Where all differences are 0 it is 1.
+    It is twice the share of resamples whose mean has another sign than the mean, at least 1 / resamples and
+    at most 1. It is 1 if all differences are 0.
 
     Source: Berg-Kirkpatrick et al. 2012, "An Empirical Investigation of Statistical Significance in NLP".
 
@@ -144,9 +150,9 @@ def paired_p(change: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, *, seed: int = 0) -> Interval:
-    """Σ above / Σ below over examples, (n,) each, with its 95% interval over them.
+    """Σ above / Σ below over examples, (n,) each, with its 95% interval over examples.
 
-    Such as right answers over questions, where examples have several. 0 / 0 is 0, x / 0 is infinite.
+    For instance right answers over questions, if an example has several. 0 / 0 is 0, x / 0 is infinite.
     """
     return estimate(np.stack([above, below], 1), _ratio, seed=seed)
 

@@ -1,10 +1,10 @@
 """Heads that link words: the largest attention between words that an annotation links.
 
-Of each example and head it is the largest probability between any token of one span and any token of the
-other, over all links of the example and in both directions; a head's score is the mean over examples. Only
-these probabilities are computed, no map.
+The score of an example and a head is the largest probability between any token of one linked span and any
+token of the other, over all links of the example and in both directions. A head's score is the mean over
+examples. Only these probabilities are computed, no map.
 
-A large score says little by itself: a head that looks at the next word links all neighbours. So the links of
+A large score means little by itself: a head that looks at the next word links all neighbours. So the links of
 each example are also moved together to another place of the same text, drawn by `seed`, and scored there.
 
 Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT" (D19-1445), who link the word that evokes a
@@ -27,18 +27,18 @@ from fastbert.analysis.targets import Targets
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.models.base import PreTrainedModel
 
-# layer-head, counted from 1 -> score: the two heads above the others in bert-base-uncased, on 473 sentences
-# of FrameNet of 12 tokens at most
+# layer-head, counted from 1 -> score: the two best heads of bert-base-uncased, on 473 sentences of FrameNet
+# with 12 tokens at most
 PUBLISHED = {"1-2": 0.201, "7-6": 0.209}
 
 
 class Best(NamedTuple):
-    """The head that links best, chosen on one half of the examples and scored on the other.
+    """The head that links best, chosen on one half of the examples and scored on the other half.
 
     Attributes:
-        layer, head: from 0.
-        score: on the other half, with its 95% interval over examples.
-        moved: the same of the moved links, over the examples that have room for them.
+        layer, head: numbers from 0.
+        score: score on the other half, with its 95% interval over examples.
+        moved: the same for the moved links, over the examples with room for them.
     """
 
     layer: int
@@ -54,9 +54,9 @@ class Links:
     Attributes:
         example: (n,) int64, the numbers of the examples that have links.
         score: (n, layers, nheads) float32.
-        moved: the same, of the links at another place; NaN where the text has no room.
-        links: (n,) int64, how many each example has.
-        seed: of the places, the halves and the intervals.
+        moved: the same for the links at another place; NaN if the text has no room.
+        links: (n,) int64, number of links of each example.
+        seed: seed of the places, the halves and the intervals.
     """
 
     example: np.ndarray
@@ -67,11 +67,11 @@ class Links:
 
     @property
     def has_room(self) -> np.ndarray:
-        """(n,) bool: the examples whose links could be moved."""
+        """(n,) bool: whether an example's links could be moved."""
         return ~np.isnan(self.moved[:, 0, 0])
 
     def scores(self, *, moved: bool = False) -> np.ndarray:
-        """(layers, nheads): means over examples; NaN where no example has room for moved links."""
+        """(layers, nheads): means over examples; NaN if no example has room for moved links."""
         if not moved:
             return self.score.mean(0, dtype=np.float64)
         some = self.moved[self.has_room]
@@ -116,9 +116,9 @@ def links(
 
     Args:
         model: an encoder, or a model with a head.
-        examples: of `treebank.as_examples`.
-        targets: of the same examples, with two spans each; their labels do not matter.
-        batch_tokens: most tokens that run at a time. The result depends on it by rounding only.
+        examples: what `treebank.as_examples` returns.
+        targets: targets of the same examples, with two spans each; labels are ignored.
+        batch_tokens: most tokens that run at a time. It changes the result by rounding only.
         seed: see `Links`.
 
     Raises:
@@ -127,7 +127,7 @@ def links(
     if targets.tokens.shape[1] != 2:
         raise ValueError(f"targets: a link has two spans, got targets of {targets.tokens.shape[1]}")
     if targets.tokens.max() > len(examples.ids) or targets.example.max() >= len(examples):
-        raise ValueError(f"targets: expected those of these {len(examples)} examples, got others")
+        raise ValueError(f"targets: expected targets of these {len(examples)} examples, got others")
     known, counts = np.unique(targets.example, return_counts=True)
     shape = len(known), len(model.base_model.layers()), model.config.num_attention_heads
     found = Links(known, np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32), counts, seed)
@@ -144,17 +144,17 @@ def _pairs_of(targets: Targets) -> list[np.ndarray]:
     found: dict[int, list[np.ndarray]] = {}
     for number, (example, ((a, b), (c, d))) in enumerate(zip(targets.example, targets.tokens, strict=True)):
         one, other = (each.ravel() for each in np.meshgrid(np.arange(a, b), np.arange(c, d)))
-        # spans may overlap; a token is no link to itself
+        # spans may overlap, but a token is not linked to itself
         one, other = one[one != other], other[one != other]
         if not len(one):
-            raise ValueError(f"targets[{number}]: a link needs two tokens, but both spans are the same one")
+            raise ValueError(f"targets[{number}]: a link needs two tokens, but both spans are the same token")
         both = [np.stack([one, other], 1), np.stack([other, one], 1)]
         found.setdefault(int(example), []).extend(both)
     return [np.concatenate(found[example]) for example in sorted(found)]
 
 
 def _shifts(examples: Examples, targets: Targets, known: np.ndarray, seed: int) -> np.ndarray:
-    """(n,) by how many tokens each example's links move, within its words; 0 where there is no room."""
+    """(n,) number of tokens by which each example's links move, within its words; 0 without room."""
     draw = np.random.default_rng((seed, 1))
     found = np.zeros(len(known), np.int64)
     for i, example in enumerate(known):

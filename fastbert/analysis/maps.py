@@ -1,6 +1,6 @@
-"""Attention maps themselves: all of one example; and for each pattern one head on one short example.
+"""Attention maps themselves: all maps of one example; and for each pattern one head on one short example.
 
-A map is a picture of where a head looks, no evidence that the model uses it: `heads.ablate` says what the
+A map shows where a head looks. It is no evidence that the model uses it; `heads.ablate` measures what the
 model loses without the head.
 """
 
@@ -18,7 +18,7 @@ from fastbert.analysis.identities import MAX_BYTES, Observer, Probabilities, che
 from fastbert.analysis.walk import at_rest, batches, encode
 from fastbert.models.base import PreTrainedModel
 
-# tokens of an example that is shown, where there is one
+# fewest and most tokens of an example to show, if there is one
 SHORT = (8, 24)
 
 
@@ -29,7 +29,7 @@ class ExampleMap:
     Attributes:
         pattern: an index into `attention.PATTERNS`.
         example, layer, head: numbers from 0.
-        share: of how many examples the head has this pattern, in (0, 1].
+        share: share of the examples on which the head has this pattern, in (0, 1].
         probabilities: (length, length) float32; a row per token that looks.
     """
 
@@ -42,7 +42,7 @@ class ExampleMap:
 
     @property
     def name(self) -> str:
-        """The pattern's, of letters and "-"."""
+        """The pattern's name, of letters and "-"."""
         return PATTERNS[self.pattern].replace("+", "-")
 
 
@@ -54,22 +54,22 @@ def attention_maps(
     layers: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> np.ndarray:
-    """The attention maps of one example, a row per token that looks: all that others compute from them.
+    """The attention maps of one example, a row per token that looks.
 
     bertviz's `head_view` takes them as `list(torch.from_numpy(maps)[:, None])`.
 
     Args:
         model: an encoder, or a model with a head.
         examples: the texts.
-        number: of the example.
-        layers: which, from 0; None: all.
+        number: number of the example.
+        layers: numbers of the layers, from 0; None: all.
         max_bytes: most memory of the result.
 
     Returns:
         (len(layers), nheads, length, length) float32.
 
     Raises:
-        ValueError: the maps take more memory; or an argument is wrong. The message names it.
+        ValueError: the maps take more memory, or an argument is wrong; the message names the argument.
     """
     count = len(model.base_model.layers())
     layers = list(range(count)) if layers is None else list(layers)
@@ -95,16 +95,16 @@ def attention_maps(
 def example_maps(
     model: PreTrainedModel, examples: Examples, found: AttentionStatistics, *, max_bytes: int = MAX_BYTES
 ) -> list[ExampleMap]:
-    """One map per pattern that a head has on a short example: the clearest one of those that are common.
+    """One map per pattern that a head has on a short example: a clear one, of a head that often has it.
 
     Args:
         model: an encoder, or a model with a head.
         examples: the texts.
-        found: `attention_statistics` of both.
+        found: `attention_statistics` of the model and the examples.
         max_bytes: most memory of the maps of a layer, which are computed for one example at a time.
 
     Raises:
-        ValueError: the maps of an example take more memory; or an argument is wrong. The message names it.
+        ValueError: the maps take more memory, or an argument is wrong; the message names the argument.
     """
     check_example_maps(model, found.lengths, max_bytes)
     made = []
@@ -120,7 +120,7 @@ def example_maps(
 
 
 def check_example_maps(model: PreTrainedModel, lengths: np.ndarray, max_bytes: int) -> None:
-    """Raise a ValueError if `max_bytes` do not hold the maps of one of the examples that may be shown."""
+    """Raise a ValueError if the maps of an example that may be shown exceed `max_bytes`."""
     check_bytes(max_bytes, int(lengths[_short(lengths)].max()), model.config.num_attention_heads * 4)
 
 
@@ -129,7 +129,7 @@ def _short(lengths: np.ndarray) -> np.ndarray:
     short = np.flatnonzero((lengths >= SHORT[0]) & (lengths <= SHORT[1]))
     if len(short):
         return short
-    # the longest of those that are shorter, or else the shortest
+    # the longest example below the range, or else the shortest of all
     below = lengths[lengths < SHORT[0]]
     return np.flatnonzero(lengths == (below.max() if len(below) else lengths.min()))
 
@@ -140,7 +140,7 @@ def _clearest(found: AttentionStatistics, pattern: int) -> tuple[int, int, int] 
     v, d, _, u = (values[short] for values in found.features().values())
     clear = {VERTICAL: v, DIAGONAL: d, BOTH: np.minimum(v, d), BLOCK: u}.get(pattern, 1 - np.maximum(v, d))
     has = found.patterns() == pattern
-    # of maps that are about as clear, that of a head whose pattern it usually is
+    # among about equally clear maps it prefers a head that usually has the pattern
     worth = np.where(has[short], clear * has.mean(0), -np.inf)
     if not np.isfinite(worth).any():
         return None

@@ -1,4 +1,4 @@
-"""What a model's result is worth: loss and score of each example, by the kind of the model's head.
+"""Loss and score of each example, by the kind of the model's head.
 
 | model | labels | loss | score |
 |---|---|---|---|
@@ -10,13 +10,13 @@
 | encoder without a head | none | 1 - cosine of a pair's vectors | cosine |
 | encoder without a head | the cosine that a pair should have | squared error | negative squared error |
 
-Question answering: a token is counted from 0 in its example, special ones included. Only the example's own
-tokens compete. A match is exact if the most likely start and the most likely end are right.
+Question answering: tokens are numbered from 0 in their example, special tokens included. Only the example's
+own tokens compete. A match is exact if the most likely start and the most likely end are right.
 
-Encoders without a head, such as those of sentences: examples 2i and 2i + 1 are a pair, and one case. The
+Encoders without a head, such as sentence encoders: examples 2i and 2i + 1 are a pair, and one case. The
 vector of a text is pooled from its last hidden states. Both texts run through the changed model, and a pair
-is never split between batches. Without labels, a model that makes all texts alike has the least loss: to
-ask what a model tells apart, give labels.
+is never split between batches. Without labels, a model that makes all texts alike has the least loss. So
+only labels show how well a model distinguishes texts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from fastbert.models.labels import IGNORED
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
 
-# the score of pairs without labels: largest where all texts are alike, so it rates no model
+# the score of pairs without labels: largest if all texts are alike, so it does not rate a model
 UNRATED = "cosine"
 
 
 def _numbered(labels: np.ndarray, label2id: dict[str, int]) -> np.ndarray:
-    """The numbers of labels that are names of the config."""
+    """The class numbers of labels that are the config's names."""
     unknown = next((i for i, label in enumerate(labels.tolist()) if label not in label2id), None)
     if unknown is not None:
         raise ValueError(
@@ -65,10 +65,10 @@ class Measure:
 
     Attributes:
         model: see the module.
-        examples: with the labels that the model needs.
+        examples: examples with the labels that the model needs.
         score_name: see the module.
         pooling: how an encoder without a head makes its vectors, a mode of `fastbert.ops.pooling`; None for
-            one with a head.
+            a model with a head.
     """
 
     model: PreTrainedModel
@@ -82,12 +82,12 @@ class Measure:
 
         Args:
             model: see the module.
-            examples: labelled, or pairs.
-            pooling: of an encoder without a head, "mean", "cls" or "max"; None for one with a head.
+            examples: labelled examples, or pairs.
+            pooling: "mean", "cls" or "max" for an encoder without a head; None for a model with a head.
 
         Raises:
-            TypeError: a model that the module's table does not have.
-            ValueError: labels are missing or do not fit the model; the message names the first.
+            TypeError: the module's table does not have the model.
+            ValueError: labels are missing, or one does not fit the model; the message names the first.
         """
         if isinstance(model, PreTrainedModel) and not isinstance(model, TaskModel):
             return cls._of_pairs(model, examples, pooling)
@@ -174,11 +174,11 @@ class Measure:
 
     @property
     def per_case(self) -> int:
-        """How many examples are a case."""
+        """Number of examples per case."""
         return 1 if self.pooling is None else 2
 
     def __len__(self) -> int:
-        """How many cases there are."""
+        """Number of cases."""
         return len(self.examples) // self.per_case
 
     def batches(self, batch_tokens: int = BATCH_TOKENS) -> Iterator[tuple[Batch, np.ndarray, Tensor]]:
@@ -187,9 +187,9 @@ class Measure:
             yield batch, batch.numbers[:: self.per_case] // self.per_case, self.labels_of(batch)
 
     def labels_of(self, batch: Batch) -> Tensor:
-        """The labels of a batch's tokens, or of its cases, on its device; zeros where there are none."""
+        """The labels of a batch's tokens, or of its cases, on its device; zeros if there are none."""
         labels = self.examples.labels
-        if self.examples.labels_tokens:
+        if labels is not None and self.examples.labels_tokens:
             return batch.on_device(labels)
         firsts = batch.numbers[:: self.per_case]
         of_cases = np.zeros(len(firsts)) if labels is None else labels[firsts]
@@ -200,16 +200,17 @@ class Measure:
 
         Args:
             hidden: (total, hidden), the last hidden states.
-            inputs: the batch, which may repeat that of `labels_of`.
-            labels: as `labels_of` returns them, repeated as often.
+            inputs: the batch, or several repetitions of the batch of `labels_of`.
+            labels: what `labels_of` returns, repeated as often as the batch.
         """
         model = self.model
         if self.pooling is not None:
             return self._of_vectors(pool(hidden, inputs.packing.cu_seqlens, self.pooling), labels)
         if isinstance(model, (BertForMaskedLM, BertForTokenClassification)):
-            return self._of_tokens(hidden, inputs, labels)
+            return _of_tokens(model, hidden, inputs, labels)
         if isinstance(model, BertForQuestionAnswering):
-            return self._of_spans(hidden, inputs, labels)
+            return _of_spans(model, hidden, inputs, labels)
+        assert isinstance(model, TaskModel)  # `of` refuses all others
         logits = _wide(model.logits(encoded(model, hidden, inputs))[0])
         problem = "single_label_classification"
         if isinstance(model, BertForSequenceClassification):
@@ -226,7 +227,7 @@ class Measure:
         return loss, ((logits > 0) == (labels > 0.5)).to(logits.dtype).mean(-1)
 
     def arrays(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """What a call returns, as float64 on the host.
+        """The result of a call as float64 on the host.
 
         Raises:
             ValueError: a loss is not finite.
@@ -236,34 +237,6 @@ class Measure:
             raise ValueError("model: the loss of its head is not finite: its weights are not, or too large")
         return loss, score
 
-    def _of_tokens(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.model
-        at = (labels != IGNORED).nonzero().squeeze(1)
-        some, labels = hidden.index_select(0, at), labels.index_select(0, at).long()
-        if isinstance(model, BertForMaskedLM):
-            logits = model.lm_logits(some)
-        else:
-            logits = model.logits(encoded(model, some, inputs))[0]
-        logits = _wide(logits)
-        ends = inputs.packing.cu_seqlens.long()
-        sequence = torch.searchsorted(ends, at, right=True) - 1
-        count = torch.bincount(sequence, minlength=inputs.packing.batch).clamp_min(1).to(logits.dtype)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        right = (logits.argmax(-1) == labels).to(logits.dtype)
-        loss, score = (
-            values.new_zeros(inputs.packing.batch).index_add(0, sequence, values) / count
-            for values in (losses, right)
-        )
-        return loss, score
-
-    def _of_spans(self, hidden: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
-        scores, kept = inputs.packing.grid(_wide(apply_linear(self.model.qa_outputs, hidden)))
-        if kept is not None:
-            scores = scores.masked_fill(~kept[..., None], -torch.inf)
-        scores, labels = scores.transpose(1, 2), labels.long()  # (batch, 2, seqlen) and (batch, 2)
-        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-        return loss.mean(1), (scores.argmax(-1) == labels).all(1).to(loss.dtype)
-
     def _of_vectors(self, vectors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         first, second = vectors.unflatten(0, (-1, 2)).unbind(1)
         cosine = F.cosine_similarity(first, second, dim=-1)
@@ -271,6 +244,39 @@ class Measure:
             return 1 - cosine, cosine.detach()
         loss = (cosine - labels.to(cosine.dtype)).square()
         return loss, -loss.detach()
+
+
+def _of_tokens(
+    model: BertForMaskedLM | BertForTokenClassification, hidden: Tensor, inputs: Inputs, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    at = (labels != IGNORED).nonzero().squeeze(1)
+    some, labels = hidden.index_select(0, at), labels.index_select(0, at).long()
+    if isinstance(model, BertForMaskedLM):
+        logits = model.lm_logits(some)
+    else:
+        logits = model.logits(encoded(model, some, inputs))[0]
+    logits = _wide(logits)
+    ends = inputs.packing.cu_seqlens.long()
+    sequence = torch.searchsorted(ends, at, right=True) - 1
+    count = torch.bincount(sequence, minlength=inputs.packing.batch).clamp_min(1).to(logits.dtype)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    right = (logits.argmax(-1) == labels).to(logits.dtype)
+    loss, score = (
+        values.new_zeros(inputs.packing.batch).index_add(0, sequence, values) / count
+        for values in (losses, right)
+    )
+    return loss, score
+
+
+def _of_spans(
+    model: BertForQuestionAnswering, hidden: Tensor, inputs: Inputs, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    scores, kept = inputs.packing.grid(_wide(apply_linear(model.qa_outputs, hidden)))
+    if kept is not None:
+        scores = scores.masked_fill(~kept[..., None], -torch.inf)
+    scores, labels = scores.transpose(1, 2), labels.long()  # (batch, 2, seqlen) and (batch, 2)
+    loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return loss.mean(1), (scores.argmax(-1) == labels).all(1).to(loss.dtype)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Figures of results, by matplotlib, which is imported when the first one is drawn.
+"""Figures of results, by matplotlib, which is imported with the first figure.
 
 Axes number layers and heads from 1, as the papers do.
 """
@@ -13,17 +13,18 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# one colour a pattern, also for those who do not see red beside green; and what is read on it
+# one colour per pattern, distinct without telling red from green
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
-# for more classes, of which the first is that of heads as they are
+# for more classes; the first colour is for unchanged heads
 MORE_COLORS = (
     *("#bbbbbb", "#332288", "#4477aa", "#66ccee", "#228833", "#44aa99"),
     *("#ccbb44", "#999933", "#ee6677", "#aa3377"),
 )
+# the colour of text on each of `COLORS`
 _ON_COLORS = ("#fefefe", "#111111", "#fefefe", "#111111", "#111111")
-# tokens of an example whose names fit beside its map
+# most tokens of an example whose names fit beside its map
 NAMED_TOKENS = 40
-# letters of a text that fit beside a bar, or above a figure
+# most letters of a text that fit beside a bar, or above a figure
 NAMED_LETTERS = 60
 
 
@@ -31,7 +32,7 @@ def check() -> type[Figure]:
     """matplotlib's class of figures.
 
     Raises:
-        ImportError: there is no matplotlib; the message says how to install it.
+        ImportError: matplotlib is not installed; the message has the command that installs it.
     """
     try:
         from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _plain(figure: Figure) -> Figure:
-    """The figure, whose texts are neither mathematics nor TeX, and hold what a file of XML may hold."""
+    """The figure; its texts are no longer parsed as mathematics or TeX, and are fit for XML."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -85,11 +86,11 @@ def heat_maps(
     """A heat map per name, (layers, nheads) each, with its scale beside it.
 
     Args:
-        maps: title -> values; NaN where there is none.
-        diverging: colours go both ways from 0, red where it is worse.
-        worse: "low" or "high" numbers.
-        low, high: ends of the scale; default: those of the values.
-        columns: most of them side by side.
+        maps: title -> values; NaN for a head without a value.
+        diverging: whether colours diverge from 0; red is worse.
+        worse: which numbers are worse, "low" or "high".
+        low, high: ends of the scale; default: the ends of the values.
+        columns: most maps side by side.
     """
     count = len(maps)
     columns = min(columns, count)
@@ -141,7 +142,7 @@ def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
 
     Args:
         probabilities: (length, length).
-        tokens: their names, shown up to `NAMED_TOKENS` of them.
+        tokens: names of the tokens, shown for up to `NAMED_TOKENS` tokens.
     """
     length = len(tokens)
     figure = _figure(3.6, 3.1)
@@ -159,7 +160,7 @@ def token_map(probabilities: np.ndarray, tokens: Sequence[str]) -> Figure:
 
 
 def _printable(token: str, most: int = 14) -> str:
-    """A token as a label: short, and without what no file of XML may hold."""
+    """A token as a label: short, and with characters alone that XML may have."""
     token = "".join(c if c.isprintable() else "�" for c in token)
     return token if len(token) <= most else token[: most - 1] + "…"
 
@@ -167,7 +168,7 @@ def _printable(token: str, most: int = 14) -> str:
 def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width: float = 6.5) -> Figure:
     """A bar per name, of shares that add up to 1, each with its percentage; `width` in inches.
 
-    One bar may have "" for its name.
+    A name may be "".
     """
     narrow = width < 5
     figure = _figure(width, 1.3 + 0.4 * len(shares))
@@ -193,7 +194,7 @@ def stacked_bars(shares: Mapping[str, Mapping[str, float]], title: str, *, width
 
 
 def intervals(
-    values: Mapping[str, tuple[float, float, float]], xlabel: str, title: str, *, width: float = 5.2
+    values: Mapping[str, Sequence[float]], xlabel: str, title: str, *, width: float = 5.2
 ) -> Figure:
     """A bar per name with its interval: (value, low, high); `width` in inches."""
     figure = _figure(width, 1.1 + 0.4 * len(values))
@@ -211,7 +212,7 @@ def intervals(
 def curves(
     lines: Mapping[str, tuple[np.ndarray, ...]], xlabel: str, ylabel: str, title: str, *, width: float = 5.2
 ) -> Figure:
-    """Lines over one axis; those named "random…" thin and grey.
+    """Lines over one axis; lines named "random…" are thin and grey.
 
     Args:
         lines: name -> (x, y), or (x, y, low, high) with an interval, which is shaded.
@@ -227,7 +228,7 @@ def curves(
         else:
             (line,) = axes.plot(x, y, linewidth=1.8, marker="o", markersize=3, label=name)
             if ends:
-                axes.fill_between(x, *ends, color=line.get_color(), alpha=0.25, linewidth=0)
+                axes.fill_between(x, ends[0], ends[1], color=line.get_color(), alpha=0.25, linewidth=0)
     axes.set_xlabel(xlabel, fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(labelsize=8)
@@ -246,11 +247,11 @@ def bars(
     *,
     width: float = 6.5,
 ) -> Figure:
-    """Bars side by side: a group per name, in it a bar per part that the name has.
+    """Bars side by side: a group per name, with a bar per part that the name has.
 
     Args:
-        groups: name -> part -> value. The parts of all names are in the legend, in the order they come in.
-        intervals: name -> (low, high) of the name's first part, for those that have one.
+        groups: name -> part -> value. The legend has the parts of all names, in order of appearance.
+        intervals: name -> (low, high) of the name's first part; names may be missing.
         xlabel, title: what is drawn.
         width: in inches.
     """

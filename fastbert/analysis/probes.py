@@ -1,9 +1,9 @@
 """Small classifiers of labelled spans, one per layer or mix of layers, all trained as one batched product.
 
-A probe reads x = γ Σ_l s_l h_l, s = softmax(a) over the layers that it may see: one layer, or layers 0 to l.
-A span's vectors are projected, pooled by the softmax of a learned score within the span, and classified by a
-small network; with two spans by both pooled vectors. Every parameter has a leading dimension of probes, so
-each probe learns as if it were alone.
+A probe reads x = γ Σ_l s_l h_l, s = softmax(a) over the layers that it may read: one layer, or layers 0 to l.
+A span's vectors are projected, and pooled by the softmax of a learned score within the span. A small network
+classifies the pooled vector, or both vectors of two spans. Every parameter has a leading dimension of probes,
+so each probe learns independently.
 
 Source: Tenney et al. 2019, "What do you learn from context?", sec. 3; the mix: Peters et al. 2018, "Deep
 contextualized word representations", eq. 1.
@@ -11,6 +11,7 @@ contextualized word representations", eq. 1.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ class Recipe(NamedTuple):
     Attributes:
         inner: width of the pooled spans and of the network's inner layer; 0: a linear classifier of the
             span's mean vector.
-        dropout_p: of the network's inner layer.
+        dropout_p: dropout of the network's inner layer.
         lr: Adam's learning rate.
-        mix_lr: the same of a mix's weights, which would hardly move in so few steps.
+        mix_lr: Adam's learning rate for the weights of a mix, which with `lr` would hardly change.
         batch: targets per step.
-        epochs: most of them; a probe keeps its parameters of the epoch with the least loss on the held-out
+        epochs: most epochs; a probe keeps its parameters of the epoch with the least loss on the held-out
             part.
-        patience: epochs without a better one, of all probes, after which training ends.
+        patience: training ends after so many epochs in which no probe improves.
     """
 
     inner: int = 256
@@ -48,7 +49,7 @@ class Recipe(NamedTuple):
     patience: int = 3
 
     def check(self) -> None:
-        """Raise a ValueError that names the first value that cannot be."""
+        """Raise a ValueError that names the first invalid value."""
         for name, least in (("inner", 0), ("batch", 1), ("epochs", 1), ("patience", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -68,7 +69,7 @@ class Spans:
     """Labelled spans of feature rows.
 
     Attributes:
-        bounds: (n, spans, 2) int64, first row and the one after the last; no span is empty.
+        bounds: (n, spans, 2) int64, first row and end (last row + 1); no span is empty.
         labels: (n, classes) bool.
     """
 
@@ -79,17 +80,17 @@ class Spans:
         return len(self.bounds)
 
     def chosen(self, numbers: np.ndarray) -> Spans:
-        """The targets of these numbers, in this order."""
+        """The targets with these numbers, in this order."""
         return Spans(self.bounds[numbers], self.labels[numbers])
 
 
 def one_layer_each(layers: int) -> Tensor:
-    """(layers, layers) bool, as `mixes` of `Probes`: probe l sees layer l."""
+    """(layers, layers) bool, as `mixes` of `Probes`: probe l reads layer l."""
     return torch.eye(layers, dtype=torch.bool)
 
 
 def up_to_each(layers: int) -> Tensor:
-    """(layers, layers) bool, as `mixes` of `Probes`: probe l sees layers 0 to l."""
+    """(layers, layers) bool, as `mixes` of `Probes`: probe l reads layers 0 to l."""
     return torch.ones(layers, layers, dtype=torch.bool).tril()
 
 
@@ -97,13 +98,15 @@ class Probes(nn.Module):
     """A probe per row of `mixes`.
 
     Args:
-        mixes: (probes, layers) bool: the layers that each may see; at least one.
-        width: of the features.
-        spans: per target, 1 or 2.
-        classes: of labels.
-        recipe: see there.
-        seed: of the initial parameters, which are the same for every probe, and of dropout.
+        mixes: (probes, layers) bool: the layers that each probe may read; at least one.
+        width: width of the features.
+        spans: number of spans per target, 1 or 2.
+        classes: number of labels.
+        recipe: how they are built; see `Recipe`.
+        seed: seed of dropout, and of the initial parameters, which are the same for every probe.
     """
+
+    hidden_from: Tensor
 
     def __init__(
         self, mixes: Tensor, width: int, spans: int, classes: int, recipe: Recipe = DEFAULT, seed: int = 0
@@ -121,7 +124,7 @@ class Probes(nn.Module):
         inner = recipe.inner
 
         def weights(rows: int, columns: int) -> nn.Parameter:
-            # torch.nn.Linear's distribution; alike for all probes, so that only what they read differs
+            # torch.nn.Linear's distribution; the same for all probes, so that only their layers differ
             bound = 1 / math.sqrt(rows)
             one = (torch.rand(rows, columns, generator=self.draw) * 2 - 1) * bound
             return nn.Parameter(one.expand(probes, -1, -1).clone())
@@ -141,7 +144,7 @@ class Probes(nn.Module):
         self.last_bias = zeros(classes)
 
     def weights_of_layers(self) -> Tensor:
-        """s of each probe, (probes, layers): what it takes of each layer."""
+        """s of each probe, (probes, layers): its weight of each layer."""
         return self.mix.masked_fill(self.hidden_from, -math.inf).softmax(1)
 
     def forward(self, states: Tensor, bounds: np.ndarray) -> Tensor:
@@ -172,13 +175,13 @@ class Probes(nn.Module):
     def _mixed(self, read: Tensor) -> Tensor:
         """(layers, tokens, width) -> (probes, tokens, width)."""
         seen = ~self.hidden_from
-        if (seen.sum(1) == 1).all():  # one layer each: there is nothing to weigh
+        if (seen.sum(1) == 1).all():  # one layer each, so no weights
             return read[seen.int().argmax(1)] * self.factor[:, None, None]
         weights = self.weights_of_layers() * self.factor[:, None]
         return (weights @ read.flatten(1)).view(-1, *read.shape[1:])
 
     def _pooled(self, slot: int, x: Tensor, owner: Tensor, count: int) -> Tensor:
-        """(probes, tokens, width) -> (probes, count, inner), or (probes, count, width) of a linear probe."""
+        """(probes, tokens, width) -> (probes, count, inner), or (probes, count, width) for linear probes."""
         if self.recipe.inner:
             x = torch.baddbmm(self.project_bias[slot], x, self.project[slot])
             score = (x @ self.score[slot]).squeeze(-1)
@@ -211,10 +214,10 @@ class Probes(nn.Module):
 
 
 def check_finite(states: Tensor) -> None:
-    """Raise a ValueError that names the first layer of (layers, rows, hidden) with what is not finite."""
+    """Raise a ValueError that names the first layer of (layers, rows, hidden) that is not finite."""
     for layer, each in enumerate(states):
         if not torch.isfinite(each).all():
-            raise ValueError(f"states[{layer}]: expected finite numbers; the layer has others")
+            raise ValueError(f"states[{layer}]: expected finite numbers, got others")
 
 
 def losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
@@ -240,12 +243,12 @@ def fit(
     """Train all probes at once; each keeps the parameters of its best epoch.
 
     Args:
-        probes: are changed and returned, in eval mode.
+        probes: changed in place, and returned in eval mode.
         states: (layers, rows, width).
-        train: to learn from.
-        held_out: on which epochs are compared; None, or empty: the last epoch counts.
+        train: targets to learn from.
+        held_out: targets on which epochs are compared; None, or empty: the last epoch counts.
         loss: see `losses`.
-        seed: of the order of the targets.
+        seed: seed of the order of the targets.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -268,12 +271,12 @@ def fit(
         some = train.chosen(numbers)
         return losses(probes(states, some.bounds), torch.from_numpy(some.labels).to(device), loss)
 
-    def of_epoch() -> Tensor:
-        return losses(probes.logits(states, held_out.bounds), torch.from_numpy(held_out.labels), loss).mean(1)
+    def of_epoch(some: Spans) -> Tensor:
+        return losses(probes.logits(states, some.bounds), torch.from_numpy(some.labels), loss).mean(1)
 
     probes.train()
-    numbers = np.arange(len(train))
-    learn(probes, optimizer, numbers, of_step, of_epoch if held_out else None, recipe, seed)
+    numbers, held = np.arange(len(train)), functools.partial(of_epoch, held_out) if held_out else None
+    learn(probes, optimizer, numbers, of_step, held, recipe, seed)
     return probes.eval()
 
 
@@ -289,13 +292,13 @@ def learn(
     """Train all probes at once; each keeps the parameters of its best epoch.
 
     Args:
-        probes: their parameters have a leading dimension of probes.
-        optimizer: of these parameters.
-        numbers: of what they learn from.
+        probes: a module whose parameters have a leading dimension of probes.
+        optimizer: optimizer of these parameters.
+        numbers: numbers of the targets to learn from.
         of_step: some of the numbers -> the loss of each probe and number, (probes, n).
         of_epoch: -> (probes,) the losses by which epochs are compared; None: the last epoch counts.
-        recipe: `lr`, `batch`, `epochs` and `patience` of it.
-        seed: of the order of the numbers.
+        recipe: its `lr`, `batch`, `epochs` and `patience` are used.
+        seed: seed of the order of the numbers.
 
     Raises:
         ValueError: a loss is not finite.

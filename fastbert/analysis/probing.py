@@ -1,15 +1,15 @@
 """What each layer knows of labelled spans: edge probes, mixes of layers, description length, control tasks.
 
-- Edge probes: how well a small network tells the labels of spans from one layer, or from a learned mix of
-  layers 0 to l. The expected layer is Σ l Δ_l / Σ Δ_l, with Δ_l what layer l adds to the score of the mix of
-  the layers below; the centre is Σ l s_l of the mix of all.
-- Description length (online code): the labels are sent block by block, each coded by a probe that has learned
-  from the blocks before; the first with log₂ K bits a label. Compression is n log₂ K / MDL: 1 says nothing
-  learned.
-- Control task: every word type gets one random label. Selectivity, accuracy minus that on the control task,
-  is what the vectors say and not what the probe learns by heart.
+- Edge probes: how well a small network predicts the labels of spans from one layer, or from a learned mix of
+  layers 0 to l. The expected layer is Σ l Δ_l / Σ Δ_l, where Δ_l is what layer l adds to the score of the
+  mix of the layers below. The centre is Σ l s_l of the mix of all layers.
+- Description length (online code): the labels are sent block by block. Each block is coded by a probe that
+  has learned from the earlier blocks, the first block with log₂ K bits per label. Compression is
+  n log₂ K / MDL; 1 means that nothing is learned.
+- Control task: every word type has one random label. Selectivity is accuracy minus accuracy on the control
+  task. It measures what the vectors hold and not what the probe memorises.
 
-A result says something beside the embeddings (layer 0) and a model with random weights.
+A result means something only in comparison with the embeddings (layer 0) and a model with random weights.
 
 Source: Tenney et al. 2019, "BERT Rediscovers the Classical NLP Pipeline", sec. 3; Voita and Titov 2020,
 "Information-Theoretic Probing with Minimum Description Length", sec. 2; Hewitt and Liang 2019, "Designing and
@@ -31,7 +31,7 @@ from fastbert.analysis.probes import DEFAULT, Probes, Recipe, Spans, fit, losses
 from fastbert.analysis.targets import Targets
 
 LINEAR = DEFAULT._replace(inner=0)
-# ends of the blocks of the online code, as shares of the examples
+# the end of each block of the online code, as a share of the examples
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
 
 
@@ -40,12 +40,12 @@ class EdgeProbe:
     """Scores of probes on the tested examples.
 
     Attributes:
-        label_names: of the classes.
+        label_names: names of the classes.
         counts: (layers + 1, examples, 3) int64, right, predicted and true labels of the probe of each layer.
-        counts_up_to: the same of the mix of layers 0 to l.
+        counts_up_to: the same for the mix of layers 0 to l.
         weights: (layers + 1,) s of the mix of all layers.
-        targets: (train, held out, test), how many.
-        seed: of the split, the probes and the intervals.
+        targets: numbers of targets (to train, held out, to test).
+        seed: seed of the split, the probes and the intervals.
     """
 
     label_names: tuple[str, ...]
@@ -73,18 +73,18 @@ class EdgeProbe:
         return np.diff(self.scores_up_to())
 
     def expected_layer(self) -> float:
-        """Σ l Δ_l / Σ Δ_l, with layers from 1; NaN where no layer adds anything to the embeddings."""
+        """Σ l Δ_l / Σ Δ_l, with layers from 1; NaN if no layer adds anything to the embeddings."""
         added = self.added()
         total = added.sum()
         return float((np.arange(1, len(added) + 1) * added).sum() / total) if total > 0 else math.nan
 
     def centre(self) -> float:
-        """Σ l s_l of the mix of all layers, the embeddings being 0."""
+        """Σ l s_l of the mix of all layers; the embeddings are layer 0."""
         return float((np.arange(len(self.weights)) * self.weights).sum())
 
 
 def _f1(counts: np.ndarray) -> np.ndarray:
-    """(…, 3) -> (…,); 0 where nothing is predicted or true."""
+    """(…, 3) -> (…,); 0 if nothing is predicted or true."""
     right, predicted, true = np.moveaxis(counts, -1, 0)
     return 2 * right / np.maximum(predicted + true, 1)
 
@@ -102,11 +102,11 @@ def edge_probe(
 
     Args:
         states: (layers + 1, rows, hidden), the hidden states of `targets.rows`.
-        targets: what to tell.
-        recipe: of the probes.
-        loss: "softmax" for one label per target: the most likely is predicted; "sigmoid": all above 1/2 are.
-            None: softmax where every target has one label.
-        seed: of the split, the probes and the intervals.
+        targets: what to predict.
+        recipe: how the probes are built and trained.
+        loss: "softmax": one label per target, the most likely is predicted; "sigmoid": all labels above 1/2
+            are predicted. None: softmax if every target has one label.
+        seed: seed of the split, the probes and the intervals.
         device: where the probes learn; `states` may be anywhere.
 
     Raises:
@@ -131,7 +131,7 @@ def edge_probe(
         counts[:layers],
         np.concatenate([counts[:1], counts[layers:]]),
         weights,
-        tuple(len(part) for part in parts),
+        (len(train), len(held_out), len(test)),
         seed,
     )
 
@@ -153,20 +153,20 @@ def _by_example(values: np.ndarray, example: np.ndarray) -> np.ndarray:
     """Sums over each example's targets: (probes, n, …) -> (probes, examples, …)."""
     _, number = np.unique(example, return_inverse=True)
     found = np.zeros((len(values), number.max() + 1, *values.shape[2:]), values.dtype)
-    np.add.at(found, (slice(None), number), values)
+    np.add.at(found.swapaxes(0, 1), number, values.swapaxes(0, 1))
     return found
 
 
 @dataclass(frozen=True)
 class OnlineCode:
-    """How many bits the labels take, given a layer's vectors.
+    """Number of bits that the labels take, given a layer's vectors.
 
     Attributes:
-        label_names: of the classes.
-        bits: (layers + 1, examples) of each example's labels.
-        targets: (examples,) how many labels each example has.
-        blocks: (blocks,) how many examples were known at the end of each block.
-        seed: of the order, the probes and the intervals.
+        label_names: names of the classes.
+        bits: (layers + 1, examples) bits of each example's labels.
+        targets: (examples,) number of labels of each example.
+        blocks: (blocks,) number of examples known at the end of each block.
+        seed: seed of the order, the probes and the intervals.
     """
 
     label_names: tuple[str, ...]
@@ -192,7 +192,7 @@ class OnlineCode:
 
 
 def check_code(targets: Targets) -> None:
-    """Raise a ValueError if `online_code` has no code for the labels of the targets."""
+    """Raise a ValueError if `online_code` cannot code the labels of the targets."""
     if len(targets.label_names) < 2:
         raise ValueError(f"targets: a code needs two labels at least, got {len(targets.label_names)}")
     targets.check_labels()
@@ -210,9 +210,10 @@ def online_code(
 
     Args:
         states: (layers + 1, rows, hidden), the hidden states of `targets.rows`.
-        targets: with one label each, of two classes at least.
-        recipe: of the probes. Of what each has to learn from, a tenth of the examples decides on the epoch.
-        seed: of the order, the probes and the intervals.
+        targets: targets with one label each, of two classes at least.
+        recipe: how the probes are built and trained. A tenth of the known examples is held out to compare
+            epochs.
+        seed: seed of the order, the probes and the intervals.
         device: where the probes learn; `states` may be anywhere.
 
     Raises:
@@ -225,7 +226,7 @@ def online_code(
     order = np.random.default_rng(seed).permutation(examples)
     ends = np.unique([max(1, round(share * len(order))) for share in BLOCKS])
     bits = np.zeros((len(states), len(targets)))
-    place = np.empty(targets.example.max() + 1, np.int64)  # of an example in the order
+    place = np.empty(targets.example.max() + 1, np.int64)  # place of each example in the order
     place[order] = np.arange(len(order))
     of_target = place[targets.example]
     bits[:, of_target < ends[0]] = math.log2(classes)
@@ -247,12 +248,12 @@ def online_code(
 
 @dataclass(frozen=True)
 class ControlTask:
-    """Accuracy on a task, and on one with a random label per word type, on the tested examples.
+    """Accuracy on a task, and on a task with a random label per word type, on the tested examples.
 
     Attributes:
-        right, right_control: (layers + 1, examples) int64, of each example's targets.
-        targets: (examples,) how many targets each example has.
-        seed: of the labels, the split, the probes and the intervals.
+        right, right_control: (layers + 1, examples) int64, right targets of each example.
+        targets: (examples,) number of targets of each example.
+        seed: seed of the labels, the split, the probes and the intervals.
     """
 
     right: np.ndarray
@@ -261,11 +262,11 @@ class ControlTask:
     seed: int
 
     def accuracy(self) -> np.ndarray:
-        """(layers + 1,), of the task."""
+        """(layers + 1,): accuracy on the task."""
         return self.right.sum(1) / self.targets.sum()
 
     def control(self) -> np.ndarray:
-        """(layers + 1,), of the control task."""
+        """(layers + 1,): accuracy on the control task."""
         return self.right_control.sum(1) / self.targets.sum()
 
     def selectivity(self) -> np.ndarray:
@@ -290,9 +291,9 @@ def control_task(
 
     Args:
         states: (layers + 1, rows, hidden), the hidden states of `targets.rows`.
-        targets: with one label each.
-        recipe: of the probes; by default linear ones, which the source recommends.
-        seed: of the labels, the split, the probes and the intervals.
+        targets: targets with one label each.
+        recipe: how the probes are built and trained; by default linear probes, which the source recommends.
+        seed: seed of the labels, the split, the probes and the intervals.
         device: where the probes learn; `states` may be anywhere.
 
     Raises:

@@ -1,11 +1,11 @@
-"""A page of results for people: one HTML file with its figures inside, without scripts and without a network.
+"""A page of results: one HTML file that includes its figures and needs neither scripts nor a network.
 
-No number of a result is written by hand. The texts are templates: "{path}" or "{path:format}" in them is
-what the page's JSON file has at that path, such as "intervals/entropy" or "worst/0/name" of the section, or
-"/n" of the whole. On the page each is an element of its own, `<data value=… data-at=…>`, with the number in
-full and its path. An interval is its mean and, in brackets, its ends.
+No number of a result is written by hand. The texts are templates: "{path}" or "{path:format}" is replaced by
+the value that the page's JSON file has at that path, such as "intervals/entropy" or "worst/0/name" of the
+section, or "/n" of the whole. On the page each number is an element of its own, `<data value=… data-at=…>`,
+with the number in full and its path. An interval is its mean and, in brackets, its ends.
 
-`sections` has what the sections say; a further one is a function that returns a `Section`.
+`sections` has the texts of the sections; a function that returns a `Section` adds a further section.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Drawing:
     """A figure of a section.
 
     Attributes:
-        name: of letters, digits and "-", which no other of its section has.
-        title: plain text, also what a screen reader says of the picture.
-        says: a template, below the picture.
-        figure: of `pictures`, without a title.
-        numbers: for the JSON file, at "figures/<name>" of the section.
-        sample: a template: of how many examples, by which seed.
+        name: a name of letters, digits and "-", unique within its section.
+        title: plain text, also the picture's name for screen readers.
+        says: a template for the text below the picture.
+        figure: a figure of `pictures`, without a title.
+        numbers: numbers for the JSON file, at "figures/<name>" of the section.
+        sample: a template for the number of examples and the seed.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Published:
     """A published number beside ours.
 
     Attributes:
-        what: plain text, as `theirs` and `source`.
+        what: what is measured. `what`, `theirs` and `source` are plain text.
         ours: a template.
         theirs: what is published.
-        source: of which model, and by whom.
+        source: the model and the paper.
     """
 
     what: str
@@ -68,7 +68,7 @@ class Section:
     """What a page shows of one analysis.
 
     Attributes:
-        name: of letters, digits and "-"; the section's numbers are at "sections/<name>" of the page's.
+        name: a name of letters, digits and "-"; the page's numbers have the section's at "sections/<name>".
         title: plain text.
         says: templates, a paragraph each: what the figures show, for a reader who has never seen one.
         drawings: figures.
@@ -88,20 +88,20 @@ class Section:
     missing: str = ""
 
     def numbers(self) -> dict[str, Any]:
-        """What the section's figures add to its numbers."""
+        """The numbers of the section's figures."""
         return {"figures": {drawing.name: dict(drawing.numbers) for drawing in self.drawings}}
 
 
 def page(title: str, numbers: Mapping[str, Any], sections: Sequence[Section]) -> str:
-    """The HTML file. The same arguments give the same bytes.
+    """The HTML file. The same arguments make the same bytes.
 
     Args:
         title: plain text.
-        numbers: what the JSON file beside the page has, with each section's at "sections/<name>".
-        sections: in this order.
+        numbers: content of the JSON file beside the page, with each section's numbers at "sections/<name>".
+        sections: the sections, in order.
 
     Raises:
-        ValueError: two sections or figures have one name, or a name is none for HTML.
+        ValueError: two sections or figures have one name, or a name is invalid.
         KeyError: a template names what `numbers` lacks.
     """
     names = [section.name for section in sections]
@@ -162,7 +162,7 @@ def _shown(value: Any, where: str, form: str) -> str:
         mean = _shown(value["mean"], f"{where}/mean", form)
         if value["low"] is None:
             return mean
-        # ends that look like the mean say nothing
+        # ends that look like the mean are left out
         if len({format(value[name], form) for name in ("mean", "low", "high")}) == 1:
             return mean
         low, high = (_shown(value[end], f"{where}/{end}", form) for end in ("low", "high"))
@@ -201,7 +201,7 @@ def _section(section: Section, texts: _Texts) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]], heads: Sequence[str] = ()) -> str:
-    """A table of HTML cells; the first of a row names it. `heads` name the other columns."""
+    """A table of HTML cells. A row's first cell is its name; `heads` are the names of the other columns."""
     labels = [f' data-label="{head}"' for head in heads] or [""]
     lines = [
         f'<tr><th scope="row">{first}</th>'
@@ -229,20 +229,24 @@ def _figure(section: str, drawing: Drawing, texts: _Texts) -> str:
 def inlined(figure: Figure, name: str, title: str) -> str:
     """A matplotlib figure as an SVG element for a page.
 
-    Its ids begin with `name`, so that those of two figures differ. What is black takes the colour of the
-    page's text, what is white becomes transparent.
+    Its ids begin with `name`, so that the ids of two figures differ. Black becomes the colour of the page's
+    text, and white becomes transparent.
 
     Args:
-        figure: of matplotlib.
+        figure: a figure of matplotlib.
         name: an id of HTML.
-        title: plain text, its name for screen readers.
+        title: plain text, the figure's name for screen readers.
     """
     import matplotlib
 
     file = io.StringIO()
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.sans-serif": ["DejaVu Sans"]}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.sans-serif": ["DejaVu Sans"],
+    }
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        # the reader's fonts draw it
+        # the browser's fonts draw the glyph
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
@@ -251,7 +255,7 @@ def inlined(figure: Figure, name: str, title: str) -> str:
     wanted = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     text = re.sub(r"<[^>]+>", lambda tag: _own_tag(tag[0], name, wanted), text)
     width, height = figure.get_size_inches()
-    # 96 px per inch; the largest is a third larger than that, where the page has room
+    # 96 px per inch; at most a third larger than that, if the page has room
     size = f'viewBox="0 0 {72 * width:g} {72 * height:g}" style="max-width:{128 * width:.0f}px"'
     start = f'<svg {size} role="img" aria-labelledby="{name}-title">\n'
     start += f'<title id="{name}-title">{html.escape(title, quote=False)}</title>\n'

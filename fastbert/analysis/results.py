@@ -1,4 +1,4 @@
-"""A result on disk: a directory with numbers, arrays and pictures, there whole or not at all."""
+"""A result on disk: a directory with numbers, arrays and pictures, whole or not there at all."""
 
 from __future__ import annotations
 
@@ -52,28 +52,29 @@ def save(
     """Write `<name>.json`, `<name>.npz` and an SVG and a PNG per figure into a new directory.
 
     Args:
-        directory: is created; must not exist, or be empty.
-        name: of the result.
-        numbers: for the JSON file.
-        arrays: for the NumPy file.
+        directory: the new directory; must not exist, or be empty.
+        name: name of the result.
+        numbers: content of the JSON file.
+        arrays: content of the NumPy file.
         figures: name -> matplotlib figure.
-        page: for `<name>.html`, or None.
+        page: content of `<name>.html`, or None.
 
     Raises:
-        ValueError: the directory has files, or could not be written; nothing is left.
+        ValueError: the directory has files, or could not be written; nothing is left behind.
     """
     directory = check_free(directory)
-    # file names may have what is no UTF-8; in JSON that is an escape
+    # file names may have bytes that are no UTF-8; they become escapes in JSON
     how = {"encoding": "utf-8", "errors": "backslashreplace"}
+    named: dict[str, Any] = dict(arrays)
     with files.new_directory(directory) as place:
         text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         (place / f"{name}.json").write_text(text, **how)
         if page is not None:
             (place / f"{name}.html").write_text(page, **how)
-        np.savez_compressed(place / f"{name}.npz", **arrays)
+        np.savez_compressed(place / f"{name}.npz", **named)
         for title, figure in figures.items():
             with warnings.catch_warnings():
-                # of a script that the font lacks: a box is drawn
+                # a box is drawn for a glyph that the font lacks
                 warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
                 figure.savefig(place / f"{title}.svg", metadata={"Date": None})
                 figure.savefig(place / f"{title}.png", dpi=150)
@@ -81,10 +82,10 @@ def save(
 
 
 def check_free(directory: str | Path) -> Path:
-    """The directory, if a result can go there: it does not exist, or is empty, and can be written.
+    """The directory, after a check that it does not exist or is empty, and can be written.
 
     Raises:
-        ValueError: naming it, or the directory above it that is none or cannot be written.
+        ValueError: naming the directory, or the path above it that is no directory or cannot be written.
     """
     directory = Path(directory)
     if directory.is_symlink():  # its target may be missing

@@ -1,6 +1,6 @@
-"""What the sections of a report say: each is a function from a result to plain sentences and figures.
+"""The sections of a report: each is a function from a result to plain sentences and figures.
 
-Those of what a loss measures are in `sections_of_loss`, those of a treebank in `sections_of_trees`.
+Sections about a loss are in `sections_of_loss`, sections about a treebank in `sections_of_trees`.
 
 A published number names its model and its source. It is no target for another model or text.
 """
@@ -8,6 +8,7 @@ A published number names its model and its source. It is no target for another m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,17 +39,17 @@ TITLES = {
     "syntax": "Which heads find what a word belongs to",
     "probe": "What each layer knows of grammar",
 }
-# inches: as wide as the column of a phone
+# inches, the width of a phone's column
 WIDTH = 3.5
 
 
 def missing(name: str, reason: str) -> Section:
-    """A section of what was not computed, with the reason."""
+    """A section for an analysis that was not computed, with the reason."""
     return Section(name, TITLES[name], missing=reason)
 
 
 def head_name(layer: int, head: int) -> str:
-    """Such as "3-7" for layer 2 and head 6: numbers and arrays count from 0, what people read from 1."""
+    """A name such as "3-7" for layer 2 and head 6: names count from 1, numbers and arrays from 0."""
     return f"{layer + 1}-{head + 1}"
 
 
@@ -74,7 +75,7 @@ def heat(
     seed: int,
     says: str = "",
     sample: str = Drawing.sample,
-    **options,
+    **options: Any,
 ) -> Drawing:
     """A heat map of the means of (n, layers, nheads) values; options of `pictures.heat_maps`."""
     means = np.asarray(values, np.float64).mean(0)
@@ -213,12 +214,12 @@ def patterns(found: AttentionStatistics) -> Section:
 
 
 def maps(found: Sequence[ExampleMap], tokens: Sequence[Sequence[str]], *, no_loss: str) -> Section:
-    """A map per pattern, with what the loss does without that head.
+    """A map per pattern, with the change of the loss without that head.
 
     Args:
-        found: of `example_maps`.
-        tokens: the names of the tokens of each.
-        no_loss: why there is no loss; "" if the numbers have "loss" and "loss here" of each map.
+        found: what `example_maps` returns.
+        tokens: the names of the tokens of each map.
+        no_loss: why there is no loss; "" if the numbers have "loss" and "loss here" for each map.
     """
     drawings = []
     for map_, names in zip(found, tokens, strict=True):

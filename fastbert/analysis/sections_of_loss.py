@@ -1,4 +1,4 @@
-"""What a report says of a model's loss without heads, or with fixed ones; see `sections`."""
+"""Sections of a report about a model's loss without heads, or with fixed heads; see `sections`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.analysis.sections import KOVALEVA, TITLES, WIDTH, heat
 
 MICHEL = "Michel et al. 2019"
 RAGANATO = "translation models of 6 layers, trained so; Raganato et al. 2020"
-# n of what a loss measures: two texts are one case where pairs are compared
+# number of cases, which is below the number of examples if pairs are compared
 CASES = "examples: n = {cases:,}, seed {/seed}"
 _UNRATED = (
     "These pairs have no labels, so all that is measured is how alike the vectors of their texts are. A "
@@ -112,7 +112,7 @@ def ablation(found: Ablation, loss: str, *, seed: int) -> Section:
 
 
 def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int) -> Section:
-    """How much the loss depends on each head, and how many can go."""
+    """How much the loss depends on each head, and how many heads can be removed."""
     count = found.values().size
     lines = {}
     for name, curve in curves.items():
@@ -179,7 +179,7 @@ def importance(found: Importance, curves: dict[str, PruningCurve], *, seed: int)
 
 
 def fixed(found: FixedHeads, *, seed: int) -> Section:
-    """What heads lose that attend by fixed patterns."""
+    """What is lost if heads attend by fixed patterns."""
     score = found.score_name
     shown = {
         "with the patterns": found.score_changes(),

@@ -1,4 +1,4 @@
-"""What a report says of a treebank: which heads find the heads of words, what layers know; see `sections`."""
+"""Sections of a report about a treebank: attention heads as parsers, probes of layers; see `sections`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RELATIONS = 8
 def of_syntax(
     labels: syntax.AttentionByLabel, parsing: syntax.Parsing, best: Sequence[syntax.Best]
 ) -> Section:
-    """Attention to words by what they are, and heads as parsers.
+    """Attention to words by their label, and heads as parsers.
 
     Args:
-        labels, parsing: of the same sentences.
-        best: of `parsing`; none where there are too few arcs.
+        labels, parsing: results on the same sentences.
+        best: best heads of `parsing`; empty if there are too few arcs.
     """
     accuracy = parsing.accuracy().max(-1)
     numbers, says = extremes("arcs", accuracy, ".1%")
@@ -46,7 +46,7 @@ def of_syntax(
             each.relation: {"best head": each.accuracy.mean, "fixed offset": each.baseline}
             for each in best[:RELATIONS]
         }
-        ends = {each.relation: each.accuracy[1:3] for each in best[:RELATIONS]}
+        ends = {each.relation: each.accuracy.ends for each in best[:RELATIONS]}
         picture = pictures.bars(groups, ends, "share of arcs", "", width=WIDTH)
         title = "The best head for a relation"
         says = "Beside the word at one fixed offset. The lines are the 95% intervals over sentences."
@@ -95,11 +95,11 @@ def of_syntax(
 
 
 def of_probes(edges: Sequence[EdgeProbe], trees: Sequence[Structure]) -> Section:
-    """What layers know of parts of speech and of trees.
+    """How well layers show parts of speech and trees.
 
     Args:
-        edges: of the model, and of one with random weights.
-        trees: the same of structural probes.
+        edges: edge probes of the model, and of a model with random weights.
+        trees: the same with structural probes.
     """
     best = "{{{0}/best/score:.3f}} from layer {{{0}/best/layer}}, {{{0}/{1}/0:.3f}} from the embeddings"
     random = "{{{0}/random/score:.3f}} from layer {{{0}/random/layer}}"

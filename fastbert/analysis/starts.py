@@ -1,13 +1,13 @@
 """What pre-training is worth for a task: the same training from three starts.
 
-    frozen          the model's layers and embeddings as they are: the head alone learns, its pooler included
-    random weights  a new model of the same config: all of it learns
-    pre-trained     the model's weights: all of them learn
+    frozen          the model's weights; only the head learns, its pooler included
+    random weights  a new model of the same config; all weights learn
+    pre-trained     the model's weights; all of them learn
 
-Each start learns from the same examples in the same order and is scored on the same others. The head's last
-layer is drawn anew, alike for all. The loop, its optimizer and its order are those of `fastbert.training`:
-AdamW, weight decay 0.01, a learning rate that rises over a tenth of the steps and falls linearly to 0,
-gradients clipped at 1.
+Each start learns from the same examples in the same order, and is scored on the same held-out examples. The
+head's last layer is drawn anew, with the same values for all starts. The loop, its optimizer and its order
+are those of `fastbert.training`: AdamW, weight decay 0.01, a learning rate that rises over a tenth of the
+steps and falls linearly to 0, gradients clipped at 1.
 
 Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.3 and table 1, also for the epochs
 and the batch; the learning rate is one of Devlin et al. 2018, "BERT", sec. 4.1, and the schedule that of
@@ -17,15 +17,13 @@ google-research/bert's run_classifier.py.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, estimate
@@ -36,6 +34,7 @@ from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.training.draws import key_of
 from fastbert.training.loop import Trainer
+from fastbert.training.module import Losses, Results
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stages import Stage
@@ -48,7 +47,7 @@ FROZEN, RANDOM, PRETRAINED = range(len(STARTS))
 class Published(NamedTuple):
     """Scores of bert-base-uncased in percent, in the order of `STARTS`; Kovaleva et al. 2019, table 1.
 
-    Their frozen models score as chance does, so their heads may not have learned either.
+    Their frozen models score as low as chance, so their heads may not have learned either.
     """
 
     task: str
@@ -72,7 +71,7 @@ class Recipe:
     """How each start learns.
 
     Attributes:
-        epochs: how often it sees an example.
+        epochs: number of times that each example is seen.
         batch_size: examples per step.
         lr: the largest learning rate.
     """
@@ -95,14 +94,14 @@ DEFAULT = Recipe()
 
 @dataclass(frozen=True)
 class Starts:
-    """Loss and score of each start on the examples that were held out.
+    """Loss and score of each start on the held-out examples.
 
     Attributes:
         score_name: see `Measure`.
         loss, score: (starts, n), in the order of `STARTS`.
-        baseline: (n,), the score of whoever always says the most frequent label of the others, or their mean.
-        learned_from: how many examples the starts have learned from.
-        steps: of the training.
+        baseline: (n,), the score of always predicting the most frequent training label, or the mean label.
+        learned_from: number of examples that the starts have learned from.
+        steps: number of training steps.
     """
 
     score_name: str
@@ -132,10 +131,10 @@ class _Source:
     examples: Examples
     with_types: bool
 
-    @cached_property
+    @property
     def hash(self) -> str:
-        """Of the examples."""
-        arrays = self.examples.ids, self.examples.starts, self.examples.types, self.examples.labels
+        """Hash of the examples."""
+        arrays = self.examples.ids, self.examples.starts, self.examples.types, self.examples.needed_labels
         return f"{key_of(*(np.ascontiguousarray(array).tobytes().hex() for array in arrays)):032x}"
 
     def plan(self, epoch: int) -> _Plan:
@@ -151,26 +150,20 @@ class _Source:
             "input_ids": self.examples.ids[rows],
             "cu_seqlens": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
             "max_seqlen": int(lengths.max()),
-            "labels": self.examples.labels[numbers],
+            "labels": self.examples.needed_labels[numbers],
         }
         if self.with_types:
             inputs["token_type_ids"] = self.examples.types[rows]
         return Batch(inputs, {"task": len(numbers)}, lengths)
 
 
-class _Task(nn.Module):
-    """What the loop trains; see `fastbert.training.loop`."""
-
-    weights: Mapping[str, float] = {}
-
+class _Task(Losses):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.exports = {"model": model}
+        self.exports, self.weights = {"model": model}, {}
 
-    def forward(
-        self, inputs: dict[str, Any], measure: bool = False
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
         return {"task": self.model(**inputs).loss}, {}
 
 
@@ -185,12 +178,12 @@ def trained(
     """Fine-tune a model on examples, in place, and leave it in eval mode; returns the number of steps.
 
     Args:
-        model: of the parameters those that require gradients learn.
-        examples: with labels as the model takes them.
-        recipe: how.
-        seed: of the order and of dropout.
-        batch_tokens: most tokens that run at a time. A step's batch is cut where it has more; the result
-            depends on it by rounding, and by dropout's draws.
+        model: the model; its parameters that require gradients learn.
+        examples: examples with labels as the model takes them.
+        recipe: how the model learns.
+        seed: seed of the order and of dropout.
+        batch_tokens: most tokens that run at a time. A larger step is cut into micro-batches, which changes
+            the result by rounding and by dropout's draws.
     """
     count, size = len(examples), recipe.batch_size
     longest = int(examples.lengths.max())
@@ -232,17 +225,17 @@ def starts(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Starts:
-    """Train from the three starts on four fifths of the examples, and score on the others.
+    """Train from the three starts on four fifths of the examples, and score on the rest.
 
     Args:
-        model: with a head for the labels; it is not changed.
-        examples: with labels, as `Measure.of` takes them.
+        model: a model with a head for the labels; it is not changed.
+        examples: examples with labels, as `Measure.of` takes them.
         recipe: how each start learns.
-        seed: of the split, the head, the random weights, the order and dropout.
+        seed: seed of the split, the head, the random weights, the order and dropout.
         batch_tokens: most tokens that run at a time.
 
     Raises:
-        TypeError: `model` has no head for classes or numbers of sequences.
+        TypeError: `model` has no head for a class or a number per sequence.
         ValueError: naming the argument, what came and what was expected.
     """
     if not isinstance(model, BertForSequenceClassification):
@@ -274,14 +267,14 @@ def starts(
         measure.score_name,
         loss,
         score,
-        _baseline(known.labels, held_out.labels, measure.score_name),
+        _baseline(known.needed_labels, held_out.needed_labels, measure.score_name),
         len(known),
         steps,
     )
 
 
 def _start(model: BertForSequenceClassification, number: int, seed: int) -> BertForSequenceClassification:
-    """A model to train, of the number's start."""
+    """A model to train, for the start with this number."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = type(model)(model.config)
@@ -297,12 +290,12 @@ def _start(model: BertForSequenceClassification, number: int, seed: int) -> Bert
 
 
 def _is_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter belongs to no part of the encoder, its pooler included."""
+    """Whether a parameter is outside the encoder, which includes the pooler."""
     return not name.startswith(f"{model.base_model_prefix}.")
 
 
 def _baseline(known: np.ndarray, held_out: np.ndarray, score_name: str) -> np.ndarray:
-    """(n,): the score of one answer for all."""
+    """(n,): the score of always giving one answer."""
     if score_name == "accuracy" and known.ndim == 1:
         values, counts = np.unique(known, return_counts=True)
         return (held_out == values[counts.argmax()]).astype(np.float64)

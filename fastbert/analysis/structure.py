@@ -1,14 +1,14 @@
 """Structural probes: whether a linear map of a layer's vectors shows the syntax tree as distances.
 
-For words i and j of a sentence, d_B(i, j)² = ‖B (h_i - h_j)‖² is to be the number of edges between them in
-the tree, and ‖B h_i‖² the depth of i. B (hidden × rank) of each layer minimises |d_tree - d_B²| over the
-square of the sentence's length; of depths the difference over the length. All layers' B are trained as one
-batched product. A word's vector is the mean of its pieces'.
+For words i and j of a sentence, d_B(i, j)² = ‖B (h_i - h_j)‖² should equal the number of edges between them
+in the tree, and ‖B h_i‖² the depth of i. B (hidden × rank) of each layer minimises |d_tree - d_B²| over the
+square of the sentence's length; for depths it minimises the difference over the length. All layers' B are
+trained as one batched product. A word's vector is the mean of its pieces' vectors.
 
-What is scored, without punctuation: UUAS, the share of the tree's edges that the least spanning tree of d_B²
-has; and in how many sentences the word of the least depth is the root. Then Spearman's correlation with the
-tree, of each word's distances, and of the depths of a sentence: means over sentences of each length from 5 to
-50, then over lengths.
+Two scores leave out punctuation: UUAS, the share of the tree's edges that the least spanning tree of d_B²
+has; and the share of sentences in which the word of least depth is the root. Two more are Spearman's
+correlations with the tree, for each word's distances and for the depths of a sentence. They are means over
+sentences of each length from 5 to 50, then over lengths.
 
 Source: Hewitt and Manning 2019, "A Structural Probe for Finding Syntax in Word Representations", sec. 2 to 4.
 """
@@ -32,10 +32,10 @@ LENGTHS = range(5, 51)
 
 
 def tree_distances(heads: np.ndarray) -> np.ndarray:
-    """Edges between all words of a tree: heads (n,), from 1, the root's 0 -> (n, n) int64.
+    """Number of edges between all words of a tree: heads (n,), from 1, the root's 0 -> (n, n) int64.
 
     Raises:
-        ValueError: there is no root, or several.
+        ValueError: there is no root, or more than one.
     """
     n, roots = len(heads), np.flatnonzero(heads == 0)
     if len(roots) != 1:
@@ -54,7 +54,7 @@ def tree_distances(heads: np.ndarray) -> np.ndarray:
 
 
 def check() -> None:
-    """Raise an ImportError, which says how to install it, if there is no SciPy."""
+    """Raise an ImportError with the command that installs SciPy, if it is not installed."""
     try:
         import scipy  # noqa: F401
     except ImportError as error:
@@ -79,7 +79,7 @@ def spanning_trees(distances: np.ndarray) -> np.ndarray:
     finite("distances", distances)
     k, n = distances.shape[:2]
     pairs = (..., *np.triu_indices(n, 1))
-    # ranks from 1, because SciPy takes a weight of 0 for no edge
+    # ranks from 1, because a weight of 0 means no edge to SciPy
     weights = np.zeros(distances.shape, np.int64)
     weights[pairs] = rankdata(distances[pairs], "ordinal", axis=-1)
     edges = [np.transpose(minimum_spanning_tree(each).nonzero()) for each in weights]
@@ -87,7 +87,7 @@ def spanning_trees(distances: np.ndarray) -> np.ndarray:
 
 
 def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Spearman's correlation over the last dimension; NaN where one of them has a NaN or does not vary."""
+    """Spearman's correlation over the last dimension; NaN if an argument has a NaN or does not vary."""
     from scipy.stats import rankdata
 
     # a NaN makes all ranks of its row NaN
@@ -101,15 +101,15 @@ class Structure:
     """How well each layer's vectors show the trees of the tested sentences.
 
     Attributes:
-        found: (layers + 1, sentences) int64, edges of the gold tree that the probe's has too.
-        edges: (sentences,) int64, edges of the gold trees.
-        root: (layers + 1, sentences) bool: whether the word of the least depth is the root.
-        distance_correlation, depth_correlation: (layers + 1, sentences), Spearman's; NaN where undefined.
-        lengths: (sentences,) words.
-        linear_found, linear_correlation: (sentences,): of a chain, where each word is beside the next.
-        sentences: (train, held out, test), how many.
-        rank: of B.
-        seed: of the split, the probes and the intervals.
+        found: (layers + 1, sentences) int64, number of edges that the gold tree and the probe's tree share.
+        edges: (sentences,) int64, number of edges of the gold trees.
+        root: (layers + 1, sentences) bool: whether the word of least depth is the root.
+        distance_correlation, depth_correlation: (layers + 1, sentences), Spearman's; NaN if undefined.
+        lengths: (sentences,) number of words.
+        linear_found, linear_correlation: (sentences,): the same for a chain, which joins neighbours.
+        sentences: numbers of sentences (to train, held out, to test).
+        rank: rank of B.
+        seed: seed of the split, the probes and the intervals.
     """
 
     found: np.ndarray
@@ -137,7 +137,7 @@ class Structure:
         return ratio_interval(self.found[layer], self.edges, seed=self.seed)
 
     def root_accuracy(self) -> np.ndarray:
-        """(layers + 1,): the share of sentences whose root is the word of the least depth."""
+        """(layers + 1,): the share of sentences whose root is the word of least depth."""
         return self.root.mean(1)
 
     def distance_spearman(self) -> np.ndarray:
@@ -149,7 +149,7 @@ class Structure:
         return self._over_lengths(self.depth_correlation)
 
     def linear_spearman(self) -> float:
-        """The distances' in a chain."""
+        """The correlation of the distances in a chain."""
         return float(self._over_lengths(self.linear_correlation[None])[0])
 
     def _over_lengths(self, values: np.ndarray) -> np.ndarray:
@@ -196,7 +196,7 @@ class StructuralProbes(nn.Module):
 
 @dataclass(frozen=True)
 class _Trees:
-    """Sentences as the probes need them: where their words' pieces are, and their trees."""
+    """Sentences for the probes: where their words' pieces are, and their trees."""
 
     sentences: Sequence[Sentence]
     starts: np.ndarray
@@ -231,7 +231,7 @@ class _Trees:
         return apart, depth, torch.tensor(lengths, dtype=torch.float32)
 
     def losses(self, probes: StructuralProbes, states: Tensor, numbers: np.ndarray) -> Tensor:
-        """Of distances, then of depths, of each layer and sentence: (2 x layers, sentences)."""
+        """The losses of distances, then of depths, of each layer and sentence: (2 x layers, sentences)."""
         device = probes.maps.device
         words = self.words(states, numbers, device)
         apart, depth, lengths = (t.to(device) for t in self.distances(numbers))
@@ -241,10 +241,10 @@ class _Trees:
 
 
 def usable_of(sentences: Sequence[Sentence]) -> np.ndarray:
-    """The numbers of the sentences that have an arc.
+    """The numbers of the sentences with an arc.
 
     Raises:
-        ValueError: there are too few for a split.
+        ValueError: there are too few sentences for a split.
     """
     usable = np.flatnonzero([len(sentence.words) > 1 for sentence in sentences])
     if len(usable) < 10:
@@ -268,18 +268,18 @@ def structural_probe(
     """The probes of every layer, on a split of the sentences in 8 : 1 : 1.
 
     Args:
-        states: (layers + 1, rows, hidden), the hidden states of all words' pieces, in their order.
-        sentences: with trees; those of one word are left out.
-        examples: of the same sentences, as `as_examples` returns them.
-        rank: of B, at most hidden.
+        states: (layers + 1, rows, hidden), the hidden states of all words' pieces, in order.
+        sentences: sentences with trees; sentences of one word are left out.
+        examples: what `as_examples` returns for these sentences.
+        rank: rank of B, at most hidden.
         lr: Adam's learning rate.
         batch: sentences per step.
         epochs, patience: as in `Recipe`.
-        seed: of the split, the probes and the intervals.
+        seed: seed of the split, the probes and the intervals.
         device: where the probes learn; `states` may be anywhere.
 
     Raises:
-        ImportError: there is no SciPy.
+        ImportError: SciPy is not installed.
         ValueError: naming the argument, what came and what was expected.
     """
     check()
@@ -336,7 +336,7 @@ def _scored(
             depth = probes.depths(words)[:, 0].double().cpu().numpy()
         gold = tree_distances(heads)
         chain = np.abs(np.subtract.outer(np.arange(len(heads)), np.arange(len(heads))))
-        # of words that are not punctuation
+        # edges between words that are not punctuation
         plain = np.array([tag != "PUNCT" for tag in sentence.upos])
         usual = np.flatnonzero(plain)
         wanted = {
@@ -360,7 +360,7 @@ def _scored(
 
 
 def _mean_known(values: np.ndarray) -> np.ndarray:
-    """(k, n) -> (k,): the mean of those that are no NaN; NaN where all are."""
+    """(k, n) -> (k,): the mean without NaN; NaN if all are NaN."""
     known = ~np.isnan(values)
     total = np.where(known, values, 0).sum(-1)
     return np.divide(total, known.sum(-1), out=np.full(total.shape, np.nan), where=known.any(-1))

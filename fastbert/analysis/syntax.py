@@ -3,18 +3,21 @@
 **Attention by label.** The tokens of nouns, pronouns, verbs, subjects, objects and negations (`LABELS`):
 
     share of attention    mean over an example's rows of the attention to the tokens of a label
-    score                 what a token of the label receives from all other tokens, over the example's length;
-                          of several such tokens the largest; examples without one do not count
+    score                 the attention that a token of the label receives from all other tokens, over the
+                          example's length; the largest if there are several such tokens. Examples without
+                          such a token do not count
 
-**Heads as parsers.** Each other word of a sentence is a candidate, special tokens and the word itself are
-not. Attention to the tokens of a word is summed, from them averaged: A_ij is what word i gives word j. An arc
-from a dependant d to its head h is found, in one of two directions (`DIRECTIONS`), if
+**Heads as parsers.** The candidates for a word's head are all other words of its sentence, without special
+tokens. Attention to the tokens of a word is summed, and attention from them is averaged: A_ij is the
+attention of word i to word j. An arc from a dependant d to its head h is found, in one of two directions
+(`DIRECTIONS`), if
 
     the dependant looks at its head    h = argmax_j A_dj
     the head looks at its dependant    h = argmax_j A_jd
 
 The arc of the root has no head and does not count. An attention head is chosen for a relation on one half of
-the sentences and scored on the other, beside a word at a fixed offset, which is chosen on the same half.
+the sentences and scored on the other half. Its baseline is the word at a fixed offset, chosen on the same
+half.
 
 Source: Kovaleva et al. 2019, "Revealing the Dark Secrets of BERT", sec. 4.2; Clark et al. 2019, "What Does
 BERT Look At?", sec. 4.2.
@@ -48,8 +51,8 @@ ALL = "all"
 class Published(NamedTuple):
     """What Clark et al. found for a relation: its best head, layer-head from 1, and the best fixed offset.
 
-    In shares of the arcs, of bert-base-uncased on the Wall Street Journal with Stanford dependencies. Their
-    head is chosen on the data that it is scored on, and their count of all has the roots.
+    The numbers are shares of the arcs, for bert-base-uncased on the Wall Street Journal with Stanford
+    dependencies. Their head is chosen on the data that it is scored on, and their "all" includes the roots.
     """
 
     relation: str
@@ -58,7 +61,7 @@ class Published(NamedTuple):
     offset: float | None
 
 
-# Universal relation -> the Stanford one that means the same. Their pobj has no counterpart. In the paper
+# Universal relation -> the Stanford relation of the same meaning. Their pobj has no counterpart. In the paper
 # auxpass has no number for an offset; the authors' notebook has 94.1% and 82.5% there.
 PUBLISHED = {
     ALL: Published("all", "7-6", 0.345, 0.263),
@@ -77,9 +80,10 @@ PUBLISHED = {
 def labels_of(sentences: Sequence[Sentence]) -> np.ndarray:
     """Which of `LABELS` each word has, (words of all sentences, labels) bool.
 
-    Nouns are NOUN and PROPN, pronouns PRON, verbs VERB by their part of speech; subjects nsubj, objects obj
-    and iobj by their relation, subtypes included. Negations are words with the feature Polarity=Neg or the
-    older relation neg, and adverbs and determiners (advmod, det) whose form or lemma is in `NEGATIONS`.
+    By part of speech, nouns are NOUN and PROPN, pronouns PRON, and verbs VERB. By relation, subtypes
+    included, subjects are nsubj, and objects are obj and iobj. Negations are words with the feature
+    Polarity=Neg or the older relation neg, and adverbs and determiners (advmod, det) whose form or lemma is
+    in `NEGATIONS`.
     """
     rows = []
     for sentence in sentences:
@@ -101,7 +105,7 @@ def labels_of(sentences: Sequence[Sentence]) -> np.ndarray:
 
 
 def _pieces(examples: Examples, sentences: Sequence[Sentence]) -> tuple[np.ndarray, np.ndarray]:
-    """`pieces_of`, if the examples are those of the sentences."""
+    """`pieces_of`, after a check that the examples belong to the sentences."""
     if len(examples) != len(sentences):
         raise ValueError(f"sentences: expected {len(examples)}, one per example, got {len(sentences)}")
     starts, ends = pieces_of(examples)
@@ -121,11 +125,11 @@ def _pieces(examples: Examples, sentences: Sequence[Sentence]) -> tuple[np.ndarr
 
 @dataclass(frozen=True)
 class AttentionByLabel:
-    """Of each example, layer and head, for each of `LABELS`. Arrays are float32.
+    """Attention per example, layer and head to each of `LABELS`, in float32.
 
     Attributes:
-        to_label: (labels, n, layers, nheads), the mean attention of an example's tokens to those of the
-            label.
+        to_label: (labels, n, layers, nheads), the mean attention of an example's tokens to the label's
+            tokens.
         share: (labels, n), the share of the tokens that have the label.
         score: (labels, n, layers, nheads), the score of the module; NaN in examples without the label.
     """
@@ -135,11 +139,11 @@ class AttentionByLabel:
     score: np.ndarray
 
     def counts(self) -> np.ndarray:
-        """(labels,) examples that have the label."""
+        """(labels,) number of examples with the label."""
         return (self.share > 0).sum(1)
 
     def scores(self) -> np.ndarray:
-        """(labels, layers, nheads): the mean score over the examples that have the label; NaN without any."""
+        """(labels, layers, nheads): the mean score over the examples with the label; NaN without any."""
         known = np.where(np.isnan(self.score), 0, self.score).sum(1, dtype=np.float64)
         counts = self.counts()[:, None, None]
         return np.divide(known, counts, out=np.full(known.shape, np.nan), where=counts > 0)
@@ -156,9 +160,9 @@ def attention_by_label(
 
     Args:
         model: an encoder, or a model with a head.
-        examples: of `treebank.as_examples`.
-        sentences: those that the examples were made of.
-        batch_tokens: most tokens that run at a time. The result depends on it by rounding only.
+        examples: what `treebank.as_examples` returns.
+        sentences: the sentences that the examples were made of.
+        batch_tokens: most tokens that run at a time. It changes the result by rounding only.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -212,16 +216,16 @@ def check_halves(sentences: int) -> None:
 
 
 class Best(NamedTuple):
-    """The attention head for a relation, chosen on one half of the sentences and scored on the other.
+    """The attention head for a relation, chosen on one half of the sentences and scored on the other half.
 
     Attributes:
         relation: as in the treebank, or `ALL`.
-        layer, head: from 0.
+        layer, head: numbers from 0.
         direction: an index into `DIRECTIONS`.
         accuracy: the share of the other half's arcs that it finds, with its 95% bootstrap interval over
             sentences.
-        arcs: of the relation in the other half.
-        offset: that of the head's word from the dependant, in words, that is most frequent in the first half.
+        arcs: number of the relation's arcs in the other half.
+        offset: the most frequent offset, in words from the dependant to its head, in the first half.
         baseline: the share of the other half's arcs with this offset.
     """
 
@@ -237,15 +241,15 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Parsing:
-    """Which arcs the attention heads find. An arc is a word that is no root.
+    """Which arcs the attention heads find. Each word but the root has an arc.
 
     Attributes:
-        sentence: (arcs,) int64, the number of its sentence.
+        sentence: (arcs,) int64, the number of the arc's sentence.
         offset: (arcs,) int64, from the dependant to its head, in words.
         relation: (arcs,) int64, an index into `relations`.
         right: (arcs, layers, nheads, directions) bool.
-        relations: the most frequent first.
-        sentences: their number.
+        relations: names, the most frequent first.
+        sentences: number of sentences.
     """
 
     sentence: np.ndarray
@@ -256,7 +260,7 @@ class Parsing:
     sentences: int
 
     def of(self, relation: str = ALL) -> np.ndarray:
-        """(arcs,) bool: those of a relation.
+        """(arcs,) bool: whether an arc has a relation.
 
         Raises:
             ValueError: no arc has it.
@@ -279,12 +283,12 @@ class Parsing:
         return found
 
     def best(self, *, least: int = 20, seed: int = 0, resamples: int = RESAMPLES) -> list[Best]:
-        """The best head of all arcs, and of each relation; of equals the first. The most frequent come first.
+        """The best head for all arcs, then for each relation, the most frequent first; of a tie the first.
 
         Args:
-            least: fewest arcs of a relation in each half; others are left out.
-            seed: of the halves and of the resamples.
-            resamples: for the intervals.
+            least: fewest arcs of a relation in each half; rarer relations are left out.
+            seed: seed of the halves and of the resamples.
+            resamples: number of resamples for the intervals.
 
         Raises:
             ValueError: there are fewer than 4 sentences, two for each half.
@@ -327,12 +331,12 @@ def parse(
     batch_tokens: int = BATCH_TOKENS,
     max_bytes: int = MAX_BYTES,
 ) -> Parsing:
-    """Which word each attention head takes for the head of each word, compared with the trees.
+    """Compare the word that each attention head looks at most with each word's head in the tree.
 
     Args:
         model: an encoder, or a model with a head.
-        examples: of `treebank.as_examples`.
-        sentences: those that the examples were made of.
+        examples: what `treebank.as_examples` returns.
+        sentences: the sentences that the examples were made of.
         batch_tokens: most tokens that run at a time.
         max_bytes: most memory of attention maps, which exist for one layer and some sentences at a time.
 
@@ -370,7 +374,7 @@ def parse(
 
 
 def check_maps(model: PreTrainedModel, examples: Examples, max_bytes: int) -> None:
-    """Raise a ValueError if `max_bytes` do not hold the maps of the longest example."""
+    """Raise a ValueError if the maps of the longest example exceed `max_bytes`."""
     cell = model.config.num_attention_heads * (8 if model.dtype == torch.float64 else 4)
     check_bytes(max_bytes, int(examples.lengths.max(initial=0)), cell)
 
@@ -380,9 +384,9 @@ class _Some(NamedTuple):
 
     Attributes:
         pieces: (sentences, S, W), 1 where a token belongs to a word.
-        hidden: (sentences, 1, W, W), where the second word is no candidate for the first.
-        numbers: of their arcs, in `Parsing`.
-        sentence, dependant, head: (arcs,) where in these sentences an arc is.
+        hidden: (sentences, 1, W, W) bool, whether the second word is no candidate for the first.
+        numbers: numbers of their arcs, in `Parsing`.
+        sentence, dependant, head: (arcs,) places of the arcs in these sentences.
     """
 
     pieces: Tensor
@@ -411,7 +415,7 @@ class _Parser(Observer):
         self.some: dict[tuple[int, int], _Some] = {}
 
     def _of(self, first: int, last: int, longest: int) -> _Some:
-        """The sentences first to last - 1; the same ones in every layer."""
+        """The sentences first to last - 1; kept, as they are the same in every layer."""
         if (first, last) not in self.some:
             self.some[first, last] = self._made(first, last, longest)
         return self.some[first, last]
@@ -449,14 +453,14 @@ class _Parser(Observer):
 
 
 def merged(maps: Tensor, pieces: Tensor) -> Tensor:
-    """Attention between words: to the tokens of a word it is summed, from them averaged.
+    """Attention between words: summed over the tokens of the word looked at, averaged over those that look.
 
     Args:
         maps: (sentences, nheads, S, S) between tokens.
         pieces: (sentences, S, W), 1 where a token belongs to a word; special tokens belong to none.
 
     Returns:
-        (sentences, nheads, W, W); 0 for words that have no token.
+        (sentences, nheads, W, W); 0 for words without a token.
     """
     pieces = pieces.to(maps.dtype)
     to_words = torch.einsum("bhij,bjw->bhiw", maps, pieces)

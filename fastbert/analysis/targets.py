@@ -1,4 +1,4 @@
-"""What probes are asked: labelled spans of examples, from a treebank or a file of edges."""
+"""The targets of probes: labelled spans of examples, from a treebank or a file of edges."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LABELS = ("upos", "relation")
 
 @dataclass(frozen=True)
 class Targets:
-    """Labelled spans, one or two each, of the tokens of `Examples`.
+    """Targets of one or two labelled spans each, over the tokens of `Examples`.
 
     Attributes:
-        label_names: of the classes.
+        label_names: names of the classes.
         example: (n,) int64, the number of the example of each target, in ascending order.
-        tokens: (n, spans, 2) int64: first row in the arrays of `Examples`, and the one after the last.
+        tokens: (n, spans, 2) int64: first row in the arrays of `Examples`, and end (last row + 1).
         labels: (n, classes) bool.
         types: (n,) int64, the number of the word type of the first span, for a control task.
     """
@@ -57,18 +57,18 @@ class Targets:
         check_finite(states)
 
     def check_labels(self) -> None:
-        """Raise a ValueError that names the first target without one label."""
+        """Raise a ValueError that names the first target that has not exactly one label."""
         many = np.flatnonzero(self.labels.sum(1) != 1)
         if len(many):
             raise ValueError(f"targets[{many[0]}]: expected one label, got {self.labels[many[0]].sum()}")
 
     def spans(self, numbers: np.ndarray) -> Spans:
-        """The targets of these numbers, their spans counted in `rows`."""
+        """The targets with these numbers; their spans are counted in `rows`."""
         bounds = np.searchsorted(self.rows, self.tokens[numbers])
         return Spans(bounds, self.labels[numbers])
 
     def split(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(train, held out, test): numbers of targets, the examples drawn in 8 : 1 : 1.
+        """Numbers of targets (to train, held out, to test); the examples are drawn in 8 : 1 : 1.
 
         Raises:
             ValueError: fewer than 10 examples have a target.
@@ -82,10 +82,11 @@ class Targets:
         part[drawn[:tenth]] = 2
         part[drawn[tenth : 2 * tenth]] = 1
         of_target = part[self.example]
-        return tuple(np.flatnonzero(of_target == i) for i in range(3))
+        train, held_out, test = (np.flatnonzero(of_target == i) for i in range(3))
+        return train, held_out, test
 
     def control(self, seed: int) -> Targets:
-        """The control task: each word type has one label, drawn as often as the labels occur.
+        """The control task: each word type has one label, drawn with the labels' frequencies.
 
         Source: Hewitt and Liang 2019, "Designing and Interpreting Probes with Control Tasks", sec. 2.
         """
@@ -115,10 +116,11 @@ def of_treebank(sentences: Sequence[Sentence], examples: Examples, label: str) -
     """A target per word.
 
     Args:
-        sentences: as `read_conllu` returns them.
-        examples: of the same sentences, as `as_examples` returns them.
-        label: "upos": the part of speech of each word; "relation": the relation of each word to its head,
-            of both words (subtypes such as nsubj:pass count as their type); the root has none.
+        sentences: what `read_conllu` returns.
+        examples: what `as_examples` returns for these sentences.
+        label: "upos": the part of speech of each word. "relation": the relation between each word and its
+            head, with both words as spans (subtypes such as nsubj:pass count as their type); the root has
+            none.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -154,11 +156,11 @@ def of_treebank(sentences: Sequence[Sentence], examples: Examples, label: str) -
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A text of words, and what probes are asked about it.
+    """A text of words, and its targets.
 
     Attributes:
-        words: of the text.
-        spans: per target, one or two (first word, word after the last).
+        words: words of the text.
+        spans: per target, one or two (first word, last word + 1).
         labels: per target, its labels.
         where: the file and the line, for messages.
     """
@@ -176,11 +178,12 @@ def read_edges(path: str | Path, max_examples: int | None = None) -> list[Labell
     """Read the targets of edge probes, in the format of jiant.
 
     A line per text: {"text": words with spaces between, "targets": [{"span1": [first, last + 1], "span2":
-    the same (may be missing), "label": a name or several}]}. All targets of a file have one span, or all two.
+    the same (may be missing), "label": a name or several}]}. Either all targets of a file have one span, or
+    all have two.
 
     Args:
-        path: of the file, in UTF-8.
-        max_examples: most texts, those at the start; None: all.
+        path: path of the file, in UTF-8.
+        max_examples: most texts, from the start of the file; None: all.
 
     Raises:
         ValueError, OSError: naming the file and the line.
@@ -194,10 +197,8 @@ def read_edges(path: str | Path, max_examples: int | None = None) -> list[Labell
         for spans, _ in pairs:
             spans_each = spans_each or len(spans)
             if len(spans) != spans_each:
-                raise ValueError(
-                    f"{where}: a target of {len(spans)} spans; expected {spans_each}, as those before"
-                )
-        spans, labels = (tuple(pair[i] for pair in pairs) for i in range(2))
+                raise ValueError(f"{where}: a target of {len(spans)} spans; expected {spans_each}, as before")
+        spans, labels = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
         found.append(LabelledText(words, spans, labels, where))
         if len(found) == max_examples:
             break
@@ -229,8 +230,11 @@ def _target(where: str, target: Any, words: int) -> tuple[tuple[tuple[int, int],
         span = target.get(key)
         if span is None and key == "span2":
             continue
-        fits = isinstance(span, list) and len(span) == 2 and all(type(i) is int for i in span)
-        if not fits or not 0 <= span[0] < span[1] <= words:
+        if (
+            not isinstance(span, list)
+            or not (len(span) == 2 and all(type(i) is int for i in span))
+            or not 0 <= span[0] < span[1] <= words
+        ):
             raise ValueError(f"{where}: {key}: expected [first, last + 1] of {words} words, got {span!r}")
         spans.append((span[0], span[1]))
     names = target["label"] if isinstance(target["label"], list) else [target["label"]]
@@ -243,8 +247,8 @@ def of_texts(texts: Sequence[LabelledText], examples: Examples) -> Targets:
     """The targets of labelled texts.
 
     Args:
-        texts: as `read_edges` returns them; one target at least.
-        examples: of the same texts, as `treebank.as_examples` returns them.
+        texts: what `read_edges` returns; one target at least.
+        examples: what `treebank.as_examples` returns for these texts.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.

@@ -1,13 +1,13 @@
 """Sentences with trees: files in the CoNLL-U format, and the examples made of them.
 
 A line per word has ten columns with tabs between: ID, FORM, LEMMA, UPOS, XPOS, FEATS, HEAD, DEPREL, DEPS,
-MISC. An empty line ends a sentence; "#" starts a comment. What is no word of the tree is skipped: ranges of
-multi-word tokens (3-4) and empty nodes (3.1).
+MISC. An empty line ends a sentence; "#" starts a comment. Lines that are no word of the tree are skipped:
+ranges of multi-word tokens (3-4) and empty nodes (3.1).
 
-The reader is our own because the package conllu names no lines, takes lines of fewer columns, and checks
-neither the range of HEAD nor circles.
+We do not use the package conllu, because it names no lines in errors, accepts lines with fewer columns, and
+checks neither the range of HEAD nor circles.
 
-Words are numbered from 0 here, and a head is 0 for the root or the number of its word plus 1, as in the file.
+Words are numbered from 0. A head is 0 for the root, else the number of its word plus 1, as in the file.
 
 Source: https://universaldependencies.org/format.html
 """
@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -36,12 +36,12 @@ class Sentence:
     """A tree over the words of a sentence; each attribute has one entry per word.
 
     Attributes:
-        words: as they are written.
+        words: as written.
         upos: universal parts of speech, such as "NOUN".
         heads: (words,) int64: 0 for the root, else the number of the head's word plus 1.
-        relations: to the head, such as "nsubj:pass".
-        lemmas: "_" where the file has none.
-        features: such as "Number=Sing|Polarity=Neg"; "_" where the file has none.
+        relations: relations to the head, such as "nsubj:pass".
+        lemmas: "_" if the file has none.
+        features: such as "Number=Sing|Polarity=Neg"; "_" if the file has none.
     """
 
     words: tuple[str, ...]
@@ -59,8 +59,8 @@ def read_conllu(path: str | Path, max_sentences: int | None = None) -> list[Sent
     """The sentences of a file in the CoNLL-U format.
 
     Args:
-        path: of the file, in UTF-8.
-        max_sentences: most sentences, those at the start; the rest of the file is not read. None: all.
+        path: path of the file, in UTF-8.
+        max_sentences: most sentences, from the start; the rest of the file is not read. None: all.
 
     Raises:
         ValueError, OSError: naming the file and the line.
@@ -79,7 +79,7 @@ def read_conllu(path: str | Path, max_sentences: int | None = None) -> list[Sent
 
 
 def blocks_of(path: str | Path) -> Iterator[list[tuple[int, str]]]:
-    """(number, text) of the lines of one sentence after the other, without comments.
+    """For each sentence, (number, text) of its lines, without comments.
 
     Raises:
         ValueError, OSError: naming the file and the line.
@@ -143,7 +143,7 @@ def _heads(path: Path, rows: list[list[str]], numbers: list[int]) -> np.ndarray:
     if len(roots) != 1:
         number = numbers[roots[1] if len(roots) else 0]
         raise ValueError(f"{path}, line {number}: HEAD: expected one root in a sentence, found {len(roots)}")
-    # each round doubles how far up the tree `above` is; what is not at the root at the end is in a circle
+    # each round doubles how far up the tree `above` reaches; words that never reach the root are in a circle
     above = np.concatenate([[0], heads])
     for _ in range(count.bit_length()):
         above = above[above]
@@ -157,21 +157,31 @@ def _heads(path: Path, rows: list[list[str]], numbers: list[int]) -> np.ndarray:
 # -- examples ------------------------------------------------------------------------------------------------
 
 
-def as_examples(
-    tokenizer: Tokenizer, sentences: Sequence[Sentence], max_length: int | None = None
-) -> Examples:
-    """The examples of sentences, one each; `Examples.words` are the numbers of the sentence's own words.
+class _Words(Protocol):
+    """A `Sentence`, or a `LabelledText` of `targets`."""
 
-    Each word is tokenized by itself. With a byte-level tokenizer, such as RoBERTa's, each one is read as if a
-    space were before it, the first one too, as transformers does under `add_prefix_space`.
+    @property
+    def words(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+
+_W = TypeVar("_W", bound=_Words)
+
+
+def as_examples(tokenizer: Tokenizer, sentences: Sequence[_Words], max_length: int | None = None) -> Examples:
+    """One example per sentence; `Examples.words` has the numbers of the sentence's own words.
+
+    Each word is tokenized by itself. A byte-level tokenizer, such as RoBERTa's, reads each word with a space
+    before it, the first word too, as transformers does with `add_prefix_space`.
 
     Args:
-        tokenizer: as `fastbert.sentences.tokenizer.load_tokenizer` returns it.
-        sentences: as `read_conllu` returns them.
+        tokenizer: what `fastbert.sentences.tokenizer.load_tokenizer` returns.
+        sentences: what `read_conllu` or `targets.read_edges` returns.
         max_length: most tokens of an example, special ones included; None: any number.
 
     Raises:
-        ValueError: naming a sentence that is longer, or has a word of which the tokenizer leaves nothing; see
+        ValueError: naming a sentence that is longer, or has a word for which the tokenizer has no token; see
             `fitting`.
     """
     own, encoded = _encoded(tokenizer, sentences, max_length)
@@ -182,13 +192,11 @@ def as_examples(
     return of_encodings(own, encoded)
 
 
-def fitting(
-    tokenizer: Tokenizer, sentences: Sequence[Sentence], max_length: int | None = None
-) -> list[Sentence]:
-    """The sentences of which `as_examples` makes examples; the others are left out.
+def fitting(tokenizer: Tokenizer, sentences: Sequence[_W], max_length: int | None = None) -> list[_W]:
+    """The sentences without those that `as_examples` refuses.
 
     Args:
-        tokenizer, sentences, max_length: as `as_examples` takes them.
+        tokenizer, sentences, max_length: see `as_examples`.
     """
     _, encoded = _encoded(tokenizer, sentences, max_length)
     both = zip(sentences, encoded, strict=True)
@@ -196,9 +204,9 @@ def fitting(
 
 
 def _encoded(
-    tokenizer: Tokenizer, sentences: Sequence[Sentence], max_length: int | None
+    tokenizer: Tokenizer, sentences: Sequence[_Words], max_length: int | None
 ) -> tuple[Tokenizer, list[Encoding]]:
-    """(the tokenizer without padding and truncation, what it makes of each sentence)."""
+    """(the tokenizer without padding and truncation, each sentence encoded)."""
     if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
         raise ValueError(f"max_length: expected an integer >= 1, got {max_length!r}")
     own = Tokenizer.from_str(tokenizer.to_str())
@@ -210,7 +218,7 @@ def _encoded(
 
 
 def _is_byte_level(step: Any) -> bool:
-    """Whether a pre-tokenizer, as its JSON describes it, turns spaces into letters of words."""
+    """Whether a pre-tokenizer, described by its JSON, turns spaces into letters of words."""
     if isinstance(step, list):
         return any(_is_byte_level(each) for each in step)
     if not isinstance(step, dict):
@@ -218,7 +226,7 @@ def _is_byte_level(step: Any) -> bool:
     return step.get("type") == "ByteLevel" or _is_byte_level(step.get("pretokenizers"))
 
 
-def _problem(sentence: Sentence, encoding: Encoding, max_length: int | None) -> str | None:
+def _problem(sentence: _Words, encoding: Encoding, max_length: int | None) -> str | None:
     if max_length is not None and len(encoding) > max_length:
         return f"{len(encoding)} tokens, expected {max_length} at most: {_start(sentence)}"
     kept = {word for word in encoding.word_ids if word is not None}
@@ -228,8 +236,8 @@ def _problem(sentence: Sentence, encoding: Encoding, max_length: int | None) -> 
     return None
 
 
-def _start(sentence: Sentence) -> str:
-    """A sentence's first words, to find it by."""
+def _start(sentence: _Words) -> str:
+    """A sentence's first words, for messages."""
     return repr(" ".join(sentence.words[:6]) + (" …" if len(sentence) > 6 else ""))
 
 
@@ -237,7 +245,7 @@ def pieces_of(examples: Examples) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of each word, for all words of all examples in their order.
 
     Args:
-        examples: of `as_examples`, or other ones.
+        examples: any examples, such as `as_examples` returns.
 
     Returns:
         (starts, ends), each (words,) int64: the tokens of a word are rows starts[w] to ends[w] of the arrays

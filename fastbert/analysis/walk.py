@@ -1,4 +1,4 @@
-"""Examples through an encoder, batch by batch, with taps in its layers; nothing outlives a batch but sums."""
+"""Examples through an encoder, batch by batch, with taps in its layers; only sums outlive a batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Batch:
         numbers: (batch,) the examples' numbers.
         rows: (total,) the rows of their tokens in the arrays of `Examples`.
         inputs: what the encoder reads.
-        sequence: (total,) int64, on the device: which example of the batch each token belongs to.
-        position: (total,) int64, on the device: which token of its example.
+        sequence: (total,) int64, on the device: each token's example within the batch.
+        position: (total,) int64, on the device: each token's place in its example.
     """
 
     numbers: np.ndarray
@@ -50,7 +50,7 @@ class Batch:
         return self.inputs.packing.cu_seqlens.diff().long()
 
     def on_device(self, values: np.ndarray) -> Tensor:
-        """What belongs to the examples' tokens, (total of all examples, …) -> (total, …)."""
+        """The batch's rows of an array over all tokens, (total of all examples, …) -> (total, …)."""
         return torch.from_numpy(np.ascontiguousarray(values[self.rows])).to(self.sequence.device)
 
     def check(self, hidden: Tensor) -> None:
@@ -64,13 +64,13 @@ class Batch:
             )
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of each example's rows: (total, …) -> (batch, …)."""
+        """Sums over each example's rows: (total, …) -> (batch, …)."""
         flat = values.reshape(len(values), -1)
         found = torch.segment_reduce(flat, "sum", lengths=self.lengths, unsafe=True)
         return found.reshape(len(self), *values.shape[1:])
 
     def means(self, values: Tensor) -> Tensor:
-        """Of each example's rows: (total, …) -> (batch, …)."""
+        """Means over each example's rows: (total, …) -> (batch, …)."""
         return self.sums(values) / self.lengths.view(-1, *(1,) * (values.dim() - 1))
 
 
@@ -80,10 +80,10 @@ def batches(
     """All examples, the longest first.
 
     Args:
-        model: whose encoder will read them.
-        examples: checked here against the model.
-        batch_tokens: most tokens of a batch; what is longer is a batch of its own.
-        in_a_row: so many examples stay together and in order, which divides their number.
+        model: the model whose encoder will read them.
+        examples: the examples; they are checked against the model.
+        batch_tokens: most tokens of a batch; a longer example is a batch of its own.
+        in_a_row: number of consecutive examples that stay together; it divides the number of examples.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -116,7 +116,7 @@ def encode(
 
     Args:
         model: an encoder, or a model with a head.
-        batch: of `batches`.
+        batch: a batch that `batches` yields.
         taps: see `fastbert.layers.taps`.
         gates: (layers, nheads) factors of the heads' outputs, or None.
 
@@ -133,20 +133,20 @@ def encode(
 
 
 def check_heads(model: PreTrainedModel) -> None:
-    """Raise ValueError if layers have other heads than the config's: arrays have one place per head."""
+    """Raise ValueError if heads were pruned: arrays have one place per head of the config."""
     if any(kept is not None for kept in model.config.kept_heads()):
         raise ValueError("model: expected all heads in all layers, but it has config pruned_heads")
 
 
 def encoded(model: TaskModel, hidden: Tensor, inputs: Inputs) -> Encoded:
-    """What a head reads, from the last hidden states (total, hidden) of `inputs`."""
+    """The input of a head, from the last hidden states (total, hidden) of `inputs`."""
     first = model.reads_first_only
     return Encoded(inputs.packing.first_rows(hidden) if first else hidden, inputs, None, None, first)
 
 
 @contextlib.contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, its parameters without gradients; all of it as before at the end."""
+    """A block with the model in eval mode and its parameters without gradients; the end restores both."""
     modes = {module: module.training for module in model.modules()}
     trained = [p for p in model.parameters() if p.requires_grad]
     model.eval()
@@ -165,14 +165,14 @@ def native(model: nn.Module) -> PreTrainedModel:
     """A model of this package around the tensors of `model`, which is not changed.
 
     Args:
-        model: one of this package's, which is returned as it is; or one of transformers, stock or
+        model: a model of this package, which is returned unchanged; or a model of transformers, stock or
             accelerated, of a family that this package has.
 
     Raises:
         TypeError: it is neither.
         ValueError: its config or its head is not supported; the message names it.
     """
-    if type(model).__mro__ and issubclass(type(model), PreTrainedModel):
+    if isinstance(model, PreTrainedModel):
         return model
     if not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         raise TypeError(f"model: expected a model of fastbert or of transformers, got {type(model).__name__}")

@@ -41,7 +41,7 @@ def line(example=1, layer=1, head=1, pattern="a"):
         (line(layer=-1), "layer: expected an integer from 0 to 2, got -1"),
         (line(head=True), "head: expected an integer from 0 to 3, got True"),
         (line(pattern=[1]), r"pattern: expected one of a, b, c, got \[1\]"),
-        (line(0, 0, 0), "line 2: example 0, layer 0, head 0 again, which line 1 has"),
+        (line(0, 0, 0), "line 2: example 0, layer 0, head 0 again; line 1 has it too"),
     ],
 )
 def test_a_mistake_names_its_line(tmp_path, text, expected):

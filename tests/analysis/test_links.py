@@ -145,7 +145,7 @@ def test_bad_input(tokenizer, examples):
     one_span = replace(targets, tokens=targets.tokens[:, :1])
     with pytest.raises(ValueError, match="targets: a link has two spans, got targets of 1"):
         links(ours, examples, one_span)
-    with pytest.raises(ValueError, match="targets: expected those of these 2 examples, got others"):
+    with pytest.raises(ValueError, match="targets: expected targets of these 2 examples, got others"):
         links(ours, examples.chosen([0, 1]), targets)
     itself = labelled([("it rained", [((0, 1), (0, 1))])])
     few = as_examples(tokenizer, itself)

@@ -380,7 +380,7 @@ def target(**values) -> str:
         (target(span1=[0, 3]), r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[0, 3\]"),
         (target(span1=[1, 1]), r"line 2: span1: expected \[first, last \+ 1\] of 2 words, got \[1, 1\]"),
         (target(label=3), "line 2: label: expected a name or a list of names, got 3"),
-        (target(span2=[0, 1]), "line 2: a target of 2 spans; expected 1, as those before"),
+        (target(span2=[0, 1]), "line 2: a target of 2 spans; expected 1, as before"),
     ],
 )
 def test_edges_that_are_none(tmp_path, line, message):
