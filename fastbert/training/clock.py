@@ -35,8 +35,7 @@ class Clock:
         self._steps += 1
         self._tokens += counts["tokens"]
         self._sequences += counts["sequences"]
-        if hasattr(module, "work"):
-            self._work += sum(module.work(batch) for batch in micro)
+        self._work += sum(module.work(batch) for batch in micro)
 
     @property
     def tokens_per_second(self) -> float:

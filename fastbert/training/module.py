@@ -39,5 +39,5 @@ class Losses(nn.Module):
         raise NotImplementedError
 
     def work(self, batch: Batch) -> float:
-        """Floating-point operations of a training step on a micro-batch (training/work.py)."""
-        raise NotImplementedError
+        """Floating-point operations of a training step on a micro-batch (training/work.py); 0 if unknown."""
+        return 0.0
