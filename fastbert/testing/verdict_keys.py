@@ -13,7 +13,8 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -142,19 +143,67 @@ def source_hash(op: str, backend: str, package: Path = PACKAGE) -> str:
 
 @cache
 def kernel_hash(op: str, backend: str, package: Path = PACKAGE) -> str:
-    """Hash of the kernel's files and of those they import; of CUDA's as the extension was built from them."""
+    """Hash of the code of the kernel's files and of those they import; see `code`.
+
+    For CUDA it has the hash of the sources that the extension was built from.
+    """
     built = dict(part.split("=") for part in getattr(loader.extension, "cuda_sources", "").split(";") if part)
     # feed_forward's products are linear's
     family = {"feed_forward": "linear"}.get(op, op)
-    return _hash(_kernel(op, backend, package), built.get(family, "") if backend == "cuda" else "")
+    more = built.get(family, "") if backend == "cuda" else ""
+    return _hash(_kernel(op, backend, package), more, lambda text: code(text).encode())
 
 
-def _hash(files: Iterable[Path], more: str = "") -> str:
+def _hash(files: Iterable[Path], more: str = "", part: Callable[[bytes], bytes] = bytes) -> str:
     digest = hashlib.sha256(more.encode())
     for path in files:
         with contextlib.suppress(OSError):
-            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+            digest.update(f"{path.name}\0".encode() + part(path.read_bytes()) + b"\0")
     return digest.hexdigest()
+
+
+def code(source: bytes) -> str:
+    """What Python executes of a file, alike for every Python version.
+
+    Comments, docstrings and unused imports are left out, and so are annotations. A decorated function keeps
+    its annotations, because Triton reads them.
+    """
+    tree = ast.parse(source)
+    body = _rendered([node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))])
+    used = set(re.findall(r"id='(\w+)'", body))
+    imports = []
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
+            place = getattr(node, "module", None)
+            imports += [f"{place}:{a.name}:{a.asname}" for a in names]
+    return "\n".join([*sorted(imports), body])
+
+
+def _is_text(node: object) -> bool:
+    """Whether a statement is a docstring, or a text like one."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+_NO_CODE = {"annotation", "returns", "type_comment", "type_params", "ctx", "kind"}
+
+
+def _rendered(node: object, annotated: bool = False) -> str:
+    if isinstance(node, list):
+        return f"[{', '.join(_rendered(each, annotated) for each in node if not _is_text(each))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        annotated = isinstance(node, ast.FunctionDef) and bool(node.decorator_list)
+    kept = {k: v for k, v in fields.items() if v not in (None, []) and (annotated or k not in _NO_CODE)}
+    kept.pop("ctx", None)
+    inner = ", ".join(f"{name}={_rendered(value, annotated)}" for name, value in kept.items())
+    return f"{type(node).__name__}({inner})"
 
 
 # Where they are not named after the op: the files in ops/ that make the contract and the reference, and those

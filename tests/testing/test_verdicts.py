@@ -156,9 +156,39 @@ def test_the_source_that_a_verdict_depends_on(tmp_path):
         ("testing/op_cases/linear.py", False, False),
     ):
         before = hashes()
-        (package / file).write_text((package / file).read_text() + "# another line\n")
+        (package / file).write_text((package / file).read_text() + "another = 1\n")
         changed = [a != b for a, b in zip(before, hashes(), strict=True)]
         assert changed == [of_kernel, of_check], file
+
+
+def test_words_and_annotations_change_no_proof():
+    """What Triton reads counts: the annotations of a decorated function."""
+    before = """'Words.'
+from typing import Any
+import triton
+def f(x: Any, *, y=1) -> int:
+    'Words.'
+    z = x  # words
+    return z
+@triton.jit
+def g(x, N: tl.constexpr):
+    return x
+"""
+    for old, new, same in (
+        ("Words.", "Other words.", True),
+        ("# words", "", True),
+        ("from typing import Any\n", "", True),
+        ("x: Any", "x", True),
+        (" -> int", "", True),
+        ("N: tl.constexpr", "N", False),
+        ("y=1", "y=2", False),
+        ("return z", "return x", False),
+        ("import triton", "import other as triton", False),
+        ("@triton.jit\n", "", False),
+    ):
+        assert old in before
+        after = before.replace(old, new)
+        assert (verdict_keys.code(after.encode()) == verdict_keys.code(before.encode())) is same, old
 
 
 def test_a_tuned_table_changes_the_verdicts_of_its_entries_alone(tmp_path, monkeypatch):
