@@ -34,20 +34,6 @@ class AutoConfig:
         return EncoderConfig(model_type, **kwargs)
 
 
-class AutoModel(BertModel):
-    """Chooses the family's class by `model_type`: `AutoModel.from_pretrained(path)`,
-    `AutoModel.from_config(config)`; there are no instances.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError("AutoModel: use from_pretrained(path) or from_config(config)")
-
-    @classmethod
-    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
-        """The class of `config`'s family."""
-        return class_of(config.family, "Model")
-
-
 class AutoTaskModel(PreTrainedModel):
     """Chooses the family's class by `model_type`: `from_pretrained(path)`, `from_config(config)`.
 
@@ -73,6 +59,10 @@ class AutoTaskModel(PreTrainedModel):
                 f"expected one of {', '.join(have)}"
             )
         return found
+
+
+class AutoModel(AutoTaskModel, BertModel):
+    """Chooses the encoder class by `model_type`."""
 
 
 class AutoModelForMaskedLM(AutoTaskModel, BertForMaskedLM):

@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from fastbert.runtime import prepared
 if TYPE_CHECKING:
     from typing import Self
 
-    from fastbert.models.bert import BertModel
     from fastbert.models.outputs import ModelOutput
 
 
@@ -84,8 +83,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return self.family.prefix
 
     @property
-    def base_model(self) -> BertModel:
-        """The encoder."""
+    def base_model(self) -> Any:
+        """The encoder, a `BertModel`."""
         return self._modules[self.base_model_prefix]
 
     @property
@@ -148,8 +147,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                     child.weight[child.padding_idx].zero_()
             elif isinstance(child, nn.LayerNorm):
                 child.weight.fill_(1.0)
-            bias = getattr(child, "bias", None)
-            if bias is not None:
+            if (bias := getattr(child, "bias", None)) is not None:
                 bias.zero_()
 
     def post_init(self) -> None:
@@ -438,14 +436,6 @@ def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
 
     vars(limited)["__signature__"] = signature.replace(parameters=[own, *shown])
     return limited
-
-
-@overload
-def class_of(family: Family, task: Literal["Model"]) -> type[BertModel]: ...
-
-
-@overload
-def class_of(family: Family, task: str) -> type[PreTrainedModel] | None: ...
 
 
 def class_of(family: Family, task: str) -> type[PreTrainedModel] | None:

@@ -188,12 +188,10 @@ class EncoderConfig(Keys):
         """A config from config.json's content; `overrides` override its keys."""
         if not isinstance(values, dict):
             raise TypeError(f"config: expected a JSON object, got {type(values).__name__}")
-        merged = copy.deepcopy(values)
-        if "id2label" in merged:
-            merged.pop("num_labels", None)
+        left_out = {"num_labels"} if "id2label" in values else set()
         if "num_labels" in overrides and "id2label" not in overrides:
-            for key in ("id2label", "label2id"):
-                merged.pop(key, None)
+            left_out |= {"id2label", "label2id"}
+        merged = {key: copy.deepcopy(value) for key, value in values.items() if key not in left_out}
         merged.update(overrides)
         if "model_type" not in merged:
             raise ValueError(f"config model_type: missing; expected one of {', '.join(FAMILIES)}")

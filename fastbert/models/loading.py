@@ -313,19 +313,9 @@ class Loadable(nn.Module):
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
     family = family_of(overrides.get("model_type", content.get("model_type")))
-    known = {
-        *DEFAULTS,
-        *content,
-        "fixed_heads",
-        "pruned_heads",
-        "intermediate_sizes",
-        "model_type",
-        "num_labels",
-        "id2label",
-        "label2id",
-    }
-    known |= {*family.aliases, *family.defaults}
-    unknown = sorted(set(overrides) - known)
+    known = {"fixed_heads", "pruned_heads", "intermediate_sizes", "model_type", "num_labels", "id2label"}
+    known |= {"label2id", *DEFAULTS, *content, *family.aliases, *family.defaults}
+    unknown = sorted(overrides.keys() - known)
     if unknown:
         raise TypeError(
             f"from_pretrained: unexpected arguments {unknown}: no argument and no config key of this model"

@@ -41,7 +41,6 @@ class Lookalike:
 class _Facade(type):
     """The type of facades. Constructing or subclassing a facade makes an object of our own class instead."""
 
-    # The class behind the facade
     __own__: type
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:

@@ -38,14 +38,11 @@ SIMILARITIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 def matrix(name: str, vectors: Vectors) -> torch.Tensor:
     """(rows, width) of a floating-point dtype; a single vector becomes one row."""
+    first = vectors[0] if isinstance(vectors, (list, tuple)) and vectors else None
     try:
         if isinstance(vectors, torch.Tensor):
             rows = vectors
-        elif (
-            isinstance(vectors, (list, tuple))
-            and vectors
-            and isinstance(vectors[0], (torch.Tensor, np.ndarray))
-        ):
+        elif isinstance(first, (torch.Tensor, np.ndarray)):
             rows = torch.stack([torch.as_tensor(row) for row in vectors])
         else:
             rows = torch.tensor(vectors)

@@ -28,6 +28,7 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
 
 if TYPE_CHECKING:
+    from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
 
 # encoder -> what is called in its place, for the calls of this context: `fastbert.graph`
@@ -183,7 +184,7 @@ class TaskModel(PreTrainedModel):
                 f"config model_type: {self.config.model_type!r} has no head {self.task!r}; "
                 f"expected one of {', '.join(self.model_types)}"
             )
-        encoder = class_of(self.family, "Model")
+        encoder: Any = class_of(self.family, "Model")
         self.add_module(
             self.base_model_prefix, encoder(self.config, add_pooling_layer=self.reads_pooler(self.family))
         )
@@ -192,6 +193,11 @@ class TaskModel(PreTrainedModel):
     def reads_pooler(family: Family) -> bool:
         """Whether the head reads the pooler's output, so that the encoder needs one."""
         return False
+
+    @property
+    def base_model(self) -> BertModel:
+        """The encoder."""
+        return self._modules[self.base_model_prefix]
 
     @property
     def num_labels(self) -> int:
