@@ -97,8 +97,8 @@ def _is_int8(item: Stored | None) -> bool:
 def check_mathematics(config: Any, files: list[Path]) -> None:
     """Refuse a config.json from another save than the weights', if the weights name the config of their save.
 
-    A config that agrees with the weights is right, whatever config.json says. If config.json agrees with the
-    weights, any config is right: the caller has overridden keys.
+    A config that agrees with the weights is accepted with any config.json. If config.json agrees with the
+    weights, any config is accepted, because the caller has overridden keys.
     """
     for file in files:
         stamp = read_stamp(file) if file.suffix == ".safetensors" else None

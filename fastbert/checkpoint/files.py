@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
 
 
 class Stamp(NamedTuple):
-    """What a file of weights says about the config that they were saved with.
+    """The entry of a weights file that identifies the config of its save.
 
     Attributes:
         config: SHA-256 of config.json, hexadecimal.
@@ -67,7 +67,7 @@ def cause(error: BaseException) -> str:
 
 
 def listed(keys: Iterable[str], most: int = 20) -> str:
-    """Keys as messages show them: the first ones, and how many more there are."""
+    """The first `most` keys, and the number of further keys, as messages show them."""
     keys = list(keys)
     rest = f" … and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(keys[:most]) + rest
@@ -215,7 +215,7 @@ def _beside(place: Path, kind: str, tag: str) -> Path:
 
 
 def _settle(place: Path) -> None:
-    """Remove what killed processes have left beside a place; put back a directory that one had moved away."""
+    """Remove what killed calls have left beside a place; put back a directory that one had moved away."""
     for left in sorted(place.parent.glob(f".{glob.escape(place.name)}.*.tmp")):
         kind, _, tag = left.name[len(place.name) + 2 : -len(".tmp")].partition(".")
         if kind not in ("new", "old", "gone") or not is_dead(tag):
@@ -299,7 +299,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file in one step: what was there stays whole if the disk is full.
+    """Write a file in one step: the old file stays whole if the disk is full.
 
     Raises:
         CheckpointError: naming the file.
@@ -324,7 +324,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read_stamp(file: Path) -> Stamp | None:
-    """What a safetensors file says about the config of its weights; None if other software wrote the file.
+    """The stamp in a safetensors file; None if other software wrote the file.
 
     Raises:
         CheckpointError: the file cannot be read, or its entry is not one that this package writes.
@@ -380,7 +380,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _config_digest(directory: Path) -> str | None:
-    """Digest of the config with which a directory's weights were saved; None if they do not say."""
+    """Digest of the config with which a directory's weights were saved; None if they have no stamp."""
     file = directory / SAFETENSORS
     try:
         if not os.path.lexists(file):

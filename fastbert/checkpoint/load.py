@@ -12,6 +12,7 @@ Loading has four steps, and only the last one changes the module:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class LoadReport:
 
     Attributes:
         files: the files read.
-        missing: the module's keys that no file holds (a fresh head); empty for a complete checkpoint.
+        missing: the module's keys that no file holds (of a fresh head); empty for a complete checkpoint.
         unused: stored keys that the module lacks, which are those of other heads, training aids and, without
             `strict`, unknown keys.
         mismatched: (key, shape in the file, shape in the module) of the weights that were not loaded because
@@ -76,7 +77,7 @@ def load_weights(
             warning; False refuses it.
         ignore_mismatched_sizes: True initialises a weight whose shape differs from the file's, with one
             warning that names it; False refuses it.
-        use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
+        use_safetensors: True reads only safetensors, False only .bin, None safetensors or else .bin.
         state_dict: tensors to load; no file is read then.
         strict: False leaves out keys that are not known, with one warning; True refuses them.
 
@@ -151,12 +152,9 @@ def check_depth(
         CheckpointError: naming the config key, or what is wrong with the files.
         TypeError: `state_dict` is no dictionary of tensors.
     """
-    family, layers, keys = config.family, config.num_hidden_layers, ["num_hidden_layers"]
-    if family.shared_layers:
-        layers, keys = (
-            config.num_hidden_groups * config.inner_group_num,
-            ["num_hidden_groups", "inner_group_num"],
-        )
+    family = config.family
+    keys = ["num_hidden_groups", "inner_group_num"] if family.shared_layers else ["num_hidden_layers"]
+    layers = math.prod(getattr(config, key) for key in keys)
     if layers <= _FEW_LAYERS:
         return
     files, stored = weights_of(directory, use_safetensors, state_dict)

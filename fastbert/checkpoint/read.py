@@ -67,8 +67,8 @@ def read_weights(
 ) -> tuple[list[Path], dict[str, Stored]]:
     """(files read, key as stored -> tensor).
 
-    The first that is there is read: model.safetensors, its shards, pytorch_model.bin, its shards.
-    `use_safetensors` True means only the first two, False only the last two.
+    The first that exists is read: model.safetensors, its shards, pytorch_model.bin, its shards.
+    `use_safetensors` True allows only safetensors, False only .bin.
     """
     layouts = [(SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)]
     if use_safetensors is not None:
@@ -152,7 +152,7 @@ def _open_bin(file: Path) -> dict[str, Tensor]:
         else:
             problem = f"refused: its pickle asks for more than tensors, which would run code: {reason[0]}"
         raise CheckpointError(f"{file}: {problem}") from error
-    except Exception as error:  # RuntimeError, EOFError, ValueError…: whatever a damaged archive leads to
+    except Exception as error:  # RuntimeError, EOFError, ValueError…: a damaged archive can raise any
         raise CheckpointError(f"{file}: truncated, or not a PyTorch file: {cause(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a dictionary of tensors, got {type(content).__name__}")

@@ -132,7 +132,7 @@ def _config_text(model: Any, state: dict[str, Tensor]) -> str:
     values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
     dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
     values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
-    values.pop("quantization_config", None)  # the weights say what is true, not the file the config is from
+    values.pop("quantization_config", None)  # the weights decide, not the config
     if quantization.is_quantized(model):
         values["quantization_config"] = dict(quantization.CONFIG)
     if "torch_dtype" in values:  # the same key before transformers 5
@@ -281,7 +281,7 @@ def _flush_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _workplace(directory: Path) -> Iterator[Path]:
-    """A hidden folder beside the files, from which they are renamed into place; its name has `own_tag`."""
+    """A hidden folder, from which files are renamed into place; its name contains `own_tag`."""
     folder = directory / f"{SAVING}{own_tag()}"
     folder.mkdir()
     try:
@@ -292,7 +292,7 @@ def _workplace(directory: Path) -> Iterator[Path]:
 
 
 def _is_needed(directory: Path, folder: Path) -> bool:
-    """Whether config.json does not belong to the weights, and the folder holds the one that does."""
+    """Whether config.json does not belong to the weights, and the folder holds the config that does."""
     config = directory / CONFIG
     return config.is_file() and config_of_weights(directory, [folder]) != config.read_bytes()
 

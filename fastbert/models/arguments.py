@@ -65,7 +65,7 @@ SAVING: dict[str, tuple[tuple, str]] = {
 
 
 def check_loading(given: dict[str, Any]) -> None:
-    """Refuse a value of `from_pretrained`'s arguments that asks for anything but what is done anyway.
+    """Refuse a value of `from_pretrained`'s arguments that asks for another behaviour.
 
     Raises:
         ValueError: naming the argument, what came, what was expected and the reason.

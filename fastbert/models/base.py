@@ -1,4 +1,4 @@
-"""What all models share apart from their mathematics: construction, initialisation, ties, small accessors.
+"""All that models share apart from their mathematics: construction, initialisation, ties, small accessors.
 
 Reading and writing files is in `loading.py`.
 """
@@ -35,12 +35,12 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         config: the EncoderConfig.
         base_model_prefix: name of the encoder inside a model with a head ("bert").
         accepts_loss_kwargs, main_input_name, input_modalities, supports_gradient_checkpointing, model_tags:
-            what transformers' Trainer and pipelines ask a model for.
+            read by transformers' Trainer and pipelines.
     """
 
     looks_like = ("transformers.modeling_utils", "PreTrainedModel")
     task: ClassVar[str] = "Model"  # last part of HuggingFace's class name
-    # the loss is a mean over the batch: the Trainer divides it by the steps it accumulates
+    # The loss is a mean over the batch, so the Trainer divides it by the steps that it accumulates
     accepts_loss_kwargs: ClassVar[bool] = False
     main_input_name: ClassVar[str] = "input_ids"
     input_modalities: ClassVar[str] = "text"
@@ -98,16 +98,16 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return _first_parameter(self).dtype
 
     def as_output(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """`output`, or its tuple where `return_dict`, or else the config, says False."""
+        """`output`, or its tuple if `return_dict` is False; None takes the config's value."""
         wanted = self.config.return_dict if return_dict is None else return_dict
         return output if wanted else output.to_tuple()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the parameters and 8-bit weights (which are buffers) hold; tied ones count once.
+        """The number of elements in parameters and 8-bit weights (which are buffers); tied ones count once.
 
         Args:
             only_trainable: count only parameters that require a gradient.
-            exclude_embeddings: do not count those of nn.Embedding.
+            exclude_embeddings: do not count the tables of nn.Embedding.
         """
         tables = (m.weight for m in self.modules() if isinstance(m, nn.Embedding))
         left_out = {id(table) for table in tables} if exclude_embeddings else ()
@@ -129,7 +129,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             dtype: "int8".
 
         Raises:
-            TypeError, ValueError: naming the argument or the layer; nothing is changed then.
+            TypeError, ValueError: naming the argument or the layer; the model is unchanged.
         """
         quantization.quantize(self, dtype)
         return self
@@ -157,7 +157,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         self.tie_weights()
 
     def tied_weights(self) -> dict[str, str]:
-        """Tied parameter -> the parameter it shares, both by name; empty where nothing is tied."""
+        """Tied parameter -> the parameter it shares, both by name; empty if none is tied."""
         return {}
 
     def tie_weights(self) -> None:
@@ -324,7 +324,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """`is_activation_checkpointing` under its older name."""
         return self.is_activation_checkpointing
 
-    # -- what transformers' Trainer and pipelines ask for ----------------------------------------------------
+    # -- for transformers' Trainer and pipelines -------------------------------------------------------------
 
     @property
     def name_or_path(self) -> str:
@@ -333,11 +333,11 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     @property
     def _keys_to_ignore_on_save(self) -> list[str] | None:
-        # the Trainer ties the weights again where a checkpoint lacks exactly these
+        # The Trainer ties the weights again if a checkpoint lacks exactly these
         return list(self.tied_weights()) or None
 
     def is_custom_code(self) -> bool:
-        """Whether the class is none of transformers' own: peft asks before it renames keys."""
+        """Whether the class is outside transformers, so that peft does not rename its keys."""
         return True
 
     def can_generate(self) -> bool:
@@ -353,7 +353,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """Refused: uploading is huggingface_hub's.
 
         Raises:
-            NotImplementedError: always, saying how to upload.
+            NotImplementedError: always; the message explains how to upload.
         """
         raise NotImplementedError(
             "push_to_hub: not part of this package; call save_pretrained(directory), then "
@@ -375,10 +375,10 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     @prepared.plain_train
     def train(self, mode: bool = True) -> Self:
-        """Set training mode; if a module's mode changes, forget what was derived from the weights.
+        """Set training mode; if a module's mode changes, drop what was derived from the weights.
 
         Raises:
-            RuntimeError: training mode for a quantised model; nothing is changed then.
+            RuntimeError: training mode for a quantised model, which is unchanged.
         """
         if mode:
             quantization.check_trainable(self, "train")

@@ -176,16 +176,16 @@ class BertModel(PreTrainedModel):
                 another; the last entry is total. Tokens then have one dimension, (total,) instead of
                 (batch, seqlen), in all arguments and results; attention_mask is None or 4-D, with
                 max_seqlen for seqlen. Positions are counted from each sequence's start.
-            max_seqlen: beside cu_seqlens: the longest length, or more. None: the longest, read from
+            max_seqlen: with cu_seqlens, the longest length or more. None reads the longest length from
                 cu_seqlens (not under `torch.compile`).
             causal: whether a token attends only to itself and the tokens before it. None: config is_decoder.
             first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
                 last_hidden_state is (batch, 1, hidden). The last layer then computes only those rows, also in
                 training, unless hidden states or attentions are asked for, or that layer or a part of it has
                 hooks.
-            packed: for the task heads: return (hidden, hidden states, probabilities, Inputs), all of them
-                packed, the second and third None if not asked for. hidden is (rows, hidden), with
-                `first_token_only` (batch, hidden); the hidden states are (rows, hidden) either way.
+            packed: whether to return (hidden, hidden states, probabilities, Inputs) for task heads, all
+                packed; hidden states and probabilities are None if not asked for. hidden is (rows, hidden),
+                with `first_token_only` (batch, hidden); the hidden states are (rows, hidden) either way.
 
         Returns:
             last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states,

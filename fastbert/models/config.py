@@ -17,7 +17,7 @@ from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, che
 from fastbert.models.families import FAMILIES, family_of
 from fastbert.ops.activation import SPELLINGS
 
-# What transformers answers for keys that a config.json need not have
+# Values in transformers of keys that a config.json may lack
 _ABSENT: dict[str, Any] = {
     "architectures": None,
     "bos_token_id": None,
@@ -149,7 +149,7 @@ class EncoderConfig(Keys):
 
         A save writes them beside the weights, and loading compares them with config.json. Sizes are left out,
         because the weights' shapes are checked against them. Dropout, labels, the problem type, the dtype and
-        the form of outputs are left out too: those may be edited by hand.
+        the form of outputs are left out too, because they may be edited by hand.
         """
         values = {
             "model_type": self.model_type,
@@ -281,7 +281,7 @@ class EncoderConfig(Keys):
         path.mkdir(parents=True, exist_ok=True)
         self.to_json_file(path / files.CONFIG)
 
-    # -- what transformers' Trainer, pipelines and accelerate ask for ----------------------------------------
+    # -- for transformers' Trainer, pipelines and accelerate -------------------------------------------------
 
     @property
     def name_or_path(self) -> str:

@@ -1,4 +1,4 @@
-"""The keys of a config that this package acts on: BERT's defaults, and what is checked."""
+"""The keys of a config that this package acts on: BERT's defaults, and the checks."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class DeferredTensor(Tensor):
         )
         self._name, self._compute, self._value = name, compute, None
         if requires_grad:
-            # A gradient arrives here only if an autograd.Function took the deferred tensor itself
+            # A gradient arrives here only if an autograd.Function takes the deferred tensor itself
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient(name))
         return self
@@ -95,7 +95,7 @@ class DeferredTensor(Tensor):
         if func in _ASKS_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        # DDP asks, and must not compute it
+        # DDP reads grad_fn, which must not compute the tensor
         if func == _GRAD_FN and not args[0].is_computed:
             return None
         args, given = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
@@ -126,11 +126,11 @@ _ASKS_NO_ELEMENT = frozenset(
 
 def _refuse_gradient(name: str) -> Callable[[Tensor | None], None]:
     def refuse(gradient: Tensor | None) -> None:
-        # DDP's function passes every output on, used or not
+        # DDP's function passes every output on, also one that no loss uses
         if gradient is None:
             return
         raise RuntimeError(
-            f"{name}: an autograd.Function took the deferred tensor, past which no gradient goes; pass "
+            f"{name}: an autograd.Function took the deferred tensor, which passes no gradient on; pass "
             "output_logits=True to compute them in forward"
         )
 
@@ -138,7 +138,7 @@ def _refuse_gradient(name: str) -> Callable[[Tensor | None], None]:
 
 
 class NotComputed:
-    """What a compiled training forward returns as logits: any use raises an error that says why."""
+    """The logits of a compiled training forward: any use raises an error with the reason."""
 
     def __init__(self, name: str):
         self._name = name
@@ -200,8 +200,8 @@ def defer(
     def late() -> Tensor:
         if gathered:
             raise RuntimeError(
-                f"{name}: their weights are gathered by FSDP for the forward alone; pass output_logits=True "
-                "to compute them there"
+                f"{name}: FSDP gathers the head's weights for the forward alone; pass output_logits=True to "
+                "compute them there"
             )
         # functional_call replaces the weights for the forward alone
         now = _weights(modules)

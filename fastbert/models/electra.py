@@ -61,7 +61,7 @@ class ElectraForQuestionAnswering(BertForQuestionAnswering):
 
 
 class ElectraForPreTraining(TaskModel):
-    """The discriminator: tells which tokens were replaced.
+    """The discriminator: finds the tokens that were replaced.
 
     Labels: (batch, seqlen), 0 original, 1 replaced; labels of masked tokens do not count. Loss: mean binary
     cross-entropy of the kept tokens. Logits: (batch, seqlen), zeros at masked tokens.
@@ -94,7 +94,7 @@ class ElectraForPreTraining(TaskModel):
         return logits, encoded.unpack(logits)
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
-        """Binary cross-entropy of the kept tokens; 0 if there are none."""
+        """Binary cross-entropy of the kept tokens; 0 if no token is kept."""
         checks.same_device("labels", labels, logits)
         checks.shape("labels", labels, encoded.shape)
         compute = checks.compute_dtype(logits)

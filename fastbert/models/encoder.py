@@ -120,9 +120,7 @@ def run_encoder(
         if steps:
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
         bias = attention_bias(root, family, inputs, x.device)
-        padded = None
-        if changed_one is not None:
-            padded = Padded(packed, padded_mask(root, family, inputs, x, causal))
+        padded = None if changed_one is None else Padded(packed, padded_mask(root, family, inputs, x, causal))
         call = Call(
             PackedBatch(*lengths, bias, seed, causal, places),
             len(steps) - 1,

@@ -113,11 +113,9 @@ class Inputs:
         else:
             looked_at: dict[str, Tensor | None] = {"lengths": lengths}
             if cu_seqlens.device == home:
-                looked_at |= {
-                    "input_ids": input_ids,
-                    "token_type_ids": token_type_ids,
-                    "position_ids": position_ids,
-                }
+                looked_at |= dict(
+                    input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids
+                )
             facts = _read_back(looked_at, cu_seqlens)
             first, last = facts["extra"][0], facts["extra"][-1]
             if first != 0 or last != total or facts["lengths"][0] < 0:
@@ -369,20 +367,16 @@ def _tokens(
     return name, t, t.device
 
 
-def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.device) -> Tensor | None:
+def head_gates(config: EncoderConfig, head_mask: Tensor, device: torch.device) -> Tensor:
     """Factors (layers, nheads) from a head mask of shape (nheads,) or (layers, nheads).
 
     Raises:
         TypeError, ValueError: for another dtype or shape.
     """
-    if head_mask is None:
-        return None
     if not isinstance(head_mask, Tensor):
         raise TypeError(f"head_mask: expected a torch.Tensor, got {type(head_mask).__name__}")
-    layers, nheads = (
-        config.num_hidden_layers * (config.get("inner_group_num") or 1),
-        config.num_attention_heads,
-    )
+    nheads = config.num_attention_heads
+    layers = config.num_hidden_layers * (config.get("inner_group_num") or 1)
     if tuple(head_mask.shape) not in ((nheads,), (layers, nheads)):
         raise ValueError(
             f"head_mask: expected shape ({nheads},) or ({layers}, {nheads}), got {tuple(head_mask.shape)}"

@@ -89,7 +89,7 @@ def sequence_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_positions(name: str, positions: Tensor, mask: object) -> None:
-    """Positions must be integers and, after clamping, not those of masked tokens."""
+    """Positions must be integers and, after clamping, those of kept tokens."""
     checks.int_tensor(name, positions)
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return

@@ -124,7 +124,7 @@ class Loadable(nn.Module):
             state_dict: weights to load in place of the files'.
             ignore_mismatched_sizes: initialise weights whose shape differs from the file's (a head with
                 another number of labels); a warning names these weights.
-            use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
+            use_safetensors: True reads only safetensors, False only .bin, None safetensors or else .bin.
             strict: False leaves out weights under unknown keys, with one warning; True refuses them. Heads
                 that the model lacks are left out either way, and missing weights of the encoder are refused
                 either way.
@@ -257,7 +257,7 @@ class Loadable(nn.Module):
 
     @classmethod
     def _only_model_type(cls, place: str | Path) -> str:
-        """The family whose class this is.
+        """The family of this class.
 
         Raises:
             ValueError: this class serves any family.

@@ -33,7 +33,7 @@ class Lookalike:
         object.__dict__["__class__"].__set__(self, _own(cls))
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        # pickle wants `__class__` to be the type if copyreg's own function creates the object
+        # If copyreg's own function creates the object, pickle requires `__class__` to be its type
         made = super().__reduce_ex__(max(int(protocol), 2))
         return (_blank, made[1][:1], *made[2:])
 

@@ -47,16 +47,16 @@ class ClassifierHead:
 
 @dataclass(frozen=True)
 class StockModel:
-    """What a family's encoder in transformers has beside ours.
+    """How a family's encoder in transformers differs from ours.
 
     Attributes:
-        output: the class that it returns.
+        output: the class of the output.
         pooler_activation: if `pooler` is a linear layer, the encoder's module that is applied to its
             output; None if `pooler` does all.
-        stack_by_name: the module around the layers gets its input by name.
-        embeds_by_name: the embeddings get their ids by name.
-        tuple_keeps_none: with return_dict=False, what is missing is a None in the tuple, because the heads
-            count on its place.
+        stack_by_name: whether the input of the module around the layers is passed by name.
+        embeds_by_name: whether the ids are passed to the embeddings by name.
+        tuple_keeps_none: whether a missing output is None in the tuple of return_dict=False, because heads
+            index the tuple.
     """
 
     output: str = "BaseModelOutputWithPoolingAndCrossAttentions"

@@ -215,7 +215,7 @@ class SentenceEncoder(TextModel):
         return np.dtype(np.float64 if wide else np.float32)
 
     def _prompt_of(self, prompt: str | None, prompt_name: str | None) -> str:
-        """The text to put before every sentence: `prompt`, else that of `prompt_name`, else the default.
+        """The text before every sentence: `prompt`, or else `prompt_name`'s prompt, or else the default.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -223,7 +223,7 @@ class SentenceEncoder(TextModel):
         prompt = super()._prompt_of(prompt, prompt_name)
         if prompt and not self.include_prompt:
             raise ValueError(
-                f"prompt: {prompt!r}; the directory's pooling says include_prompt false, which is not "
+                f"prompt: {prompt!r}; the directory's pooling has include_prompt false, which is not "
                 "implemented; expected no prompt"
             )
         return prompt

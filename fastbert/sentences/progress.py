@@ -1,4 +1,4 @@
-"""One line on stderr that says how far `encode` is."""
+"""The progress line of `encode` on stderr."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ _SPECIAL_TOKENS = {
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How a directory wants its sentences encoded.
+    """How to encode sentences with the model of a directory.
 
     Attributes:
         transformer: folder with config.json, weights and tokenizer.
         pooling: "mean", "cls" or "max".
         normalize: scale each embedding to length 1.
-        max_length: most tokens of a sentence, special ones included; None if the directory does not say.
+        max_length: most tokens of a sentence, special ones included; None if the directory sets none.
         lower_case: convert the text to lower case before it is tokenised.
         prompt: text put before every sentence.
         similarity: "cosine", "dot", "euclidean" or "manhattan".
@@ -66,7 +66,7 @@ class SentenceSettings:
 
 
 def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
-    """The pooling mode that `folder`/config.json asks for (or the override), and the file's content."""
+    """(the pooling mode of `folder`/config.json or the override, the content of that file)."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing, though the directory asks for a Pooling module")
@@ -98,7 +98,7 @@ def sentence_settings(
     normalize: bool | None = None,
     prompt: str | None = None,
 ) -> SentenceSettings:
-    """Read how `directory` wants its sentences encoded; keywords that are not None override it.
+    """Read the settings of `directory`; keywords that are not None override them.
 
     Without sentence-transformers' files: mean pooling, no normalisation, no prompt.
 

@@ -1,4 +1,4 @@
-"""What `SentenceEncoder` and `CrossEncoder` share: a model, its tokenizer, prompts, and batches of tokens."""
+"""The base of `SentenceEncoder` and `CrossEncoder`: a model, its tokenizer, prompts, batches of tokens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TextModel:
         return next(self.model.parameters()).device
 
     def _prompt_of(self, prompt: str | None, prompt_name: str | None) -> str:
-        """The text to put before every text: `prompt`, else that of `prompt_name`, else the default.
+        """The prompt before every text: `prompt`, or else `prompt_name`'s, or else the default.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.

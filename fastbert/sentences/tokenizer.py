@@ -40,7 +40,7 @@ class TokenBatch:
         ids: (total,) int64, special tokens included.
         starts: (sentences + 1,) int64; sentence i is ids[starts[i]:starts[i + 1]].
         full_lengths: (sentences,) int64, tokens before truncation.
-        types: (total,) int64, which text of its pair a token is of; None if there are no pairs.
+        types: (total,) int64, which text of a pair a token belongs to; None if there are no pairs.
     """
 
     ids: np.ndarray
@@ -75,7 +75,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: neither file exists.
-        ValueError: a file whose content is not what its name says.
+        ValueError: the content of a file does not match its name.
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
@@ -162,7 +162,7 @@ def _wordpiece(directory: Path) -> Tokenizer:
 def tokenize(
     tokenizer: Tokenizer, texts: list[str] | list[str | tuple[str, str]], vocab_size: int
 ) -> TokenBatch:
-    """The token ids of texts and pairs of texts, truncated as the tokenizer says.
+    """The token ids of texts and pairs of texts, truncated by the tokenizer's settings.
 
     Raises:
         EncodingError: text that is not valid Unicode, or a token with an id of `vocab_size` or more.

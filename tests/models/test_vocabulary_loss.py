@@ -256,5 +256,5 @@ def test_deferred_logits_where_they_cannot_be():
         model(**inputs).logits.sum()
     model.cls.predictions.decoder = usual
     usual._is_fsdp_managed_module = True
-    with pytest.raises(RuntimeError, match=r"^logits: their weights are gathered by FSDP"):
+    with pytest.raises(RuntimeError, match=r"^logits: FSDP gathers the head's weights"):
         model(**inputs).logits.sum()

@@ -147,7 +147,7 @@ class MaskedLMModel(TaskModel):
         )
 
     def check_output_logits(self, output_logits: bool | None, has_loss: bool) -> None:
-        """Raise for an `output_logits` that is no boolean, or that leaves nothing to return."""
+        """Refuse an `output_logits` that is no boolean, or that leaves nothing to return."""
         if output_logits is None:
             return
         if not isinstance(output_logits, bool):
@@ -159,7 +159,7 @@ class MaskedLMModel(TaskModel):
 class BertForMaskedLM(MaskedLMModel):
     """Predicts masked tokens.
 
-    Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted; loss: mean cross-entropy of the
+    Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted. Loss: mean cross-entropy of the
     labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens; in training with labels
     they are computed when they are read (`output_logits`).
 

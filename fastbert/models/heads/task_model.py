@@ -1,4 +1,4 @@
-"""What all task heads share: what the encoder passes to a head, and the model around both."""
+"""The base of all task heads: what the encoder passes to a head, and the model around both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
 
-# encoder -> what is called in its place, for the calls of this context: `fastbert.graph`
+# encoder -> its substitute in calls of this context, set by `fastbert.graph`
 served_by: ContextVar[Mapping[nn.Module, Callable[..., Any]]] = ContextVar(
     "served_by", default=MappingProxyType({})
 )
@@ -267,7 +267,7 @@ class TaskModel(PreTrainedModel):
         return self._output(LogitsOutput, (loss, padded), encoded, return_dict)
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        """(what `loss` reads, what is returned)."""
+        """(logits for `loss`, logits to return)."""
         raise NotImplementedError
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
@@ -301,8 +301,7 @@ class TaskModel(PreTrainedModel):
                 f"model: {self.base_model_prefix} was replaced by a {type(encoder).__name__}; expected an "
                 "encoder of fastbert, which may be hooked"
             )
-        whole = encoder.has_pooler and pooler_gap(encoder, self.family)
-        whole = whole or self._calls_head()
+        whole = (encoder.has_pooler and pooler_gap(encoder, self.family)) or self._calls_head()
         given: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -319,7 +318,7 @@ class TaskModel(PreTrainedModel):
             causal=causal,
         )
         if watched(encoder) or _has_any_global_hook():
-            # Hooks see what transformers' encoder returns
+            # Hooks read the output of transformers' encoder
             inputs, ids = encoder.checked(**given), given.pop("input_ids")
             output = encoder(ids, **given, **asked, return_dict=True)
             pack, pack_scores = inputs.packing.pack, inputs.packing.pack_scores
@@ -406,7 +405,7 @@ class TaskModel(PreTrainedModel):
     def pooled(self, encoded: Encoded) -> Tensor:
         """(batch, hidden): the pooler's output."""
         if encoded.pooled is not None:
-            encoded.first()  # refuses what heads refuse
+            encoded.first()  # raises if position 0 is masked
             return encoded.pooled
         return self.base_model.pooled(encoded.inputs, encoded.hidden, encoded.first(), encoded.first_only)
 
@@ -426,7 +425,7 @@ class TaskModel(PreTrainedModel):
     def classify(self, head: ClassifierHead, encoded: Encoded) -> Tensor:
         """(batch, classes), from the pooler's output or the head's own dense layer on the first token."""
         if self._calls_head():
-            encoded.first()  # refuses what heads refuse
+            encoded.first()  # raises if position 0 is masked
             return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])
         if head.dense is None:
             x = self.pooled(encoded)
