@@ -16,9 +16,10 @@ not compute (`_unfit` has the list) run in sdpa's own function, and the module's
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,20 +88,16 @@ class _Padding:
 
     def __init__(self, keep: Tensor):
         self.keep = keep
-        self._packing: Packing | None = None
-        self._known = False
 
+    @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing; None if it is not worth it, or if a first token, which heads read, is padding."""
-        if not self._known:
-            # The host waits for a GPU once per mask
-            counts = torch.cat((self.keep.sum(1), self.keep[:, 0])).tolist()
-            lengths, firsts = counts[: len(self.keep)], counts[len(self.keep) :]
-            pairs = self.keep.shape[0] * self.keep.shape[1] ** 2
-            if all(firsts) and sum(n * n for n in lengths) <= (1 - SAVED) * pairs:
-                self._packing = from_mask(self.keep, lengths)
-            self._known = True
-        return self._packing
+        # The host waits for a GPU once per mask
+        counts = torch.cat((self.keep.sum(1), self.keep[:, 0])).tolist()
+        lengths, firsts = counts[: len(self.keep)], counts[len(self.keep) :]
+        pairs = self.keep.shape[0] * self.keep.shape[1] ** 2
+        worth = all(firsts) and sum(n * n for n in lengths) <= (1 - SAVED) * pairs
+        return from_mask(self.keep, lengths) if worth else None
 
 
 # Mask -> _Padding
@@ -205,15 +202,14 @@ def attention_function(
         site.fused += 1
         if site.packs and attention_mask is not None:
             padding = _paddings.get(attention_mask)
-            packing = None if padding is None else padding.packing()
+            packing = None if padding is None else padding.packing
             site.packed += packing is not None
     if packing is not None:
         q, k, v = (packing.pack(t) for t in (q, k, v))
-        out: Any = attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, **options)
-        return packing.unpack(out), None
+        out = attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, **options)
+        return packing.unpack(cast(Tensor, out)), None
     bias = None if attention_mask is None else _bias(attention_mask, query, compiling)
-    out = attention(q, k, v, bias=bias, **options)
-    return out, None
+    return cast(Tensor, attention(q, k, v, bias=bias, **options)), None
 
 
 def _unfit(

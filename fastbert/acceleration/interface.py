@@ -34,8 +34,7 @@ PACKED = frozenset(
 
 def sites(model: nn.Module) -> dict[str, Site]:
     """Name of the module -> `Site`, for a model that `apply` has changed."""
-    found = {name: module.__dict__.get(SITE) for name, module in model.named_modules()}
-    return {name: site for name, site in found.items() if site is not None}
+    return {name: m.__dict__[SITE] for name, m in model.named_modules() if SITE in m.__dict__}
 
 
 def allows(model: nn.Module) -> str | None:

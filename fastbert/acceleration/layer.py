@@ -31,6 +31,9 @@ from fastbert.models.families import FAMILIES
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
 
+# Arguments of a layer with which it may run fused
+_SERVED = HARMLESS | {"attention_mask", "position_bias", "output_hidden_states"}
+
 
 @dataclass
 class LayerState:
@@ -308,11 +311,8 @@ class AcceleratedLayer(PackedLayer, Accelerated):
     def _count(self, fused: bool) -> None:
         # A counter would be a constant of the compiled code
         if not torch.compiler.is_compiling():
-            state = self.fastbert_state
-            if fused:
-                state.fused_calls += 1
-            else:
-                state.stock_calls += 1
+            self.fastbert_state.fused_calls += fused
+            self.fastbert_state.stock_calls += not fused
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The stock layer's call, or with a `PackedBatch` the call of `EncoderLayer.forward`."""
@@ -360,14 +360,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         """(additive attention bias or None, None), or (None, why these arguments need the stock layer)."""
         mask, relative = given.get("attention_mask"), given.get("position_bias")
         for name, value in given.items():
-            if (
-                value is None
-                or value is False
-                or name in HARMLESS
-                or name in ("attention_mask", "position_bias")
-            ):
-                continue
-            if name == "output_hidden_states":
+            if value is None or value is False or name in _SERVED:
                 continue
             return None, f"{name} is asked for" if name.startswith("output_") else f"{name} is given"
         if hidden.dim() != 3:

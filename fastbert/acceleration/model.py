@@ -354,12 +354,7 @@ class PackedEncoder:
         """See `BertModel`. The encoder's `forward` has checked the modules."""
 
     def encode_inputs(
-        self,
-        inputs: Inputs,
-        gates: Tensor | None,
-        want_attentions: bool,
-        want_states: bool,
-        first_only: bool,
+        self, inputs: Inputs, gates: Tensor | None, want_attentions: bool, want_states: bool, first_only: bool
     ) -> tuple:
         """See `BertModel`."""
         asked = {"gates": gates, "want_attentions": want_attentions, "want_states": want_states}

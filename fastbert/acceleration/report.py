@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -251,10 +252,7 @@ def _calls_of(module: nn.Module) -> str:
     sites = interface.sites(module).values()
     if not sites:
         return "not accelerated"
-    stock: dict[str, int] = {}
-    for site in sites:
-        for reason, calls in site.stock.items():
-            stock[reason] = stock.get(reason, 0) + calls
+    stock = sum((site.stock for site in sites), Counter())
     stock_calls = "".join(f", {calls} stock ({reason})" for reason, calls in stock.items())
     cpu = ", which gains nothing on a CPU" if interface.on_cpu(module) else ""
     return f"attention alone{cpu} (calls: {sum(site.fused for site in sites)} fused{stock_calls})"

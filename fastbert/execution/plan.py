@@ -116,7 +116,7 @@ class Plan:
     def __init__(
         self,
         container: nn.Module,
-        layers: list[nn.Module],
+        layers: list[Any],
         own: type,
         keeps: bool,
         around: Sequence[nn.Module] = (),
@@ -124,9 +124,7 @@ class Plan:
         self.layers, self.around = layers, around
         # Layers that look at more than their modules' own attributes
         own_options = PackedLayer.options
-        self._asked: list[Any] = [
-            m for m in layers if getattr(type(m), "options", own_options) is not own_options
-        ]
+        self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
         self.options = [layer.options() for layer in self._asked]
         self.kept: dict[tuple, tuple[list, list]] = {}
         self.state: ModelState | None = None

@@ -105,7 +105,7 @@ def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
         served_by.reset(token)
 
 
-# How far a replay may be from the model, over the norm of each gradient, or over _NOISE of the largest one.
+# A replay's error may be this share of each gradient's norm, or of _NOISE times the largest norm
 _SAME, _NOISE = 1e-2, 1e-3
 
 
@@ -174,12 +174,7 @@ class GraphedTraining(GraphedModel):
         """Why the model itself must run because of what it is now; None if it may be recorded."""
         if (reason := calls_all()) is not None:
             return reason
-        watch = self._watch
-        if (
-            watch is not None
-            and watch.extension.same()
-            and watch.flags == [p.requires_grad for p in watch.leaves]
-        ):
+        if self._watch is not None and self._watch.same():
             return None
         if self._turn() is not None:
             return "the model has changed before a backward"
@@ -418,6 +413,10 @@ class Watch(NamedTuple):
     leaves: list[nn.Parameter]
     flags: list[bool]
     held: tuple
+
+    def same(self) -> bool:
+        """Whether the model is as it was."""
+        return self.extension.same() and self.flags == [p.requires_grad for p in self.leaves]
 
 
 def watch_of(model: nn.Module) -> Watch | None:

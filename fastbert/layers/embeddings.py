@@ -153,9 +153,6 @@ class Embeddings(nn.Module):
     """
 
     _modules: dict[str, Any]
-    word_embeddings: nn.Embedding
-    position_embeddings: nn.Embedding
-    token_type_embeddings: nn.Embedding
 
     def __init__(self, config: Any):
         super().__init__()

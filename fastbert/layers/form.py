@@ -38,14 +38,7 @@ class LayerNames:
     @functools.cached_property
     def linears(self) -> tuple[str, ...]:
         """The six linear layers in execution order."""
-        return (
-            self.query,
-            self.key,
-            self.value,
-            self.attention_output,
-            self.intermediate,
-            self.output,
-        )
+        return self.query, self.key, self.value, self.attention_output, self.intermediate, self.output
 
     @functools.cached_property
     def norms(self) -> tuple[str, str]:

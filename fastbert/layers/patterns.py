@@ -47,18 +47,7 @@ NAMES = (
     "first token",
     "separators",
 )
-(
-    LEARNED,
-    CURRENT,
-    PREVIOUS,
-    NEXT,
-    LEFT_CONTEXT,
-    RIGHT_CONTEXT,
-    END,
-    START,
-    FIRST_TOKEN,
-    SEPARATORS,
-) = range(len(NAMES))
+LEARNED, CURRENT, PREVIOUS, NEXT, LEFT_CONTEXT, RIGHT_CONTEXT, END, START, FIRST_TOKEN, SEPARATORS = range(10)
 
 # Patterns that look at no later token, which a causal model can have
 BACKWARD = (LEARNED, CURRENT, PREVIOUS, LEFT_CONTEXT, FIRST_TOKEN)
