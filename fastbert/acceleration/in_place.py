@@ -43,16 +43,16 @@ def accelerate(
 ) -> _Model:
     """Make a transformers or sentence-transformers model run on fastbert's kernels, in place.
 
-    Accepted: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA, ALBERT, ERNIE and MPNet models, bare or
-    with any head, and objects that hold one: PeftModel, SentenceTransformer, CrossEncoder, a pipeline. Other
-    transformers models get only fastbert's attention, if their architecture lets one choose it. For inference
-    and training, on any device.
+    Accepted are BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA, ALBERT, ERNIE and MPNet models, bare or
+    with any head, and objects that hold one (PeftModel, SentenceTransformer, CrossEncoder, a pipeline). Other
+    transformers models get only fastbert's attention, if their architecture lets attention be chosen. Models
+    run so in inference and training, on any device.
 
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
     most stock models, are zeros. ColBERT models score such rows as parts of a query. ColBERT models of
-    sentence-transformers, PyLate and Stanford are recognised and keep the padding; for any other pass
-    `unpad=False`. A question-answering head scores masked tokens. It trains on padded batches like the stock
-    model; in eval mode masked tokens get no probability, unless `unpad=False`. Batches of
+    sentence-transformers, PyLate and Stanford are recognised and keep the padding; pass `unpad=False` for
+    any other ColBERT model. A question-answering head scores masked tokens. It trains on padded batches like
+    the stock model; in eval mode masked tokens get no probability, unless `unpad=False`. Batches of
     `SentenceTransformer.encode` are measured in tokens: at most `batch_size` times those of the longest text,
     on a CPU at most 1,024, and always at least one text.
 
@@ -80,7 +80,7 @@ def accelerate(
     parts run fused, which do not, and why.
 
     Args:
-        model: the model: an nn.Module, or an object whose attribute `model` is one.
+        model: an nn.Module, or an object whose attribute `model` is one.
         dtype: floating-point dtype to convert the model to first; or "int8", see above. A later call without
             "int8" ends it.
         strict: whether to raise if a part cannot be accelerated, or cannot run on 8 bits as asked, now or in
@@ -293,7 +293,7 @@ def _check(found: list, others: list, options: Options, reading: dict[int, str])
         state = LayerState.of(module, model_type, config, name, options)
         reason = layers.gap(module, layers.is_sharded(module), state)
         if reason is None and options.ffn and state.form.activation is None:
-            reason = "the activation is none of fastbert's"
+            reason = "fastbert does not have the activation"
         if reason is None and options.int8:
             reason = layers.int8_gap(module, state)
         if reason is not None:

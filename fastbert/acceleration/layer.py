@@ -104,7 +104,7 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
         if not plain_dropout(module):
             return f"{'.'.join(path)} is not a plain dropout"
         if site == 0 and not _attends_by(above.__dict__, state.form):
-            return f"{'.'.join(path[:-1])} has other heads, or scales their scores otherwise"
+            return f"{'.'.join(path[:-1])} has other heads, or scales scores in another way"
     for path, dotted in linears:
         module = layer
         for name in path:
@@ -133,7 +133,7 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
     if isinstance(act, nn.Module) and watched(act):
         return "the activation has hooks or another forward"
     if getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
-        return "it is a decoder's"
+        return "it belongs to a decoder"
     if layer.__dict__.get("chunk_size_feed_forward"):
         return "chunk_size_feed_forward is set"
     return None
@@ -148,7 +148,7 @@ def int8_gap(layer: Any, state: LayerState | None = None) -> str | None:
     """
     known: LayerState = layer.fastbert_state if state is None else state
     if not _knows_activation(layer, known):
-        return "the activation is none of fastbert's"
+        return "fastbert does not have the activation"
     for path, dotted in known.form.paths[1]:
         module = layer
         for name in path:

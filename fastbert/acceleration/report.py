@@ -86,7 +86,7 @@ class ModelReport:
             often its attention modules ran fused and as stock, with the reasons.
         packed_calls, padded_calls: how often it ran without and with padding; counted for "family" only.
         kind: "family" for an encoder whose layers `accelerate` can fuse, "own" for fastbert's own models,
-            "other" for all others.
+            "other" for any other model.
     """
 
     name: str
@@ -162,10 +162,10 @@ def explain(target: str | torch.device = "cpu") -> list[Choice]: ...
 @overload
 def explain(target: object) -> Explanation: ...
 def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Explanation:
-    """Which backend serves each op and dtype on a device; or which parts of a model run on our kernels.
+    """Which backend serves each op and dtype on a device, or which parts of a model run on our kernels.
 
     Args:
-        target: a device, or a model: accelerated, not accelerated, fastbert's own, or graphed.
+        target: a device, or a model (accelerated, not accelerated, fastbert's own, or graphed).
 
     Returns:
         For a device, one row per op and dtype (see `fastbert.testing.serving.choices`). For a model, which

@@ -25,8 +25,8 @@ class Head:
     """What a question-answering head and its encoder exchange during a call.
 
     Attributes:
-        reads_masked: set by the head: the encoder must keep the padding.
-        kept: set by an encoder that has removed padding: (batch, seqlen) bool, True = kept; else None.
+        reads_masked: whether the encoder must keep the padding; the head sets it.
+        kept: (batch, seqlen) bool, True = kept, which an encoder sets that has removed padding; else None.
     """
 
     reads_masked: bool

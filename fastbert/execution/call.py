@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """One layer of a call; a layer that runs twice has two steps.
 
     Attributes:
-        number: from 0 in execution order.
+        number: the layer's number, from 0 in execution order.
         layer: the module, a `PackedLayer` if it has a form.
         form, parts: what it computes, and with what. A layer without a form has other mathematics, and is
             called on packed tokens as `EncoderLayer.forward` is.

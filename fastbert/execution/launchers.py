@@ -97,14 +97,14 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
 
 
 def parameters_of(step: Step, x: Tensor) -> str | Taken:
-    """What the layer computes with, if its ops would pass all of it on as it is; or why not."""
+    """What the layer computes with, or why its ops would not pass all of it on as it is."""
     form, parts = step.form, step.parts
     if form is None or parts is None:
         return step.reason or "the layer has mathematics of its own"
     if form.kinds:
         return f"it does not know layers with {', '.join(sorted(form.kinds))}"
     if form.activation is None:
-        return "the activation is none of ours"
+        return "fastbert does not have the activation"
     if parts.int8 or not parts.fuses_norm or parts.feed is not None or any(parts.rates):
         return "8-bit copies run, something drops, or our ops do not compute all of the layer"
     if step.called:

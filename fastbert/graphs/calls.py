@@ -71,7 +71,7 @@ def raise_bad_ids(device: torch.device) -> None:
 
 
 def unfit_arguments(config: EncoderConfig, given: dict[str, Any], served: frozenset[str]) -> str | None:
-    """Why no graph can serve these arguments of `BertModel.forward`; None if one can, of those `served`."""
+    """Why no graph can serve these arguments of `BertModel.forward`; None if all are `served`."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     for name in ("output_attentions", "output_hidden_states"):
         if given.get(name) or (given.get(name) is None and getattr(config, name)):
@@ -90,7 +90,8 @@ def unfit_arguments(config: EncoderConfig, given: dict[str, Any], served: frozen
 
 def by_grid(model: BertModel) -> str | None:
     """Why the cost of attention would follow a bucket's room, not the tokens in it; None if it would not."""
-    if model.device.type != "cuda":  # attention on a CPU reads the lengths
+    # Attention on a CPU reads the lengths
+    if model.device.type != "cuda":
         return None
     name = dispatch.serving_backend("attention_fwd", model.device, model.dtype)
     head_dim = model.config.head_dim

@@ -105,7 +105,7 @@ def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
         served_by.reset(token)
 
 
-# A replay's error may be this share of each gradient's norm, or of _NOISE times the largest norm
+# A replay's error may be _SAME of each gradient's norm, or of _NOISE times the largest norm if that is more
 _SAME, _NOISE = 1e-2, 1e-3
 
 

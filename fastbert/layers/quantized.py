@@ -270,7 +270,7 @@ def int8_layer_operands(
         modules: query, key, value, attention output, intermediate, output.
 
     Returns:
-        Four tuples as above; None if query, key and value cannot be one product.
+        Four such tuples; None if query, key and value cannot be one product.
     """
     qkv, after = modules[:3], modules[3:]
     if not int8_joins(x, qkv):
