@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastbert.runtime.version import VERSION as __version__
 
-# Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
-# the Auto classes are in models/auto.py, BERT's heads in models/heads, all others in their family's module.
+# Public name -> module, with a colon and the name there if it differs. Model classes are not listed: the Auto
+# classes are in models/auto.py, BERT's heads in models/heads, and other models in their family's module.
 _PLACES = {
     "BertConfig": "models.config:EncoderConfig",
     "CheckpointError": "checkpoint.files",
@@ -145,7 +145,7 @@ def _model_place(name: str) -> str:
     return f"models.{'xlm_roberta' if family == 'xlmroberta' else family}"
 
 
-if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
+if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
     from fastbert.graphs.model import graph
@@ -249,7 +249,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     from fastbert.sentences.cross_encoder import CrossEncoder
     from fastbert.sentences.encoder import SentenceEncoder, encode
     from fastbert.sentences.tokenizer import EncodingError
-else:  # unseen by type checkers, which would take any name for a public one
+else:  # hidden from type checkers, which would accept any name as public
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
@@ -262,8 +262,8 @@ else:  # unseen by type checkers, which would take any name for a public one
 
 
 def __dir__() -> list[str]:
-    # help() asks for the members through inspect.getmembers and prints every class whole: some 80,000 lines.
-    # It gets the module's own names; the docstring says what there is.
+    # help() reads the members through inspect.getmembers, and would print every class, some 80,000 lines. So
+    # it finds the module's own names alone; the docstring lists the public names.
     if sys._getframe(1).f_globals.get("__name__") == "inspect":
         return sorted({*globals()} - {*__all__})
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,6 +1,7 @@
-"""`python -m fastbert` is the `fastbert` command; the command itself starts here too.
+"""`python -m fastbert` and the `fastbert` command start here.
 
-Nothing above `main` imports much, so that Ctrl-C during the seconds that importing torch takes ends quietly.
+Nothing above `main` imports much, so that Ctrl-C ends quietly while torch is being imported, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 
 def main() -> int:
     """Import the command line and run it; returns the exit status."""
-    # Not an exception, which the modules being imported could swallow or turn into errors of their own. The
-    # command line has handlers of its own while it runs.
+    # An exception could be swallowed or replaced by the modules being imported, so this handler exits. The
+    # command line sets its own handlers while it runs.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     from fastbert.cli.main import main as command

@@ -12,6 +12,7 @@ Source: Ethayarajh 2019, "How Contextual are Contextualized Word Representations
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,7 +162,7 @@ def _vectors(
     return found.transpose(0, 1)[torch.from_numpy(where)].numpy(), intra
 
 
-def _intra(sums, hidden: Tensor, words: Tensor, sequence: Tensor) -> np.ndarray:
+def _intra(sums: Callable[[Tensor], Tensor], hidden: Tensor, words: Tensor, sequence: Tensor) -> np.ndarray:
     """The mean cosine of each sequence's words and their mean; NaN without words."""
     weights = words.to(hidden.dtype)
     count = sums(weights)

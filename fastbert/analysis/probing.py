@@ -1,4 +1,4 @@
-"""What each layer knows of labelled spans: edge probes, mixes of layers, description length, control tasks.
+"""How well each layer shows labelled spans: edge probes, mixes of layers, description length, control tasks.
 
 - Edge probes: how well a small network predicts the labels of spans from one layer, or from a learned mix of
   layers 0 to l. The expected layer is Σ l Δ_l / Σ Δ_l, where Δ_l is what layer l adds to the score of the

@@ -37,7 +37,7 @@ TITLES = {
     "effective": "The part of attention that reaches the output",
     "geometry": "How much a word's vector depends on its text",
     "syntax": "Which heads find what a word belongs to",
-    "probe": "What each layer knows of grammar",
+    "probe": "What each layer knows about grammar",
 }
 # inches, the width of a phone's column
 WIDTH = 3.5
@@ -143,12 +143,11 @@ def attention(found: AttentionStatistics, *, seed: int) -> Section:
         "attention",
         TITLES["attention"],
         (
-            "Each map has a row per layer and a column per head. Its colour is the share of attention that "
-            "the tokens of a text give, in the mean, to one kind of token: to the special token at the "
-            "start, to the separators at the end of texts, to punctuation, to words, and to their own "
-            "neighbours.",
-            "Heads often look at a special token that says nothing. That is read as: they have nothing to "
-            "say about this token.",
+            "Each map has a row per layer and a column per head. Its colour is the mean share of attention "
+            "from the tokens of a text to one kind of token: to the special token at the start, to the "
+            "separators at the end of texts, to punctuation, to words, and to their own neighbours.",
+            "Heads often look at a special token, which has no meaning. The usual reading is that such a "
+            "head has nothing to add about the token that looks.",
         ),
         drawings,
         rows,
@@ -193,8 +192,8 @@ def patterns(found: AttentionStatistics) -> Section:
             "look at one token, mainly a special one. Diagonal: each looks at itself or its neighbours. "
             "Block: each looks at all of its own text alike. Heterogeneous is all else, and the only one "
             "that could follow grammar or meaning.",
-            "The patterns are told apart by thresholds that are this program's own, while the published "
-            "shares come from a network trained on maps that people labelled. So compare them with care.",
+            "Here thresholds of this program's own separate the patterns, while the published shares come "
+            "from a network trained on maps that people labelled. So compare them with care.",
         ),
         (
             Drawing("shares", "Share of each pattern", "Over all examples, layers and heads.", bars),
@@ -381,7 +380,7 @@ def geometry(found: Geometry, *, seed: int) -> Section:
             "context, and the vectors of one word in two texts grow apart. The curves show how alike they "
             "stay.",
             "In many models any two words are alike, since all vectors lie in a narrow cone. That is the "
-            "last curve, and it is subtracted from the others, so that they show what context does.",
+            "last curve, and it is subtracted from the other curves, so that they show what context does.",
         ),
         (
             Drawing(

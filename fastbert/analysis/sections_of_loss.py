@@ -20,7 +20,7 @@ CASES = "examples: n = {cases:,}, seed {/seed}"
 _UNRATED = (
     "These pairs have no labels, so all that is measured is how alike the vectors of their texts are. A "
     "model that makes all texts alike has the largest cosine. So nothing here says how good the model is: to "
-    "learn what it needs to tell texts apart, give the cosine that each pair should have (--labels)."
+    "learn how well it distinguishes texts, add the cosine that each pair should have (--labels)."
 )
 
 
@@ -191,7 +191,7 @@ def fixed(found: FixedHeads, *, seed: int) -> Section:
         Drawing(
             "assignment",
             "The pattern that each head gets",
-            "{count:,} of {heads:,} heads; the others stay as they are.",
+            "{count:,} of {heads:,} heads; the rest stay unchanged.",
             grid,
         )
     ]

@@ -112,7 +112,7 @@ def of_probes(edges: Sequence[EdgeProbe], trees: Sequence[Structure]) -> Section
     drawings = [
         Drawing(
             "edge",
-            "Parts of speech told from each layer",
+            "Parts of speech predicted from each layer",
             "By a small network that learns from the vectors of a layer alone.",
             pictures.curves(lines, "layer (0: embeddings)", "F1", "", width=WIDTH),
             sample="words tested: n = {edge/tested:,}, seed {/seed}",
@@ -157,19 +157,19 @@ def of_probes(edges: Sequence[EdgeProbe], trees: Sequence[Structure]) -> Section
         )
     )
     brief = [
-        ("Parts of speech told from a layer (F1)", "{edge/best/score:.3f}"),
+        ("Parts of speech predicted from a layer (F1)", "{edge/best/score:.3f}"),
         ("Arcs of trees found in a layer (UUAS)", "{structural/best/score:.3f}"),
     ]
     return Section(
         "probe",
         TITLES["probe"],
         (
-            "A probe is a small model that learns to tell something, such as a word's part of speech, from "
-            "the vectors of one layer. It is tested on sentences that it has not seen. What it tells well "
-            "is there to be read in that layer.",
+            "A probe is a small model that learns to predict something, such as a word's part of speech, "
+            "from the vectors of one layer. It is tested on sentences that it has not seen. What it predicts "
+            "well can be read from that layer.",
             "A probe can learn much by itself. So the same probes read the layers of a model with random "
-            "weights, which knows nothing of language, and the embeddings, which know no context. Only what "
-            "is above these is knowledge of the model's.",
+            "weights, which knows nothing of language, and the embeddings, which know no context. Only a "
+            "score above both shows knowledge of the model's.",
         ),
         drawings,
         rows,

@@ -40,9 +40,9 @@ _OF_EXAMPLES = {
     "geometry": geometry,
     "starts": starts,
 }
-# of files that come in words: they get those too
+# analyses of files that are split into words; they also take the words
 _OF_WORDS = {"syntax": syntax, "probe": probe, "links": links}
-# options that some analyses take -> which
+# option -> the analyses that take it; all analyses take all other options
 _OWN = {
     "against": ("change", "report"),
     "assignment": ("fixed",),
@@ -56,7 +56,7 @@ _OWN = {
     "batch_size": ("starts",),
     "lr": ("starts",),
 }
-# what they are if they are not given
+# option -> its default
 _DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(RECIPE)}
 
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 try:
                     numbers, arrays, figures = _OF_EXAMPLES[args.kind](args, model, examples)
-                except Interrupted as stopped:  # of a training, which notes signals itself
+                except Interrupted as stopped:  # raised by training, which handles signals itself
                     say(f"stopped by {signal.Signals(stopped.number).name}")
                     return 128 + stopped.number
                 numbers = facts | numbers

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from fastbert.cli.usage import UsageError
 
-# Where a source checkout has its benchmarks and their results; an installed package has no such folder. Only
-# here does the package look beside itself.
+# Where a source checkout has its benchmarks and their results; an installed package has no such folder. The
+# package reads outside its own folder only here.
 FOLDER = Path(__file__).resolve().parents[2] / "bench"
-# Options of the suite that pytest-benchmark calls otherwise -> its own.
+# our shorter name of an option -> pytest-benchmark's
 CALLED = {
     "--json": "--benchmark-json",
     "--compare": "--benchmark-compare",
@@ -48,8 +48,8 @@ def summary(path: Path) -> str:
 def suite_command(files: list[Path], arguments: list[str]) -> list[str]:
     """The pytest command that runs files of the suite.
 
-    `--json FILE`, `--compare`, `--fail` and `--save` (into `bench/results`) are pytest-benchmark's own
-    options by shorter names; everything else goes to pytest as it is.
+    `--json FILE`, `--compare`, `--fail` and `--save` (into `bench/results`) are shorter names of
+    pytest-benchmark's options; all other arguments are passed to pytest unchanged.
     """
     for package in ("pytest", "pytest_benchmark"):
         if importlib.util.find_spec(package) is None:
@@ -63,7 +63,7 @@ def suite_command(files: list[Path], arguments: list[str]) -> list[str]:
     command += ["-c", str(root / "pyproject.toml"), "--rootdir", str(root)]
     command += [f"--benchmark-storage=file://{FOLDER / 'results'}"]
     if not any(word.startswith("--benchmark-compare") for word in words):
-        command.append("--benchmark-quiet")  # the suite prints a table of its own
+        command.append("--benchmark-quiet")  # the suite prints its own table
     return [*command, *map(str, files), *words]
 
 

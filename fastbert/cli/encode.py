@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         name, stream = stack.enter_context(_input(args.input))
         if _reads(stream, output):
             raise UsageError(f"--output {output}: is the input file")
-        file = stack.enter_context(replacing(output, args.overwrite))  # a bad path fails at once
+        file = stack.enter_context(replacing(output, args.overwrite))  # a bad path fails before encoding
         encoder = SentenceEncoder.from_pretrained(
             args.model,
             pooling=args.pooling,
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    most = 4 * (os.cpu_count() or 1)  # more do not help, and the system cannot start any number
+    most = 4 * (os.cpu_count() or 1)  # more threads do not help, and the system limits their number
     if not 1 <= count <= most:
         raise UsageError(f"--threads {count}: expected 1 to {most}, four per CPU of this machine")
     before, rayon = torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
@@ -118,8 +118,8 @@ def _input(path: str) -> Iterator[tuple[str, BinaryIO]]:
 
 
 def _reads(stream: BinaryIO, path: Path) -> bool:
-    """Whether a stream, which may be stdin, is of this file."""
-    with contextlib.suppress(OSError, ValueError):  # no such file, or no stream of the system's
+    """Whether a stream, which may be stdin, reads this file."""
+    with contextlib.suppress(OSError, ValueError):  # no such file, or a stream without a descriptor
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     return False
 

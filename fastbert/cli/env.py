@@ -18,13 +18,13 @@ from fastbert.runtime.version import VERSION
 from fastbert.testing import serving, verdicts
 
 _PACKAGES = ("triton", "numpy", "tokenizers", "safetensors", "transformers", "sentence-transformers")
-# by instruction set: what bf16 is good for (csrc/cpu/NOTES.md)
+# instruction set -> the benefit of bf16 (csrc/cpu/NOTES.md)
 _BF16 = dict.fromkeys(("avx2", "avx2_vnni", "avx512"), "half the memory; multiplied as fp32, at its speed")
 _BF16 |= {"none": "PyTorch's", "avx512_bf16": "half the memory; products at up to twice the speed of fp32"}
 
 
 def environment() -> dict[str, Any]:
-    """What `fastbert env --json` prints: versions, extension, devices, and who serves each op and dtype."""
+    """What `fastbert env --json` prints: versions, extension, devices, and each op's and dtype's backend."""
     cpu = {"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
     devices: list[dict[str, Any]] = [cpu]
     for index in range(torch.cuda.device_count()):

@@ -1,6 +1,6 @@
-"""The `fastbert` command: encode, pretrain, analyze, … A command's file is imported when it is chosen.
+"""The `fastbert` command: encode, pretrain, analyze, … Only the chosen command's file is imported.
 
-Exit status: 0 done; 1 a check failed; 2 a mistake in the call or its input, named in one line
+Exit status: 0 done; 1 a check failed; 2 the call or its input is wrong, with an error of one line
 (FASTBERT_LOG=debug adds the traceback); 128 + n stopped by signal n.
 """
 
@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,14 +29,14 @@ from fastbert.runtime.version import VERSION
 
 
 class _Stopped(BaseException):
-    """A signal asked the process to end. Not an Exception, so that no handler of exceptions swallows it."""
+    """A signal asked the process to end. A BaseException, so that no handler of exceptions swallows it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # one line instead of the usage
+    def error(self, message: str) -> NoReturn:  # one line instead of the usage
         guess = ""
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), 1)
@@ -70,15 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--output", required=True, metavar="FILE", help="kind by ending: .npy, .safetensors or .jsonl"
     )
     encode.add_argument("--overwrite", action="store_true", help="replace the output file if it exists")
-    encode.add_argument("--pooling", choices=POOLINGS, help="default: what the directory says, else mean")
+    encode.add_argument("--pooling", choices=POOLINGS, help="default: the directory's, else mean")
     encode.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
-        help="scale to length 1; default: what the directory says",
+        help="scale to length 1; default: the directory's setting",
     )
-    encode.add_argument(
-        "--prompt", metavar="TEXT", help="text before each line; default: what the directory says"
-    )
+    encode.add_argument("--prompt", metavar="TEXT", help="text before each line; default: the directory's")
     encode.add_argument(
         "--batch-tokens", type=int, metavar="N", help="most tokens in one batch (default 8192)"
     )
@@ -86,8 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-length",
         type=int,
         metavar="N",
-        help="most tokens of one line, special ones included; default: what the directory says, else as many "
-        "as the model has positions for",
+        help="most tokens of one line, special ones included; default: the directory's, else the model's "
+        "number of positions",
     )
     encode.add_argument(
         "--on-long",
@@ -143,15 +141,15 @@ def build_parser() -> argparse.ArgumentParser:
     warm = commands.add_parser(
         "warmup",
         help="run the self-checks of the GPU kernels now, and keep their verdicts",
-        description="A GPU kernel serves on a device only where it is proven: by the table that fastbert has "
-        "of some GPUs, or by a self-check there, which otherwise runs at its first use. Verdicts are kept in "
-        "$FASTBERT_CACHE (~/.cache/fastbert); a kernel that failed, "
-        "crashed or hung is not tried again before something it depends on changes, or --again.",
+        description="A GPU kernel serves on a device only if it is proven there: by fastbert's table of some "
+        "GPUs, or by a self-check, which runs now or at the kernel's first use. Verdicts are kept in "
+        "$FASTBERT_CACHE (~/.cache/fastbert). A kernel that failed, crashed or hung is checked again only "
+        "after a change of something that it depends on, or with --again.",
     )
     warm.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     warm.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
     warm.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="may be repeated; default: all")
-    warm.add_argument("--again", action="store_true", help="also check kernels that are proven")
+    warm.add_argument("--again", action="store_true", help="also check proven kernels")
     warm.add_argument(
         "--timeout",
         type=float,
@@ -175,7 +173,7 @@ def _add_pretraining(commands: Any) -> None:
     train = commands.add_parser(
         "train-tokenizer",
         help="train a WordPiece vocabulary on text",
-        description="Train a WordPiece tokenizer. One text gives one vocabulary, bit for bit.",
+        description="Train a WordPiece tokenizer. The same text makes the same vocabulary, bit for bit.",
     )
     prepare = commands.add_parser(
         "prepare",
@@ -190,9 +188,11 @@ def _add_pretraining(commands: Any) -> None:
             help="files: .txt (a sentence per line, an empty line "
             'between documents), .jsonl (objects with a "text") or .parquet (a column "text")',
         )
-        command.add_argument("--output", required=True, metavar="DIR", help="is created")
+        command.add_argument("--output", required=True, metavar="DIR", help="a new directory")
         command.add_argument(
-            "--format", choices=("text", "jsonl", "parquet"), help="of all files; default: by their suffixes"
+            "--format",
+            choices=("text", "jsonl", "parquet"),
+            help="format of all files; default: by their suffixes",
         )
         command.add_argument("--overwrite", action="store_true", help="replace what is in --output")
         command.add_argument(
@@ -225,9 +225,9 @@ def _add_pretraining(commands: Any) -> None:
         "--spans",
         action="append",
         metavar="FILE",
-        help='mark phrases and entities, which a masking rule takes as a whole: a file of lines {"text": …, '
-        '"kind": "entity" or "phrase"}, or "pmi" for phrases found in the text; may be repeated, the first '
-        "has priority; default: none are marked",
+        help="mark phrases and entities, which some masking rules mask as a whole: a file of lines "
+        '{"text": …, "kind": "entity" or "phrase"}, or "pmi" for phrases found in the text; may be repeated, '
+        "the first has priority; default: none are marked",
     )
     prepare.add_argument(
         "--min-pmi",
@@ -236,16 +236,19 @@ def _add_pretraining(commands: Any) -> None:
         help="with --spans pmi: least pointwise mutual information of a phrase (default 6)",
     )
     prepare.add_argument(
-        "--min-count", type=int, metavar="N", help="with --spans pmi: fewest times it occurs (default 10)"
+        "--min-count",
+        type=int,
+        metavar="N",
+        help="with --spans pmi: fewest occurrences of a phrase (default 10)",
     )
 
 
 def _add_pretrain(commands: Any) -> None:
-    """The training itself."""
+    """The pretrain command."""
     command = commands.add_parser(
         "pretrain",
         help="pre-train a model on a corpus",
-        description="Pre-train a model. The same command goes on where it was interrupted, bit for bit. "
+        description="Pre-train a model. Rerun the command to resume; results are bit-identical. "
         "Several processes: torchrun --nproc-per-node N -m fastbert pretrain …",
     )
     add = command.add_argument
@@ -255,18 +258,18 @@ def _add_pretrain(commands: Any) -> None:
     add(
         "--output",
         metavar="DIR",
-        help="of the run: checkpoints, log.jsonl, speed.jsonl, curves.png; no default",
+        help="directory of the run: checkpoints, log.jsonl, speed.jsonl, curves.png; no default",
     )
     add("--print-config", action="store_true", help="print what the result depends on, and end")
     for name, kind, text in (
-        ("steps", int, "all steps; the recipe's phases and warm-ups keep their shares"),
-        ("batch-size", int, "sequences of a step"),
+        ("steps", int, "number of all steps; phases and warm-ups keep their shares"),
+        ("batch-size", int, "sequences per step"),
         ("micro-batch", int, "sequences that are computed at a time"),
         ("max-length", int, "most tokens of a sequence"),
         ("lr", float, "the largest learning rate"),
-        ("warmup", float, "steps, or a share of them below 1"),
+        ("warmup", float, "steps; below 1, a share of the steps"),
         ("dropout", float, "probability"),
-        ("static", int, "masks repeat after so many epochs"),
+        ("static", int, "masks repeat after this number of epochs"),
     ):
         add(f"--{name}", type=kind, metavar="N", help=f"{text}; default: the recipe's")
     add(
@@ -282,7 +285,7 @@ def _add_pretrain(commands: Any) -> None:
         metavar="FIELD=VALUE",
         help="a field of the recipe: masking.share=0.3; default: none",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all that is random (default 0)")
     add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
@@ -291,9 +294,13 @@ def _add_pretrain(commands: Any) -> None:
     )
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--parallel", choices=("none", "ddp", "fsdp"), help="default: ddp for several processes")
-    add("--grow", metavar="LAYERS:STEP,…", help="add layers on the way: 3:50000,6:70000,12:*; default: none")
-    add("--grow-freeze", action="store_true", help="train only new layers, but for the last stage")
-    add("--grow-moments", action="store_true", help="copy the optimizer's moments, too")
+    add(
+        "--grow",
+        metavar="LAYERS:STEP,…",
+        help="add layers during the run: 3:50000,6:70000,12:*; default: none",
+    )
+    add("--grow-freeze", action="store_true", help="train only new layers, except in the last stage")
+    add("--grow-moments", action="store_true", help="also copy the optimizer's moments")
     add("--workers", type=int, default=1, metavar="N", help="processes that make batches (default 1)")
     add("--save-every", type=int, default=1000, metavar="N", help="steps between checkpoints (default 1000)")
     add("--keep", type=int, default=2, metavar="N", help="checkpoints that remain (default 2)")
@@ -306,20 +313,19 @@ def _add_pretrain(commands: Any) -> None:
 
 
 def _add_analyze(commands: Any) -> None:
-    """What heads do."""
+    """The analyze command."""
     command = commands.add_parser(
         "analyze",
         help="what the heads of a model do on a text",
-        description="attention: entropy, and who is looked at. patterns: the five classes of Kovaleva et al. "
-        "heads: loss and score without each head or layer. importance: how much the loss depends on each "
-        "head, and how many can go. fixed: loss and score with heads that attend by fixed patterns. change: "
-        "how a second model differs. effective: the part of attention that reaches the output. geometry: how "
-        "contextual words are. report: all of these on one page, report.html. syntax: on a treebank, "
-        "attention by part of speech and relation, and which heads find the heads of words. probe: what each "
-        "layer knows of labels or trees. links: how much each head attends between words that a file links. "
-        "starts: what a task gains from pre-training. The output directory "
-        "has numbers (.json), arrays (.npz), pictures (.svg, .png); it appears whole at the end, or not at "
-        "all.",
+        description="attention: entropy, and what is looked at. patterns: the five classes of Kovaleva et "
+        "al. heads: loss and score without each head or layer. importance: how much the loss depends on each "
+        "head, and how many can be removed. fixed: loss and score with heads that attend by fixed patterns. "
+        "change: how a second model differs. effective: the part of attention that reaches the output. "
+        "geometry: how contextual words are. report: all of these on one page, report.html. syntax: on a "
+        "treebank, attention by part of speech and relation, and which heads find the heads of words. probe: "
+        "how well each layer shows labels or trees. links: how much each head attends between words that a "
+        "file links. starts: what a task gains from pre-training. The output directory has numbers (.json), "
+        "arrays (.npz) and pictures (.svg, .png). It appears whole at the end, or not at all.",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
@@ -328,8 +334,8 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--input",
         metavar="FILE",
-        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or as SQuAD\'s with a '
-        '"question" and a "context"; default: none, which syntax, probe and links alone take',
+        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or with SQuAD\'s '
+        '"question" and "context"; default: none, which only syntax, probe and links accept',
     )
     add(
         "--conllu",
@@ -345,15 +351,14 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--probe",
         choices=("edge", "mdl", "control", "structural"),
-        help="probe: of labels, by F1, description length or beside a control task; or of trees "
-        "(default edge)",
+        help="probe: labels, by F1, description length or beside a control task; or trees (default edge)",
     )
     add(
         "--label",
         choices=("upos", "relation"),
-        help="probe: what of a treebank is told, of each word (default upos)",
+        help="probe: what is predicted for each word of a treebank (default upos)",
     )
-    add("--output", required=True, metavar="DIR", help="is created")
+    add("--output", required=True, metavar="DIR", help="a new directory")
     add(
         "--against",
         metavar="DIR",
@@ -367,20 +372,20 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--labels",
         metavar="KEY",
-        help="heads, importance, fixed, report, starts: key of the labels in a .jsonl file. A class; for an "
-        "encoder without a head the cosine of a pair (default none); for question answering as SQuAD's "
-        "(default answers)",
+        help="heads, importance, fixed, report, starts: key of the labels in a .jsonl file. A label is a "
+        "class; for an encoder without a head the cosine of a pair (default none); for question answering "
+        "SQuAD's answers (default answers)",
     )
     add(
         "--unit",
         choices=("head", "all-but-one", "layer"),
-        help="heads: what is taken out (default head)",
+        help="heads: what is removed (default head)",
     )
     add(
         "--mode",
         choices=("zero", "uniform", "skip"),
-        help="heads, report: its output is 0, or that of looking at all tokens alike, or a "
-        "layer is left out (default zero)",
+        help="heads, report: a removed head's output is 0, or that of looking at all tokens alike, or a "
+        "layer is skipped (default zero)",
     )
     add(
         "--annotations",
@@ -391,17 +396,17 @@ def _add_analyze(commands: Any) -> None:
     add(
         "--assignment",
         metavar="FILE",
-        help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern that '
-        "each head comes nearest to",
+        help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern '
+        "nearest to each head",
     )
-    add("--epochs", type=int, metavar="N", help="starts: how often an example is seen (default 3)")
+    add("--epochs", type=int, metavar="N", help="starts: number of times each example is seen (default 3)")
     add("--batch-size", type=int, metavar="N", help="starts: examples per step (default 32)")
     add("--lr", type=float, metavar="X", help="starts: the largest learning rate (default 2e-5)")
     add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
     add(
         "--on-long",
         choices=("truncate", "error"),
-        help="what to do with a text that is longer than the model reads (default error; of a treebank such "
+        help="what to do with a text that is longer than the model reads (default error; in a treebank such "
         "sentences are left out)",
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
@@ -411,7 +416,9 @@ def _add_analyze(commands: Any) -> None:
         metavar="N",
         help="report, syntax: most memory of the attention maps of a layer (default 256 MiB)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of masks, random orders, resamples (default 0)")
+    add(
+        "--seed", type=int, default=0, metavar="N", help="seed of masks, random orders, resamples (default 0)"
+    )
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
 
 
@@ -424,13 +431,13 @@ def _signals() -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+            signal.signal(each, signal.SIG_IGN)  # further signals must not interrupt the clean-up
         raise _Stopped(number)
 
     before: dict[int, Any] = {}
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # keep nohup's
             before[number] = signal.signal(number, stop)
     try:
         yield
@@ -459,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"FASTBERT_LOG={level}: expected debug, info, warning or error")
         logging.basicConfig(level=level.upper(), format="%(name)s: %(levelname)s: %(message)s")
         args = build_parser().parse_args(argv)
-        # Imported before our handlers are set: a module being imported could swallow what they raise
+        # Imported before our handlers are set: an import could swallow the exceptions that they raise
         command = importlib.import_module(f"fastbert.cli.{args.command.replace('-', '_')}")
         with _signals():
             return command.run(args)
@@ -468,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + stopped.number
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of stdout went away
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + 13
     except _USER_ERRORS as error:

@@ -1,4 +1,4 @@
-"""The output file of `fastbert encode`: written beside its place, and there whole or not at all."""
+"""The output file of `fastbert encode`: written beside its place, whole or not there at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     Raises:
         UsageError: `path` exists and `overwrite` is not set, or it cannot be written; nothing has changed.
     """
-    target = Path(os.path.realpath(path))  # through a link: the file it points to is replaced, not the link
+    target = Path(os.path.realpath(path))  # of a link, the target is replaced
     if path.is_symlink() and not target.exists() and not overwrite:
         raise UsageError(f"--output {path}: is a link to {target}, which is not there; --overwrite makes it")
     if not target.parent.is_dir():
@@ -72,9 +72,9 @@ def named_errors(output: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary files of this output whose process, on this machine, has ended."""
+    """Remove temporary files of this output if their process, on this machine, has ended."""
     begin, end = f".{target.name}.", ".tmp"
-    with contextlib.suppress(OSError):  # it only saves space
+    with contextlib.suppress(OSError):  # leftovers cost only space
         for entry in target.parent.iterdir():
             name = entry.name
             if name.startswith(begin) and name.endswith(end) and files.is_dead(name[len(begin) : -len(end)]):
@@ -82,7 +82,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _publish(temporary: Path, target: Path, path: Path) -> None:
-    """Rename, but do not replace a file that was created in the meantime."""
+    """Rename without replacing a file that was created in the meantime."""
     taken = UsageError(f"--output {path}: was created in the meantime; --overwrite replaces it")
     try:
         os.link(temporary, target)
@@ -135,7 +135,7 @@ class _SafetensorsWriter(_RawWriter):
 class _JsonlWriter:
     def __init__(self, file: BinaryIO, width: int) -> None:
         self._file = file
-        self._numbers = ",".join(["%.9g"] * width)  # nine digits bring the same float32 back
+        self._numbers = ",".join(["%.9g"] * width)  # nine digits restore the same float32
 
     def write(self, texts: Sequence[str], rows: np.ndarray) -> None:
         for text, row in zip(texts, rows.tolist(), strict=True):
@@ -145,7 +145,7 @@ class _JsonlWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """The file is complete without a header."""
+        """Nothing to do: the file has no header."""
 
 
 WRITERS: dict[str, Callable[[BinaryIO, int], Any]] = {

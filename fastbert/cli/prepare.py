@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def spans_of(args: argparse.Namespace) -> list[Source] | None:
-    """The sources that --spans names, with the settings of the others."""
+    """The sources that --spans names, with the settings of --min-pmi and --min-count."""
     settings = {name: getattr(args, name) for name in ("min_pmi", "min_count")}
     given = {name: value for name, value in settings.items() if value is not None}
     if given and PMI not in (args.spans or ()):

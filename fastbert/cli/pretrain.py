@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     config, weights = pretraining.model_of(args.model, corpus, recipe)
     if args.print_config:
         described = pretraining.describe(corpus, config, weights, recipe, args.seed, args.dtype, growth)
-        pretraining.stages(corpus, config, weights, recipe, args.seed, growth)  # what cannot run is an error
+        pretraining.stages(corpus, config, weights, recipe, args.seed, growth)  # raises if it cannot run
         print(json.dumps(described, indent=1, sort_keys=True))
         return 0
     parallel = Parallel(args.parallel, device_of(args.device), DTYPES[args.dtype])
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The recipe with what the options override."""
+    """The recipe, with the fields that options override."""
     recipe = Recipe.load(args.recipe)
     changes: list[tuple[str, Any]] = []
     for name, path in (
@@ -102,7 +102,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         try:
             changes.append((path, parse_json(value, f"--set {path}", object)))
         except CheckpointError as error:
-            if not isinstance(error.__cause__, ValueError):  # it is JSON, nested too deep
+            if not isinstance(error.__cause__, ValueError):  # valid JSON, but nested too deep
                 raise
             changes.append((path, value))
     if args.steps is not None:
@@ -122,11 +122,11 @@ def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:
 
 
 def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
-    """Say how the run has ended."""
+    """Print how the run has ended."""
     picture, last = None, result.last
     try:
         picture = curves.draw(output)
-    except ValueError as error:  # of the log; the run itself is complete
+    except ValueError as error:  # the log is damaged, but the run is complete
         say(f"no curves: {error}")
     if as_json:
         print(json.dumps({**last, "step": result.step, "checkpoint": str(result.checkpoint)}))

@@ -1,4 +1,4 @@
-"""How far a command is that reads files: what it has made, rates, the share of the input."""
+"""Progress of a command that reads files: counts, rates, the share of the input."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Counts(Progress):
     """Counts what has been read and made.
 
     Args:
-        files: the input, paths or a descriptor; their sizes are the whole.
-        units: what is made, such as "tokens".
-        shown: None: if stderr is a terminal.
+        files: paths or descriptors of the input; the sum of their sizes is 100%.
+        units: what is counted, such as "tokens".
+        shown: whether to show progress; None: if stderr is a terminal.
     """
 
     def __init__(self, files: Iterable[str | int], *units: str, shown: bool | None = None) -> None:
@@ -25,7 +25,7 @@ class Counts(Progress):
         self._current = False
 
     def __call__(self, read: float, *made: int) -> None:
-        """`read` more bytes of the input have been read, and so many more of each unit made."""
+        """Count `read` more bytes of the input, and `made` more of each unit."""
         self._read += read
         self._made = [before + more for before, more in zip(self._made, made, strict=True)]
         self._current = self._print(last=False)

@@ -1,4 +1,4 @@
-"""What all commands share: errors for the user, messages on stderr, devices and dtypes by name."""
+"""Shared by all commands: errors for the user, messages on stderr, devices and dtypes by name."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class UsageError(Exception):
-    """A mistake in the call or its input; the message is the one line that the user sees."""
+    """The call or its input is wrong; the message is the only line that the user sees."""
 
 
 def say(text: str) -> None:
-    """Print a line of ours on stderr."""
+    """Print a message on stderr, after the program's name."""
     print(f"fastbert: {text}", file=sys.stderr)
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device that --device names; without a name the GPU if there is one, else the CPU.
+    """The device that --device names; without a name a GPU if there is one, else the CPU.
 
     Raises:
-        UsageError: no such device.
+        UsageError: there is no such device.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

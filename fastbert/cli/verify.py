@@ -21,7 +21,7 @@ _log = logging.getLogger("fastbert")
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns 0 if all checks passed, else 1."""
     if triton_interpreter.interpreting():
-        # Before a kernel is imported: Triton's interpreter computes bfloat16 wrong.
+        # before a kernel is imported: Triton's interpreter computes bfloat16 wrong
         triton_interpreter.choose()
     device = device_of(args.device)
     ops, backends = args.op or list(dispatch.OPS), args.backend or list(dispatch.BACKENDS)
@@ -61,11 +61,11 @@ def _verify_group(
     rows: list[testing.Row] = []
     try:
         rows.extend(testing.verify([op], [backend], [DTYPES[dtype_name]], device, quick=quick))
-    except Exception as error:  # a kernel that raises has failed; the other ones are still of interest
+    except Exception as error:  # a kernel that raises has failed; all other kernels are still checked
         _log.debug("verify: %s by %s in %s", op, backend, dtype_name, exc_info=True)
-        infinite = (float("inf"),) * 4
-        reason = f"{type(error).__name__}: {error}"
-        rows.append(testing.Row(op, "-", backend, dtype_name, str(device), "-", *infinite, False, reason))
+        inf, reason = float("inf"), f"{type(error).__name__}: {error}"
+        names = op, "-", backend, dtype_name, str(device), "-"
+        rows.append(testing.Row(*names, inf, inf, inf, inf, False, reason))
     return rows
 
 
@@ -85,5 +85,5 @@ def _print_group(op: str, backend: str, dtype_name: str, group: list[testing.Row
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: null."""
+    """The row with None for infinity, which JSON lacks."""
     return {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in row.items()}

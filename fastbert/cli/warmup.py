@@ -18,21 +18,21 @@ from fastbert.testing import checking, proving, serving, verdicts
 from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED, Verdict
 
-# A slower kernel is no failure: the next backend serves.
+# a slower kernel is no failure, since the next backend serves
 _SAYS = {PASSED: "pass", FAILED: "FAIL", SLOWER: "slower", KILLED: "KILLED", UNDECIDED: "FAIL"}
 _LINE = "{:>7}  {:<21}{:<8}{:<10}{:>9}  {}"
 _SERVES = "{:<32}{:<10}{:<11}{}"
 
 
 class _Now:
-    """One line on stderr that says what is done: in place on a terminal, else every few seconds."""
+    """One line of progress on stderr: in place on a terminal, else every few seconds."""
 
     def __init__(self) -> None:
         self.in_place, self.begin = sys.stderr.isatty(), time.monotonic()
         self.width, self.last = 0, self.begin
 
     def __call__(self, text: str) -> None:
-        """Say what is done now."""
+        """Show what is done now."""
         now = time.monotonic()
         if not self.in_place and now - self.last < 5.0:
             return
@@ -42,13 +42,13 @@ class _Now:
         self.width = len(line) if self.in_place else 0
 
     def clear(self) -> None:
-        """Make room for a line of the table."""
+        """Clear the line before a line of the table is printed."""
         if self.width:
             print(" " * self.width, end="\r", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print their verdicts; returns 1 if a kernel failed, or has no verdict; else 0."""
+    """Run the checks and print their verdicts; returns 1 if a kernel failed or has no verdict, else 0."""
     device = device_of(args.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -115,7 +115,7 @@ def _row(unit: Unit, device: torch.device, found: Verdict) -> dict[str, Any]:
 
 
 def _choices(device: torch.device, wanted: list[Unit]) -> list[serving.Choice]:
-    """What serves the ops and dtypes whose kernels were checked."""
+    """The backends that serve the ops and dtypes whose kernels were checked."""
     calls = dict.fromkeys((unit.op, unit.dtype) for unit in wanted)
     return [
         serving.choice(op, kind, device, dtype)
@@ -125,11 +125,11 @@ def _choices(device: torch.device, wanted: list[Unit]) -> list[serving.Choice]:
 
 
 def why_none(device: torch.device, ops: Sequence[str]) -> str:
-    """Why no kernel of these ops has to pass a check."""
+    """Why no kernel of these ops needs a check."""
     if device.type == "cpu":
         return "only GPU kernels are checked before they serve"
     pairs = [(op, name) for name in dispatch.SELF_CHECKED for op in ops]
     having = [(op, name) for op, name in pairs if op in dispatch.backend_module(name).DTYPES]
     gaps = [(name, dispatch.unsupported_reason(name, op, device.type, None)) for op, name in having]
-    told = dict.fromkeys(f"{name}: {reason}" for name, reason in gaps if reason)
-    return "; ".join(told) or "no GPU kernel of theirs is in the table"
+    reasons = dict.fromkeys(f"{name}: {reason}" for name, reason in gaps if reason)
+    return "; ".join(reasons) or "these ops have no GPU kernel in the table"

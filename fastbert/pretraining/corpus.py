@@ -71,7 +71,7 @@ class Corpus:
     """An open corpus; see the module.
 
     Attributes:
-        directory: where it lies.
+        directory: where it is.
         hash: SHA-256 of all that an example depends on, hexadecimal.
         num_tokens, num_sentences, num_documents: counts.
         longest_sentence: tokens of the longest sentence.

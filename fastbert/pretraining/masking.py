@@ -95,7 +95,8 @@ class Masking:
         choose: "exact" or "bernoulli" (not for n-grams and spans).
         share: share of the tokens that are predicted, in (0, 1].
         max_predictions: most predicted tokens of a sequence; None: no limit.
-        mask_share, random_share: of the chosen tokens, the shares that become [MASK] and a random token.
+        mask_share: share of the chosen tokens that become [MASK].
+        random_share: share of the chosen tokens that become a random token.
         word_budget: with unit "word" and "exact", whether `share` and `max_predictions` count "tokens"
             (Google's rule) or "words". With "words" the tokens of a word are all masked, all random or all
             kept (fairseq's rule).

@@ -277,7 +277,7 @@ BAD_FILES = [
             ("NaN", "expected finite numbers, got nan"),
             ("1e400", "expected finite numbers, got inf"),
             ("1" + "0" * 30, "expected a number, a text, or a list of numbers, got 1000"),
-            ('"the"', "expected one like labels[0], 0, got 'the'"),
+            ('"the"', "expected a label like labels[0], 0, got 'the'"),
             ("7", "7 is no class; expected 0 to 1"),
         )
     ),

@@ -186,8 +186,7 @@ def test_without_a_loss_it_says_so(made):
     missing = [text for text in page.texts["p"] if text.startswith("Not computed")]
     assert (
         missing
-        == ["Not computed: the model has no head (BertModel), and no pairs of texts were given (--pairs)."]
-        * 3
+        == ["Not computed: the model has no head (BertModel), and there are no pairs of texts (--pairs)."] * 3
     )
     captions = [text for text in page.texts["figcaption"] if "has this pattern on" in text]
     assert len(captions) == len(numbers["sections"]["maps"]["maps"]) > 0
@@ -278,8 +277,8 @@ def test_all_families(folder, tmp_path, family):
         assert value is None or is_rounding(text, value_at(numbers, path))
 
 
-NO_LABELS = "the loss of BertForSequenceClassification needs labels, which were not given (--labels)."
-NO_MEASURE = "the loss of BertForPreTraining is not one that this program measures per example."
+NO_LABELS = "the loss of BertForSequenceClassification needs labels (--labels)."
+NO_MEASURE = "this program cannot measure the loss of BertForPreTraining per example."
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_what_a_gpu_needs(monkeypatch):
         monkeypatch.setattr(module, "available", lambda device_type, why=why: why)
     text = "triton: Triton is not installed; cuda: was built without CUDA"
     assert cli_warmup.why_none(torch.device("cuda", 0), dispatch.OPS) == text
-    none = "no GPU kernel of theirs is in the table"
+    none = "these ops have no GPU kernel in the table"
     assert cli_warmup.why_none(torch.device("cuda", 0), ["linear_int8"]) == none
 
 

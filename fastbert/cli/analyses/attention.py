@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fastbert.analysis import annotations, pictures
 from fastbert.analysis import effective as analysis
+from fastbert.analysis import pictures
+from fastbert.analysis.annotations import PUBLISHED_F1, Classifier, check_labels, fit, read_patterns
 from fastbert.analysis.attention import (
     PATTERNS,
     THRESHOLDS,
@@ -25,7 +26,7 @@ from fastbert.models.base import PreTrainedModel
 
 
 def attention(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:
-    """Entropy, and who is looked at."""
+    """Entropy, and what is looked at."""
     found = attention_statistics(model, examples, batch_tokens=args.batch_tokens)
     return of_attention(args, found)
 
@@ -58,7 +59,7 @@ def of_attention(args: argparse.Namespace, found: AttentionStatistics) -> Found:
     numbers = {
         "per_layer": per_layer,
         "intervals": as_numbers(intervals),
-        # layers from 1, as they are shown
+        # shown layers count from 1
         "layers over half on separators": [str(i + 1) for i in np.flatnonzero(of_layers[SEPARATOR] > 0.5)],
         "layer with most to": {kind: str(of_layers[i].argmax() + 1) for i, kind in enumerate(KINDS)},
         "summary": summary,
@@ -70,19 +71,19 @@ def patterns(args: argparse.Namespace, model: PreTrainedModel, examples: Example
     """The five patterns, by thresholds or by the user's labels."""
     labels = None
     if args.annotations is not None:
-        shape = len(examples), len(model.base_model.layers()), model.config.num_attention_heads
-        limits = dict(zip(("example", "layer", "head"), shape, strict=True))
-        labels = annotations.read_patterns(args.annotations, PATTERNS, limits)
-        annotations.check_labels(labels)
+        limits = {"example": len(examples), "layer": len(model.base_model.layers())}
+        limits["head"] = model.config.num_attention_heads
+        labels = read_patterns(args.annotations, PATTERNS, limits)
+        check_labels(labels)
     found = attention_statistics(model, examples, batch_tokens=args.batch_tokens)
-    fitted = None if labels is None else annotations.fit(found, labels, seed=args.seed)
+    fitted = None if labels is None else fit(found, labels, seed=args.seed)
     return of_patterns(args, found, fitted)
 
 
 def of_patterns(
-    args: argparse.Namespace, found: AttentionStatistics, fitted: annotations.Classifier | None = None
+    args: argparse.Namespace, found: AttentionStatistics, fitted: Classifier | None = None
 ) -> Found:
-    """Shares of the patterns, and each head's commonest one."""
+    """Shares of the patterns, and each head's commonest pattern."""
     arrays: dict[str, np.ndarray] = found.features()
     numbers: dict[str, Any] = {}
     summary = []
@@ -96,13 +97,13 @@ def of_patterns(
             "counts": fitted.counts,
             "folds": fitted.folds,
             "macro_f1": fitted.macro_f1,
-            "published_f1": annotations.PUBLISHED_F1,
+            "published_f1": PUBLISHED_F1,
         }
         arrays |= {"classes": fitted.classes, "weights": fitted.weights, "bias": fitted.bias}
         labelled = sum(fitted.counts.values())
         summary.append(
             f"macro-F1 {fitted.macro_f1:.2f} over {fitted.folds} folds of {labelled} labelled maps; "
-            f"published for a network on maps of its own: {annotations.PUBLISHED_F1}"
+            f"published for a network on maps of its own: {PUBLISHED_F1}"
         )
     shares, commonest = shares_of(kinds), commonest_of(kinds)
     intervals = {name: estimate(kinds == i, seed=args.seed) for i, name in enumerate(PATTERNS)}
@@ -129,7 +130,7 @@ def effective(args: argparse.Namespace, model: PreTrainedModel, examples: Exampl
 def of_effective(
     args: argparse.Namespace, found: analysis.EffectiveAttention, plain: AttentionStatistics
 ) -> Found:
-    """Numbers, arrays and figures of effective attention beside the whole."""
+    """Numbers, arrays and figures of effective attention beside all attention."""
     figures = {
         "correlation": pictures.heat_maps({"correlation with attention": found.means()}, high=1.0),
         "lengths": pictures.curves(
@@ -139,7 +140,7 @@ def of_effective(
     intervals, before = found.intervals(seed=args.seed), plain.intervals(seed=args.seed)
     summary = [
         f"mean correlation of attention and effective attention {intervals['correlation'].text('.4f')}, "
-        f"of {found.known()[1].mean():.1%} of examples and heads; the others do not vary"
+        f"of {found.known()[1].mean():.1%} of examples and heads; the rest do not vary"
     ]
     for to_kind in (f"to {kind}" for kind in KINDS):
         one, other = (each[to_kind].text(".1%") for each in (before, intervals))

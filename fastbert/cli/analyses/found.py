@@ -1,4 +1,4 @@
-"""What an analysis returns, and the names in it."""
+"""The result of an analysis, and names of its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastbert.analysis.intervals import Interval
 
 # (numbers for the JSON file, "summary" among them; arrays; figures)
 Found = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]
-# names of arrays: attention to the tokens of each kind
+# names of the arrays of attention to each kind of token
 TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
 
 
@@ -24,5 +24,5 @@ def as_numbers(intervals: Mapping[str, Interval]) -> dict[str, dict]:
 
 
 def known(value: float) -> float | None:
-    """A number for a JSON file, None for what is not defined."""
+    """A number for a JSON file; None for NaN."""
     return None if math.isnan(value) else float(value)

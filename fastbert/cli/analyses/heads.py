@@ -1,4 +1,4 @@
-"""`fastbert analyze heads`, `importance`, `fixed`: what a model loses without heads, or with fixed ones."""
+"""`fastbert analyze heads`, `importance`, `fixed`: what a model loses without heads, or with fixed heads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fastbert.models.base import PreTrainedModel
 RANDOM_ORDERS = 5
 _UNRATED = [
     "the pairs have no labels (--labels): a model that makes all texts alike has the largest cosine, so this "
-    "does not say which heads it needs"
+    "does not show which heads it needs"
 ]
 
 
 def _caveat(score_name: str) -> list[str]:
-    """A line for the summary of what a score does not say."""
+    """A line for the summary if a score rates no model."""
     return _UNRATED if score_name == UNRATED else []
 
 
@@ -89,7 +89,7 @@ def of_heads(args: argparse.Namespace, found: analysis.Ablation) -> Found:
 
 
 def importance(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:
-    """How much the loss depends on each head, and how many can go."""
+    """How much the loss depends on each head, and how many heads can be removed."""
     pooling = pooling_of(args, model)
     how = {"pooling": pooling, "batch_tokens": args.batch_tokens}
     found = analysis.importance(model, examples, **how)
@@ -101,7 +101,7 @@ def importance(args: argparse.Namespace, model: PreTrainedModel, examples: Examp
 def pruned(
     found: analysis.Importance, model: PreTrainedModel, examples: Examples, *, seed: int, **how: Any
 ) -> dict[str, analysis.PruningCurve]:
-    """The score while heads go, by importance and in random orders; options of `pruning_curve`."""
+    """The score while heads are removed, by importance and in random orders; `how` as in `pruning_curve`."""
     count = found.values().size
     draw = np.random.default_rng(seed)
     orders = {"by importance": found.order()}
@@ -153,7 +153,7 @@ def fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) 
     assignment = None
     if args.assignment is not None:
         shape = len(model.base_model.layers()), model.config.num_attention_heads
-        limits = dict(zip(("layer", "head"), shape, strict=True))
+        limits = {"layer": shape[0], "head": shape[1]}
         named = annotations.read_patterns(args.assignment, patterns.NAMES, limits)
         assignment = np.zeros(shape, np.int8)
         assignment[named["layer"], named["head"]] = named["pattern"]
@@ -167,9 +167,9 @@ def of_fixed(args: argparse.Namespace, found: patterns.FixedHeads) -> Found:
     """Numbers, arrays and figures of fixed heads."""
     title = f"{found.count} of {found.assignment.size} heads"
     counts = found.counts()
-    given = ", ".join(f"{name} {count}" for name, count in counts.items() if count and name != "learned")
+    used = ", ".join(f"{name} {count}" for name, count in counts.items() if count and name != "learned")
     summary = [
-        f"{title} attend by a pattern{': ' + given if given else ''}",
+        f"{title} attend by a pattern{': ' + used if used else ''}",
         f"{found.score_name} of the whole model {found.base_score.mean():.4f}",
     ]
     numbers: dict[str, Any] = {

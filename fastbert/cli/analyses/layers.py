@@ -46,7 +46,7 @@ def of_change(args: argparse.Namespace, found: changes.Change) -> Found:
         "against": str(args.against),
         "intervals": as_numbers(intervals),
         "weights": found.weights.tolist(),
-        # from 1, as they are shown
+        # shown layers count from 1
         "layers changed most": [str(i + 1) for i in sorted(order[:2])],
         "summary": summary,
     }

@@ -1,4 +1,4 @@
-"""What `fastbert analyze` reads: the model, and the file with the texts."""
+"""The inputs of `fastbert analyze`: the model, and the file with the texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from fastbert.analysis.examples import Examples, lines_of, masked, paired, read, spans_of, tokenized
 from fastbert.analysis.targets import LabelledText, read_edges
-from fastbert.analysis.treebank import Sentence, as_examples, blocks_of, fitting, read_conllu
+from fastbert.analysis.treebank import as_examples, blocks_of, fitting, read_conllu
 from fastbert.cli.usage import UsageError, device_of
 from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
@@ -27,38 +27,38 @@ from fastbert.sentences.tokenizer import load_tokenizer
 
 # analyses that measure a loss
 MEASURED = ("heads", "importance", "fixed")
-# those that train a head of their own for the labels
+# analyses that train a head of their own for the labels
 LEARNING = ("starts",)
-# options that name a file to analyze -> what is in it
+# option that names a file to analyze -> content of the file
 FILES = {
     "input": "a file of examples",
     "conllu": "a treebank in the CoNLL-U format",
     "edges": "a file of labelled spans",
 }
-# analysis -> which of them it reads; all others read examples
+# analysis -> the options of `FILES` that it reads; all other analyses read `input`
 READS = {"syntax": ("conllu",), "probe": ("conllu", "edges"), "links": ("edges",)}
-# analysis -> what it may read beside that
+# analysis -> the options that it may read besides
 ALSO_READS = {"report": ("conllu",)}
 
 
 def file_of(args: argparse.Namespace) -> str:
-    """The option, of `FILES`, that names what the analysis reads.
+    """The option of `FILES` that names the analysis's file.
 
     Raises:
-        UsageError: it is missing, or another one is there.
+        UsageError: it is missing, or the analysis does not read a file that an option names.
     """
     readable, also = READS.get(args.kind, ("input",)), ALSO_READS.get(args.kind, ())
-    given = [name for name in FILES if getattr(args, name) is not None and name not in also]
+    named = [name for name in FILES if getattr(args, name) is not None and name not in also]
     expected = " or ".join(f"--{name}" for name in readable)
-    if not set(given) & set(readable):
+    if not set(named) & set(readable):
         what = " or ".join(FILES[name] for name in readable)
         raise UsageError(f"{expected.replace(' or ', ', ')}: {args.kind} needs {what}")
-    for name in given:
+    for name in named:
         if name not in readable:
             raise UsageError(f"--{name}: {args.kind} does not read it; expected {expected} alone")
-    if len(given) > 1:
-        raise UsageError(f"--{given[1]}: {args.kind} reads one file; expected {expected} alone")
-    return given[0]
+    if len(named) > 1:
+        raise UsageError(f"--{named[1]}: {args.kind} reads one file; expected {expected} alone")
+    return named[0]
 
 
 def model_of(directory: str, device: str | None) -> PreTrainedModel:
@@ -75,21 +75,21 @@ def model_of(directory: str, device: str | None) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[None]:
-    """Errors that name an example by its number name the file and the line too."""
+    """A block whose errors also name the file and the line, if they name an example by its number."""
     try:
         yield
     except (ValueError, UsageError) as error:
         found = re.match(r"(examples|texts|pairs|labels|answers|sentences)\[(\d+)\]: ", str(error))
         name, number = found.groups() if found else ("", "0")
         of_words = name == "sentences" or args.input is None
-        # after sentences that are left out, a number is none of the file's
+        # if sentences are left out, the numbers are not those of the file
         if not found or (of_words and args.on_long != "error"):
             raise
-        index = int(number)
-        if not of_words:
-            file, index = args.input, index // (2 if args.pairs and _compares(args, model) else 1)
-        else:
-            file = args.edges if args.conllu is None else args.conllu
+        index, file = int(number), str(args.input)
+        if of_words:
+            file = str(args.edges if args.conllu is None else args.conllu)
+        elif args.pairs and _compares(args, model):
+            index //= 2
         if of_words and args.conllu is not None:
             places = (f"{file}, line {block[0][0]}" for block in blocks_of(file))
         else:
@@ -99,8 +99,8 @@ def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[N
 
 
 @contextlib.contextmanager
-def naming_targets(texts: list[Sentence] | list[LabelledText]) -> Iterator[None]:
-    """Errors that name a target of labelled spans by its number name the file and the line too."""
+def naming_targets(texts: list[Any]) -> Iterator[None]:
+    """A block whose errors also name the file and the line, if they name a target by its number."""
     try:
         yield
     except ValueError as error:
@@ -118,7 +118,7 @@ def _compares(args: argparse.Namespace, model: PreTrainedModel) -> bool:
 
 
 def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
-    """The examples of the input file, with labels where the analysis needs them."""
+    """The examples of the input file, with labels if the analysis needs them."""
     if args.kind in LEARNING:
         return _labelled(args, model)
     measured, name = args.kind in MEASURED, type(model).__name__
@@ -155,7 +155,7 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
 
 
 def _labelled(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
-    """Examples with the file's own labels, whatever the model's head is for."""
+    """Examples with the file's own labels, for any head of the model."""
     if args.labels is None:
         raise UsageError(f"--labels: {args.kind} needs the key of the labels in {args.input}")
     _check_most(args)
@@ -168,7 +168,7 @@ def _labelled(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
 def _pairs(
     args: argparse.Namespace, tokenizer: Tokenizer, found: dict[str, list], max_length: int | None
 ) -> Examples:
-    """Pairs for an encoder without a head, as a directory of sentence-transformers wants its texts."""
+    """Pairs for an encoder without a head, prepared by the settings of a sentence-transformers directory."""
     settings = sentence_settings(args.model)
     for name in ("texts", "pairs"):
         texts = [(settings.prompt + text).strip() for text in found[name]]
@@ -186,17 +186,15 @@ def _pairs(
 
 
 def pooling_of(args: argparse.Namespace, model: PreTrainedModel) -> str | None:
-    """How an encoder without a head makes its vectors; None for one with a head."""
+    """How an encoder without a head makes its vectors; None for a model with a head."""
     return None if isinstance(model, TaskModel) else sentence_settings(args.model).pooling
 
 
-def load_words(
-    args: argparse.Namespace, model: PreTrainedModel
-) -> tuple[list[Sentence] | list[LabelledText], Examples, int]:
-    """(sentences of the treebank or texts with labelled spans, their examples, how many are left out).
+def load_words(args: argparse.Namespace, model: PreTrainedModel) -> tuple[list[Any], Examples, int]:
+    """(`Sentence`s of the treebank or `LabelledText`s, their examples, number of sentences left out).
 
-    Left out is a sentence that is longer than the model reads, or has a word of which the tokenizer leaves
-    nothing; under `--on-long error` it is an error.
+    A sentence is left out if it is longer than the model reads, or has a word for which the tokenizer has no
+    token; with `--on-long error` it is an error.
     """
     for name in ("pairs", "labels"):
         if getattr(args, name):
@@ -206,14 +204,12 @@ def load_words(
     return words_of(args, model)
 
 
-def words_of(
-    args: argparse.Namespace, model: PreTrainedModel
-) -> tuple[list[Sentence] | list[LabelledText], Examples, int]:
-    """What `load_words` returns, whatever the other options are."""
+def words_of(args: argparse.Namespace, model: PreTrainedModel) -> tuple[list[Any], Examples, int]:
+    """As `load_words`, without its check of the options."""
     _check_most(args)
     of_trees = args.conllu is not None
     file = args.conllu if of_trees else args.edges
-    read = (read_conllu if of_trees else read_edges)(file, args.max_examples)
+    read: list[Any] = (read_conllu if of_trees else read_edges)(file, args.max_examples)
     tokenizer, max_length = load_tokenizer(args.model), model.config.max_tokens
     kept = read if args.on_long == "error" else fitting(tokenizer, read, max_length)
     if not kept:
@@ -230,7 +226,7 @@ def _check_most(args: argparse.Namespace) -> None:
 
 
 def mask_id(tokenizer: Tokenizer, directory: str) -> int:
-    """The id of the mask token. Raises UsageError where the tokenizer has none."""
+    """The id of the mask token; UsageError if the tokenizer has none."""
     for token in ("[MASK]", "<mask>"):
         found = tokenizer.token_to_id(token)
         if found is not None:

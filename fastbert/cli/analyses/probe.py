@@ -1,4 +1,4 @@
-"""`fastbert analyze probe`: what each layer knows of labels or trees, beside a model of random weights."""
+"""`fastbert analyze probe`: how well each layer shows labels or trees, beside random weights."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.intervals import Interval
 from fastbert.analysis.probing import EdgeProbe, check_code, control_task, edge_probe, online_code
 from fastbert.analysis.structure import Structure, structural_probe
-from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treebank
+from fastbert.analysis.targets import Targets, of_texts, of_treebank
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found, known
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
 
 KINDS = ("edge", "mdl", "control", "structural")
-# expected layer and centre of BERT-large, where the labels are of the same kind; Tenney et al. 2019, fig. 1
+# label -> (labels of the same kind, expected layer, centre) of BERT-large; Tenney et al. 2019, fig. 1
 TENNEY = {
     "upos": ("parts of speech of the Penn Treebank", 3.39, 11.68),
     "relation": ("dependencies", 5.69, 13.75),
 }
 # UUAS and Spearman's correlation of the best layer; Hewitt and Manning 2019, table 1
 HEWITT = {"BERT-base, layer 7": (0.798, 0.85), "BERT-large, layer 15": (0.825, 0.86)}
-# the model's line first, then that of random weights
+# names of the model's line and of the line of random weights
 BOTH = ("this model", "with random weights")
 
 
-def probe(
-    args: argparse.Namespace,
-    model: PreTrainedModel,
-    texts: list[Sentence] | list[LabelledText],
-    examples: Examples,
-) -> Found:
-    """(numbers, arrays, figures) of `--probe`."""
+# calls a function with (hidden states, device for its probes), once per model
+Each = Callable[[Callable[[Tensor, torch.device], Any]], list[Any]]
+
+
+def probe(args: argparse.Namespace, model: PreTrainedModel, texts: list[Any], examples: Examples) -> Found:
+    """(numbers, arrays, figures) of `--probe`; `texts` are `Sentence`s, or `LabelledText`s of `--edges`."""
     of_trees, kind = args.conllu is not None, args.probe or "edge"
     if kind == "structural" and not of_trees:
         raise UsageError("--probe structural: needs trees; expected --conllu")
@@ -55,7 +54,7 @@ def probe(
         return of_structural(args, structural(args, model, texts, examples))
     label = args.label or "upos"
     targets = of_treebank(texts, examples, label) if of_trees else of_texts(texts, examples)
-    # what is wrong with the targets is said before the model runs
+    # errors of the targets are raised before the model runs
     if kind == "mdl":
         check_code(targets)
     else:
@@ -73,13 +72,8 @@ def probe(
     return numbers, arrays, figures
 
 
-def _each(
-    args: argparse.Namespace, model: PreTrainedModel, examples: Examples, rows: np.ndarray
-) -> Callable[[Callable[[Tensor], Any]], list[Any]]:
-    """What a function makes of the hidden states of the model, and of one with random weights.
-
-    It is called with them and with the device for its probes.
-    """
+def _each(args: argparse.Namespace, model: PreTrainedModel, examples: Examples, rows: np.ndarray) -> Each:
+    """Calls a function with the hidden states of the model, then with those of a model of random weights."""
 
     def each(compute: Callable[[Tensor, torch.device], Any]) -> list[Any]:
         found = []
@@ -99,7 +93,7 @@ def _lines(values: list[np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]
 def _best(
     what: str, values: list[np.ndarray], interval: Callable[[int], Interval], form: str = ".3f"
 ) -> list[str]:
-    """What is printed of scores per layer: the model's best, its embeddings, and random weights' best."""
+    """Lines about scores per layer: the model's best, its embeddings', and random weights' best."""
     layer = int(np.nanargmax(values[0]))
     at_random = int(np.nanargmax(values[1]))
     return [
@@ -121,7 +115,7 @@ def _seeded(n: int, what: str, seed: int) -> str:
 def edge(
     args: argparse.Namespace, model: PreTrainedModel, examples: Examples, targets: Targets
 ) -> list[EdgeProbe]:
-    """Of the model, and of one with random weights."""
+    """Edge probes of the model, and of a model with random weights."""
     each = _each(args, model, examples, targets.rows)
     return each(lambda states, device: edge_probe(states, targets, seed=args.seed, device=device))
 
@@ -133,7 +127,7 @@ def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
     depth = np.arange(len(scores[0]))
     lines = _lines(scores) | {"mix of layers 0 to l": (depth, ours.scores_up_to())}
     figures = {
-        "layers": pictures.curves(lines, "layer (0: embeddings)", "F1", "labels told from a layer"),
+        "layers": pictures.curves(lines, "layer (0: embeddings)", "F1", "labels predicted from a layer"),
         "weights": pictures.curves(
             {"mix of all layers": (depth, ours.weights)},
             "layer (0: embeddings)",
@@ -161,14 +155,14 @@ def of_edge(args: argparse.Namespace, found: list[EdgeProbe]) -> Found:
         "tested": test,
         "expected_layer": known(ours.expected_layer()),
         "centre": ours.centre(),
-        "intervals": [ours.interval(layer)._asdict() for layer in depth],
+        "intervals": [ours.interval(int(i))._asdict() for i in depth],
         "summary": summary,
     }
     arrays = {"counts": ours.counts, "counts_up_to": ours.counts_up_to, "weights": ours.weights}
     return numbers, arrays | {"counts_random_weights": found[1].counts}, figures
 
 
-def _mdl(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
+def _mdl(args: argparse.Namespace, each: Each, targets: Targets) -> Found:
     found = each(lambda states, device: online_code(states, targets, seed=args.seed, device=device))
     ours = found[0]
     values = [one.compression() for one in found]
@@ -194,7 +188,7 @@ def _mdl(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
     return numbers, arrays | {"bits_random_weights": found[1].bits}, figures
 
 
-def _control(args: argparse.Namespace, each: Callable, targets: Targets) -> Found:
+def _control(args: argparse.Namespace, each: Each, targets: Targets) -> Found:
     found = each(lambda states, device: control_task(states, targets, seed=args.seed, device=device))
     ours = found[0]
     depth = np.arange(len(ours.right))
@@ -229,7 +223,7 @@ def _control(args: argparse.Namespace, each: Callable, targets: Targets) -> Foun
 def structural(
     args: argparse.Namespace, model: PreTrainedModel, sentences: list[Sentence], examples: Examples
 ) -> list[Structure]:
-    """Of the model, and of one with random weights."""
+    """Structural probes of the model, and of a model with random weights."""
     each = _each(args, model, examples, np.flatnonzero(examples.words >= 0))
 
     def probe(states: Tensor, device: torch.device) -> Structure:
@@ -291,5 +285,5 @@ def of_structural(args: argparse.Namespace, found: list[Structure]) -> Found:
 
 
 def _rank(states: Tensor) -> dict[str, int]:
-    """The probe's rank, which is the width of a narrow model."""
+    """The probe's rank, which is at most the model's width."""
     return {"rank": min(64, states.shape[-1])}

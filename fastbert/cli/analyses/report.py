@@ -45,9 +45,10 @@ SENTENCES = 10
 def whole(
     args: argparse.Namespace, model: PreTrainedModel, examples: Examples, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
-    """(numbers, arrays, page) of all analyses; those that share a result run the model for it once."""
-    options, seed = {"batch_tokens": args.batch_tokens}, args.seed
-    # what is wrong is said before the work begins
+    """(numbers, arrays, page) of all analyses; the model runs once for a result that several share."""
+    options: dict[str, Any] = {"batch_tokens": args.batch_tokens}
+    seed = args.seed
+    # errors are raised before the work begins
     heads.check("head", args.mode)
     check_example_maps(model, examples.lengths, args.max_bytes)
     scored, no_loss = _scored(args, model, examples)
@@ -73,11 +74,11 @@ def whole(
     add(sections.patterns(plain), of_patterns(args, plain))
     maps = example_maps(model, examples, plain, max_bytes=args.max_bytes)
     tokens = _tokens(args, examples, maps)
-    measured = options | {"pooling": None if scored is None else pooling_of(args, model)}
+    measured: dict[str, Any] = options | {"pooling": None if scored is None else pooling_of(args, model)}
     without = None if scored is None else heads.ablate(model, scored, mode=args.mode, **measured)
     of_maps = _of_maps(maps, tokens, without, n=len(examples), seed=seed)
     add(sections.maps(maps, tokens, no_loss=no_loss), of_maps)
-    if without is None:
+    if scored is None or without is None:
         for name in ("heads", "importance", "fixed"):
             add(sections.missing(name, no_loss))
     else:
@@ -106,7 +107,7 @@ def whole(
         try:
             _add_trees(args, model, *of_words, add)
         except ValueError as error:
-            # its examples are sentences of the treebank
+            # the error names sentences of the treebank
             raise ValueError(f"{args.conllu}: {error}") from error
     summary = [f"{name}: {each['summary'][0]}" for name, each in numbers.items() if "summary" in each]
     numbers = facts | {"sections": numbers, "summary": summary}
@@ -153,7 +154,7 @@ def _add_trees(
 
 
 def name_of(directory: str) -> str:
-    """What a report calls a model: its name on the hub, or its directory and the one above."""
+    """A model's name for a report: its name on the hub, or the last two parts of its path."""
     parts = Path(directory).resolve().parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     return "/".join(parts[1:][-2:]) if cached is None else cached.removeprefix("models--").replace("--", "/")
@@ -168,24 +169,24 @@ def _scored(
         if args.pairs:
             Measure.of(model, examples, pooling_of(args, model))
             return examples, ""
-        return None, f"the model has no head ({name}), and no pairs of texts were given (--pairs)."
+        return None, f"the model has no head ({name}), and there are no pairs of texts (--pairs)."
     if isinstance(model, BertForMaskedLM):
         examples = masked(examples, mask_id(load_tokenizer(args.model), args.model), seed=args.seed)
     try:
         Measure.of(model, examples)
     except TypeError:
-        return None, f"the loss of {name} is not one that this program measures per example."
+        return None, f"this program cannot measure the loss of {name} per example."
     except ValueError:
         if args.labels is None:
-            return None, f"the loss of {name} needs labels, which were not given (--labels)."
+            return None, f"the loss of {name} needs labels (--labels)."
         raise
     return examples, ""
 
 
 def _loss_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
-    """What the loss of a report's ablation is."""
+    """The definition of the loss of a report's ablation."""
     if not isinstance(model, TaskModel):
-        return "it is the square of the cosine of a pair's vectors minus the one that the file says"
+        return "it is the square of the cosine of a pair's vectors minus the cosine in the file"
     if isinstance(model, BertForMaskedLM):
         return "15% of each text's tokens are masked, and it is the cross-entropy of guessing them, in nats"
     return "it is that of the model's own head, with the labels of the file"
@@ -232,13 +233,13 @@ def _of_maps(
             "layer": map_.layer,
             "head": map_.head,
             "example": map_.example,
-            # as it is shown
+            # shown numbers count from 1
             "number": map_.example + 1,
             "share": map_.share,
             "tokens": names,
         }
         if without is not None:
-            # two texts are one case where pairs are compared
+            # two texts are one case if pairs are compared
             case = map_.example * len(without.base_loss) // n
             here = without.loss[(case, *place)] - without.base_loss[case]
             numbers[map_.name] |= {

@@ -23,17 +23,14 @@ from fastbert.models.heads.sequence_classification import BertForSequenceClassif
 
 def starts(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:
     """The same training from frozen, random and pre-trained weights."""
-    labels, names = _numbered(args, examples.labels)
+    labels, names = _numbered(args, examples.needed_labels)
     recipe = analysis.Recipe(args.epochs, args.batch_size, args.lr)
     model = _with_head(args, model, 1 if names is None else len(names))
     examples = replace(examples, labels=labels)
     options = {"recipe": recipe, "seed": args.seed, "batch_tokens": args.batch_tokens}
     found = analysis.starts(model, examples, **options)
     intervals = found.intervals(seed=args.seed)
-    shown = {
-        name: (each.mean, each.low, each.high) if each.low is not None else (each.mean,) * 3
-        for name, each in intervals.items()
-    }
+    shown = {name: (each.mean, *each.ends) for name, each in intervals.items()}
     title = "the same training from three starts"
     figures = {"starts": pictures.intervals(shown, found.score_name, title)}
     summary = [f"{name}: {found.score_name} {each.text('.4f')}" for name, each in intervals.items()]
@@ -76,10 +73,10 @@ def _numbered(args: argparse.Namespace, labels: np.ndarray) -> tuple[np.ndarray,
 def _with_head(
     args: argparse.Namespace, model: PreTrainedModel, classes: int
 ) -> BertForSequenceClassification:
-    """The model with a head for so many classes, 1: for a number."""
+    """The model with a head for `classes` classes; for a number if `classes` is 1."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        torch.manual_seed(args.seed)  # of a pooler that the directory lacks
-        # a fresh head is what is wanted
+        torch.manual_seed(args.seed)  # for a pooler that the directory lacks
+        # a fresh head is intended
         warnings.filterwarnings("ignore", ".*: has (no weights for|weights of other shapes)", UserWarning)
         return AutoModelForSequenceClassification.from_pretrained(
             args.model,

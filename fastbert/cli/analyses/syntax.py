@@ -1,4 +1,4 @@
-"""`fastbert analyze syntax`: attention to words by what they are, and which heads find the heads of words."""
+"""`fastbert analyze syntax`: attention to words by their label, and attention heads as parsers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def on_trees(
 def of_syntax(
     labels: analysis.AttentionByLabel, parsing: analysis.Parsing, best: list[analysis.Best]
 ) -> Found:
-    """Numbers, arrays and figures of what `on_trees` returns; `best` of its heads as parsers."""
+    """Numbers, arrays and figures of what `on_trees` returns; `best` are the best heads of `parsing`."""
     counts, scores = labels.counts(), labels.scores()
     to_label, share = labels.to_label.mean(1), labels.share.mean(1)
     accuracy = np.moveaxis(parsing.accuracy(), -1, 0)
@@ -49,7 +49,7 @@ def of_syntax(
     groups, intervals = {}, {}
     for each in best:
         groups[each.relation] = {"best head": each.accuracy.mean, "fixed offset": each.baseline}
-        intervals[each.relation] = each.accuracy.low, each.accuracy.high
+        intervals[each.relation] = each.accuracy.ends
         if each.relation in analysis.PUBLISHED:
             published = analysis.PUBLISHED[each.relation]
             groups[each.relation]["head, Clark et al."] = published.accuracy
@@ -110,7 +110,7 @@ def _as_numbers(best: analysis.Best) -> dict[str, Any]:
 
 
 def _lines(labels: analysis.AttentionByLabel, best: list[analysis.Best]) -> list[str]:
-    """What is printed of attention by label, and of the heads for the most frequent relations."""
+    """Lines about attention by label, and about the heads for the most frequent relations."""
     found = []
     for i, (name, n) in enumerate(zip(analysis.LABELS, labels.counts(), strict=True)):
         line = f"{name}: in {n:,} sentences"
@@ -135,7 +135,7 @@ def _lines(labels: analysis.AttentionByLabel, best: list[analysis.Best]) -> list
         found.append(f"heads chosen on one half of the sentences, scored on the other {n:,}; seed {seed}")
         found.append(
             "published: Clark et al. 2019, bert-base-uncased on the Wall Street Journal with Stanford "
-            "dependencies; the labels here are others, though of the same meaning"
+            "dependencies; the labels here differ, but have the same meaning"
         )
     else:
         found.append("heads for relations: too few arcs in each half of the sentences")
