@@ -13,7 +13,6 @@ arbitrary finite domains" (cycle walking).
 from __future__ import annotations
 
 import hashlib
-from typing import overload
 
 import numpy as np
 
@@ -89,28 +88,20 @@ class Order:
     def __len__(self) -> int:
         return self.size
 
-    @overload
-    def __getitem__(self, places: int) -> int: ...
-
-    @overload
-    def __getitem__(self, places: np.ndarray) -> np.ndarray: ...
-
-    def __getitem__(self, places: int | np.ndarray) -> int | np.ndarray:
-        """The numbers at places: an integer, or an array of them.
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """(n,) int64: the numbers at (n,) places.
 
         Raises:
             IndexError: a place outside [0, size).
         """
-        asked = np.asarray(places)
-        if asked.size and not (asked.min() >= 0 and asked.max() < self.size):
+        if places.size and not (places.min() >= 0 and places.max() < self.size):
             raise IndexError(f"places: expected integers in [0, {self.size}), got {places!r}")
-        found = np.atleast_1d(asked).astype(np.uint64)
+        found = places.astype(np.uint64)
         outside = np.ones(found.shape, bool)
         while outside.any():
             found[outside] = self._permuted(found[outside])
             outside = found >= self.size
-        found = found.astype(np.int64)
-        return found if asked.ndim else int(found[0])
+        return found.astype(np.int64)
 
     def _permuted(self, x: np.ndarray) -> np.ndarray:
         left, right = x >> self._half, x & self._mask

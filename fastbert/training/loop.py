@@ -396,7 +396,7 @@ class Trainer:
         return Result(self.step, saved, last)
 
     def _is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint after a step; before a stage with `enter` `_train` saves instead."""
+        """Whether a step ends with a checkpoint; if the next stage has `enter`, entering it saves instead."""
         following = self._stage_at(step)
         if step < self.steps and following != self._stage and self.stages[following].enter is not None:
             return False

@@ -127,10 +127,7 @@ class AdamW(torch.optim.AdamW):
         Returns:
             What `closure` returns, if there is one; it computes the loss anew, with gradients.
         """
-        found = None
-        if closure is not None:
-            with torch.enable_grad():
-                found = closure()
+        found = _evaluated(closure)
         for group in self.param_groups:
             alike: dict[tuple, list[Tensor]] = {}
             for p in group["params"]:
@@ -217,10 +214,7 @@ class Lamb(Optimizer):
         Returns:
             What `closure` returns, if there is one; it computes the loss anew, with gradients.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             params = [p for p in group["params"] if p.grad is not None]
@@ -270,6 +264,11 @@ class Lamb(Optimizer):
             of_weight, of_update = _norm(p), _norm(update)
             ratio = torch.where((of_weight > 0) & (of_update > 0), of_weight / of_update, 1.0)
             p.sub_(update * (group["lr"] * ratio).to(update.dtype))
+
+
+def _evaluated(closure: Callable[[], Any] | None) -> Any:
+    with torch.enable_grad():
+        return None if closure is None else closure()
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:

@@ -131,12 +131,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def exchanging(self, wrapped: Any, exchange: bool) -> Iterator[None]:
-        """A block whose backwards exchange gradients; unless `exchange`, they only accumulate.
-
-        Args:
-            wrapped: what `wrap` has returned.
-            exchange: whether to exchange.
-        """
+        """A block whose backwards exchange gradients of what `wrap` returned, or only add them up."""
         if self.kind == "ddp" and not exchange:
             with wrapped.no_sync():
                 yield
