@@ -1,9 +1,9 @@
-"""Another benchmark, fastbert and its peers held to AVX2, on a processor with AVX-512.
+"""Runs another benchmark with fastbert and its peers held to AVX2, on a processor with AVX-512.
 
     fastbert bench avx2 encoder --model minilm --everything
 
-The rest is the other benchmark's. Results go to a folder of their own, `bench/results/<device>-avx2`.
-The first run takes half a minute longer, for the copies of ONNX Runtime and OpenVINO (lib/held.py).
+All options are the other benchmark's. Results are kept in `bench/results/<device>-avx2`. The first run takes
+half a minute longer, for the copies of ONNX Runtime and OpenVINO (lib/held.py).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Hashes of what drawn calls return, to see that a change of the code left every bit as it was.
+"""Hashes of the results of random calls, to show that a change of the code keeps every bit.
 
     python bench/bits.py --out FILE [--backend cpu] [--calls 200]    before and after, on one machine
     python bench/bits.py --compare BEFORE AFTER
 
-`bench/bits.json` has the hashes of one machine, which were those of the code before executors came. Those of
-backend `cpu` held up to c548dc85; then its softmax and its exp changed.
+`bench/bits.json` has the hashes of one machine, from before the executors. Those of backend `cpu` are valid
+up to c548dc85, where its softmax and its exp changed.
 
-A call draws a family, its sizes, a dtype and what is asked for: inference on packed or padded tokens, first
-tokens alone, a bias, gates, states, probabilities, replaced parts, 8-bit weights, an accelerated model of
-transformers, or a training step with dropout. Which calls, the seed says. Bits differ from machine to machine
-and from one number of threads to another, so the hashes of two machines are not comparable.
+The seed draws the calls: a family, its sizes, a dtype, and inference on packed or padded tokens, first tokens
+alone, a bias, gates, states, probabilities, replaced parts, 8-bit weights, an accelerated model of
+transformers, or a training step with dropout. Bits depend on the machine and on the number of threads, so the
+hashes of two machines are not comparable.
 """
 
 from __future__ import annotations

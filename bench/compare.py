@@ -1,12 +1,12 @@
-"""Whether the suite has become slower: `python bench/compare.py BEFORE.json AFTER.json`.
+"""Compares runs of the suite: `python bench/compare.py BEFORE.json AFTER.json`.
 
 Each side is one file or several runs of the same code, separated by commas: `a1.json,a2.json,a3.json`. A
-benchmark is slower if every one of these ratios, after over before, is above its threshold:
+benchmark is slower if each of these ratios, after over before, is above its threshold:
 
-- of its medians, and of its least times, the best run of each side: 15%, or what `--threshold` says;
-- of its median over the median of its group's peers in the same run, the middle run per side, and the best:
-  half of that, because the peers' own noise is in it. A machine that has become slower as a whole slows its
-  peers too. A group without peers has no such ratio.
+- the ratio of medians, and of least times, with the best run of each side: 15%, or `--threshold`;
+- the same ratio relative to the median of the group's peers in the same run, with the middle run per side,
+  and with the best: half of that, because a slower machine slows the peers too. A group without peers has no
+  such ratio.
 
 The exit status is 1 if a benchmark of ours is slower or gone; peers are printed and never fail.
 
@@ -166,8 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("before", help="a file of the suite, or several by commas")
-    parser.add_argument("after", help="the same, of the later code")
+    parser.add_argument("before", help="a file of the suite, or several separated by commas")
+    parser.add_argument("after", help="files of the later code")
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="percent (default: %(default)g)")
     parser.add_argument("--only-changes", action="store_true", help="print what is slower, faster or gone")
     args = parser.parse_args(argv)

@@ -1,18 +1,18 @@
 """Memory of a training step on a GPU, counted without one: `python bench/footprint.py [--model base]`.
 
-Forward and backward run on fake tensors, which have a shape and a dtype and no data: seconds for BERT-large,
-and no memory. What is counted:
+Forward and backward run on fake tensors, which have a shape and a dtype but no data, so BERT-large takes
+seconds and no memory. The counts:
 
-- `saved_mib`: what autograd keeps from forward for backward, each storage once; parameters and the batch are
-  not part of it, their half-precision copies under autocast are.
-- `peak_mib`: the most that lives at one time in a step: parameters, both moments of AdamW, gradients, what is
-  saved, and everything that forward and backward make on the way. Not the scratch inside a kernel.
+- `saved_mib`: what autograd keeps from forward for backward, each storage once. It excludes parameters and
+  the batch, and includes their half-precision copies under autocast.
+- `peak_mib`: the most memory alive at one time in a step: parameters, both moments of AdamW, gradients, saved
+  tensors and all temporaries of forward and backward. It excludes the scratch inside a kernel.
 
 As on a GPU, PyTorch's dropout keeps one byte per element and ours nothing; attention keeps its output and
 the logarithm of its sums, and ours also one bit per probability; ours computes query, key and value as one
-product. Ours takes the path of `torch.compile`, which reads no value of a tensor; only the number of
-labelled tokens is given to it. There the logits of its vocabulary are inside an op: they are added as
-`ops/linear_cross_entropy.py` states them. Batches have no padding.
+product. Ours takes the path of `torch.compile`, which reads no tensor values, and gets the number of
+labelled tokens. There the logits of the vocabulary are inside an op, so their memory is added as
+`ops/linear_cross_entropy.py` states it. Batches have no padding.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/graphs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each lane, in turn")
-    parser.add_argument("--calls", type=int, default=CALLS, help="of each case in a process")
+    parser.add_argument("--rounds", type=int, default=5, help="processes per lane, interleaved")
+    parser.add_argument("--calls", type=int, default=CALLS, help="calls per case and process")
     parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
     parser.add_argument("--note", help="a remark to keep with the results")
     parser.add_argument("--serve", choices=LANES, help=argparse.SUPPRESS)

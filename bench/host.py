@@ -1,14 +1,14 @@
 """What a plain call and a training step cost the host on a GPU: `python bench/host.py`.
 
-Counted without one: tensors are in CPU memory, our host code is linked with the tests' stand-in for the CUDA
-runtime and for cuBLASLt, whose launches do nothing, and Triton's launches are left out. So what is left is
-Python and C++. A real launch costs the host some 2 us more, and the driver's queue may be full. The model has
-BERT-base's modules and tensors, but 64 columns, so that PyTorch's own operations around the layers take next
-to no time. The stand-in is built by `python -m tests.support.cuda_build`, which needs nvcc.
+It needs no GPU: tensors are in CPU memory, our host code is linked with the tests' stand-in for the CUDA
+runtime and for cuBLASLt, whose launches do nothing, and Triton's launches are left out. What remains is
+Python and C++. A real launch costs the host about 2 us more, and the driver's queue may be full. The model
+has BERT-base's modules and tensors, but 64 columns, so that PyTorch's own operations around the layers take
+almost no time. The stand-in is built by `python -m tests.support.cuda_build`, which needs nvcc.
 
 The candidates are fastbert's own model, and transformers' after `fastbert.accelerate`, which has no
-`first_token_only`. A row is a case with 12 layers, its least and median time, and what a layer adds, by the
-difference from 2 layers. `serving` says whether all layers ran in one call. Rows go to
+`first_token_only`. A row is a case with 12 layers: its least and median time, and the time per layer, by the
+difference from 2 layers. `serving` is whether all layers ran in one call. Rows go to
 bench/results/<machine>/host.json.
 
 A training step is pre-training's as our loop takes it: forward and backward under bf16 autocast, the clipped
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     from bench.lib.report import Report
 
     parser = argparse.ArgumentParser(prog="bench/host.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=1000, help="of each case")
+    parser.add_argument("--calls", type=int, default=1000, help="calls per case")
     parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
     args = parser.parse_args(argv)
     if args.calls < 1:

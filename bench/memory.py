@@ -1,14 +1,15 @@
-"""Peak memory of one forward, of training steps or of analysis, each engine in a fresh process of its own.
+"""Peak memory of one forward, of training steps or of analysis, each engine in a fresh process.
 
 `fastbert bench memory` is the command.
 
 `peak_mib` is the largest resident memory of the process during the forward: Python, torch and weights
 included. `above_mib` is the part above the loaded model: activations, weights laid out as panels, working
-memory; in training also gradients and AdamW's moments. The forward is the first of the process, so what a
-library keeps from its first call counts. Training runs two steps: the first one makes the moments. Analysis
-is the statistics of attention of all examples; the plain way keeps transformers' maps of a batch.
+memory; in training also gradients and AdamW's moments. The forward is the first of the process, so memory
+that a library keeps from its first call counts. Training runs two steps, because the first step makes the
+moments. Analysis is the statistics of attention of all examples; the plain way keeps transformers' maps of a
+batch.
 
-On a GPU both are what torch's allocator had given out at most, and `peak_mib` includes the weights.
+On a GPU both are the peak of torch's allocator, and `peak_mib` includes the weights.
 """
 
 from __future__ import annotations

@@ -3,16 +3,16 @@
     python bench/plot.py [FILE.json ...] [--out DIR] [--what bars roofs history]
     python bench/plot.py tables [--check]
 
-The first draws from files of the suite, without a FILE from the newest of this machine, beside the file:
+The first command draws charts beside each FILE of the suite, by default this machine's newest:
 
 | chart | what |
 |---|---|
 | `bars-MODEL` | real tokens per second of the forward, a bar per candidate, the floors |
 | `roofs-WORKLOAD` | the part of the machine's roof that each op reaches, ours and PyTorch's |
-| `history-KIND` | speed of each benchmark in all runs of FILE's folder, as a multiple of that in its first |
+| `history-KIND` | speed of each benchmark in all runs of FILE's folder, as a multiple of the first run's |
 
-The second writes the tables of bench/results/README.md from the newest file of each device; --check writes
-nothing, and its exit status is 1 if the page would change. Charts need matplotlib.
+The second command writes the tables of bench/results/README.md from the newest file of each device. With
+--check it writes nothing, and its exit status is 1 if the page would change. Charts need matplotlib.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="of the suite")
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="a run of the suite")
     parser.add_argument("--out", type=Path, help="folder of the pictures (default: the file's)")
     parser.add_argument("--what", nargs="+", choices=WHAT, help="which charts (default: all)")
     args = parser.parse_args(argv)

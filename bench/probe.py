@@ -1,6 +1,6 @@
 """Measure the roofs of this machine: `python bench/probe.py [--json FILE]`.
 
-Two steps: matrix, then bandwidth, which a short `--budget` drops, and says so.
+It has two steps: matrix, then bandwidth. A short `--budget` drops bandwidth, and a line reports this.
 
 As soon as a row is measured, a line is printed and the JSON file is replaced atomically: a kill loses
 nothing. A row that fails is recorded with its error, and so is a step.
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--json",
         type=Path,
-        help="file to write: replaced after every row, or grown by a line each if it ends in .jsonl",
+        help="file to write: replaced after every row; a *.jsonl is appended to",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument(

@@ -1,22 +1,22 @@
 """Time the configs of the Triton kernels on this GPU, and write the fastest to kernels/tuned/<gpu>.json.
 
     python bench/tune.py [--op OP] [--dtype bfloat16] [--model base] [--budget 240] [--json FILE]
-    python bench/tune.py --jobs 16                     compile by so many processes first; default: all cores
-    python bench/tune.py --merge FILE                  add what --json FILE recorded, here or elsewhere
-    python bench/tune.py --device cpu --out FILE       tries the code, tiny, in Triton's interpreter
+    python bench/tune.py --jobs 16                     compile by 16 processes first; default: all cores
+    python bench/tune.py --merge FILE                  add the record of --json FILE, from here or elsewhere
+    python bench/tune.py --device cpu --out FILE       try the code, tiny, in Triton's interpreter
 
 One entry for each kernel, shape of BERT-base and -large, dtype and bucket of rows, or of the longest sequence
 (attention): `linear`, `attention` and `layer_norm`, forward and backward, the gradient between the two
-products of `feed_forward`, and `linear_norm`. Kernels that dispatch.py's table gives to Triton come first, in
-the first dtype, and of these the large batches. The candidates are those of the kernel's own module, which
-tests/support/triton_compile.py compiles for other GPUs: without spills, within shared memory.
+products of `feed_forward`, and `linear_norm`. Kernels that Triton serves by dispatch.py's table come first,
+in the first dtype, large batches before small ones. The candidates are the kernel module's own;
+tests/support/triton_compile.py compiles them for other GPUs, without spills and within shared memory.
 
 At most 12 candidates per entry are timed. The config that the module's heuristic chooses is the first. Other
 candidates are pruned by a count: a tile is left out where the busiest multiprocessor would have more than 1.5
 times the work that it has with the best tile (products; see `work` of kernels/linear.py, and of
 kernels/linear_norm.py, where each number of parts counts as a tile of its own). The tiles that are left are
-tried in the order of their work, and each in several depths, stages and orders: the first 6 tiles, the second
-form of the first 4, and the third of the first 2, where there are so many.
+tried in the order of their work, each in several forms of depth, stages and order: the first 6 tiles, the
+second form of the first 4, and the third form of the first 2, where there are as many.
 
 A candidate that does not compile, or breaks the error rule at the shape that is timed, is recorded and left
 out. Of a kernel of backward all gradients are compared. The timed candidates are interleaved. The
@@ -302,7 +302,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all (240)")
     parser.add_argument("--out", type=Path, help="the table; default: kernels/tuned/<gpu>.json")
     parser.add_argument("--json", type=Path, help="record every candidate here too, *.json or *.jsonl")
-    parser.add_argument("--merge", type=Path, metavar="FILE", help="time nothing; take over this record")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="time nothing; merge this record")
     parser.add_argument("--jobs", type=int, help="processes that compile ahead; default: the cores, on a GPU")
     parser.add_argument("--slice", type=slice_of, metavar="I/N", help="only compile a share of the configs")
     args = parser.parse_args(argv)

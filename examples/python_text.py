@@ -1,7 +1,7 @@
 """Text that every Python installation has, as documents for pre-training: `python python_text.py OUT.jsonl`.
 
-The docstrings of a module are a document: those of the standard library, and of numpy, scipy, torch and
-transformers where they are installed. So are the topics of the language reference, and the licence.
+A document is the docstrings of a module: of the standard library, and of numpy, scipy, torch and
+transformers where they are installed. The topics of the language reference and the licence are documents too.
 """
 
 from __future__ import annotations

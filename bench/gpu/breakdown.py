@@ -3,7 +3,7 @@
     python bench/gpu/breakdown.py [--models base large] [--budget SECONDS] [--json FILE]
 
 Each model and batch is run by ours and by transformers (sdpa): the forward in bf16, the training step in
-bf16 autocast with dropout. torch's profiler (CUPTI) tells each kernel's time on the device. A row has the
+bf16 autocast with dropout. torch's profiler (CUPTI) measures each kernel's time on the device. A row has the
 wall time of a call without the profiler (`wall_ms`), the time that kernels take in it (`busy_ms`), their
 number, and the kernels by time. Where `busy_ms` is far below `wall_ms`, the GPU waits for Python.
 """

@@ -4,15 +4,15 @@
 |---|---|
 | `correctness` | the error rule for every GPU kernel, case and dtype, unwritten memory being NaN |
 | `determinism` | 250 runs of every kernel are bit-equal, the backward too where there is one |
-| `graphs` | a call captured once and replayed on new inputs gives an eager call's bits |
-| `stream` | on a stream of its own, behind a delay, every kernel gives the same bits |
-| `memory` | 300 batches of other lengths leave memory where it was |
+| `graphs` | a call captured once and replayed on new inputs returns an eager call's bits |
+| `stream` | on its own stream, behind a delay, every kernel returns the same bits |
+| `memory` | 300 batches of other lengths do not grow memory |
 | `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
-| `sanitizer-hopper` | the same of the CUDA kernels for compute capability 9.0, backward too |
+| `sanitizer-hopper` | the same for the CUDA kernels for compute capability 9.0, backward too |
 
 Each op is checked in its own process with a time limit: a kernel that hangs or destroys the device's
 context is a row, and the other ops are still checked. Rows are appended to FILE at once. The exit status is
-1 if a check failed. With `--device cpu` the Triton kernels run in its interpreter, on tiny cases.
+1 if a check failed. With `--device cpu` the Triton kernels run in Triton's interpreter, on tiny cases.
 """
 
 from __future__ import annotations
@@ -527,8 +527,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("check", choices=(*CHECKS, *SANITIZED.values()))
     parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
     tags = [TAGS[dtype] for dtype in DTYPES]
-    parser.add_argument("--dtype", choices=tags, action="append", help="only this one (may be repeated)")
-    parser.add_argument("--backend", choices=dispatch.SELF_CHECKED, help="only the kernels of this one")
+    parser.add_argument("--dtype", choices=tags, action="append", help="only this dtype (may be repeated)")
+    parser.add_argument("--backend", choices=dispatch.SELF_CHECKED, help="only this backend's kernels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="a file *.jsonl to append to")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")

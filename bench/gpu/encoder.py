@@ -1,21 +1,22 @@
-"""The encoder's forward on a GPU by every engine, ours and the peers', turn by turn.
+"""The encoder's forward on a GPU by every engine, ours and the peers', interleaved.
 
     python bench/gpu/encoder.py [--models base large] [--workloads full squad latency] [--budget SECONDS]
 
 `full` (32 x 512), `squad` (96 SQuAD lengths), `latency` (one sequence of 128, one of 384 tokens) for
 BERT-base and -large in bf16. Engines: ours, ours by CUDA graphs, and transformers' model after
 `fastbert.accelerate`; transformers eager, sdpa, sdpa by cuDNN and flash-attention 2; torch's
-nn.TransformerEncoder (its fused inference path); both peers by one CUDA graph per batch (`_graphs`);
+nn.TransformerEncoder (its fused inference path); both by one CUDA graph per batch (`_graphs`);
 transformers under torch.compile(mode="max-autotune"). An engine that is not installed or fails is a row with
 the reason. Eager calls are compared with eager ones, graphs with graphs.
 
 All have the same weights and inputs. Before anything is timed their vectors are compared (`cosine`). A sample
-is one call, the device idle at both ends: what a caller waits. Samples go turn by turn through several
-batches; medians. `of_floor` is the time that the real tokens' operations take at this machine's measured bf16
-rate, or their bytes at its measured bandwidth, whichever is longer, over the time taken.
+is one call with the device idle at both ends, as a caller waits for it. Samples are interleaved over several
+batches; rows are medians. `of_floor` is the least time over the time taken. The least time is that of the
+real tokens' operations at the measured bf16 rate, or of their bytes at the measured bandwidth if that is
+longer.
 
-torch.compile is timed after all others, again beside ours and sdpa: it compiles for a minute or more per
-shape, and `--budget` leaves it out first. Rows are recorded as they are measured.
+torch.compile is timed last, again beside ours and sdpa: it compiles for a minute or more per shape, and
+`--budget` drops it first. Rows are recorded as they are measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the scripts of `make gpu` share: options, groups of candidates within a budget, ratios, the record.
 
-A group is the candidates that are timed turn by turn on one batch. The most important come first; the budget
-leaves out the rest and says so. A group that fails has rows with the reason, and the next one is measured.
+A group is the candidates that are interleaved on one batch. The most important groups come first; the run
+prints the groups that the budget leaves out. A group that fails has rows with the reason, and the next group
+is measured.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def options(about: str, samples: int) -> argparse.ArgumentParser:
     """A parser with the options that every script has; `samples` of each candidate are the default."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--samples", type=count, default=samples, help="of each candidate in a group")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds in all; 0: no end")
+    parser.add_argument("--samples", type=count, default=samples, help="samples per candidate")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds in all; 0: no limit")
     parser.add_argument("--roofs", type=Path, help="the probe's file: its roofs are not measured again")
     parser.add_argument("--json", type=Path, help="write the rows here, after each one (*.jsonl: appended)")
     parser.add_argument("--note", help="a remark to keep with the results, such as 'shared machine'")
@@ -141,7 +142,7 @@ def parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.
     """The command line; ends with a message where an option of `options` cannot be met."""
     args = parser.parse_args(argv)
     if not 0 <= args.budget < float("inf"):
-        parser.error(f"--budget: got {args.budget}, expected seconds, or 0 for no end")
+        parser.error(f"--budget: got {args.budget}, expected seconds, or 0 for no limit")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: got cuda, but torch finds no CUDA device here")
     return args

@@ -2,10 +2,10 @@
 
     python bench/gpu/kernels.py [--device cuda] [--op OP] [--workload full] [--pass backward] [--json FILE]
 
-The shapes are BERT-base's for a workload of lib/workloads.py (`full`), from the
-`testing.Case`s that the tests use too. Every backend is timed turn by turn with what a PyTorch user would
-call: F.linear and F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the same
-F.linear on the weights in floating point. Medians.
+The shapes are BERT-base's for a workload of lib/workloads.py (`full`), from the `testing.Case`s that the
+tests use too. Every backend is interleaved with the plain PyTorch call: F.linear and F.gelu, F.layer_norm,
+SDPA on the padded batch with its mask, …; for `linear_int8` the same F.linear on the weights in floating
+point. Medians.
 
 `of_roof` is the least time that the machine's roofs allow (`roofs.py`: arithmetic peak of the dtype, or
 memory bandwidth, whichever takes longer) over the time taken; with tensors that stay in a cache it can

@@ -1,11 +1,11 @@
-"""Compile what the timed steps of `make gpu` need, on all cores at once, while the extension is built.
+"""Compile the kernels of `make gpu`'s timed steps on all cores, while the extension is built.
 
     python bench/gpu/precompile.py [--build] [--budget 70]
     python bench/gpu/precompile.py --device cpu      the same, tiny, in Triton's interpreter: compiles nothing
 
-Each unit is a model of one layer, in a forked process of its own: a forward, or a step of training, of the
-very batches that are timed later, by Triton's kernels. So Triton's cache on the disk holds them under the
-very keys that later processes look for. A unit that fails is printed, and the later steps say why.
+Each unit is a forward or a training step of a model of one layer, in its own forked process, by Triton's
+kernels and on the batches that are timed later. So Triton's disk cache has the kernels under the keys of
+later processes. A unit that fails is printed; later steps record the reason.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--build", action="store_true", help="build the extension in place meanwhile")
+    parser.add_argument("--build", action="store_true", help="build the extension in place at the same time")
     parser.add_argument("--budget", type=float, default=70.0, help="seconds in all")
     args = parser.parse_args(argv)
     begin = time.monotonic()

@@ -8,8 +8,8 @@
 | `fp16` | a run with a loss scaler ends, with finite losses that fall |
 | `ddp`, `fsdp` | torchrun with one process on nccl (a CPU: gloo): losses as without it, within 2% |
 
-`--rows` names some of them. The text is that of this Python installation (examples/python_text.py), a part
-of it. All runs begin at once and share the GPU: the tokens per second in their rows measure no speed.
+`--rows` chooses rows. The text is a part of this Python installation's (examples/python_text.py). All runs
+share the GPU at the same time, so the tokens per second in their rows are no measure of speed.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@
 
 The queue (bench/gpu/queue/queue.toml) holds questions that wait for a GPU, in order of value.
 
-Each step is its own process with a time limit. What it measures is appended to `DIR/*.jsonl`, line by line
-and written to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that
-fails, crashes or hangs is recorded in `DIR/steps.jsonl` with the end of its output, and the next step runs.
+Each step is its own process with a time limit. Its measurements are appended to `DIR/*.jsonl` and synced to
+the disk line by line, its output to `DIR/log.txt`, so a kill loses nothing. A step that fails, crashes or
+hangs is recorded in `DIR/steps.jsonl` with the end of its output, and the next step runs.
 
-`--budget` is seconds for all steps. A step gets at most its own share, and never the time that later steps
-need at least; a step for which too little is left is recorded as skipped. The exit status is 1 if a step
+`--budget` is seconds for all steps. A step gets at most its share, and leaves later steps their least time; a
+step with too little time left is recorded as skipped. The exit status is 1 if a step
 failed.
 
 After each step the archive `run-<part>.tar` in DIR has all other files: where few files come back from a
@@ -444,9 +444,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for what the steps record")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the steps' records")
     names = ", ".join(step.name for step in STEPS)
-    parser.add_argument("--part", choices=tuple(PARTS), default="a", help="which of the calls (a)")
+    parser.add_argument("--part", choices=tuple(PARTS), default="a", help="the part (a)")
     parser.add_argument("--only", metavar="STEP[,STEP]", help=f"some of {names}")
     parser.add_argument("--budget", type=seconds_of, default=BUDGET_SECONDS, help="seconds in all (570)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

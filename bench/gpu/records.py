@@ -129,7 +129,7 @@ def merge(
 ) -> list[Path]:
     """Write one JSON file per kind of file of the runs, what they tuned and proved; returns their paths.
 
-    A run on a machine without git gets the commit of this checkout, and `commit_of` says so.
+    A run on a machine without git gets the commit of this checkout, as `commit_of` records.
 
     Args:
         paths: what calls of `make gpu` made on one machine, the earlier first: folders, or their archives.
@@ -154,7 +154,7 @@ def merge(
         if not runs:
             raise ValueError(f"{where}: no {', '.join(f'{name}.jsonl' for name in FILES)} there")
         if not environments:
-            raise ValueError(f"{where}: nothing there says on which device it ran")
+            raise ValueError(f"{where}: expected rows that name the device, got none")
         for each in environments:
             if each["device_type"] != "cuda":
                 raise ValueError(f"{where}: ran on {each['device']}: a dry run on a CPU is no result")

@@ -5,20 +5,20 @@
 | step | what |
 |---|---|
 | `training` | forward, backward, fused AdamW step: ours, transformers (sdpa), torch.compile of it |
-| `training_memory` | peak of two steps, each candidate in a process of its own |
+| `training_memory` | peak of two steps, each candidate in its own process |
 | `attention` | attention alone, forward and backward with dropout, its bits saved and drawn again; SDPA |
 | `footprint` | what a step keeps and needs on a GPU, counted on tensors without data |
 
 BERT-base on `full` (32 x 512) and -large on `train` (48 x 512), dropout 0.1, fp32 parameters, bf16 autocast:
 masked tokens (15%) and next sentence, and classification.
 
-All candidates of a group have the same weights, batch and optimizer and are timed turn by turn, each sample
-one step, the device idle at both ends; medians. `grad_cosine` compares gradients before anything counts.
-`of_floor` is the time that the real tokens' operations, forward and backward, take at this machine's measured
-rate for the dtype, over the time of the step. A candidate that is missing or fails is a row with the reason.
+All candidates of a group have the same weights, batch and optimizer and are interleaved. A sample is one step
+with the device idle at both ends; rows are medians. `grad_cosine` compares gradients before anything counts.
+`of_floor` is the time of the real tokens' operations, forward and backward, at the measured rate of the
+dtype, over the time of the step. A candidate that is missing or fails is a row with the reason.
 
-The most important groups come first; `--budget` leaves out the rest and says so. torch.compile comes last.
-A CPU (`--device cpu --workloads 8x128`) has more of it in `fastbert bench training`.
+The most important groups come first, torch.compile last; the run prints the groups that `--budget` leaves
+out. For a CPU (`--device cpu --workloads 8x128`) `fastbert bench training` has more.
 """
 
 from __future__ import annotations

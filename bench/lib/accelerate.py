@@ -1,7 +1,7 @@
 """`fastbert.accelerate`: a model's forward beside the stock model's and our own, and what the guard costs.
 
-A row of an accelerated model counts only if `fastbert.explain` says that every layer ran fused and without
-padding; otherwise it is a row with the reason.
+A row of an accelerated model counts only if, by `fastbert.explain`, every layer ran fused and without
+padding; otherwise it has the reason.
 """
 
 from __future__ import annotations

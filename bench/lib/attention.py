@@ -88,7 +88,7 @@ def calls(
 def rows(
     size: Model, workload: str, lengths: tuple[int, ...], tag: str, device: str, samples: int, roofs: Roofs
 ) -> Iterator[dict]:
-    """A row for each candidate, timed turn by turn; `tag`: "fp32" or "bf16"."""
+    """A row for each candidate, interleaved; `tag`: "fp32" or "bf16"."""
     place = torch.device(device)
     found = calls(lengths, size, DTYPES[tag], place)
     timed = interleave(found, place, seconds=SECONDS, samples=(samples, 20 * samples))

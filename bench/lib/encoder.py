@@ -1,4 +1,4 @@
-"""The encoder's forward on one workload by every engine, turn by turn; the rows that the charts show."""
+"""The encoder's forward on one workload by every engine, interleaved; the rows that the charts show."""
 
 from __future__ import annotations
 

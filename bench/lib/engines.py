@@ -1,9 +1,9 @@
 """Every way to run the encoder's forward on a CPU that the benchmark compares: ours and the installed peers.
 
-One `Bank` per model holds what they share: the weights (real ones where they are installed), transformers'
-module and its ONNX export. `Bank.forward(name)` builds an engine or raises with the reason.
+One `Bank` per model holds what the engines share: the weights (real ones where they are installed),
+transformers' module and its ONNX export. `Bank.forward(name)` builds an engine or raises with the reason.
 
-All of them get the same weights and inputs and the same number of threads, none bound to a core.
+All engines get the same weights, inputs and number of threads; no thread is bound to a core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The entries of the tables of tuned configs: what `bench/tune.py` times for each, and which candidates.
 
-A `Task` is an entry: a kernel, a shape of BERT-base or -large, a dtype and a bucket. A `Kind` says for one op
-of the tables which cases it has, which configs are candidates and how much work each has.
+A `Task` is an entry: a kernel, a shape of BERT-base or -large, a dtype and a bucket. A `Kind` has, for one
+op of the tables, its cases, the candidate configs and the work of each.
 """
 
 from __future__ import annotations

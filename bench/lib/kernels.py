@@ -1,7 +1,7 @@
 """Every op, case, pass, dtype and backend beside the plain PyTorch call: what is timed, and what it moves.
 
 The shapes are BERT-base's for a workload of bench/lib/workloads.py, from the `testing.Case`s that the tests
-use too. All backends of a case are timed turn by turn with what a PyTorch user would call: F.linear and
+use too. All backends of a case are interleaved with the plain PyTorch call: F.linear and
 F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the product in floating
 point.
 """
@@ -185,7 +185,7 @@ def bench_case(
     plain_row: bool = False,
     samples: int = 7,
 ) -> Iterator[dict]:
-    """A row for every backend that runs this case here, all timed turn by turn with the plain PyTorch call.
+    """A row for every backend that runs this case here, all interleaved with the plain PyTorch call.
 
     Args:
         case: what is computed.

@@ -12,15 +12,15 @@ together: callers / (calls per second of all). So `processes` and `threads` have
 callers share the cores perfectly; it is below 1.0 where one caller does not fill the cores. A neighbour takes
 its own share: two threads on two cores keep 2/3 of the machine beside it, which is a loss of 1.5.
 
-Every engine has a process of its own. Samples go turn by turn: all engines quiet, then all of them loaded.
-The 4 processes of `processes` take much memory, so one engine after the other has them, quiet and loaded in
-turns. Engines that are not called sleep, and a neighbour that is not wanted is stopped, not ended. Every
-process ends with the one that started it.
+Every engine has its own process. Samples are interleaved: all engines quiet, then all engines loaded. The 4
+processes of `processes` take much memory, so only one engine at a time has them, quiet and loaded
+interleaved. Engines that are not called sleep, and an idle neighbour is stopped, not ended. Every process
+ends with its parent.
 
-**The promise.** We lose no more than the best peer of the same precision, or are faster than it under the
-load. The loss alone would be smaller if we were slower on the quiet machine: four processes of MiniLM on
-`1x16` all wait for memory, and take 11.2 ms of ours and 11.5 and 11.7 of the peers', whether one of ours
-alone takes 6.6 ms (loss 1.10) or 4.7 (1.18). See `judge`.
+**The promise.** We lose no more than the best peer of the same precision, or are faster than that peer under
+load. The loss alone would reward being slower on the quiet machine: four processes of MiniLM on `1x16` all
+wait for memory, and take 11.2 ms by ours and 11.5 and 11.7 by the peers, whether one of ours alone takes 6.6
+ms (loss 1.10) or 4.7 (1.18). See `judge`.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class Bench:
         return party
 
     def _alternate(self, kind: str, workload: str, parties: Sequence[Party], samples: int) -> None:
-        """Measure turn by turn: every party quiet, then every party loaded."""
+        """Measure interleaved: every party quiet, then every party loaded."""
         for turn in range(samples):
             first = turn % len(parties)
             order = [*parties[first:], *parties[:first]]
@@ -317,7 +317,7 @@ class Bench:
 
     def _quiet(self, kind: str, workload: str, party: Party, turn: int) -> None:
         """One call at a time, in one process."""
-        if turn == 0:  # warms up all processes, and says how long a call takes
+        if turn == 0:  # warms up all processes, and measures how long a call takes
             party.call = min(sample([engine], workload)[0] for engine in party.engines)
         time.sleep(PAUSE_SECONDS)
         engine = party.engines[turn % len(party.engines)]
@@ -395,7 +395,7 @@ def judge(row: Mapping, rows: Iterable[Mapping]) -> dict[str, object]:
     """Whether our `row` loses no more than the best peer of its precision among `rows`; {} for a peer.
 
     `holds` is False where the loss is above a peer's by more than `allowance`, that peer is faster under the
-    load too, and neither row is noisy. It is None where noise hides the answer. `promise` says the same in
+    load too, and neither row is noisy. It is None where noise hides the answer. `promise` is the same in
     words.
     """
     name = row["candidate"]

@@ -124,7 +124,7 @@ def prepare(parent: str, model_name: str, folder: str, names: str, *batches: str
         except Exception as error:
             reason = f"no ONNX export: {reason_of(error)}"
     if reason is None and "onnxruntime-int8" in exported:
-        with contextlib.suppress(Exception):  # its own process says why
+        with contextlib.suppress(Exception):  # its own process prints the reason
             bank.forward("onnxruntime-int8")
     try:
         forward = bank.forward("transformers-fp32")

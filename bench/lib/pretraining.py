@@ -1,8 +1,8 @@
 """Pre-training: `prepare` beside `datasets`, and a step of the whole loop beside transformers.
 
 The loop's step is everything that a run does: making the batch in a worker, forward, backward, clipping, the
-optimizer and the log. It takes turns with the peers, which get the same sequences, padded, from memory, in a
-plain loop: so theirs is a step without any loading.
+optimizer and the log. It is interleaved with the peers. They get the same sequences, padded, from memory, in
+a plain loop, so their step has no loading.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def row_of(unit: Unit, found: Verdict, device: torch.device) -> dict:
         "status": "ok" if found.outcome in (PASSED, SLOWER) else "failed",
         **facts,
         "times": [list(time) for time in found.times],
-        # what the table says already is no news
+        # what the table has already is not new
         "key": None if found.commit else key,
     }
 

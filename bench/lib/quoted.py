@@ -1,7 +1,7 @@
-"""What docs/numbers.md quotes of the suite: of one device, the newest row of each benchmark.
+"""What docs/numbers.md quotes of the suite: the newest row of each benchmark on one device.
 
-`python docs/make.py` writes the tables. A run may hold a part of the suite: a newer file replaces the rows
-that it has, and no others. A row and its peers are always of one run.
+`python docs/make.py` writes the tables. A run may hold a part of the suite: a newer file replaces only the
+rows that it has. A row and its peers are always of one run.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Three clocks:
 
-- `wall`: host time with the device idle before and after: how long a caller waits. The only clock on a CPU.
+- `wall`: host time with the device idle before and after, as a caller waits. The only clock on a CPU.
 - `event`: device time between two CUDA events, behind a spin that lasts until the host has enqueued all calls
-  (fastbert/testing/device_time.py). What the device needs when launches are hidden. `launch_bound` counts the
-  samples in which they were not.
-- `graph`: the calls captured into one CUDA graph and replayed between two events. What small kernels need
-  when no launch gap is left.
+  (fastbert/testing/device_time.py). The device's time with hidden launches. `launch_bound` counts the
+  samples in which launches were not hidden.
+- `graph`: the calls captured into one CUDA graph and replayed between two events. The time of small kernels
+  without launch gaps.
 
 A sample is the mean over `inner` back-to-back calls; the reported time is the median over samples.
 """
@@ -184,7 +184,7 @@ def interleave(
     inner: int | None = None,
     within: Mapping[str, Within] | None = None,
 ) -> dict[str, Timing]:
-    """Time several candidates turn by turn, so that a drift of the machine affects all of them alike.
+    """Time several candidates interleaved, so that a drift of the machine affects all of them alike.
 
     Args:
         candidates: name -> callable, or several callables over different buffers to rotate through.

@@ -1,7 +1,7 @@
 """One training step, ours and transformers': forward, backward and a fused AdamW step, dropout 0.1.
 
 The heads: `classification` of sequences, which compares the encoders, and `pretraining`, which is BERT's
-own: masked tokens and next sentence. For the latter ours computes only the labelled rows. Parameters are
+own: masked tokens and next sentence. For `pretraining` ours computes only the labelled rows. Parameters are
 fp32; bf16 means autocast. All candidates begin with the same weights and get the same batch and optimizer.
 """
 

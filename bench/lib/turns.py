@@ -1,10 +1,10 @@
-"""Candidates timed turn by turn, and told to pytest-benchmark one test at a time.
+"""Candidates timed interleaved, and passed to pytest-benchmark one test at a time.
 
-pytest-benchmark times one function per test. Here a test is one candidate of a group: all that do the same
-work on the same inputs, ours and the peers'. The first test of a group measures all of them turn by turn, by
-`bench.lib.timing.interleave`. Each test of the group then hands its own samples to the `benchmark` fixture,
-through a clock that returns what was measured. So storage, comparison, groups and histograms are
-pytest-benchmark's own.
+pytest-benchmark times one function per test. Here a test is one candidate of a group, ours or a peer's, and
+the candidates of a group do the same work on the same inputs. The first test of a group measures all
+candidates by `bench.lib.timing.interleave`. Each test of the group then passes its own samples to the
+`benchmark` fixture, through a clock that returns the measured times. So storage, comparison, groups and
+histograms are pytest-benchmark's own.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def is_ours(candidate: str) -> bool:
 
 
 def precision(candidate: str) -> str:
-    """The part of a candidate's name that says in which precision it computes; "" without one."""
+    """The precision in a candidate's name; "" without one."""
     return candidate.partition("-")[2]
 
 
 def is_timed(row: Mapping) -> bool:
-    """Whether a row has times. One without has the memory that its candidate needed, `peak_mib`."""
+    """Whether a row has times. A row of memory has `peak_mib` instead."""
     return "samples_ms" in row
 
 

@@ -1,7 +1,7 @@
 """Fixtures of the benchmark suite: `make bench`, `fastbert bench NAME`, or pytest on a file of this folder.
 
-A test is parametrised by `candidate` and by what its group is: (model, workload), (op, case, dtype, pass), …
-It asks for `in_turns` and hands it a function that measures a group. See bench/lib/turns.py.
+A test is parametrised by `candidate` and by its group: (model, workload), (op, case, dtype, pass), …
+It uses `in_turns` and passes it a function that measures a group. See bench/lib/turns.py.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ class Saved(list):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What every benchmark of the suite takes."""
+    """The options of every benchmark of the suite."""
     group = parser.getgroup("fastbert", "fastbert's benchmarks")
     group.addoption(
-        "--peers", nargs="?", const="", help="beginnings of the peers' names, by commas; none: ours alone"
+        "--peers",
+        nargs="?",
+        const="",
+        help="peers by the beginnings of their names, separated by commas; none: ours alone",
     )
     for name, help_ in (
         ("--model", "base, minilm, large; by commas"),
@@ -72,9 +75,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--threads", type=count, help="threads of every candidate (default: the cores of this process)"
     )
     group.addoption(
-        "--samples", type=count, default=7, help="of each candidate; half as many where one takes seconds"
+        "--samples",
+        type=count,
+        default=7,
+        help="samples per candidate; half as many for calls that take seconds",
     )
-    group.addoption("--everything", action="store_true", help="also what takes long: over an hour in all")
+    group.addoption("--everything", action="store_true", help="also long benchmarks: over an hour in all")
     group.addoption("--note", help="a remark to keep with the results, such as 'shared machine'")
     group.addoption("--roofs", type=Path, help="the probe's file: the roofs are not measured again")
     group.addoption("--smoke", action="store_true", help="tiny models and roofs: tries the code only")

@@ -1,4 +1,4 @@
-"""`fastbert.accelerate`: a stock model, the same accelerated, our own; what the guard costs each layer."""
+"""`fastbert.accelerate`: a stock model, the same accelerated, our own; the guard's time per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder's forward by every engine: real tokens per second, and how near the machine's roof."""
+"""The encoder's forward by every engine: real tokens per second, and the share of the machine's roof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One short text at a time: how long a caller waits, in the middle and at worst."""
+"""One short text at a time: the median and the longest wait of a caller."""
 
 from __future__ import annotations
 

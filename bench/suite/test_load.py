@@ -1,6 +1,6 @@
 """Engines under load: a busy neighbour, 4 processes of one thread, 2 Python threads that call one model.
 
-A row's time is that under load; `loss` says what the load costs (bench/lib/load.py). A test of ours fails if
+A row's time is that under load; `loss` is the cost of the load (bench/lib/load.py). A test of ours fails if
 it loses more than the best peer of its precision, beyond noise.
 """
 

@@ -1,6 +1,6 @@
 """Peak memory of a forward, two training steps or analysis, each engine in its process: see bench/memory.py.
 
-On a CPU it is the process's resident memory, on a GPU what torch's allocator had given out at most.
+On a CPU it is the process's resident memory, on a GPU the peak of torch's allocator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MLPerf's BERT workloads beside the public records: `squad`, inference, and `train`, packs of 512 tokens.
 
-The records are of a GPU and of 8 bits. The table says what is comparable and what is not.
+The records are of a GPU and of 8 bits. The table has what is comparable and what is not.
 """
 
 from __future__ import annotations

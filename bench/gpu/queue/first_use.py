@@ -1,10 +1,10 @@
-"""Seconds that the first use of a model takes where nothing is compiled or checked yet.
+"""Seconds of a model's first use, with nothing compiled or checked yet.
 
     python bench/gpu/queue/first_use.py --json FILE [--budget SECONDS] [--device cpu]
 
 BERT-base with random weights on 16 x 512 tokens: forwards in bf16, and steps of pre-training under autocast,
-each in a process of its own whose caches of verdicts and of Triton are new folders. A row has the seconds of
-the imports, of the first calls in order, the kernels that had to be checked, and how many were compiled.
+each in its own process with empty caches of verdicts and of Triton. A row has the seconds of the imports and
+of the first calls in order, the checked kernels, and the number of compiled kernels.
 """
 
 from __future__ import annotations

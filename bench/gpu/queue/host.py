@@ -1,11 +1,10 @@
-"""What the host does in an eager call of one sequence, and of a full batch: microseconds by Python function.
+"""The host's time in an eager call of one sequence, and of a full batch, by Python function.
 
     python bench/gpu/queue/host.py --json FILE [--budget SECONDS] [--device cpu]
 
 For BERT-base in bf16 at 1 x 128 and 32 x 512, ours, ours layer by layer (`launchers`: without all layers in
-one call) and transformers' (sdpa): the call as a caller waits for it, the time
-until the host has enqueued it, and the functions that take most of that under cProfile, which makes Python
-slower than it is: read their shares, not their sum.
+one call) and transformers' (sdpa): microseconds of the whole call, microseconds until the host has enqueued
+it, and the functions that take most of that under cProfile. cProfile slows Python: read shares, not sums.
 """
 
 from __future__ import annotations

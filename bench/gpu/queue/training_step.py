@@ -3,11 +3,11 @@
     python bench/gpu/queue/training_step.py --json FILE --budget SECONDS [--device cpu]
 
 A step is forward, backward, the norm of all gradients, clipping and fused AdamW. The host reads the norm
-(`norm`) or nothing (`free`, `recorded`; `waits` names lines where it waits all the same). `recorded` is
-`free` with the encoder's forward and backward from CUDA graphs (fastbert/graphs/training.py), as our loop
-takes it. `gradients` compares its gradients with those of `free`, from the same weights and dropout: how
-many are equal bit for bit, of how many, and the largest distance over the norm. `wall_ms`: a step of 10
-without a wait between them, median of 5; `alone_ms`: one step; `busy_ms`: its kernels. A CPU has no graph.
+(`norm`) or nothing (`free`, `recorded`; `waits` names lines where it waits nevertheless). `recorded` is
+`free` with the encoder's forward and backward from CUDA graphs (fastbert/graphs/training.py), as in our loop.
+`gradients` compares its gradients with those of `free`, from the same weights and dropout: the number of
+bit-equal ones, the number in all, and the largest distance over the norm. `wall_ms` is a step of 10 without a
+wait between them, median of 5; `alone_ms` is one step, `busy_ms` its kernels. A CPU has no graph.
 """
 
 from __future__ import annotations
