@@ -86,7 +86,7 @@ class Saved:
     """Collects what autograd saves, each storage once, without the storages of `old` tensors.
 
     Attributes:
-        found: of each storage that is still alive, dtype and shape of the tensor saved first, and its bytes.
+        found: dtype and shape of the first saved tensor, and bytes, per storage that is alive.
     """
 
     def __init__(self, old: Iterable[torch.Tensor]):
@@ -168,9 +168,9 @@ def count(
     """The figures of one training step; see the module.
 
     Args:
-        candidate: of CANDIDATES.
+        candidate: one of CANDIDATES.
         model, lengths: the encoder's sizes and a batch whose sequences are equally long.
-        head: of training.HEADS.
+        head: one of training.HEADS.
         tag: "fp32", or "bf16" for autocast over fp32 parameters.
         fake: count on fake tensors. False: on real ones, as this machine computes them.
 

@@ -76,9 +76,9 @@ def draw(files: Sequence[Path], out: Path | None, what: Sequence[str] | None) ->
     """Draw the charts of files; returns the pictures.
 
     Args:
-        files: of the suite.
+        files: files of the suite.
         out: instead of each file's own folder.
-        what: of WHAT; None: all.
+        what: names out of WHAT; None: all.
 
     Raises:
         RuntimeError: matplotlib is not installed.

@@ -37,7 +37,7 @@ class Group:
         candidates: with their precision, such as "fastbert-bf16".
         rows: measures them.
         seconds: that must be left of the budget.
-        head: of training.HEADS, where something is trained.
+        head: one of training.HEADS, where something is trained.
     """
 
     step: str

@@ -85,7 +85,7 @@ class Step:
 
     Attributes:
         most, least: seconds that it may take, and without which it is not begun.
-        command: from the run and the seconds after which the step should end by itself.
+        command: makes the command from the run and the seconds after which the step should end.
     """
 
     name: str

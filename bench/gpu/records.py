@@ -135,7 +135,7 @@ def merge(
         paths: what calls of `make gpu` made on one machine, the earlier first: folders, or their archives.
         results: instead of bench/results.
         tuned: the table of tuned configs, instead of the device's in kernels/tuned.
-        commits: of the trees that ran, one for each of `paths`, where the machine could not know.
+        commits: commit of the tree that ran per entry of `paths`, where the machine had no git.
         proofs: instead of the folder of shipped proofs.
 
     Raises:

@@ -88,8 +88,8 @@ def bench_accelerate(
     Args:
         bank: the engines of one model.
         workload: a batch of bench/lib/workloads.py.
-        roofs: of this machine, for the floor.
-        wanted: of CANDIDATES.
+        roofs: the machine's, for the floor.
+        wanted: names out of CANDIDATES.
         samples: calls of each candidate that count.
         lengths: the batch, if not `workload`'s own.
     """

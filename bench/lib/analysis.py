@@ -256,9 +256,9 @@ def bench_analysis(
     Args:
         model: its sizes.
         workload: a batch of bench/lib/workloads.py, whose sequences are the examples.
-        what: of WHAT.
-        wanted: of CANDIDATES.
-        samples: of each candidate, after one that warms up; 1: the first call counts.
+        what: names out of WHAT.
+        wanted: names out of CANDIDATES.
+        samples: samples per candidate, after one that warms up; 1: the first call counts.
         lengths: the examples', if not `workload`'s own.
     """
     lengths = workloads.lengths(workload) if lengths is None else lengths

@@ -64,9 +64,9 @@ def bench_encode(
     """A row for each candidate; one that fails or is missing is a row with the reason.
 
     Args:
-        kind: of TEXTS, "sentences" or "paragraphs": all in one call; or ONE_BY_ONE, a call per sentence.
+        kind: one of TEXTS, "sentences" or "paragraphs": all in one call; or ONE_BY_ONE, a call per sentence.
         count: how many texts.
-        wanted: of CANDIDATES.
+        wanted: names out of CANDIDATES.
         samples: calls of each candidate that count, after one to warm up.
 
     Yields:

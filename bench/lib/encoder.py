@@ -98,7 +98,7 @@ def bench_encoder(
         model: the encoder's sizes.
         workload: a batch of bench/lib/workloads.py.
         forwards: engine -> its forward, or the reason why there is none.
-        roofs: of this machine, for the floor.
+        roofs: the machine's, for the floor.
         device: where the inputs lie.
         samples: calls of each engine that count.
         sets: how many batches, of the same lengths with other tokens, the samples rotate through.

@@ -42,7 +42,7 @@ class Task:
         op: the entry's, a key of KINDS.
         key, bucket: the entry's place.
         case: what is timed.
-        dtype: of the case.
+        dtype: the case's dtype.
         rank: the place of the bucket among those of its kind, 0 for the one that matters most.
     """
 

@@ -190,10 +190,10 @@ def bench_case(
     Args:
         case: what is computed.
         workload: its name, for the rows.
-        dtype: of the floating tensors.
+        dtype: dtype of the floating tensors.
         device: where it runs.
         backward: the gradients alone, instead of forward.
-        roofs: of this machine.
+        roofs: the machine's.
         backends: which; None: those of `timed_backends`.
         plain_row: whether the plain PyTorch call has a row of its own, as candidate "torch".
         samples: the fewest of each candidate.

@@ -89,10 +89,10 @@ class Engine:
     """A candidate's process. It is being built while others are: its first `answer` is that it is ready.
 
     Args:
-        name: of CANDIDATES.
+        name: one of CANDIDATES.
         model: a name of MODELS.
-        folder: of the model, as `prepare` has left it.
-        threads: of a call.
+        folder: the model's folder, as `prepare` has left it.
+        threads: threads per call.
     """
 
     def __init__(self, name: str, model: str, folder: Path, threads: int):
@@ -198,10 +198,10 @@ class Bench:
     Args:
         model: a name of MODELS.
         folder: an empty one.
-        threads: of a call, in the kinds `neighbour` and `threads`.
+        threads: threads per call, in the kinds `neighbour` and `threads`.
         names: the engines that may be measured.
         batches: the workloads that may be measured.
-        seconds: of a sample, at least.
+        seconds: least seconds of a sample.
 
     Raises:
         RuntimeError: what the engines share could not be made.
@@ -245,10 +245,10 @@ class Bench:
         """A row for each engine; one that fails is a row with the reason. `median_ms` is the time under load.
 
         Args:
-            kind: of KINDS.
+            kind: one of KINDS.
             workload: one of the `batches`.
             names: the engines.
-            samples: of each engine, quiet and loaded.
+            samples: samples per engine, quiet and loaded.
         """
         if kind not in KINDS:
             raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(KINDS)}")

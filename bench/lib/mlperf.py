@@ -38,9 +38,9 @@ def bench_squad(
     Args:
         model: the encoder's sizes; the record's is BERT-large.
         wanted: names of bench/lib/engines.py.
-        threads: of every engine.
-        folder: for what an engine exports.
-        roofs: of this machine.
+        threads: threads per engine.
+        folder: folder of the engines' exports.
+        roofs: the machine's.
         windows: how many are drawn, one from each of as many equally likely strata of SQuAD's lengths.
         samples: calls of each engine that count.
     """
@@ -64,8 +64,8 @@ def bench_train(
     Args:
         model: the encoder's sizes; the record's is BERT-large.
         wanted: such as "fastbert-bf16", which is autocast.
-        roofs: of this machine.
-        lengths: of the packs.
+        roofs: the machine's.
+        lengths: tokens of each sequence of each pack.
         samples: steps of each candidate that count.
     """
     for tag, names in training.by_dtype(wanted):

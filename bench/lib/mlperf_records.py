@@ -15,10 +15,10 @@ class Record:
     """One published figure.
 
     Attributes:
-        value: in `unit` per device.
+        value: rate in `unit` per device.
         unit: "samples/s" or "packs/s".
         device: what it was measured on.
-        precision: in which its products were computed.
+        precision: precision of its products.
         accuracy: what the rules asked for.
         who: the submitter.
         source: where it was published.

@@ -57,8 +57,8 @@ def bench_prepare(words: int, *, wanted: tuple[str, ...] = PREPARE, samples: int
     """A row for each candidate: text to token ids on disk, in tokens per second. Both use all threads.
 
     Args:
-        words: of the text.
-        wanted: of PREPARE.
+        words: number of words of the text.
+        wanted: names out of PREPARE.
         samples: calls of each that count.
     """
     facts = {"workload": f"{words // 1000}k-words"}
@@ -139,10 +139,10 @@ def bench_loop(
     Args:
         model: the encoder's sizes.
         tag: "fp32", or "bf16" for autocast.
-        wanted: of LOOP.
+        wanted: names out of LOOP.
         samples: steps of each that count.
-        roofs: of the machine, for the floor.
-        workers: of our loop.
+        roofs: the machine's, for the floor.
+        workers: workers of our loop.
     """
     facts = {"model": model.name, "workload": f"{SEQUENCES}x{LENGTH}", "head": "pretraining"}
     names = {n: {"step": "loop", "name": f"loop-{n}-{tag}-{model.name}-{facts['workload']}"} for n in wanted}

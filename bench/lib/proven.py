@@ -38,8 +38,8 @@ def merge(rows: Iterable[dict], commit: str | None, folder: Path = verdicts.FOLD
     A proof replaces the earlier one of the same kernel, GPU and compilers.
 
     Args:
-        rows: of a run's checks; those of other steps are passed over.
-        commit: of the tree that ran, for rows that name none.
+        rows: rows of a run; rows of other steps than checks are skipped.
+        commit: commit of the tree that ran, for rows without one.
         folder: instead of the shipped one.
     """
     found: dict[Path, list[dict]] = {}

@@ -23,7 +23,7 @@ class Benchmark:
     Attributes:
         group: all that did the same work, such as "encoder-base-8x128".
         candidate: who, and in which precision, such as "fastbert-fp32".
-        params: of the test.
+        params: the test's parameters.
         seconds: median of one call.
         rounds: how many samples the median is of.
         extra: what bench/results/README.md lists as `extra_info`.
@@ -59,7 +59,7 @@ class Run:
     Attributes:
         date: when the file was written, ISO 8601, UTC.
         changed: whether tracked files differed from the commit; None where git could not tell.
-        machine: as bench/lib/machine.describe returns it.
+        machine: result of bench/lib/machine.describe.
         without_a_time: {"group", "candidate", "why"} of each that failed or was wrong.
         memory: {"group", "candidate", "peak_mib", "above_mib", "over"} of each process that was measured.
     """

@@ -42,7 +42,7 @@ def backends(candidate: str, device: torch.device | str, tag: str) -> dict[str, 
     Args:
         candidate: an engine's name in a row, such as "fastbert-bf16".
         device: where it runs.
-        tag: of DTYPES.
+        tag: one of DTYPES.
     """
     if not candidate.startswith(OURS):
         return {}

@@ -31,7 +31,7 @@ def filled(text: str, made: Mapping[str, list[str]], by: str) -> str:
     """`text` with each generated section between its two markers replaced.
 
     Args:
-        text: of a page.
+        text: text of a page.
         made: name of a section -> its lines.
         by: the command that the marker names.
 

@@ -213,12 +213,12 @@ def bench_training(
         model: the encoder's sizes.
         workload: a batch of bench/lib/workloads.py.
         tag: "fp32", or "bf16" for autocast.
-        wanted: of CANDIDATES; one that fails or is missing is a row with the reason.
-        head: of HEADS.
+        wanted: names out of CANDIDATES; one that fails or is missing is a row with the reason.
+        head: one of HEADS.
         samples: steps of each candidate, after one to warm up. One begins and ends with the device idle.
         lengths: the batch, if not `workload`'s own.
         device: where everything is.
-        roofs: of the machine, for the floor.
+        roofs: the machine's, for the floor.
 
     Yields:
         Rows as bench/results/README.md says. `grad_cosine` is the lowest of any weight matrix: its gradient

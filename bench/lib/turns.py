@@ -59,7 +59,7 @@ class Group:
 
     Attributes:
         name: of the group in the results, such as "encoder-base-8x128".
-        candidates: in the order of collection.
+        candidates: names in the order of collection.
         rows: candidate -> its row, once measured.
         error: why the measurement ended early; the rows before it are kept.
         measured: whether it has been tried.

@@ -129,7 +129,7 @@ def rates(lengths: tuple[int, ...], flops: float, ms: float, floor: float | None
     """What a row says of its speed.
 
     Args:
-        lengths: of the batch.
+        lengths: tokens of each sequence of the batch.
         flops: operations of the real tokens.
         ms: milliseconds that were taken.
         floor: the seconds that the machine's roofs allow.

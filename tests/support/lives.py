@@ -143,7 +143,7 @@ class Operations:
     own.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         act: called at operation `at` with its name, before the operation.
         at: the operation's number, from 1 on; 0: none.
         writing: whether only those count that a full disk can refuse.

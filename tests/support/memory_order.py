@@ -19,7 +19,7 @@ class Order:
 
     Attributes:
         programs: the program of each moment.
-        before: for each moment, the moments of other programs that happen before it, or of its own.
+        before: per moment, the moments of any program that happen before it.
     """
 
     programs: list[int] = field(default_factory=list)

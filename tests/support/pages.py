@@ -13,7 +13,7 @@ class Page(HTMLParser):
     """Reads a page and fails on tags that do not match.
 
     Attributes:
-        ids: of all elements, in order.
+        ids: ids of all elements, in order.
         wanted: ids that links, uses and clip paths name.
         loads: what the page would fetch: src, and href of anything but a link within the page.
         tags: how often each occurs.

@@ -51,7 +51,7 @@ class Ranks:
 
     Args:
         world: how many, with RANK and WORLD_SIZE set; 0: one process without them.
-        function: of a module of the tests; what it returns is `answers()`, by rank.
+        function: function of a module of the tests; `answers()` has its results by rank.
     """
 
     def __init__(self, world: int, function: Callable[..., Any], *args: Any) -> None:

@@ -14,7 +14,7 @@ class Stream:
     """A host and a device that count milliseconds.
 
     Args:
-        cycles_per_ms: of the device's clock.
+        cycles_per_ms: cycles of the device's clock per millisecond.
         room: kernels that the queue holds; the host waits for more.
     """
 

@@ -266,7 +266,7 @@ def history(runs: Sequence[Run], kind: str) -> matplotlib.figure.Figure:
     """Speed of every benchmark of a kind over the runs of one machine, as a multiple of its first.
 
     Args:
-        runs: of one machine, the earliest first.
+        runs: runs of one machine, the earliest first.
         kind: "encoder", "ops", ….
     """
     panels = series(runs, kind)

@@ -380,7 +380,7 @@ def emulated_cuda(schedule: str = "late", seed: int = 0, **options: object) -> I
     """Run the `cuda` backend on CPU tensors, its kernels in the emulator.
 
     Args:
-        schedule, seed: of `Program.launch`.
+        schedule, seed: see `Program.launch`.
         options: further arguments of `Program.launch`.
     """
     library = extension()

@@ -136,13 +136,13 @@ class Program:
         """Run a kernel.
 
         Args:
-            name: of the kernel.
+            name: the kernel's name.
             grid: blocks by axis.
             block: threads by axis.
             arguments: tensors, arrays, numbers, None, or bytes of a struct: one per parameter.
-            shared_bytes: of dynamic shared memory.
+            shared_bytes: bytes of dynamic shared memory.
             schedule: "late", so that an asynchronous copy lands when its group is waited for, or "early".
-            seed: of the order of blocks and warps.
+            seed: seed of the order of blocks and warps.
             memory: further tensors, arrays or (address, bytes) that the kernel may touch.
             parameters: the whole block of parameters, in place of `arguments`.
             check_overlap: report a byte that two blocks write.

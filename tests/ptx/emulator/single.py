@@ -37,7 +37,7 @@ def run_instruction(
         inputs: register -> values of its width, 32 for each warp; floats of that width keep their bits.
         outputs: registers whose values are returned as unsigned numbers; predicates as bool.
         shared: what shared memory holds at first; the key "shared" of the result is what it holds afterwards.
-        target: for the header.
+        target: target in the header.
     """
     sizes = widths(lines)
     warps = -(-max((np.size(values) for values in inputs.values()), default=1) // LANES)

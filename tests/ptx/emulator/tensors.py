@@ -20,10 +20,10 @@ def tensor_map(
     """128 bytes that the emulator takes for a CUtensorMap, by `TensorMap` in hopper.h.
 
     Args:
-        address: of the tensor, a multiple of 16.
+        address: the tensor's address, a multiple of 16.
         element_bytes: 1, 2, 4 or 8.
         shape: sizes, the outermost axis first, as PyTorch has them.
-        strides: of each axis, in elements; the last one is 1.
+        strides: stride per axis, in elements; the last stride is 1.
         box: sizes of a tile.
         swizzle: bytes of a swizzled row, or 0.
 
