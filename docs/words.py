@@ -38,6 +38,7 @@ WORDS = [
         "per",
     ),
     ("came into being", "was created"),
+    ("turn by turn", "interleaved"),
 ]
 PATTERNS = [(re.compile(rf"(?i)\b(?:{words})\b".replace(" ", r"\s+")), instead) for words, instead in WORDS]
 KINDS = {".md", ".py", ".h", ".cpp", ".cu", ".cuh", ".toml", ".sh"}

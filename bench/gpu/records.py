@@ -217,7 +217,7 @@ def daggers(data: dict) -> list[str]:
     """What the mark means in these rows; nothing where none has it."""
     ok = (row.get("backends", {}) for row in data["rows"] if row["status"] == "ok")
     others = served.told(ok, "cuda")
-    return [f"† not by the first backend of every op: {others}.", ""] if others else []
+    return [f"† Ops that another than their first backend serves: {others}.", ""] if others else []
 
 
 def picture(path: Path) -> Path:
@@ -301,7 +301,7 @@ def checks_line(data: dict) -> str:
         statuses = [row["status"] for row in data["rows"] if row["step"] == step]
         counts = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses))]
         parts.append(f"{step} {', '.join(counts)}")
-    return "Checks there: " + "; ".join(parts) + "."
+    return "Checks on this GPU: " + "; ".join(parts) + "."
 
 
 def _whose_roofs(roofs: dict, path: Path) -> str:
@@ -333,7 +333,7 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
         if trained.exists():
             steps = json.loads(trained.read_text())
             caption = (
-                "A training step there, bf16 autocast, dropout 0.1, AdamW: milliseconds, share of the floor"
+                "A training step on it, bf16 autocast, dropout 0.1, AdamW: milliseconds, share of the floor"
             )
             found["gpu numbers"] += [f"{caption}, peak memory; {where(steps, trained, results)}:", ""]
             found["gpu numbers"] += [*training_table(steps), "", *daggers(steps)]

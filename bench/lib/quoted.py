@@ -33,7 +33,7 @@ LOADS = {"neighbour": "a busy neighbour", "processes": "four processes", "thread
 EARLIER = "cpu-intel-xeon-processor-family-6-model-207-2c"
 EARLIER_FILES = ("bench_cpu", "bench_training", "bench_accelerate")
 OF = {"median_ms": "speed", "peak_mib": "peak memory", "above_mib": "memory above the loaded model"}
-HEAD = ["fastbert", "beside", "run"]
+HEAD = ["fastbert", "peers (ratio)", "run"]
 
 
 @dataclass(frozen=True)

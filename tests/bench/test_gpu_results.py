@@ -157,7 +157,7 @@ def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path, pages):
         "| eager over the best eager peer | 1.83 × |",
         "| graphs over the best graphed peer | 1.50 × |",
     ]
-    assert "Checks there: correctness 1 failed, 2 ok, 1 skipped." in text.replace("\n", " ")
+    assert "Checks on this GPU: correctness 1 failed, 2 ok, 1 skipped." in text.replace("\n", " ")
     assert prove.main(["readme", "--check", *options]) == 0
     readme.write_text(text.replace("6.00", "5.00"))
     assert prove.main(["readme", "--check", *options]) == 1
@@ -243,9 +243,9 @@ def test_a_row_that_another_backend_served_is_marked(finished, tmp_path, pages):
     text = pages[0].read_text()
     assert "| **fastbert** | 6.00 (50%) † |" in text
     assert "| **fastbert, CUDA graphs** | 5.50 (50%) |" in text
-    assert "† not by the first backend of every op: attention bf16 by aten." in text
+    assert "† Ops that another than their first backend serves: attention bf16 by aten." in text
     assert "| **fastbert** | 9.0 (50%) † |" in text
-    assert "† not by the first backend of every op: layer_norm fp32 by aten." in text
+    assert "† Ops that another than their first backend serves: layer_norm fp32 by aten." in text
 
 
 def test_proven_kernels_are_marked_in_the_matrix(finished, tmp_path, pages):
