@@ -1,4 +1,4 @@
-"""The benchmark suite: candidates in turns, what a row may claim, the comparison of two runs."""
+"""The benchmark suite: interleaved candidates, what a row may claim, the comparison of two runs."""
 
 from __future__ import annotations
 

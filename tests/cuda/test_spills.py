@@ -1,4 +1,4 @@
-"""No CUDA kernel spills: nvcc compiles csrc/cuda with the build's flags, and ptxas says what it spilled.
+"""No CUDA kernel spills: nvcc compiles csrc/cuda with the build's flags, and ptxas reports spills.
 
 Files named *_hopper.cu are for sm_90a alone: test_hopper_sass.py compiles them, and asks for their spills.
 """

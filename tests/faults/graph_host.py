@@ -1,4 +1,4 @@
-"""Faults of what packs batches for graphs and watches models, in C++."""
+"""Faults of the C++ code that packs batches for graphs and watches models."""
 
 # ruff: noqa: E501 (a table)
 

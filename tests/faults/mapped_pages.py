@@ -1,4 +1,4 @@
-"""Faults of what watches the pages of mapped files and compares samples, in C++."""
+"""Faults of the C++ code that watches the pages of mapped files and compares samples."""
 
 # ruff: noqa: E501 (a table)
 

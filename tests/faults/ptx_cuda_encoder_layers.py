@@ -1,4 +1,4 @@
-"""Faults of encoder layers in one call: what goes where, memory that overlaps, arguments of cuBLASLt."""
+"""Faults of encoder layers in one call: wrong operands, overlapping memory, arguments of cuBLASLt."""
 
 # ruff: noqa: E501 (a table)
 

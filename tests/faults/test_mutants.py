@@ -1,4 +1,4 @@
-"""The mutants of `make exhaustive`: which there are, how they are planted, and who kills them."""
+"""The mutants of `make exhaustive`: their list, how they are planted, and the tests that kill them."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Runs of every recipe: what is trained, saved, grown, refused, and gone on with to the same bits."""
+"""Runs of every recipe: what is trained, saved, grown, refused, and resumed to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of backends without a past."""
+"""Fresh tables of backends."""
 
 import pytest
 

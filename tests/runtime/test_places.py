@@ -1,4 +1,4 @@
-"""Where tensors lie, as PyTorch's C functions tell it."""
+"""The addresses of tensors by PyTorch's C functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two processes of `ranks.in_a_group` find that train an accelerated model together."""
+"""Checks in two processes of `ranks.in_a_group` that train an accelerated model together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers says of an example: the oracle of the analysis tests, in float64."""
+"""transformers' results for an example in float64: the oracle of the analysis tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of attention's kernels on packed inputs, and what float64 says of their results."""
+"""Calls of attention's kernels on packed inputs, and their results in float64."""
 
 from __future__ import annotations
 

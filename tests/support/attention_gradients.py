@@ -1,4 +1,4 @@
-"""What gradients of attention promise, whatever kernels compute them: tests of Triton's and of CUDA's.
+"""Tests of attention's gradients that Triton's and CUDA's kernels share.
 
 A file of tests imports them all. Its fixtures are `kernels`, each of its `Kernels`, and `call`, a function
 that makes a `Call` of those that have every option.

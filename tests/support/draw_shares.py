@@ -1,4 +1,4 @@
-"""Whether counted draws have the shares they should; `make sweep` counts many, `make test` a few."""
+"""Checks that counted draws have the expected shares; `make sweep` counts many, `make test` a few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixed attention patterns as maps, written cell by cell: what those without maps are held to."""
+"""Fixed attention patterns as maps, written cell by cell: the oracle of the patterns without maps."""
 
 from __future__ import annotations
 

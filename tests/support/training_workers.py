@@ -1,4 +1,4 @@
-"""What two processes of `ranks.in_a_group` find that train a native model together."""
+"""Checks in two processes of `ranks.in_a_group` that train a native model together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who makes tensors with a column per class, and of how many rows."""
+"""The calls that make tensors with a column per class, and their numbers of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped table of proofs: what it has serves at once, what it lacks or contradicts does not."""
+"""The shipped table of proofs: its kernels serve at once, kernels that it lacks or contradicts do not."""
 
 from __future__ import annotations
 

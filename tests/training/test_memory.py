@@ -1,4 +1,4 @@
-"""`kept_memory`: what a step frees is there for the next one, and goes back to the system at the end."""
+"""`kept_memory`: memory that a step frees stays for the next step, and the system gets it at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that the host does not wait for: the bits of those it waits for, and where a bad one ends the run.
+"""Steps without a host sync have the bits of steps with one, and a bad step ends the run at the right place.
 
 `waits` makes the loop take the path of a GPU on the CPU. tests/support/host_waits.py counts what waits.
 """

@@ -1,4 +1,4 @@
-"""Launches that are like an earlier one: told apart as Triton does it, and run as Triton runs them."""
+"""Repeated launches: distinguished as by Triton, and run as by Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels under the oldest Triton that is supported, beside the one of this environment."""
+"""The Triton kernels under the oldest supported Triton, beside this environment's."""
 
 from __future__ import annotations
 
