@@ -211,7 +211,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(number, whole, call, tmp_path,
     assert said == f"fastbert: stopped by {number.name}; saved {place}\n"
     assert checkpoints.fault_of(place) is None
     assert main(call(tmp_path / "run")) == 0
-    assert capsys.readouterr().err == f"fastbert: {place}: goes on from step 3\n"
+    assert capsys.readouterr().err == f"fastbert: {place}: resumes from step 3\n"
     assert digests(tmp_path / "run") == digests(whole)
 
 
@@ -220,7 +220,7 @@ def test_what_changes_the_result_cannot_be_changed(whole, call, tmp_path, capsys
     for options, message in (
         (
             ["--lr", "2e-3"],
-            r"phases\.0\.lr: the run in .*run has 0\.001, got 0\.002; go on with its own value",
+            r"phases\.0\.lr: the run in .*run has 0\.001, got 0\.002; resume with its own value",
         ),
         (["--steps", "8"], r"phases\.0\.steps: the run in .* has 5, got 7"),
         (["--seed", "1"], "seed: the run in .* has 0, got 1"),

@@ -297,12 +297,12 @@ def whole_run(corpus, tmp_path_factory):
 @pytest.mark.sweep
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bert", "bert-lamb", "electra-small", "spanbert"])
-def test_a_run_that_goes_on_from_any_checkpoint_has_the_same_bits(name, step, whole_run, corpus, tmp_path):
+def test_a_run_that_resumes_from_any_checkpoint_has_the_same_bits(name, step, whole_run, corpus, tmp_path):
     expected = digests(whole_run(name))
     assert expected["step"] == 4
     run, said = cut_after(whole_run(name), step, tmp_path / "run"), []
     ran(corpus, config(corpus, family_of(name)), small(name), run, say=said.append, workers=int(step == 2))
-    assert f"{run / f'step-{step:06d}'}: goes on from step {step}" in said
+    assert f"{run / f'step-{step:06d}'}: resumes from step {step}" in said
     assert digests(run) == expected
 
 
