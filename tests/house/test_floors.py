@@ -24,7 +24,7 @@ FLOORS = (
     ("layers",),
     ("checkpoint", "execution"),
     ("models",),
-    ("graphs", "sentences"),
+    ("graphs", "sentences", "tasks"),
     ("acceleration", "training"),
     ("pretraining", "analysis"),
     ("cli",),

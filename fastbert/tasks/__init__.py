@@ -1,0 +1,4 @@
+"""Official task files in, official metrics and prediction files out, all without a model.
+
+One file per format: `glue`, `squad`, `swag`, `race`, `ner`, `csv_file`. `metrics` has what several share.
+"""
