@@ -1,0 +1,81 @@
+"""RACE: the official folders in, four choices per question out.
+
+The first text of all choices is the article. The second is the question, a space and the option, or the
+question with the option in the place of "_".
+
+Source: Lai et al. 2017, "RACE"; for BERT as the RACE processor in transformers' examples of
+multiple choice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fastbert.tasks.files import Choices
+
+LEVELS = ("middle", "high")
+_ANSWERS = ("A", "B", "C", "D")
+
+
+def read(path: str | Path, levels: tuple[str, ...] = LEVELS) -> Choices:
+    """The questions of a split.
+
+    Args:
+        path: of the split's folder, which has a folder per level with one file per article.
+        levels: middle, high or both, which are also scored alone.
+
+    Returns:
+        Choices whose ids are level/file#question, such as high/12.txt#0.
+
+    Raises:
+        ValueError, OSError: naming the file, and the question from 0.
+    """
+    found = Choices([], [], [], [])
+    for level in levels:
+        files = sorted((Path(path) / level).glob("*.txt"), key=_number)
+        if not files:
+            raise FileNotFoundError(f"path: no .txt in {Path(path) / level}")
+        for file in files:
+            _add(found, f"{level}/{file.name}", file)
+    return found
+
+
+def _number(file: Path) -> tuple[int, str]:
+    """In the order of the numbers in the names: 2.txt before 10.txt."""
+    digits = re.search(r"\d+", file.name)
+    return int(digits[0]) if digits else -1, file.name
+
+
+def _add(found: Choices, name: str, file: Path) -> None:
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: no JSON ({error})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("article"), str):
+        raise ValueError(f"{file}: expected an object with a text as 'article'")
+    columns = [content.get(key) for key in ("questions", "options", "answers")]
+    if not all(isinstance(values, list) and len(values) == len(columns[0] or ()) for values in columns):
+        raise ValueError(f"{file}: expected lists of one length as 'questions', 'options' and 'answers'")
+    for i, (question, options, answer) in enumerate(zip(*columns, strict=True)):  # type: ignore[arg-type]
+        where = f"{file}: questions[{i}]"
+        if not isinstance(question, str):
+            raise ValueError(f"{where}: expected a text, found {question!r:.40}")
+        if not (_are_texts(options) and len(options) == len(_ANSWERS)):
+            raise ValueError(f"{where}: expected four texts as options, found {options!r:.40}")
+        if answer not in _ANSWERS:
+            raise ValueError(f"{where}: expected an answer of {', '.join(_ANSWERS)}, found {answer!r:.40}")
+        found.ids.append(f"{name}#{i}")
+        found.firsts.append(content["article"])
+        found.seconds.append(tuple(_joined(question, option) for option in options))
+        found.labels.append(_ANSWERS.index(answer))  # type: ignore[union-attr]
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _joined(question: str, option: str) -> str:
+    return question.replace("_", option) if "_" in question else f"{question} {option}"
