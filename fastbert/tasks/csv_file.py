@@ -1,0 +1,76 @@
+"""A user's own table: one text or two, and a class or a number per row."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from fastbert.tasks.files import Texts, check_width, column, rows
+
+
+def read(
+    path: str | Path,
+    text: str,
+    pair: str | None = None,
+    label: str | None = None,
+    *,
+    regression: bool = False,
+) -> Texts:
+    """The examples of a table with a header.
+
+    Args:
+        path: of a UTF-8 file. In a .csv, commas are between the fields, and a field in double quotes may have
+            commas and line ends. In a .tsv, tabs are between the fields and a quote is a letter.
+        text: the name of the column of texts.
+        pair: the name of the column of second texts, or None.
+        label: the name of the column of labels, or None.
+        regression: whether the labels are numbers; otherwise they are names of classes.
+
+    Returns:
+        Texts with the number in the file as id.
+
+    Raises:
+        ValueError, OSError: naming the file and the line.
+    """
+    path = Path(path)
+    if path.suffix not in (".csv", ".tsv"):
+        raise ValueError(f"path: expected a file that ends in .csv or .tsv, got {path}")
+    table = rows(path, quoted=path.suffix == ".csv")
+    where, header = next(table, (str(path), []))
+    places = [None if name is None else column(where, header, name) for name in (text, pair, label)]
+    found = Texts([], [], None if pair is None else [], None if label is None else [])
+    lists = (found.texts, found.pairs, found.labels)
+    for where, fields in table:
+        check_width(where, fields, header)
+        found.ids.append(str(len(found.ids)))
+        for values, place in zip(lists, places, strict=True):
+            if values is not None and place is not None:
+                value = fields[place]
+                values.append(_label(where, value, regression) if values is found.labels else value)
+    if not found.ids:
+        raise ValueError(f"{path}: expected one example at least, found none")
+    return found
+
+
+def classes(labels: list[str]) -> list[str]:
+    """The names of the classes, sorted; numbers by their value.
+
+    Args:
+        labels: n names.
+    """
+    names = set(labels)
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+
+
+def _label(where: str, value: str, regression: bool) -> str | float:
+    if not regression:
+        if not value:
+            raise ValueError(f"{where}: expected a label, found none")
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: expected a finite number as label, found {value!r}")
+    return number
