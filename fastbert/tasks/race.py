@@ -3,8 +3,7 @@
 The first text of all choices is the article. The second is the question, a space and the option, or the
 question with the option in the place of "_".
 
-Source: Lai et al. 2017, "RACE"; for BERT as the RACE processor in transformers' examples of
-multiple choice.
+Source: Lai et al. 2017, "RACE"; run_multiple_choice.py of transformers, for how BERT reads it.
 """
 
 from __future__ import annotations
