@@ -106,8 +106,8 @@ def _int_mm_is_exact(device: torch.device) -> bool:
         right = ends[torch.randint(1, 3, (32, 256), generator=g)]
         right[:16] = 127
         try:
-            left, right = left.to(device), right.to(device)
-            acc = torch._int_mm(left, right.t())  # pyright: ignore[reportPrivateImportUsage]
+            operands = left.to(device), right.to(device).t()
+            acc = torch._int_mm(*operands)  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError:  # not implemented for this device
             return False
         if not torch.equal(acc.double().cpu(), left.double() @ right.double().t()):
