@@ -68,6 +68,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) docs/words.py
+	$(PY) -m basedpyright
 	git ls-files 'csrc/*' 'tests/cpu/cpp/*' 'tests/ptx/cuda/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
 
 # wheels for PyPI in dist/, each tried in an empty environment; cu13 needs nvcc 13 and ten minutes of two cores

@@ -127,7 +127,7 @@ def candidates(
 ) -> tuple[Config, ...]:
     """What a tuner may choose from for a kernel: the ladder's, then tiles that only a measurement can rank.
 
-    The others are for heads of BERT's width, without a bias or bits to draw; compiling showed what spills.
+    The tiles are for heads of BERT's width, without a bias or bits to draw; compiling showed what spills.
     """
     found = [getattr(c, part) for c in ladder(headdim, dtype, extras, saved, capability)]
     if dtype != torch.float32 and 32 < headdim <= 64 and not extras:

@@ -41,8 +41,8 @@ struct LayersCall {
     Bias bias;
     bool first_only;   // the last layer computes the first token of each sequence alone
     const void* x;     // (rows, hidden)
-    void* const* out;  // of each layer (rows, hidden), the last one (batch, hidden) with first_only; only the
-                       // last need be given, the others may be null
+    void* const* out;  // of each layer (rows, hidden), the last one (batch, hidden) with first_only; all but
+                       // the last may be null
     void* work;        // cuda_encoder_layers_work() bytes on 16
 };
 

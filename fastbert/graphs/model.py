@@ -164,7 +164,7 @@ class GraphedModel(Around):
             or not buckets
             or any(a >= b for a, b in pairwise([0, *buckets]))
         ):
-            raise ValueError(f"buckets: expected integers >= 1, each above the one before, got {buckets!r}")
+            raise ValueError(f"buckets: expected integers >= 1, in rising order, got {buckets!r}")
         self.model, self.buckets = model, tuple(buckets)
         self.rooms = sequence_rooms(self.buckets, max_batch)
         self.max_batch, self.max_graphs = max_batch, max_graphs

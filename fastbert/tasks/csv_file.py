@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from fastbert.tasks.files import Texts, check_width, column, rows
 
@@ -39,7 +40,7 @@ def read(
     where, header = next(table, (str(path), []))
     places = [None if name is None else column(where, header, name) for name in (text, pair, label)]
     found = Texts([], [], None if pair is None else [], None if label is None else [])
-    lists = (found.texts, found.pairs, found.labels)
+    lists: tuple[list[Any] | None, ...] = (found.texts, found.pairs, found.labels)
     for where, fields in table:
         check_width(where, fields, header)
         found.ids.append(str(len(found.ids)))

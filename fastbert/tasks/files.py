@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Texts(NamedTuple):
@@ -22,7 +22,7 @@ class Texts(NamedTuple):
     ids: list[str]
     texts: list[str]
     pairs: list[str] | None
-    labels: list[str] | list[float] | None
+    labels: list[Any] | None
     skipped: int = 0
 
 

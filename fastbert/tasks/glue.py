@@ -70,7 +70,7 @@ def read(task: str, path: str | Path, split: str) -> Texts:
         if found.pairs is not None:
             found.pairs.append(fields[texts[1]])
         if found.labels is not None:
-            found.labels.append(_label(where, form, fields[label]))  # type: ignore[arg-type]
+            found.labels.append(_label(where, form, fields[label]))
     if not found.texts:
         raise ValueError(f"{path}: expected one example at least, found none")
     return found._replace(skipped=skipped)
@@ -165,7 +165,11 @@ def write_submission(folder: str | Path, predictions: Mapping[str, Mapping[str, 
             values = {value: key for key, value in tasks[name].labels.items()}
             lines = ["index\tprediction\n"]
             for index, value in of_task.items():
-                text = f"{min(max(float(value), 0.0), 5.0):.3f}" if tasks[name].regression else values[value]
+                text = (
+                    f"{min(max(float(value), 0.0), 5.0):.3f}"
+                    if tasks[name].regression
+                    else values[str(value)]
+                )
                 lines.append(f"{index}\t{text}\n")
             (folder / f"{name}.tsv").write_text("".join(lines), encoding="utf-8", newline="\n")
             archive.write(folder / f"{name}.tsv", f"{name}.tsv")

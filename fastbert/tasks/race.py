@@ -58,7 +58,7 @@ def _add(found: Choices, name: str, file: Path) -> None:
     columns = [content.get(key) for key in ("questions", "options", "answers")]
     if not all(isinstance(values, list) and len(values) == len(columns[0] or ()) for values in columns):
         raise ValueError(f"{file}: expected lists of one length as 'questions', 'options' and 'answers'")
-    for i, (question, options, answer) in enumerate(zip(*columns, strict=True)):  # type: ignore[arg-type]
+    for i, (question, options, answer) in enumerate(zip(*columns, strict=True)):
         where = f"{file}: questions[{i}]"
         if not isinstance(question, str):
             raise ValueError(f"{where}: expected a text, found {question!r:.40}")

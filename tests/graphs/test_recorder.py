@@ -75,8 +75,8 @@ def test_bad_options():
         ("max_batch", 2.0, "max_batch: expected an integer >= 1, got 2.0"),
         ("max_graphs", True, "max_graphs: expected an integer >= 1, got True"),
         ("buckets", [], "buckets: expected integers >= 1"),
-        ("buckets", 5, "buckets: expected integers >= 1, each above the one before, got 5"),
-        ("buckets", [4, 4], r"buckets: .*each above the one before, got \[4, 4\]"),
+        ("buckets", 5, "buckets: expected integers >= 1, in rising order, got 5"),
+        ("buckets", [4, 4], r"buckets: .*in rising order, got \[4, 4\]"),
         ("buckets", [0, 4], "buckets: expected integers >= 1"),
     ):
         with pytest.raises(ValueError, match=match):

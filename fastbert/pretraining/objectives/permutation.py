@@ -1,14 +1,14 @@
 """Permutation language modelling on BERT's layer: tokens are predicted in a random order. XLNet's objective.
 
-A share of the tokens are targets, the last ones of a random order z; the others are context. A target is
-predicted from the context and from the targets that come before it in z:
+A share of the tokens are targets, the last ones of a random order z; all other tokens are context. A target
+is predicted from the context and from the targets that come before it in z:
 
     loss = mean over the targets t of -log p(token of t | context, targets before t in z, place of t)
 
 A sequence of n tokens with k targets becomes n + k rows of one sequence:
 
-    content row   a token at its place. It attends to the context; a target also attends to itself and to the
-                  targets before it
+    content row   each token at its place. It attends to the context; a target also attends to itself and to
+                  the targets before it
     query row     [MASK] at a target's place, with the target's token type. It attends to the context and to
                   the targets before its own
 
