@@ -40,7 +40,7 @@ def read(
     where, header = next(table, (str(path), []))
     places = [None if name is None else column(where, header, name) for name in (text, pair, label)]
     found = Texts([], [], None if pair is None else [], None if label is None else [])
-    lists: tuple[list[Any] | None, ...] = (found.texts, found.pairs, found.labels)
+    lists: list[list[Any] | None] = [found.texts, found.pairs, found.labels]
     for where, fields in table:
         check_width(where, fields, header)
         found.ids.append(str(len(found.ids)))
