@@ -38,16 +38,19 @@ def read(
         raise ValueError(f"path: expected a file that ends in .csv or .tsv, got {path}")
     table = rows(path, quoted=path.suffix == ".csv")
     where, header = next(table, (str(path), []))
-    places = [None if name is None else column(where, header, name) for name in (text, pair, label)]
-    found = Texts([], [], None if pair is None else [], None if label is None else [])
-    lists: list[list[Any] | None] = [found.texts, found.pairs, found.labels]
+    text_place = column(where, header, text)
+    pair_place = -1 if pair is None else column(where, header, pair)
+    label_place = -1 if label is None else column(where, header, label)
+    labels: list[Any] | None = None if label is None else []
+    found = Texts([], [], None if pair is None else [], labels)
     for where, fields in table:
         check_width(where, fields, header)
         found.ids.append(str(len(found.ids)))
-        for values, place in zip(lists, places, strict=True):
-            if values is not None and place is not None:
-                value = fields[place]
-                values.append(_label(where, value, regression) if values is found.labels else value)
+        found.texts.append(fields[text_place])
+        if found.pairs is not None:
+            found.pairs.append(fields[pair_place])
+        if labels is not None:
+            labels.append(_label(where, fields[label_place], regression))
     if not found.ids:
         raise ValueError(f"{path}: expected one example at least, found none")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ class Texts(NamedTuple):
     ids: list[str]
     texts: list[str]
     pairs: list[str] | None
-    labels: list[Any] | None
+    labels: list[str] | list[float] | None
     skipped: int = 0
 
 
@@ -60,6 +61,20 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 (byte {line[error.start]:#x})") from None
             yield where, text.removeprefix("\ufeff") if number == 1 else text
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file. Raises a ValueError or an OSError that names the file."""
+    raw = Path(path).read_bytes()
+    try:
+        found = json.loads(raw)
+        if rb"\ud" in raw.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}: a text has half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({error})") from None
+    return found
 
 
 def rows(path: str | Path, *, quoted: bool) -> Iterator[tuple[str, list[str]]]:

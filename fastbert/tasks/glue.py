@@ -13,6 +13,7 @@ import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fastbert.tasks import metrics
 from fastbert.tasks.files import Texts, rows
@@ -57,7 +58,8 @@ def read(task: str, path: str | Path, split: str) -> Texts:
     texts = [_place(header, name, place) for name, place in zip(form.texts, places, strict=True)]
     label = _place(header, form.label, form.label_place)
     width = len(header) or 4  # CoLA's
-    found = Texts([], [], [] if len(texts) == 2 else None, [] if labelled else None)
+    labels: list[Any] | None = [] if labelled else None
+    found = Texts([], [], [] if len(texts) == 2 else None, labels)
     skipped = 0
     for where, fields in table:
         if len(fields) != width:
@@ -69,8 +71,8 @@ def read(task: str, path: str | Path, split: str) -> Texts:
         found.texts.append(fields[texts[0]])
         if found.pairs is not None:
             found.pairs.append(fields[texts[1]])
-        if found.labels is not None:
-            found.labels.append(_label(where, form, fields[label]))
+        if labels is not None:
+            labels.append(_label(where, form, fields[label]))
     if not found.texts:
         raise ValueError(f"{path}: expected one example at least, found none")
     return found._replace(skipped=skipped)
@@ -149,28 +151,31 @@ def write_submission(folder: str | Path, predictions: Mapping[str, Mapping[str, 
         ValueError: naming the argument, what came and what was expected.
     """
     tasks = {name: task for task in TASKS.values() for name in task.submissions.values()}
+    texts = {}
     for name, of_task in predictions.items():
         if name not in tasks:
             raise ValueError(f"predictions: expected names of {', '.join(tasks)}, got {name!r}")
-        values = {value: key for key, value in tasks[name].labels.items()}
-        for index, value in of_task.items():
-            known = _is_number(str(value)) if tasks[name].regression else value in values
-            if not known:
-                expected = "a number" if tasks[name].regression else f"one of {', '.join(values)}"
-                raise ValueError(f"predictions[{name!r}][{index!r}]: expected {expected}, got {value!r}")
+        lines = [
+            f"{index}\t{_submitted(f'predictions[{name!r}][{index!r}]', tasks[name], value)}\n"
+            for index, value in of_task.items()
+        ]
+        texts[f"{name}.tsv"] = "".join(["index\tprediction\n", *lines])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / "submission.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, of_task in predictions.items():
-            values = {value: key for key, value in tasks[name].labels.items()}
-            lines = ["index\tprediction\n"]
-            for index, value in of_task.items():
-                text = (
-                    f"{min(max(float(value), 0.0), 5.0):.3f}"
-                    if tasks[name].regression
-                    else values[str(value)]
-                )
-                lines.append(f"{index}\t{text}\n")
-            (folder / f"{name}.tsv").write_text("".join(lines), encoding="utf-8", newline="\n")
-            archive.write(folder / f"{name}.tsv", f"{name}.tsv")
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+            archive.write(folder / name, name)
     return folder / "submission.zip"
+
+
+def _submitted(where: str, task: Task, value: str | float) -> str:
+    """A prediction as the official file has it."""
+    if task.regression:
+        if not _is_number(str(value)):
+            raise ValueError(f"{where}: expected a number, got {value!r}")
+        return f"{min(max(float(value), 0.0), 5.0):.3f}"
+    for text, name in task.labels.items():
+        if name == value:
+            return text
+    raise ValueError(f"{where}: expected one of {', '.join(task.labels.values())}, got {value!r}")

@@ -1,7 +1,6 @@
-"""The tasks of GLUE as a table, and published scores.
+"""The tasks of GLUE as a table.
 
-Source: Wang et al. 2018, "GLUE", table 1; Devlin et al. 2018, "BERT", table 1 (test); Clark et al. 2020,
-"ELECTRA", table 2 (dev), which says that its STS-B is Spearman and, except for CoLA, all else is accuracy.
+Source: Wang et al. 2018, "GLUE", table 1 and the official download.
 """
 
 from __future__ import annotations
@@ -146,43 +145,3 @@ TASKS = {
         files={"test": "diagnostic.tsv"},
     ),
 }
-
-# Columns of the scores below: a task, or the kind of MNLI's files; the metric per split
-COLUMNS = {
-    "mnli_matched": {"test": "accuracy", "dev": "accuracy"},
-    "mnli_mismatched": {"test": "accuracy", "dev": "accuracy"},
-    "qqp": {"test": "f1", "dev": "accuracy"},
-    "qnli": {"test": "accuracy", "dev": "accuracy"},
-    "sst2": {"test": "accuracy", "dev": "accuracy"},
-    "cola": {"test": "matthews", "dev": "matthews"},
-    "stsb": {"test": "spearman", "dev": "spearman"},
-    "mrpc": {"test": "f1", "dev": "accuracy"},
-    "rte": {"test": "accuracy", "dev": "accuracy"},
-}
-
-
-class Published(NamedTuple):
-    """The scores of a published model, in percent.
-
-    Attributes:
-        model: as the paper names it.
-        split: test or dev.
-        scores: one per column of `COLUMNS`, or None.
-        average: the mean of the columns as the paper prints it, or None.
-    """
-
-    model: str
-    split: str
-    scores: tuple[float | None, ...]
-    average: float | None = None
-
-
-PUBLISHED = (
-    Published("before OpenAI", "test", (80.6, 80.1, 66.1, 82.3, 93.2, 35.0, 81.0, 86.0, 61.7), 74.0),
-    Published("BiLSTM+ELMo+Attn", "test", (76.4, 76.1, 64.8, 79.8, 90.4, 36.0, 73.3, 84.9, 56.8), 71.0),
-    Published("OpenAI GPT", "test", (82.1, 81.4, 70.3, 87.4, 91.3, 45.4, 80.0, 82.3, 56.0), 75.1),
-    Published("BERT base", "test", (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4), 79.6),
-    Published("BERT large", "test", (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1), 82.1),
-    Published("BERT large", "dev", (86.6, None, 91.3, 92.3, 93.2, 60.6, 90.0, 88.0, 70.4)),
-    Published("RoBERTa large", "dev", (90.2, None, 92.2, 94.7, 96.4, 68.0, 92.4, 90.9, 86.6)),
-)

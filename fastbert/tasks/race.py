@@ -8,12 +8,12 @@ Source: Lai et al. 2017, "RACE"; run_multiple_choice.py of transformers, for how
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastbert.tasks.files import Choices
+from fastbert.tasks.files import Choices, read_json
 
 LEVELS = ("middle", "high")
 _ANSWERS = ("A", "B", "C", "D")
@@ -32,14 +32,18 @@ def read(path: str | Path, levels: tuple[str, ...] = LEVELS) -> Choices:
     Raises:
         ValueError, OSError: naming the file, and the question from 0.
     """
-    found = Choices([], [], [], [])
+    ids, articles, seconds, labels = [], [], [], []
     for level in levels:
         files = sorted((Path(path) / level).glob("*.txt"), key=_number)
         if not files:
             raise FileNotFoundError(f"path: no .txt in {Path(path) / level}")
         for file in files:
-            _add(found, f"{level}/{file.name}", file)
-    return found
+            for i, (article, texts, label) in enumerate(_questions(file)):
+                ids.append(f"{level}/{file.name}#{i}")
+                articles.append(article)
+                seconds.append(texts)
+                labels.append(label)
+    return Choices(ids, articles, seconds, labels)
 
 
 def _number(file: Path) -> tuple[int, str]:
@@ -48,11 +52,9 @@ def _number(file: Path) -> tuple[int, str]:
     return int(digits[0]) if digits else -1, file.name
 
 
-def _add(found: Choices, name: str, file: Path) -> None:
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: no JSON ({error})") from None
+def _questions(file: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """(article, four second texts, number of the right one) of each question."""
+    content = read_json(file)
     if not isinstance(content, dict) or not isinstance(content.get("article"), str):
         raise ValueError(f"{file}: expected an object with a text as 'article'")
     columns = [content.get(key) for key in ("questions", "options", "answers")]
@@ -66,10 +68,8 @@ def _add(found: Choices, name: str, file: Path) -> None:
             raise ValueError(f"{where}: expected four texts as options, found {options!r:.40}")
         if answer not in _ANSWERS:
             raise ValueError(f"{where}: expected an answer of {', '.join(_ANSWERS)}, found {answer!r:.40}")
-        found.ids.append(f"{name}#{i}")
-        found.firsts.append(content["article"])
-        found.seconds.append(tuple(_joined(question, option) for option in options))
-        found.labels.append(_ANSWERS.index(answer))  # type: ignore[union-attr]
+        texts = tuple(_joined(question, option) for option in options)
+        yield content["article"], texts, _ANSWERS.index(answer)
 
 
 def _are_texts(values: Any) -> bool:

@@ -9,7 +9,6 @@ Source: Rajpurkar et al. 2016, "SQuAD"; Rajpurkar et al. 2018, "Know What You Do
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from fastbert.tasks.files import read_json
 from fastbert.tasks.tokens import check_whole
 
 # Questions that are tokenized at once
@@ -106,10 +106,7 @@ def read(path: str | Path, *, train: bool) -> Questions:
     Raises:
         ValueError, OSError: naming the file and the place in it.
     """
-    try:
-        content = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from None
+    content = read_json(path)
     found, misplaced, seen = [], [], set()
     for where, context, entry in _entries(str(path), content):
         name = _get(where, entry, "id", str)
@@ -194,42 +191,40 @@ def windows(
         chunk = questions[base : base + _CHUNK]
         encoded = tokenizer.encode_batch([(question.question, question.context) for question in chunk])
         for number, (question, encoding) in enumerate(zip(chunk, encoded, strict=True), base):
-            span, exact = _span(question, encoding)
+            of_question, exact = _windows(number, question, encoding, max_length, doc_stride, max_query)
+            found += of_question
             if not exact:
                 inexact.append(question.id)
-            found += _windows(number, encoding, span, max_length, doc_stride, max_query)
     return Windows(found, inexact)
 
 
-def _span(question: Question, encoding: Encoding) -> tuple[tuple[int, int] | None, bool]:
+def _span(answers: Sequence[Answer], offsets: np.ndarray) -> tuple[tuple[int, int] | None, bool]:
     """(context tokens of the first answer, from 0, or None; whether they cover it exactly)."""
-    if not question.answers:
+    if not answers:
         return None, True
-    answer = question.answers[0]
-    words = answer.text.strip()
-    start = answer.start + answer.text.find(words)
+    words = answers[0].text.strip()
+    start = answers[0].start + answers[0].text.find(words)
     end = start + len(words)
-    context = [o for o, owner in zip(encoding.offsets, encoding.sequence_ids, strict=True) if owner == 1]
-    inside = [i for i, (first, last) in enumerate(context) if first < end and last > start]
-    if not inside:
+    inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+    if not len(inside):
         return None, False
-    return (inside[0], inside[-1]), context[inside[0]][0] == start and context[inside[-1]][1] == end
+    first, last = int(inside[0]), int(inside[-1])
+    return (first, last), bool(offsets[first, 0] == start and offsets[last, 1] == end)
 
 
 def _windows(
-    number: int,
-    encoding: Encoding,
-    span: tuple[int, int] | None,
-    max_length: int,
-    doc_stride: int,
-    max_query: int,
-) -> list[Window]:
+    number: int, question: Question, encoding: Encoding, max_length: int, doc_stride: int, max_query: int
+) -> tuple[list[Window], bool]:
+    """(the windows of a question, whether tokens cover its answer exactly)."""
     ids, types = np.array(encoding.ids, np.int32), np.array(encoding.type_ids, np.int8)
     owners = np.array([-1 if owner is None else owner for owner in encoding.sequence_ids])
     context = np.flatnonzero(owners == 1)
     offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)[context]
+    span, exact = _span(question.answers, offsets)
     kept = owners != 1
     kept[np.flatnonzero(owners == 0)[max_query:]] = False
+    # The special tokens and the question that come before the context
+    first = int(kept[: context[0]].sum()) if len(context) else int(kept.sum())
     room = max_length - int(kept.sum())
     starts = [0]
     while starts[-1] + room < len(context):
@@ -240,23 +235,12 @@ def _windows(
     for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
         chosen = kept.copy()
         chosen[context[start:end]] = True
-        # The special tokens and the question that come before the context
-        first = int(kept[: context[0]].sum()) if len(context) else int(kept.sum())
         positions = (0, 0)
         if span is not None and start <= span[0] and span[1] < end:
             positions = (first + span[0] - start, first + span[1] - start)
-        found.append(
-            Window(
-                number,
-                ids[chosen],
-                types[chosen],
-                first,
-                offsets[start:end],
-                best[start:end] == k,
-                *positions,
-            )
-        )
-    return found
+        of_context = offsets[start:end], best[start:end] == k
+        found.append(Window(number, ids[chosen], types[chosen], first, *of_context, *positions))
+    return found, exact
 
 
 def best_windows(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:

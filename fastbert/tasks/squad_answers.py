@@ -21,6 +21,9 @@ import numpy as np
 
 from fastbert.tasks.squad import Question, Window
 
+# The characters of no answer
+_NOTHING = (-1, -1)
+
 
 class Predictions(NamedTuple):
     """Answers per question id.
@@ -40,13 +43,6 @@ class Predictions(NamedTuple):
         """The answers, "" where `null_odds` is above the threshold."""
         none = {name for name, odds in self.null_odds.items() if odds > threshold}
         return {name: "" if name in none else text for name, text in self.answers.items()}
-
-
-class _Span(NamedTuple):
-    score: float
-    start_logit: float
-    end_logit: float
-    text: str
 
 
 def predict(
@@ -82,27 +78,27 @@ def predict(
     for name, scores in (("starts", starts), ("ends", ends)):
         if len(scores) != len(windows):
             raise ValueError(f"{name}: expected {len(windows)}, one per window, got {len(scores)}")
-    spans: list[list[_Span]] = [[] for _ in questions]
-    nulls: list[list[_Span]] = [[] for _ in questions]
+    spans: list[list[np.ndarray]] = [[] for _ in questions]
+    nulls: list[list[tuple[float, float]]] = [[] for _ in questions]
     for i, window in enumerate(windows):
         start, end = (_checked(f"starts[{i}]", starts[i], window), _checked(f"ends[{i}]", ends[i], window))
-        context = questions[window.question].context
-        spans[window.question] += _spans(window, context, start, end, n_best, max_answer)
-        nulls[window.question].append(_Span(start[0] + end[0], start[0], end[0], ""))
+        spans[window.question].append(_spans(window, start, end, n_best, max_answer))
+        nulls[window.question].append((start[0], end[0]))
     found = Predictions({}, {}, {})
     for question, of_question, of_null in zip(questions, spans, nulls, strict=True):
         if not of_null:
             raise ValueError(f"windows: expected one at least per question, got none of {question.id!r}")
-        none = min(of_null, key=lambda span: span.score)
-        best = _best([*of_question, none] if null else of_question, n_best)
-        text = next((span for span in best if span.text), None)
-        if null and all(span.text for span in best):
-            best.append(none)
-        found.answers[question.id] = text.text if text else ""
-        found.nbest[question.id] = _with_probabilities(best or [_Span(0.0, 0.0, 0.0, "")])
+        none = min(of_null, key=sum)
         if null:
+            of_question.append(np.array([[*none, *_NOTHING]]))
+        best = _best(np.concatenate(of_question), question.context, n_best)
+        text = next(filter(None, best), "")
+        if null:
+            best.setdefault("", none)
             # Without a valid span any threshold leads to "", because the answer is "" too
-            found.null_odds[question.id] = none.score - (text.score if text else 0.0)
+            found.null_odds[question.id] = float(sum(none) - sum(best[text] if text else (0.0, 0.0)))
+        found.answers[question.id] = text
+        found.nbest[question.id] = _with_probabilities(best or {"": (0.0, 0.0)})
     return found
 
 
@@ -115,48 +111,39 @@ def _checked(name: str, scores: Any, window: Window) -> np.ndarray:
     return scores
 
 
-def _spans(
-    window: Window, context: str, start: np.ndarray, end: np.ndarray, n_best: int, max_answer: int
-) -> list[_Span]:
-    """The valid spans of a window, the best start first."""
+def _spans(window: Window, start: np.ndarray, end: np.ndarray, n_best: int, max_answer: int) -> np.ndarray:
+    """(k, 4): start logit, end logit, first character and the one after the last, of each valid span."""
     # Stable, so that of equal scores the first token comes first, as in run_squad.py
-    firsts, lasts = (np.argsort(-scores, kind="stable")[:n_best, None] for scores in (start, end))
-    lasts = lasts.T
+    firsts, lasts = (np.argsort(-scores, kind="stable")[:n_best] for scores in (start, end))
+    firsts, lasts = np.repeat(firsts, len(lasts)), np.tile(lasts, len(firsts))
     until = window.first + len(window.offsets)
     valid = (window.first <= firsts) & (firsts <= lasts) & (lasts < until) & (lasts < firsts + max_answer)
-    found = []
-    for i, j in np.argwhere(valid):
-        first, last = int(firsts[i, 0]), int(lasts[0, j])
-        if window.max_context[first - window.first]:
-            begin, stop = window.offsets[first - window.first, 0], window.offsets[last - window.first, 1]
-            # Some tokenizers count the space before a word to its token
-            text = context[begin:stop].strip()
-            if text:
-                found.append(_Span(float(start[first] + end[last]), start[first], end[last], text))
+    firsts, lasts = firsts[valid], lasts[valid]
+    best = window.max_context[firsts - window.first]
+    firsts, lasts = firsts[best], lasts[best]
+    characters = window.offsets[firsts - window.first, 0], window.offsets[lasts - window.first, 1]
+    return np.column_stack([start[firsts], end[lasts], *characters])
+
+
+def _best(spans: np.ndarray, context: str, n_best: int) -> dict[str, tuple[float, float]]:
+    """Text -> (start logit, end logit) of the best spans; of equal scores the earlier."""
+    found: dict[str, tuple[float, float]] = {}
+    for start, end, first, last in spans[np.argsort(-(spans[:, 0] + spans[:, 1]), kind="stable")]:
+        if len(found) == n_best:
+            break
+        # Some tokenizers count the space before a word to its token
+        text = context[int(first) : int(last)].strip()
+        if text or (first, last) == _NOTHING:
+            found.setdefault(text, (start, end))
     return found
 
 
-def _best(spans: list[_Span], n_best: int) -> list[_Span]:
-    """The best spans, each text once; of equal scores the earlier."""
-    texts: dict[str, _Span] = {}
-    for span in sorted(spans, key=lambda span: -span.score):
-        if len(texts) == n_best:
-            break
-        texts.setdefault(span.text, span)
-    return list(texts.values())
-
-
-def _with_probabilities(spans: list[_Span]) -> list[dict[str, Any]]:
-    scores = np.array([span.score for span in spans])
+def _with_probabilities(best: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
+    scores = np.array([sum(logits) for logits in best.values()])
     shares = np.exp(scores - scores.max())
     return [
-        {
-            "text": span.text,
-            "probability": float(share),
-            "start_logit": float(span.start_logit),
-            "end_logit": float(span.end_logit),
-        }
-        for span, share in zip(spans, shares / shares.sum(), strict=True)
+        {"text": text, "probability": float(share), "start_logit": float(start), "end_logit": float(end)}
+        for (text, (start, end)), share in zip(best.items(), shares / shares.sum(), strict=True)
     ]
 
 

@@ -187,6 +187,7 @@ def test_version_1_has_one_answer_to_train_on(tmp_path):
     ("content", "message"),
     (
         ("{", "no JSON"),
+        (r'{"data": "\ud800"}', "a text has half of a surrogate pair"),
         ([], "expected an object with 'data'"),
         ({"data": []}, "expected one question at least"),
         ({"data": [{"paragraphs": {}}]}, r"data\[0\]: expected 'paragraphs' to be of list"),

@@ -1,0 +1,120 @@
+"""Published scores, in percent, to set beside a user's own of the same split and metric.
+
+Source: Devlin et al. 2018, "BERT", tables 1 to 4 and 7; for GLUE's dev sets Clark et al. 2020, "ELECTRA",
+table 2, where STS-B is Spearman, CoLA is Matthews and all else is accuracy. Figures that a paper quotes from
+another are under the model that they are of.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Published(NamedTuple):
+    """One model's scores on one split.
+
+    Attributes:
+        task: a key of `fastbert.tasks.glue_tasks.TASKS`, or squad, squad2, swag, ner or ner-features.
+        split: dev or test; of MNLI dev_matched, test_matched or test_mismatched.
+        model: as the paper names it.
+        scores: metric -> percent. Metrics are named as the functions and keys of this folder name them.
+    """
+
+    task: str
+    split: str
+    model: str
+    scores: dict[str, float]
+
+
+# split -> the columns of GLUE's rows below: (task, what follows the split in its name, metric)
+_COLUMNS = {
+    "test": (
+        ("mnli", "_matched", "accuracy"),
+        ("mnli", "_mismatched", "accuracy"),
+        ("qqp", "", "f1"),
+        ("qnli", "", "accuracy"),
+        ("sst2", "", "accuracy"),
+        ("cola", "", "matthews"),
+        ("stsb", "", "spearman"),
+        ("mrpc", "", "f1"),
+        ("rte", "", "accuracy"),
+    ),
+    "dev": (
+        ("mnli", "_matched", "accuracy"),
+        ("qnli", "", "accuracy"),
+        ("qqp", "", "accuracy"),
+        ("rte", "", "accuracy"),
+        ("sst2", "", "accuracy"),
+        ("mrpc", "", "accuracy"),
+        ("cola", "", "matthews"),
+        ("stsb", "", "spearman"),
+    ),
+}
+_GLUE = (
+    ("Pre-OpenAI SOTA", "test", (80.6, 80.1, 66.1, 82.3, 93.2, 35.0, 81.0, 86.0, 61.7)),
+    ("BiLSTM+ELMo+Attn", "test", (76.4, 76.1, 64.8, 79.8, 90.4, 36.0, 73.3, 84.9, 56.8)),
+    ("OpenAI GPT", "test", (82.1, 81.4, 70.3, 87.4, 91.3, 45.4, 80.0, 82.3, 56.0)),
+    ("BERT base", "test", (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4)),
+    ("BERT large", "test", (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1)),
+    ("BERT large", "dev", (86.6, 92.3, 91.3, 70.4, 93.2, 88.0, 60.6, 90.0)),
+    ("RoBERTa large", "dev", (90.2, 94.7, 92.2, 86.6, 96.4, 90.9, 68.0, 92.4)),
+)
+# The mean of the nine columns of a row of the test sets, as the paper prints it
+GLUE_AVERAGES = {
+    "Pre-OpenAI SOTA": 74.0,
+    "BiLSTM+ELMo+Attn": 71.0,
+    "OpenAI GPT": 75.1,
+    "BERT base": 79.6,
+    "BERT large": 82.1,
+}
+# (task, split, model, exact, F1)
+_SQUAD = (
+    ("squad", "test", "human", 82.3, 91.2),
+    ("squad", "dev", "BERT base", 80.8, 88.5),
+    ("squad", "dev", "BERT large", 84.1, 90.9),
+    ("squad", "dev", "BERT large, ensemble", 85.8, 91.8),
+    ("squad", "dev", "BERT large + TriviaQA", 84.2, 91.1),
+    ("squad", "test", "BERT large + TriviaQA", 85.1, 91.8),
+    ("squad", "dev", "BERT large + TriviaQA, ensemble", 86.2, 92.2),
+    ("squad", "test", "BERT large + TriviaQA, ensemble", 87.4, 93.2),
+    ("squad2", "dev", "human", 86.3, 89.0),
+    ("squad2", "test", "human", 86.9, 89.5),
+    ("squad2", "dev", "BERT large", 78.7, 81.9),
+    ("squad2", "test", "BERT large", 80.0, 83.1),
+)
+# (task, metric, model, dev, test)
+_OTHERS = (
+    ("swag", "accuracy", "ESIM+GloVe", 51.9, 52.7),
+    ("swag", "accuracy", "ESIM+ELMo", 59.1, 59.2),
+    ("swag", "accuracy", "OpenAI GPT", None, 78.0),
+    ("swag", "accuracy", "BERT base", 81.6, None),
+    ("swag", "accuracy", "BERT large", 86.6, 86.3),
+    ("swag", "accuracy", "human, expert", None, 85.0),
+    ("swag", "accuracy", "human, 5 annotations", None, 88.0),
+    ("ner", "f1", "ELMo", 95.7, 92.2),
+    ("ner", "f1", "CVT", None, 92.6),
+    ("ner", "f1", "CSE", None, 93.1),
+    ("ner", "f1", "BERT large", 96.6, 92.8),
+    ("ner", "f1", "BERT base", 96.4, 92.4),
+    ("ner-features", "f1", "BERT base, embeddings", 91.0, None),
+    ("ner-features", "f1", "BERT base, second to last hidden", 95.6, None),
+    ("ner-features", "f1", "BERT base, last hidden", 94.9, None),
+    ("ner-features", "f1", "BERT base, weighted sum of last four", 95.9, None),
+    ("ner-features", "f1", "BERT base, concatenated last four", 96.1, None),
+    ("ner-features", "f1", "BERT base, weighted sum of all 12", 95.5, None),
+)
+
+PUBLISHED = (
+    *(
+        Published(task, split + kind, model, {metric: score})
+        for model, split, scores in _GLUE
+        for (task, kind, metric), score in zip(_COLUMNS[split], scores, strict=True)
+    ),
+    *(Published(task, split, model, {"exact": exact, "f1": f1}) for task, split, model, exact, f1 in _SQUAD),
+    *(
+        Published(task, split, model, {metric: score})
+        for task, metric, model, *scores in _OTHERS
+        for split, score in zip(("dev", "test"), scores, strict=True)
+        if score is not None
+    ),
+)
