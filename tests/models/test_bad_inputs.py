@@ -466,3 +466,11 @@ def test_bad_input(row, tmp_path):
     with pytest.raises(row.error, match=row.match):
         row.call(tmp_path)
     assert not (tmp_path / "ran").exists()  # no pickle ran its code
+
+
+def test_a_pad_token_that_was_removed_later():
+    config = EncoderConfig("roberta", num_hidden_layers=1, hidden_size=24, intermediate_size=24)
+    model = fastbert.RobertaModel(config).eval()
+    model.config.pad_token_id = None
+    with pytest.raises(ValueError, match="config pad_token_id: roberta counts positions from it, got None"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
