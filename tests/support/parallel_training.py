@@ -26,6 +26,7 @@ from fastbert.checkpoint.files import CheckpointError
 from fastbert.testing.error_rule import compare
 from fastbert.training import loop as loop_module
 from fastbert.training.loop import DTYPES, Interrupted, Stage, Trainer, TrainingError
+from fastbert.training.module import Losses
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stream import Batch
@@ -76,7 +77,7 @@ class Words(Numbered):
         return Batch(batch.inputs, {"words": count, **batch.counts}, batch.lengths)
 
 
-class TwoLosses(nn.Module):
+class TwoLosses(Losses):
     """Words and classes, with a head of its own and tied weights."""
 
     def __init__(self, dropout: float = 0.1, albert: bool = False) -> None:

@@ -20,6 +20,7 @@ from fastbert.testing.error_rule import compare
 from fastbert.training import identity, loop, work
 from fastbert.training.draws import Draws, key_of
 from fastbert.training.loop import Stage, Trainer, TrainingError
+from fastbert.training.module import Losses
 from fastbert.training.optimizers import decay_groups
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
@@ -76,7 +77,7 @@ def first_weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-class Bagged(nn.Module):
+class Bagged(Losses):
     """What the loop trains: means over a micro-batch."""
 
     def __init__(self) -> None:
