@@ -6,6 +6,7 @@ The files are model.safetensors, pytorch_model.bin or shards of either. Pickles 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -48,6 +49,15 @@ def weights_of(
         return read_weights(Path(directory), use_safetensors)
     where = Path("state_dict")
     return [where], _given(where, state_dict)
+
+
+def weights_digest(directory: str | os.PathLike) -> str:
+    """SHA-256 of all files of weights in a directory."""
+    found = hashlib.sha256()
+    for path in weights_of(directory, None, None)[0]:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def _given(where: Path, state_dict: dict[str, Tensor]) -> dict[str, Stored]:

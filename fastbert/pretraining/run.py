@@ -6,7 +6,6 @@ The stages of a phase share one stream of examples.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from fastbert.checkpoint.files import (
     digest,
     read_json,
 )
-from fastbert.checkpoint.read import weights_of
+from fastbert.checkpoint.read import weights_digest
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
@@ -217,21 +216,12 @@ def describe(
         "corpus": corpus.hash,
         "tokenizer": digest((corpus.directory / TOKENIZER).read_bytes()),
         "model": config.to_dict(),
-        "first_weights": None if weights is None else _digest_of(weights),
+        "first_weights": None if weights is None else weights_digest(weights),
         "seed": seed,
         "dtype": dtype,
         "growth": grown,
         **described,
     }
-
-
-def _digest_of(weights: Path) -> str:
-    """SHA-256 of all files of weights in a directory."""
-    found = hashlib.sha256()
-    for path in weights_of(weights, None, None)[0]:
-        with open(path, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
 
 
 def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Objective:

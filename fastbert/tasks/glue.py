@@ -26,8 +26,8 @@ _INDEX = ("index", "id")
 def read(task: str, path: str | Path, split: str) -> Texts:
     """The examples of a split.
 
-    A malformed row of QQP's training and dev files is left out and counted (GLUE-baselines#5): some of its
-    questions have line ends in them.
+    Some questions of QQP have line ends in them (GLUE-baselines#5). Rows of its training and dev files that
+    are malformed for this are left out and counted.
 
     Args:
         task: a key of `TASKS`.

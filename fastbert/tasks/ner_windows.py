@@ -6,6 +6,7 @@ Source: Devlin et al. 2018, "BERT", sec. 5.3.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -33,16 +34,16 @@ def windows(
 ) -> list[Window]:
     """The windows of sentences, in which each word is scored once, at its first token.
 
-    A document that fits is one window. Of a longer one, a window scores as many whole sentences as leave room
-    for `context` tokens on each side; of a longer sentence it scores as many words. Words of the document
-    before and after, whole, then fill the window.
+    A document that fits is one window. A longer document is cut at the ends of sentences, so that each window
+    has room for `context` tokens on each side. A sentence that is too long is cut between words. Then whole
+    words of the document, before and after the scored words, fill the window.
 
     Args:
         sentences: as `read` returns them.
         tokenizer: as `fastbert.sentences.tokenizer.load_tokenizer` returns it. A word that it makes nothing
             of becomes its unknown token.
         max_length: most tokens of a window, special tokens included. A longer word is cut.
-        context: tokens on each side to leave to neighbouring words, at least.
+        context: least tokens on each side that are left to neighbouring words.
 
     Raises:
         ValueError: naming the argument, what came and what was expected.
@@ -82,7 +83,7 @@ def windows(
 
 
 def _pieces(sentences: Sequence[Sentence], tokenizer: Tokenizer, room: int) -> Iterator[list[list[int]]]:
-    """The token ids of each word of each sentence, one at least."""
+    """The token ids of each word, one at least, per sentence."""
     token = getattr(tokenizer.model, "unk_token", None)
     unknown = None if token is None else tokenizer.token_to_id(token)
     encoded = tokenizer.encode_batch(
@@ -136,7 +137,8 @@ def tags_of(labels: Sequence[str], sentences: Sequence[Sentence]) -> list[list[s
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    ends = np.cumsum([len(sentence.words) for sentence in sentences]).tolist()
-    if len(labels) != ends[-1]:
-        raise ValueError(f"labels: expected {ends[-1]}, one per word, got {len(labels)}")
-    return [list(labels[end - len(s.words) : end]) for end, s in zip(ends, sentences, strict=True)]
+    count = sum(len(sentence.words) for sentence in sentences)
+    if len(labels) != count:
+        raise ValueError(f"labels: expected {count}, one per word, got {len(labels)}")
+    rest = iter(labels)
+    return [list(islice(rest, len(sentence.words))) for sentence in sentences]

@@ -1,8 +1,8 @@
 """Published scores, in percent, to set beside a user's own of the same split and metric.
 
 Source: Devlin et al. 2018, "BERT", tables 1 to 4 and 7; for GLUE's dev sets Clark et al. 2020, "ELECTRA",
-table 2, where STS-B is Spearman, CoLA is Matthews and all else is accuracy. Figures that a paper quotes from
-another are under the model that they are of.
+table 2, where STS-B is Spearman, CoLA is Matthews and all else is accuracy. A paper also quotes
+the figures of earlier models.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The first text of all choices is the article. The second is the question, a space and the option, or the
 question with the option in the place of "_".
 
-Source: Lai et al. 2017, "RACE"; run_multiple_choice.py of transformers, for how BERT reads it.
+Source: Lai et al. 2017, "RACE"; transformers' run_multiple_choice.py, which reads RACE with BERT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SQuAD: answers of the windows' scores, the official evaluation, and the official prediction files.
+"""SQuAD: answers from the scores of windows, the official evaluation, the official prediction files.
 
 An answer is a slice of the context from the first character of its first token to the last of its last.
 google-research/bert aligns normalized text with the context by a heuristic, and can differ on rare spans.
@@ -55,12 +55,12 @@ def predict(
     n_best: int = 20,
     max_answer: int = 30,
 ) -> Predictions:
-    """The answers that the scores of windows amount to.
+    """Turn the scores of windows into answers.
 
     A window's spans are the pairs of its `n_best` best starts and ends in which both are of the context, the
-    start has its max context in this window, and the end is 0 to `max_answer` - 1 tokens further. Of all
-    windows' spans the `n_best` of highest start + end are kept, each text once. Probabilities are the
-    softmax over these.
+    start has its max context in this window, and the end is 0 to `max_answer` - 1 tokens further. Of the
+    spans of all windows, the `n_best` texts of highest start + end are kept. Probabilities are the softmax
+    over these texts.
 
     Args:
         questions: as `squad.read` returns them.
@@ -194,8 +194,8 @@ def evaluate(
     Args:
         questions: as `squad.read` returns them; without gold answers a question is unanswerable.
         answers: question id -> text.
-        null_odds: question id -> how much no answer is preferred; above the threshold, "" is scored in place
-            of the text. None scores `answers` as they are.
+        null_odds: question id -> score of no answer less score of the text. Above the threshold "" is scored
+            in place of the text. None scores `answers` as they are.
         threshold: see `null_odds`.
 
     Returns:

@@ -27,6 +27,7 @@ FLOORS = (
     ("graphs", "sentences", "tasks"),
     ("acceleration", "training"),
     ("pretraining", "analysis"),
+    ("finetuning",),
     ("cli",),
     ("__init__", "__main__"),
 )

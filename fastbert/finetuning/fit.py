@@ -1,0 +1,165 @@
+"""One run: a model learns a task from its training examples, and is scored after each epoch.
+
+The run's directory has, beside what `training.loop` writes, `best/`: the model of the best score as a
+HuggingFace directory. Each checkpoint has `evaluations.json`, the scores so far. So a run that is killed at
+any moment resumes to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.checkpoint.files import read_json
+from fastbert.finetuning.encoded import Encoded, Source, outputs
+from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.start import decayed_groups
+from fastbert.finetuning.task import Task
+from fastbert.models.base import PreTrainedModel
+from fastbert.training import checkpoints
+from fastbert.training.loop import DTYPES, STATE, Trainer
+from fastbert.training.module import Losses
+from fastbert.training.optimizers import decay_groups
+from fastbert.training.parallel import Parallel
+from fastbert.training.schedules import Schedule
+from fastbert.training.stages import Stage
+
+EVALUATIONS, BEST = "evaluations.json", "best"
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Split:
+    """The examples of a split, as the task's files have them and as tokens."""
+
+    examples: Any
+    encoded: Encoded
+
+
+class TaskLosses(Losses):
+    """The task's loss, computed by the model's own head; see `training.module`."""
+
+    weights: Mapping[str, float] = {}
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.exports = {"model": model}
+
+    def forward(
+        self, inputs: dict[str, Any], measure: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """({"task": the mean loss}, {})."""
+        return {"task": self.model(**inputs).loss}, {}
+
+
+def fit(
+    task: Task,
+    build: Callable[[], PreTrainedModel],
+    train: Encoded,
+    dev: Mapping[str, Split],
+    folder: Path,
+    settings: Settings,
+    segments: bool,
+    config: Mapping[str, Any],
+    finish: Callable[[Path], None],
+    *,
+    parallel: Parallel,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Train, and score after each epoch; returns {"step", "epoch", and split -> scores} of each.
+
+    Args:
+        task: see `Task`.
+        build: makes the first model, by torch's generator.
+        train: with labels.
+        dev: split -> its examples; the main score is that of the first split.
+        folder: the run's directory.
+        settings: how the model learns.
+        segments: whether the model takes token types.
+        config: what the result depends on; a run that is there already must have the same.
+        finish: writes a tokenizer's files into a model's directory.
+        parallel: the processes; fsdp is refused, because the first process scores by itself.
+        options: of `Trainer`.
+    """
+    if parallel.kind == "fsdp":
+        raise ValueError("parallel: expected none or ddp for fine-tuning, got fsdp")
+    size, count = settings.batch_size, len(train)
+    steps = max(1, math.ceil(settings.epochs * count / size))
+    every = min(steps, math.ceil(count / size))
+    built: list[TaskLosses] = []
+
+    def begin() -> TaskLosses:
+        built[:] = [TaskLosses(build())]
+        return built[0]
+
+    def evaluate(checkpoint: Path) -> None:
+        step = read_json(checkpoint / STATE)["step"]
+        history = evaluations(folder)
+        scores = {
+            split: _scored(task, built[0].model, each, DTYPES[settings.dtype]) for split, each in dev.items()
+        }
+        history.append({"step": step, "epoch": step * size / count, **scores})
+        best = max(history, key=lambda entry: score_of(task, entry))
+        if best is history[-1]:
+            built[0].model.save_pretrained(folder / BEST)
+            finish(folder / BEST)
+        (checkpoint / EVALUATIONS).write_text(json.dumps(history, indent=1) + "\n")
+
+    decay = settings.layer_decay
+    stage = Stage(
+        steps,
+        Source(train, segments),
+        begin,
+        Schedule("linear", settings.lr, steps, warmup=settings.warmup if steps > 1 else 0),
+        micro_batches=(parts := _parts(train, size, parallel.world)),
+        sequences=size // parts,
+        options={"kind": "adamw", "weight_decay": settings.weight_decay, "eps": 1e-8},
+        groups=decay_groups if decay == 1 else decayed_groups(decay),
+    )
+    trainer = Trainer(
+        [stage],
+        folder,
+        config,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        parallel=parallel,
+        save_every=every,
+        keep=1,
+        finish=evaluate,
+        **options,
+    )
+    trainer.run()
+    return evaluations(folder)
+
+
+def _parts(train: Encoded, size: int, world: int) -> int:
+    """Micro-batches per step, shared by all processes: each has at most BATCH_TOKENS tokens."""
+    longest = int(train.lengths.max())
+    divisors = [n for n in range(1, size + 1) if size % n == 0 and n % world == 0]
+    if not divisors:
+        raise ValueError(f"batch_size: {size} cannot be shared equally by {world} processes")
+    return next((n for n in divisors if size // n * longest <= BATCH_TOKENS), divisors[-1])
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The scores so far, from the newest checkpoint that is whole."""
+    found, _ = checkpoints.newest(folder)
+    return [] if found is None else json.loads((found / EVALUATIONS).read_text())
+
+
+def score_of(task: Task, entry: Mapping[str, Any]) -> float:
+    """The main score of an evaluation: of the first split."""
+    return next(scores[task.metric] for scores in entry.values() if isinstance(scores, dict))
+
+
+def _scored(task: Task, model: PreTrainedModel, split: Split, dtype: torch.dtype) -> dict[str, float]:
+    found = outputs(model, split.encoded, task.fields, batch_tokens=BATCH_TOKENS, dtype=dtype)
+    return task.scores(split.examples, task.predictions(split.examples, split.encoded, found))

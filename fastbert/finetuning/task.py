@@ -1,0 +1,72 @@
+"""What a task is: its files, its examples as tokens, its head, its metric and its prediction files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fastbert.finetuning.encoded import Encoded
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.config import EncoderConfig
+
+
+class Task(ABC):
+    """A task of a user's data.
+
+    Attributes:
+        name: as on the command line.
+        head: the Auto class of the model.
+        defaults: lr, epochs, batch_size and max_length of `Settings`.
+        metric: the main metric, the first of `scores`.
+        fields: fields of the model's output that predictions are made of.
+        classes: names of the head's classes, in the order of its outputs; empty if the head has none.
+        labels: outputs of the head; 0 if it has a fixed number.
+    """
+
+    name: str
+    head: ClassVar[type[PreTrainedModel]]
+    defaults: Mapping[str, float]
+    metric: str
+    fields: ClassVar[tuple[str, ...]] = ("logits",)
+    classes: Sequence[str] = ()
+    labels: int = 0
+
+    @abstractmethod
+    def splits(self, data: Path) -> dict[str, list[str]]:
+        """ "train", "dev" and "test" -> the splits of that kind that the data have, the main one first."""
+
+    @abstractmethod
+    def read(self, data: Path, split: str) -> Any:
+        """The examples of a split. Raises ValueError and OSError, naming the file and the line."""
+
+    def adopt(self, config: EncoderConfig) -> None:  # noqa: B027 - most tasks have nothing to adopt
+        """Take the order of the classes from a checkpoint that knows them by name."""
+
+    @abstractmethod
+    def encode(self, examples: Any, tokenizer: Tokenizer, max_length: int, labelled: bool) -> Encoded:
+        """The examples as tokens; with labels if `labelled`."""
+
+    @abstractmethod
+    def predictions(self, examples: Any, encoded: Encoded, outputs: Sequence[np.ndarray]) -> Any:
+        """What a model's outputs for `fields` mean."""
+
+    @abstractmethod
+    def scores(self, examples: Any, predictions: Any) -> dict[str, float]:
+        """Metric -> score, in fractions of 1; the main metric first."""
+
+    @abstractmethod
+    def write(self, folder: Path, split: str, examples: Any, predictions: Any) -> list[Path]:
+        """Write the task's official prediction files; returns them."""
+
+    def constant(self, train: Any, dev: Any) -> float | None:
+        """The main score on `dev` of one answer for all, the most frequent of `train`; None if unknown."""
+        return None
+
+    def answers(self, predictions: Any) -> Iterator[dict[str, Any]]:
+        """One JSON object per example, for `fastbert predict`."""
+        raise NotImplementedError
