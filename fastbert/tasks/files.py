@@ -23,7 +23,7 @@ class Texts(NamedTuple):
     ids: list[str]
     texts: list[str]
     pairs: list[str] | None
-    labels: list[str] | list[float] | None
+    labels: list[Any] | None
     skipped: int = 0
 
 

@@ -92,7 +92,8 @@ def _pieces(sentences: Sequence[Sentence], tokenizer: Tokenizer, room: int) -> I
     for sentence, encoding in zip(sentences, encoded, strict=True):
         words: list[list[int]] = [[] for _ in sentence.words]
         for i, word in zip(encoding.ids, encoding.word_ids, strict=True):
-            words[word].append(i)
+            if word is not None:
+                words[word].append(i)
         for word, text in zip(words, sentence.words, strict=True):
             if not word:
                 if unknown is None:
