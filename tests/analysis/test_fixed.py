@@ -191,7 +191,7 @@ def test_separators_must_be_known(labelled):
     ours = both("bert")[1]
     taps = FixedPatterns(np.full((3, HEADS), fixed.SEPARATORS))
     with (
-        pytest.raises(ValueError, match="separators: the pattern 'separators' needs"),
+        pytest.raises(ValueError, match=r"separators: expected .* for the pattern 'separators', got None"),
         tapped(ours.bert, taps),
     ):
         ours(**inputs_of(ours, labelled, 0))
