@@ -7,8 +7,8 @@
 //            of it is under way. A block goes down 8 row tiles before it takes the next column tile, so that
 //            its inputs stay in the L2.
 // Pipeline   cp.async fills the ring's slots two or three steps ahead; ldmatrix reads the fragments of one
-//            step of 16 while the products of the previous step run. One barrier per slot. Copies behind the end
-//            write zeros, so that the loop has no branch.
+//            step of 16 while the products of the previous step run. One barrier per slot. Copies behind the
+//            end write zeros, so that the loop has no branch.
 // Precision  float accumulators that begin with the bias; one rounding per store.
 // Saved      pre, where backward asks for it; the activation reads it before the rounding.
 // Epilogue   A warp's part of c goes through its own part of the ring, for stores of 16 bytes per lane. What
