@@ -53,6 +53,9 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialize
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 CUDA_ARCHS = ["80", "90a", "100a", "120"]
+COMMENT = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL
+)  # or a text, which may look like one
 FEATURES = {"90": "90a", "100": "100a"}  # devices whose own instructions our kernels use
 WHEEL = os.environ.get("FASTBERT_WHEEL", "")
 PTX_ARCH = "80"  # the oldest: every later device can compile it
@@ -143,8 +146,10 @@ def cuda_archs(nvcc: str) -> list[str]:
 
 
 def cuda_sources(folder: Path = CSRC / "cuda") -> dict[str, str]:
-    """Hash of the sources of each family of CUDA kernels: `attention*.cu` and all that they include. The
-    hash of `encoder_layers` is that of all sources, because it runs kernels of all of them.
+    """Hash of the code of each family of CUDA kernels, such as `attention*.cu` and all that they include.
+
+    Comments and white space do not count. The hash of `encoder_layers` is that of all sources, because it
+    runs kernels of all of them.
 
     The extension keeps them: by them an installed wheel knows what was proven of its kernels.
     """
@@ -158,7 +163,8 @@ def cuda_sources(folder: Path = CSRC / "cuda") -> dict[str, str]:
                 left += [path.parent / name for name in re.findall(r'#include "(.+)"', path.read_text())]
         digest = hashlib.sha256()
         for path in sorted(files):
-            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+            code = COMMENT.sub(lambda m: m[0] if m[0].startswith('"') else " ", path.read_text())
+            digest.update(f"{path.name}\0{' '.join(code.split())}\0".encode())
         found[family] = digest.hexdigest()
     return found
 

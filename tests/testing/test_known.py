@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
+import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +20,7 @@ from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
 from tests.support.fake_backends import fake_backend, run
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 LAYER_NORM = Unit("layer_norm", "triton", torch.float32)
@@ -133,6 +138,33 @@ def test_a_wheel_knows_the_sources_of_its_cuda_kernels(monkeypatch):
     assert key() is None
     assert key("layer_norm") is not None
     verdict_keys.kernel_hash.cache_clear()
+
+
+def test_comments_in_cuda_sources_change_no_proof(tmp_path):
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    wanted = [
+        node
+        for node in tree.body
+        if getattr(node, "name", "") == "cuda_sources"
+        or (isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COMMENT")
+    ]
+    names = {"hashlib": hashlib, "re": re, "Path": Path, "CSRC": tmp_path}
+    exec(compile(ast.Module(wanted, []), "setup.py", "exec"), names)
+    before = '#include "tile.h"\nint f() { return 1; }  // one\n/* two\n   three */ char* s = "a // b";\n'
+    (tmp_path / "tile.h").write_text("// a tile\n")
+
+    def found(text: str) -> str:
+        (tmp_path / "linear.cu").write_text(text)
+        return names["cuda_sources"](tmp_path)["linear"]
+
+    for old, new, same in (
+        ("// one", "// another", True),
+        ("three", "four", True),
+        ("return 1;", "return  1;", True),
+        ("return 1;", "return 2;", False),
+        ("a // b", "a // c", False),
+    ):
+        assert (found(before.replace(old, new)) == found(before)) is same, old
 
 
 # --- the tables ---------------------------------------------------------------------------------------------
