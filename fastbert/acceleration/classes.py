@@ -58,7 +58,7 @@ class Accelerated(nn.Module):
             how = "it has other parts than the stock model"
         return ", ".join(filter(None, (super().extra_repr(), how and f"fastbert: {how}")))
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # pickle cannot find the class by its name, which is the stock class's
         getstate = getattr(self, "__getstate__", None)
         state = self.__dict__ if getstate is None else getstate()

@@ -163,7 +163,7 @@ def accelerate(
     return model
 
 
-def _swap(root: nn.Module, found: list, options: Options, reading: dict[int, str]) -> None:
+def _swap(root: nn.Module, found: list[Any], options: Options, reading: dict[int, str]) -> None:
     """Give encoders, their layers, question-answering heads and SentenceTransformers accelerated classes."""
     for name, module, (model_type, kind), config in found:
         state = module.fastbert_state if isinstance(module, Accelerated) else None
@@ -261,7 +261,7 @@ def _check_dtype(dtype: Any, options: Options) -> None:
         raise TypeError(f"dtype: expected {expected}, got {dtype!r}")
 
 
-def _warn_of_floats(found: list) -> None:
+def _warn_of_floats(found: list[Any]) -> None:
     """Warn if layers run in floating point though 8 bits were asked for, and name the first layer."""
     modules = [(name, module) for name, module, (_, kind), _ in found if kind == "layer"]
     reasons = [
@@ -279,7 +279,7 @@ def _warn_of_floats(found: list) -> None:
         )
 
 
-def _check(found: list, others: list, options: Options, reading: dict[int, str]) -> None:
+def _check(found: list[Any], others: list[Any], options: Options, reading: dict[int, str]) -> None:
     """With `strict`: raise ValueError if a part cannot be accelerated."""
     reasons = []
     for name, module, (model_type, kind), config in found:

@@ -113,7 +113,7 @@ def undo(model: Any) -> Any:
     return model
 
 
-def _parts(model: nn.Module) -> list:
+def _parts(model: nn.Module) -> list[Any]:
     """The transformers models in `model`, `model` first."""
     from transformers import PreTrainedModel
 
@@ -122,7 +122,7 @@ def _parts(model: nn.Module) -> list:
     return [module for module in model.modules() if issubclass(type(module), PreTrainedModel)]
 
 
-def _implementations(config: Any) -> str | dict:
+def _implementations(config: Any) -> str | dict[Any, Any]:
     """The argument of `set_attn_implementation` that sets what `config` and its parts have now."""
     parts = {key: getattr(config, key) for key in config.sub_configs}
     parts = {key: _implementations(part) for key, part in parts.items() if part is not None}

@@ -62,7 +62,7 @@ class ModelState:
     padded_calls: int = 0
     reads_masked: str | None = None
     spans: bool = False
-    sizes: tuple = field(default=(), repr=False)
+    sizes: tuple[Any, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, model: Any, model_type: str, name: str, options: Options) -> ModelState:
@@ -268,7 +268,7 @@ class AcceleratedModel(Accelerated):
         """What `fastbert.graph` records."""
         return PackedEncoder(self)
 
-    def _encode(self, plan: Plan, inputs: Inputs, **asked: Any) -> tuple:
+    def _encode(self, plan: Plan, inputs: Inputs, **asked: Any) -> tuple[Any, ...]:
         """Packed tokens through embeddings and layers; see `run_encoder`."""
         dropout = self.embeddings.dropout
         dropout_p = dropout.p if dropout.training else 0.0
@@ -355,7 +355,7 @@ class PackedEncoder:
 
     def encode_inputs(
         self, inputs: Inputs, gates: Tensor | None, want_attentions: bool, want_states: bool, first_only: bool
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """See `BertModel`."""
         asked = {"gates": gates, "want_attentions": want_attentions, "want_states": want_states}
         return self.model._encode(self.model._plan(), inputs, **asked, first_only=first_only)

@@ -72,7 +72,7 @@ class AcceleratedSentences(Accelerated, SentenceTransformer):
     """Mixin of a SentenceTransformer."""
 
     @torch.inference_mode()
-    def _inference(self, inputs: list, **given: Any) -> Any:
+    def _inference(self, inputs: list[Any], **given: Any) -> Any:
         """Embeddings of texts; for anything else stock `_inference` runs."""
         device = self._resolve_inference_device(given.get("device"))
         usual = (
@@ -152,7 +152,7 @@ class Texts:
     def of(cls, model: Any, texts: list[str], prompt: str | None, passed: dict[str, Any]) -> Texts | None:
         """The texts, tokenised by `model`; None if a feature is not one number per token."""
         others: dict[str, Any] = {}
-        lists: dict[str, list] = {}
+        lists: dict[str, list[Any]] = {}
         for first in range(0, len(texts), _PADDED):
             some = texts[first : first + _PADDED]
             found = model.preprocess(some, prompt=prompt, processing_kwargs=_LISTS, **passed)

@@ -355,7 +355,7 @@ def masked(examples: Examples, mask_id: int, *, share: float = 0.15, seed: int =
     return replace(examples, ids=ids, labels=labels)
 
 
-def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) -> dict[str, list]:
+def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) -> dict[str, list[Any]]:
     """The texts of a file, as the arguments of `tokenized`.
 
     Args:
@@ -372,7 +372,7 @@ def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) ->
         raise ValueError(f"{path}: expected a file that ends in .txt, .tsv or .jsonl")
     if labels is not None and path.suffix != ".jsonl":
         raise ValueError(f"labels: {path} has none; expected a .jsonl file with {labels!r}")
-    found: dict[str, list] = {"texts": []}
+    found: dict[str, list[Any]] = {"texts": []}
     if pairs:
         found["pairs"] = []
     if labels is not None:

@@ -53,7 +53,7 @@ def head_name(layer: int, head: int) -> str:
     return f"{layer + 1}-{head + 1}"
 
 
-def extremes(name: str, means: np.ndarray, form: str) -> tuple[dict, str]:
+def extremes(name: str, means: np.ndarray, form: str) -> tuple[dict[Any, Any], str]:
     """(numbers, template) of the lowest and the highest head of (layers, nheads) means."""
     found = {}
     for word, at in (("lowest", np.nanargmin(means)), ("highest", np.nanargmax(means))):

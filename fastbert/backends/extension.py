@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,7 +48,7 @@ def _head_rows(t: torch.Tensor) -> tuple[int, ...]:
     return t.data_ptr(), *t.stride()[:2]
 
 
-def attention(inputs: AttentionInputs) -> tuple[tuple, list]:
+def attention(inputs: AttentionInputs) -> tuple[tuple[Any, ...], list[Any]]:
     """(arguments of csrc/bindings/attention.cpp, tensors behind their addresses, to outlive the call)."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape

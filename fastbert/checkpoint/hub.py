@@ -25,10 +25,10 @@ _HUB_BIN_FILES = [BIN, "pytorch_model-*.bin"]
 
 
 def resolve(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     token: str | bool | None = None,
     force_download: bool = False,
@@ -79,7 +79,7 @@ def _inside(directory: Path, subfolder: str) -> Path:
     return directory / subfolder
 
 
-def read_config(name_or_path: str | os.PathLike, subfolder: str = "", **options: Any) -> dict[str, Any]:
+def read_config(name_or_path: str | os.PathLike[str], subfolder: str = "", **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's config.json.
 
     If a save was killed between its two renames, it is the config that belongs to the weights
@@ -116,7 +116,7 @@ def _read_own_config(directory: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _local(name_or_path: str | os.PathLike) -> Path:
+def _local(name_or_path: str | os.PathLike[str]) -> Path:
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise TypeError(f"name_or_path: expected a path or a hub name, got {type(name_or_path).__name__}")
     if not os.fspath(name_or_path):
@@ -124,7 +124,7 @@ def _local(name_or_path: str | os.PathLike) -> Path:
     return Path(name_or_path).expanduser()
 
 
-def _hub(name: str | os.PathLike) -> Any:
+def _hub(name: str | os.PathLike[str]) -> Any:
     text = os.fspath(name)
     if isinstance(name, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
         raise CheckpointError(f"{text}: no such directory")
@@ -137,7 +137,7 @@ def _hub(name: str | os.PathLike) -> Any:
     return huggingface_hub
 
 
-def _ask_hub(function: Any, name: str | os.PathLike, **options: Any) -> str:
+def _ask_hub(function: Any, name: str | os.PathLike[str], **options: Any) -> str:
     try:
         return function(os.fspath(name), **options)
     except Exception as error:  # network, permission, cache, naming: dozens of types, some of other packages

@@ -55,7 +55,7 @@ class LoadReport:
 
 def load_weights(
     model: Any,
-    directory: str | os.PathLike | None,
+    directory: str | os.PathLike[str] | None,
     *,
     allow_missing_head: bool = True,
     ignore_mismatched_sizes: bool = False,
@@ -136,7 +136,7 @@ def load_weights(
 
 def check_depth(
     config: Any,
-    directory: str | os.PathLike | None,
+    directory: str | os.PathLike[str] | None,
     *,
     use_safetensors: bool | None = None,
     state_dict: dict[str, Tensor] | None = None,
@@ -168,7 +168,7 @@ def check_depth(
 
 def has_pooler(
     config: Any,
-    directory: str | os.PathLike | None,
+    directory: str | os.PathLike[str] | None,
     *,
     use_safetensors: bool | None = None,
     state_dict: dict[str, Tensor] | None = None,
@@ -179,7 +179,7 @@ def has_pooler(
 
 
 def stored_dtype(
-    directory: str | os.PathLike | None,
+    directory: str | os.PathLike[str] | None,
     use_safetensors: bool | None = None,
     state_dict: dict[str, Tensor] | None = None,
 ) -> torch.dtype:

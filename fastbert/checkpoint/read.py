@@ -40,7 +40,9 @@ class Stored(NamedTuple):
 
 
 def weights_of(
-    directory: str | os.PathLike | None, use_safetensors: bool | None, state_dict: dict[str, Tensor] | None
+    directory: str | os.PathLike[str] | None,
+    use_safetensors: bool | None,
+    state_dict: dict[str, Tensor] | None,
 ) -> tuple[list[Path], dict[str, Stored]]:
     """What `read_weights` returns; or the same for the caller's tensors, with "state_dict" as the file."""
     if state_dict is None:
@@ -51,7 +53,7 @@ def weights_of(
     return [where], _given(where, state_dict)
 
 
-def weights_digest(directory: str | os.PathLike) -> str:
+def weights_digest(directory: str | os.PathLike[str]) -> str:
     """SHA-256 of all files of weights in a directory."""
     found = hashlib.sha256()
     for path in weights_of(directory, None, None)[0]:

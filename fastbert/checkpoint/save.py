@@ -47,7 +47,7 @@ from fastbert.layers import quantized as quantization
 
 def save(
     model: Any,
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
     state_dict: dict[str, Tensor] | None = None,
@@ -92,7 +92,9 @@ def save(
         return _write(directory, config_text.encode(), stamp, state, shards)
 
 
-def _whole(directory: Path, needed: set, known: Iterable[str], given: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole(
+    directory: Path, needed: set[Any], known: Iterable[str], given: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """`given`, if it has a tensor for every needed key and none for an unknown one."""
     if not isinstance(given, dict):
         raise TypeError(f"state_dict: expected a dictionary of tensors, got {type(given).__name__}")

@@ -101,7 +101,7 @@ def keeps_panels(x: Tensor) -> tuple[bool, ...] | None:
     return tuple(each is not None and each[2](op, x.shape[0]) for op, each in found.items())
 
 
-class Stack(list):
+class Stack(list[Any]):
     """A group whose layers run in one call, where nothing is asked of a single layer."""
 
     def __init__(self, group: list[tuple[Step, Taken]]):
@@ -167,7 +167,7 @@ def _another_kind(parts: Parts, kind: LinearKind, x: Tensor) -> bool:
 
 def _weights(
     kind: LinearKind,
-    make: Callable,
+    make: Callable[..., Any],
     parts: Parts,
     dense: Sequence[nn.Module],
     x: Tensor,

@@ -19,17 +19,17 @@ def serves(x: Tensor, call: Call) -> str | None:
     return None
 
 
-def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
+def takes(step: Step, x: Tensor, call: Call) -> str | tuple[Any, ...]:
     """See `plan`."""
     return () if step.reason is None else step.reason
 
 
-def kept(group: list[tuple[Step, tuple]]) -> list[tuple[Step, tuple]]:
+def kept(group: list[tuple[Step, tuple[Any, ...]]]) -> list[tuple[Step, tuple[Any, ...]]]:
     """See `plan`."""
     return group
 
 
-def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
+def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     for step, _ in group:
         form, parts, asked, batch = step.form, step.parts, call.asked(step), call.batch_of(step.form)
@@ -49,7 +49,7 @@ def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
     return x
 
 
-def recomputed(step: Step, call: Call, layer: Callable, *args: Any) -> tuple[Tensor, Tensor | None]:
+def recomputed(step: Step, call: Call, layer: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor | None]:
     """`layer(*args)`, whose results are computed again in backward if the call says so."""
     if call.recompute_every > 0 and step.number % call.recompute_every == 0:
         return checkpoint(layer, *args, use_reentrant=False)

@@ -5,7 +5,7 @@ It takes the same layers as `launchers`, and enqueues the whole stack without Py
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def takes(step: Step, x: Tensor, call: Call) -> str | LayerStack:
     return encoder_layers.gap(stack, x.device) or stack
 
 
-class Joined(list):
+class Joined(list[Any]):
     """A group whose layers are one stack."""
 
     def __init__(self, group: list[tuple[Step, LayerStack]]):

@@ -8,7 +8,7 @@ layer at a time. It calls the same launchers with the same arguments as the ops,
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +165,7 @@ def _checked(x: Tensor, batch: PackedBatch, nheads: int) -> Checked:
 
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
-    known: dict[tuple, Checked] = {}
+    known: dict[tuple[Any, ...], Checked] = {}
     for step, taken in group:
         step.layer.begin(x)
         form = taken.form

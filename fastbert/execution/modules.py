@@ -21,12 +21,12 @@ def serves(x: Tensor, call: Call) -> str | None:
     return None
 
 
-def takes(step: Step, x: Tensor, call: Call) -> str | tuple:
+def takes(step: Step, x: Tensor, call: Call) -> str | tuple[Any, ...]:
     """See `plan`."""
     return () if step.reason is not None else "nothing looks at the layer's modules"
 
 
-def run(group: list[tuple[Step, tuple]], x: Tensor, call: Call) -> Tensor:
+def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     packing, padded_mask = cast(Padded, call.padded)
     for step, _ in group:

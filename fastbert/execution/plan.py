@@ -73,7 +73,7 @@ def drops(steps: list[Step]) -> bool:
     )
 
 
-def run(steps: list[Step], x: Tensor, call: Call, groups: list | None = None) -> Tensor:
+def run(steps: list[Step], x: Tensor, call: Call, groups: list[Any] | None = None) -> Tensor:
     """Packed tokens (total, hidden) through the layers; (batch, hidden) with `call.first_only`.
 
     Hidden states and probabilities that are asked for are appended to the call's lists, and (executor, group)
@@ -126,7 +126,7 @@ class Plan:
         own_options = PackedLayer.options
         self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
         self.options = [layer.options() for layer in self._asked]
-        self.kept: dict[tuple, tuple[list, list]] = {}
+        self.kept: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
         self.state: ModelState | None = None
         self.made = 0
         # Without the container, because the plan is freed with it
@@ -143,7 +143,7 @@ class Plan:
         self.changed = next((step for step in self.steps if step.reason is not None), None)
         self.drops = drops(self.steps)
 
-    def _state(self, derived: list) -> ModelState | None:
+    def _state(self, derived: list[Any]) -> ModelState | None:
         return state_of(self._below, self._tables, self._tensors, derived)
 
     def holds(self, layers: list[nn.Module], around: Sequence[nn.Module] = ()) -> bool:
@@ -175,9 +175,9 @@ class Plan:
             x = executor.run(group, x, call)
         return x
 
-    def _run_first(self, key: tuple, x: Tensor, call: Call) -> Tensor:
+    def _run_first(self, key: tuple[Any, ...], x: Tensor, call: Call) -> Tensor:
         """`run`, and keep what the executors run if all of them can run it again."""
-        groups: list[tuple[ModuleType, list]] = []
+        groups: list[tuple[ModuleType, list[Any]]] = []
         with prepared.collect_used() as derived:
             x = run(self.steps, x, call, groups)
         again = [(e, e.kept(group) if hasattr(e, "kept") else None) for e, group in groups]

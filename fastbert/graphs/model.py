@@ -179,7 +179,7 @@ class GraphedModel(Around):
         self._recorder: Recorder = EagerRecorder(model.device)
         self._drop()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple:
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """`BertModel.forward`, by a graph if one can serve."""
         if torch.compiler.is_compiling():
             return self.model(*args, **kwargs)
@@ -374,7 +374,7 @@ class GraphedModel(Around):
             self.replays += 1
         return outputs
 
-    def _plan(self, shape: tuple[int, int, int], first_only: bool, pins: tuple) -> Plan | None:
+    def _plan(self, shape: tuple[int, int, int], first_only: bool, pins: tuple[Any, ...]) -> Plan | None:
         """How to serve padded batches of a shape (see `Batch`); None if no recording can."""
         size, _, total = shape
         if total == 0 or (sizes := self._sizes(total, size)) is None:
@@ -454,14 +454,14 @@ class GraphedModel(Around):
         # Bucket -> (recording, what was recorded)
         self._recordings: OrderedDict[Bucket, Any] = OrderedDict()
         self._weights: Weights | None = None
-        self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
+        self._derived: dict[tuple[Any, ...], tuple[nn.Module, Hashable, object]] = {}
         self._failed: dict[Bucket, str] = {}
         self._stage: Stage | None = None
         self._memory = torch.empty(0)
         # The kind of quick call that wrote the memory; a call of that kind need only write its ids
-        self._packed: tuple | None = None
+        self._packed: tuple[Any, ...] | None = None
         self._inputs: dict[tuple[int, int], Rows] = {}
-        self._plans: dict[tuple, Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def _settle(self) -> bool:
         """Whether the recordings are up to date.

@@ -66,7 +66,7 @@ class EagerRecorder:
         self._made.add(recordings[0])
         return recordings
 
-    def in_order(self) -> contextlib.AbstractContextManager:
+    def in_order(self) -> contextlib.AbstractContextManager[Any]:
         """A context around each use of inputs, recordings and outputs.
 
         Work that is enqueued inside runs after all work of earlier contexts, on other streams too.

@@ -412,7 +412,7 @@ class Watch(NamedTuple):
     extension: Any
     leaves: list[nn.Parameter]
     flags: list[bool]
-    held: tuple
+    held: tuple[Any, ...]
 
     def same(self) -> bool:
         """Whether the model is as it was."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ class Weights:
         self.state: ModelState | None = None
         self.accept()
 
-    def _built(self) -> tuple[list, list]:
+    def _built(self) -> tuple[list[Any], list[Any]]:
         """The modules' types, and the names and ids of what they hold."""
         entries = [(name, id(value)) for table in self.tables for name, value in table.items()]
         return list(map(type, self.modules)), entries

@@ -116,7 +116,7 @@ class LayerForm:
     activation: str | None
     heads: Heads | None = None
     kept: tuple[int, ...] | None = None
-    paths: tuple = field(init=False, repr=False, compare=False)
+    paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names, stock = self.names, self.stock

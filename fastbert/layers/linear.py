@@ -129,7 +129,9 @@ def float_joins(x: Tensor, modules: list[nn.Linear]) -> bool:
     return x.is_cuda and all(m.bias is not None for m in modules)
 
 
-def float_layer_operands(x: Tensor, owner: nn.Module, modules: list[nn.Linear]) -> list[tuple] | None:
+def float_layer_operands(
+    x: Tensor, owner: nn.Module, modules: list[nn.Linear]
+) -> list[tuple[Any, ...]] | None:
     """See `LinearKind`. Each module keeps its own panels."""
     if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in modules):
         return None
@@ -153,8 +155,8 @@ class LinearKind(NamedTuple):
 
     op: str
     product: Callable[..., Tensor]
-    joins: Callable[[Tensor, list], bool]
-    layer_operands: Callable[[Tensor, nn.Module, list], list[tuple] | None]
+    joins: Callable[[Tensor, list[Any]], bool]
+    layer_operands: Callable[[Tensor, nn.Module, list[Any]], list[tuple[Any, ...]] | None]
     float_weight: bool
 
 

@@ -63,10 +63,10 @@ class AsMade:
             and all(parameters["weight"] is not None for parameters in self.norms)
         )
 
-    def __deepcopy__(self, memo: dict) -> None:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> None:
         return None
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
@@ -169,7 +169,7 @@ class SelfAttention(Part):
         return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
 
 
-def two(found: tuple) -> tuple[Tensor, Tensor | None]:
+def two(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     """(output, probabilities or None) of what an attention module has returned."""
     return found[0], found[1] if len(found) > 1 else None
 

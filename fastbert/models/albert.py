@@ -99,7 +99,7 @@ class AlbertForPreTraining(BertForPreTraining):
         max_seqlen: int | None = None,
         causal: bool | None = None,
         output_logits: bool | None = None,
-    ) -> AlbertPreTrainingOutput | tuple:
+    ) -> AlbertPreTrainingOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and run both heads; see the class.
 
         With `cu_seqlens` labels and prediction_logits are (total, …); the pair's label and sop_logits stay

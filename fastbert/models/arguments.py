@@ -17,7 +17,7 @@ _INT8 = "load the floating-point checkpoint and call quantize()"
 _WEIGHTS = "weights are read from safetensors and .bin files"
 
 # Argument -> (accepted values, why no other value is)
-LOADING: dict[str, tuple[tuple, str]] = {
+LOADING: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_implementation": (
         (None, "eager", "sdpa"),
         "attention is this package's own, with the mathematics of 'eager' and 'sdpa'; "
@@ -50,7 +50,7 @@ LOADING: dict[str, tuple[tuple, str]] = {
     "use_auth_token": ((None,), "its name is token"),
 }
 
-SAVING: dict[str, tuple[tuple, str]] = {
+SAVING: dict[str, tuple[tuple[Any, ...], str]] = {
     "push_to_hub": (
         (None, False),
         "uploading is huggingface_hub's: save, then huggingface_hub.upload_folder(repo_id=…, folder_path=…)",
@@ -82,7 +82,7 @@ def check_saving(given: dict[str, Any]) -> None:
     _check(SAVING, given)
 
 
-def _check(table: dict[str, tuple[tuple, str]], given: dict[str, Any]) -> None:
+def _check(table: dict[str, tuple[tuple[Any, ...], str]], given: dict[str, Any]) -> None:
     for name, value in given.items():
         taken, reason = table[name]
         if not any(value is t or (isinstance(t, str) and value == t) for t in taken):

@@ -419,7 +419,7 @@ def _like(old: Tensor, count: int) -> Tensor:
     return mean if failed else mean + torch.randn_like(mean) @ factor.T
 
 
-def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
+def _by_name_after(forward: Callable[..., Any], count: int, name: str) -> Callable[..., Any]:
     """`forward` with at most `count` positional arguments: transformers orders the rest differently."""
     signature = inspect.signature(forward)
     own, *parameters = signature.parameters.values()

@@ -156,7 +156,7 @@ class BertModel(PreTrainedModel):
         causal: bool | None = None,
         first_token_only: bool = False,
         packed: bool = False,
-    ) -> BaseModelOutputWithPooling | tuple:
+    ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """Encode a padded batch, whose padding is never computed, or a packed one (`cu_seqlens`).
 
         Args:
@@ -267,7 +267,7 @@ class BertModel(PreTrainedModel):
         first_token_only: bool,
         return_dict: bool | None,
         pooled: Tensor | None = None,
-    ) -> BaseModelOutputWithPooling | tuple:
+    ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """What `forward` returns, from packed tokens.
 
         `states` and `attentions` are None if not asked for; `pooled` is the pooler's output if it has run.

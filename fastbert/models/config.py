@@ -70,7 +70,9 @@ class EncoderConfig(Keys):
 
     # -- labels ----------------------------------------------------------------------------------------------
 
-    def _set_labels(self, num_labels: int | None, id2label: dict | None, label2id: dict | None) -> None:
+    def _set_labels(
+        self, num_labels: int | None, id2label: dict[Any, Any] | None, label2id: dict[Any, Any] | None
+    ) -> None:
         if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
             raise ValueError(f"num_labels: expected an integer >= 1, got {brief(num_labels)}")
         if num_labels is not None and num_labels > MAX_LABELS:

@@ -31,7 +31,7 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[Any],
         name: str,
         compute: Callable[[], Tensor],
         shape: tuple[int, ...],
@@ -90,7 +90,11 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _ASKS_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -103,7 +107,11 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args, given = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
         return func(*args, **given)
@@ -151,7 +159,11 @@ class NotComputed:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         found: list[NotComputed] = []
         tree_map_only(NotComputed, found.append, (args, kwargs or {}))

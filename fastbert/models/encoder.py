@@ -204,10 +204,10 @@ class Stack(nn.Module):
         return BaseModelOutputWithPooling(last_hidden_state=run(hidden_states))
 
     def around(
-        self, run: Callable[[Tensor], tuple], hidden: Tensor, packed: Packing
+        self, run: Callable[[Tensor], tuple[Any, ...]], hidden: Tensor, packed: Packing
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """`run(hidden)` as a call of this module on the padded batch."""
-        found: list[tuple] = []
+        found: list[tuple[Any, ...]] = []
 
         def run_padded(x: Tensor) -> Tensor:
             found.append(run(packed.from_grid(x)))

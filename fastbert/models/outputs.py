@@ -115,11 +115,11 @@ class ModelOutput(Lookalike, OrderedDict[Any, Any]):
         """The fields that are not None, in order."""
         return tuple(self[k] for k in self.keys())
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         return _rebuild, (type(self), dict(self.items()))
 
 
-def _rebuild(cls: type, values: dict) -> ModelOutput:
+def _rebuild(cls: type, values: dict[Any, Any]) -> ModelOutput:
     names = cls.__dataclass_fields__.keys()
     output = cls(**{key: value for key, value in values.items() if key in names})
     for key in values.keys() - names:

@@ -35,7 +35,7 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> torc
     return t
 
 
-def are_plain(tensors: list, dtypes: list[torch.dtype], sizes: list[tuple]) -> bool:
+def are_plain(tensors: list[Any], dtypes: list[torch.dtype], sizes: list[tuple[Any, ...]]) -> bool:
     """Whether kernels may read these tensors of a call of inference as they are.
 
     This runs at every call, so C code walks the list. Where it is true, only values are left to check.
@@ -90,7 +90,7 @@ def same_device(name: str, t: torch.Tensor, like: torch.Tensor | None) -> None:
 def operand(
     name: str,
     t: torch.Tensor | None,
-    expected: tuple,
+    expected: tuple[Any, ...],
     dtypes: tuple[torch.dtype, ...],
     like: torch.Tensor,
     strided: bool = False,
@@ -126,7 +126,7 @@ def matrix(name: str, t: torch.Tensor) -> tuple[int, int]:
     return t.shape[0], t.shape[1]
 
 
-def shape(name: str, t: torch.Tensor, expected: tuple) -> None:
+def shape(name: str, t: torch.Tensor, expected: tuple[Any, ...]) -> None:
     """`t` must have exactly this shape."""
     if tuple(t.shape) != tuple(expected):
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(t.shape)}")
@@ -292,7 +292,7 @@ class _Twice(torch.autograd.Function):
         )
 
 
-def once_differentiable(backward: Callable) -> Callable:
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the `backward` of an autograd.Function whose gradients cannot be differentiated again.
 
     Differentiating them raises RuntimeError with advice; torch's decorator of this name has none.

@@ -259,7 +259,7 @@ def _setup_context(ctx: Any, inputs: EmbeddingInputs, output: tuple[Tensor, ...]
     ctx.ln_bias_dtype = inputs.ln_bias.dtype
 
 
-def _backward(launch: Callable, ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 15
     z, ln_weight, mean, rstd, seed, *ids = ctx.saved_tensors

@@ -67,7 +67,7 @@ class FusedLayer(NamedTuple):
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
 
 
-def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Callable, ...] | None:
+def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Callable[..., Any], ...] | None:
     """(encoder_layer_weights, encoder_layer_fwd, keeps_panels) of the serving backend.
 
     That backend serves attention, layer_norm and `linear` ("linear" or "linear_int8"). None where several
@@ -121,7 +121,7 @@ def close_team() -> None:
 
 
 def encoder_layer(
-    launch: Callable,
+    launch: Callable[..., Any],
     x: Tensor,
     layers: Sequence[FusedLayer],
     cu_seqlens: Tensor,

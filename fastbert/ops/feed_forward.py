@@ -163,7 +163,7 @@ def _setup_context(ctx, inputs, output):
     ctx.activation = activation
 
 
-def _backward(launch: Callable, ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 6
     need = FeedForwardNeeds(*ctx.needs_input_grad[:4])

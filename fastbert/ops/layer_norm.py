@@ -223,7 +223,7 @@ def _setup_context(ctx, inputs: LayerNormInputs, output):
     ctx.x_bias_dtype = None if inputs.x_bias is None else inputs.x_bias.dtype
 
 
-def _backward(launch: Callable, ctx: Any, dy: Any, drounded: Any = None) -> tuple[Any, ...]:
+def _backward(launch: Callable[..., Any], ctx: Any, dy: Any, drounded: Any = None) -> tuple[Any, ...]:
     if dy is None and drounded is None:
         return (None,) * 10
     if dy is None:

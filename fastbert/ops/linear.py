@@ -197,7 +197,7 @@ def _setup_context(ctx, inputs, output):
     ctx.activation = activation
 
 
-def _backward(launch: Callable, ctx: Any, dy: Any) -> tuple[Any, ...]:
+def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 6
     need_dx, need_dweight, need_dbias, _, need_dresidual, _ = ctx.needs_input_grad[:6]

@@ -194,7 +194,7 @@ def _setup_context(ctx, inputs: LossInputs, output):
     ctx.options = inputs[4:]
 
 
-def _backward(launch: Callable, ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
+def _backward(launch: Callable[..., Any], ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
     if dloss is None:
         return (None,) * 8
     *tensors, lse, count, logits = ctx.saved_tensors

@@ -252,7 +252,7 @@ class Recipe:
         """Whether batches are measured in tokens."""
         return self.format["kind"] == "doc-sentences"
 
-    def format_of(self, phase: Phase, corpus: Any, seed: int) -> Format:
+    def format_of(self, phase: Phase, corpus: Any, seed: int) -> Format[Any]:
         """The sequences of a phase."""
         options = dict(self.format)
         kind = FORMATS[options.pop("kind")]
@@ -303,7 +303,9 @@ def _phase(number: int, values: Mapping[str, Any]) -> Phase:
         raise RecipeError(f"phases.{number}.{error}") from None
 
 
-def check_options(where: str, kind: Callable, given: Mapping[str, Any], own: Iterable[str] = ()) -> None:
+def check_options(
+    where: str, kind: Callable[..., Any], given: Mapping[str, Any], own: Iterable[str] = ()
+) -> None:
     """Raise RecipeError if an option is no argument of `kind`, or differs in type from the default.
 
     Args:

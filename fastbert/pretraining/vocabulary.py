@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -162,7 +163,7 @@ def _words(tokenizer: Tokenizer, sentences: Iterable[str]) -> list[str]:
     return [word for text in texts for word, _ in split(normal(text)) if len(word) <= _LONGEST_WORD]
 
 
-def _batched(source: Iterable, size: int) -> Iterable[list]:
+def _batched(source: Iterable[Any], size: int) -> Iterable[list[Any]]:
     source = iter(source)
     while batch := list(itertools.islice(source, size)):
         yield batch
@@ -194,7 +195,7 @@ def wordpieces(words: dict[str, int], size: int, min_frequency: int = 2, alphabe
                 pairs[pair] += counts[place]
                 places.setdefault(pair, set()).add(place)
 
-    def entry(pair: tuple[int, int]) -> tuple:
+    def entry(pair: tuple[int, int]) -> tuple[Any, ...]:
         return -pairs[pair], pieces[pair[0]], pieces[pair[1]], pair
 
     queue = [entry(pair) for pair in pairs]

@@ -145,7 +145,7 @@ class BackendError(RuntimeError):
 # Op -> pinned backend, "*" for all ops. Process-wide, because autograd runs backward in threads of its own.
 _pins: dict[str, str] = {}
 # What was chosen: by `call`, `serving_function`, `serving_functions` and `device_function`.
-_resolved: dict[tuple, Any] = {}
+_resolved: dict[tuple[Any, ...], Any] = {}
 _UNKNOWN: Any = object()
 # The base class of torch.Tensor: torch.Tensor's own isinstance takes ten times as long.
 _TensorBase = torch._C.TensorBase
@@ -239,7 +239,7 @@ def call(function: str, key: torch.Tensor, *args: Any) -> Any:
     return launch(*args)
 
 
-def launcher(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
+def launcher(function: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
     """The launcher that `call` would run now. The caller keeps to plain tensors and has autocast off."""
     return _resolved.get((function, device, dtype)) or _resolve(function, device, dtype)
 
@@ -249,7 +249,7 @@ def launcher(function: str, device: torch.device, dtype: torch.dtype) -> Callabl
 _NUMBERS = frozenset((bool, float, int, str, type(None)))
 
 
-def _any_not_plain(args: tuple) -> bool:
+def _any_not_plain(args: tuple[Any, ...]) -> bool:
     """Whether `plain` would change one of the tensors among `args`, or in their NamedTuples.
 
     NamedTuples hold no tuples. This runs at every call: a recursion, or a list of the tensors, takes longer.
@@ -308,7 +308,7 @@ def call_kinds(op: str, device_type: str) -> tuple[str, ...]:
 
 def serving_function(
     function: str, ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
-) -> Callable | None:
+) -> Callable[..., Any] | None:
     """`function` of the one backend that now serves the forward of all `ops`.
 
     Args:
@@ -332,7 +332,7 @@ def serving_function(
 
 def serving_functions(
     functions: tuple[str, ...], ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
-) -> tuple[Callable, ...] | None:
+) -> tuple[Callable[..., Any], ...] | None:
     """Several functions of the one backend that now serves the forward of all `ops`, found by one look-up.
 
     Args:
@@ -353,7 +353,9 @@ def serving_functions(
     return found
 
 
-def device_function(function: str, op: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
+def device_function(
+    function: str, op: str, device: torch.device, dtype: torch.dtype
+) -> Callable[..., Any] | None:
     """`function` of the first backend ranked for `op` that has it, whichever backend is pinned or serves.
 
     It is for facts of the device, such as how many rows are best at a time.
@@ -375,7 +377,9 @@ def device_function(function: str, op: str, device: torch.device, dtype: torch.d
     return found
 
 
-def next_function(backend: str, function: str, device: torch.device, dtype: torch.dtype) -> Callable:
+def next_function(
+    backend: str, function: str, device: torch.device, dtype: torch.dtype
+) -> Callable[..., Any]:
     """The launcher that serves `function` where `backend` does not: for calls that its kernel cannot take.
 
     Args:
@@ -410,7 +414,7 @@ def pins() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(dict(_pins).items())) if _pins else ()
 
 
-def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
+def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
     """The launcher of the backend that is pinned or serves, kept for later calls if the choice will last."""
     changes, key = _changes, (function, device, dtype)
     own = getattr(_trial, "resolved", {})
@@ -446,7 +450,7 @@ def _one_serving(
     return backend, all(lasting for _, lasting in chosen)
 
 
-def _keep(key: tuple, found: Any, changes: int, lasting: bool) -> None:
+def _keep(key: tuple[Any, ...], found: Any, changes: int, lasting: bool) -> None:
     """Keep a choice that will last, unless the pins have changed since `changes` or a self-check runs."""
     with _lock:
         if lasting and _trials == 0 and changes == _changes:

@@ -29,8 +29,8 @@ class ModelState(NamedTuple):
     extension: Any
     changes: int
     sources: prepared.Sources
-    storages: list
-    held: tuple
+    storages: list[Any]
+    held: tuple[Any, ...]
 
     def untouched(self) -> bool:
         """Whether the modules still have this state."""
@@ -41,7 +41,7 @@ class ModelState(NamedTuple):
         )
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> list[dict]:
+def hooks_of(modules: Iterable[nn.Module]) -> list[dict[Any, Any]]:
     """The dictionaries of the modules' hooks."""
     return [
         each
@@ -52,7 +52,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[dict]:
 
 def state_of(
     modules: Sequence[nn.Module],
-    tables: Sequence[dict],
+    tables: Sequence[dict[Any, Any]],
     tensors: Sequence[Tensor],
     derived: Collection[tuple[nn.Module, Hashable, object]],
 ) -> ModelState | None:

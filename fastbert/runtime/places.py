@@ -25,7 +25,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
 
 
-def _read(tensors: Sequence[Tensor]) -> list:
+def _read(tensors: Sequence[Tensor]) -> list[Any]:
     """The addresses of the tensors' storages, then the offsets in them, sizes and strides."""
     offsets, sizes = map(Tensor.storage_offset, tensors), map(Tensor.size, tensors)
     return [*map(storage_address, tensors), *offsets, *sizes, *map(Tensor.stride, tensors)]

@@ -146,7 +146,9 @@ def _pages_of(tensors: Iterable[Tensor]) -> tuple[Any, dict[int, list[tuple[int,
     return pages if written else None, written
 
 
-def _all_samples(tensors: tuple[Tensor, ...], marked: tuple[bool, ...], written: dict) -> list[tuple]:
+def _all_samples(
+    tensors: tuple[Tensor, ...], marked: tuple[bool, ...], written: dict[Any, Any]
+) -> list[tuple[Any, ...]]:
     """What to compare of all tensors, in the form of `_samples_of`; `written` as from `_pages_of`."""
     found = []
     for tensor, mark in zip(tensors, marked, strict=True):
@@ -383,10 +385,10 @@ def clear(model: Any) -> None:
                     tensor.data_ptr()  # removes the mark: training gets plain storages
 
 
-_Train = TypeVar("_Train", bound=Callable)
+_Train = TypeVar("_Train", bound=Callable[..., Any])
 # `train` methods that set the modes of a module and its children, and do nothing where the modes are set
 # already.
-_plain_trains: set[Callable] = {nn.Module.train}
+_plain_trains: set[Callable[..., Any]] = {nn.Module.train}
 
 
 def plain_train(method: _Train) -> _Train:
@@ -528,7 +530,7 @@ def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
     return True
 
 
-def _tensors_of(value: object) -> tuple:
+def _tensors_of(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else getattr(value, "tensors", (value,))
 
 

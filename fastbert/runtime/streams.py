@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def current_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
 
 
-def on(device: torch.device) -> AbstractContextManager:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which the device of a CUDA tensor is current. For the CPU it does nothing."""
     index = device.index
     return _NOTHING if index is None or index == current_device() else torch.cuda.device(device)

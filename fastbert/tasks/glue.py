@@ -121,7 +121,7 @@ def _label(where: str, task: Task, text: str) -> str | float:
     return task.labels[text]
 
 
-def score(task: str, predictions: list, labels: list) -> dict[str, float]:
+def score(task: str, predictions: list[Any], labels: list[Any]) -> dict[str, float]:
     """Metric -> score in fractions of 1, the main metric first.
 
     Args:

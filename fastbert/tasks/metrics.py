@@ -14,11 +14,12 @@ correlation coefficient", eq. 8.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 
-def accuracy(predictions: Sequence, labels: Sequence) -> float:
+def accuracy(predictions: Sequence[Any], labels: Sequence[Any]) -> float:
     """The share of predictions that equal their label.
 
     Args:
@@ -32,7 +33,7 @@ def accuracy(predictions: Sequence, labels: Sequence) -> float:
     return float(np.mean(predicted == true))
 
 
-def f1(predictions: Sequence, labels: Sequence, positive: str | int) -> float:
+def f1(predictions: Sequence[Any], labels: Sequence[Any], positive: str | int) -> float:
     """The harmonic mean of precision and recall of one class.
 
     Args:
@@ -48,7 +49,7 @@ def f1(predictions: Sequence, labels: Sequence, positive: str | int) -> float:
     return float(2 * np.sum(predicted & true) / marked) if marked else 0.0
 
 
-def matthews(predictions: Sequence, labels: Sequence) -> float:
+def matthews(predictions: Sequence[Any], labels: Sequence[Any]) -> float:
     """Matthews' correlation, for more than two classes as Gorodkin defines it.
 
     Args:
@@ -109,7 +110,7 @@ def _ranks(numbers: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
-def _numbers(predictions: Sequence, labels: Sequence) -> list[np.ndarray]:
+def _numbers(predictions: Sequence[Any], labels: Sequence[Any]) -> list[np.ndarray]:
     """Both as arrays of finite float64."""
     sides = [side.astype(np.float64) for side in _pair(predictions, labels)]
     for name, side in zip(("predictions", "labels"), sides, strict=True):
@@ -118,7 +119,7 @@ def _numbers(predictions: Sequence, labels: Sequence) -> list[np.ndarray]:
     return sides
 
 
-def _pair(predictions: Sequence, labels: Sequence) -> tuple[np.ndarray, np.ndarray]:
+def _pair(predictions: Sequence[Any], labels: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Both as arrays of one length."""
     predicted, true = np.asarray(predictions), np.asarray(labels)
     if true.ndim != 1 or not len(true):

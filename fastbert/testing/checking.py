@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 
@@ -252,7 +252,7 @@ class _Worker(contextlib.ExitStack):
             found = Verdict(DIED, found.seconds, found.date, outcome=KILLED, deaths=deaths)
         return verdicts.settle(key, before, found), False
 
-    def receive(self, deadline: float) -> dict | None:
+    def receive(self, deadline: float) -> dict[Any, Any] | None:
         """The next line; None where the process has ended. Raises TimeoutError at the deadline."""
         reading = self.pipe.fileno()
         while b"\n" not in self.pending:
@@ -300,7 +300,7 @@ def main(request: str) -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def send(message: dict) -> None:
+    def send(message: dict[Any, Any]) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
     _end_with(os.getppid())

@@ -108,7 +108,7 @@ class Case:
         """Fewest bytes one forward moves: each input read once, each output written once."""
         raise NotImplementedError
 
-    def _named(self, function: str) -> Callable:
+    def _named(self, function: str) -> Callable[..., Any]:
         """A function of the op's module, with the case's options."""
         found = getattr(importlib.import_module(f"fastbert.ops.{self.op}"), function)
         return partial(found, **{name: getattr(self, name) for name in self.options})
@@ -117,7 +117,9 @@ class Case:
         return f"{self.op}-{self.id}"
 
 
-def draws(seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Generator, Callable]:
+def draws(
+    seed: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Generator, Callable[..., Any]]:
     """(a generator of random numbers, `randn(*shape, scale=1.0)`: normal ones in the dtype on the device)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -226,7 +228,7 @@ def evaluate(
     inputs: dict[str, Any],
     dtype: torch.dtype | None,
     backward: bool,
-    douts: list,
+    douts: list[Any],
 ) -> dict[str, Tensor]:
     """Outputs of `function` by name; with `backward` also the gradients, for `douts` of the outputs."""
     names = case.grad_inputs if backward else ()
@@ -253,7 +255,7 @@ def run_case(
     *,
     backward: bool = True,
     seed: int = 0,
-    pin: Callable[..., AbstractContextManager] = dispatch.use_backend,
+    pin: Callable[..., AbstractContextManager[Any]] = dispatch.use_backend,
     calls: int = 1,
 ) -> list[Row]:
     """One case on one backend by the error rule: one row per output and per gradient, of each of `calls`.

@@ -20,6 +20,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -186,7 +187,7 @@ class DrawnThere(TorchFunctionMode):
         return func(*args, **(kwargs or {}) | (self.there if func is torch.randn else {}))
 
 
-def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
+def _step(call: Callable[..., Any], wanted: list[torch.Tensor]) -> Callable[[], object]:
     """Forward and backward, the gradients of the outputs being ones."""
 
     def step() -> object:
@@ -200,7 +201,7 @@ def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
 class _Timed:
     """Calls with some backends pinned, after a warm-up, in samples of several calls."""
 
-    def __init__(self, call: Callable, pins: dict[str, str], training: bool):
+    def __init__(self, call: Callable[..., Any], pins: dict[str, str], training: bool):
         self.call, self.pins, self.training = call, pins, training
         self.clock = DeviceClock()
         self.samples: list[Sample] = []
@@ -211,7 +212,7 @@ class _Timed:
         self.count = max(1, min(*wanted, MOST_CALLS))
         self.clock.spin_for(warm.host_ms * self.count)
 
-    def _timed(self, clock: Callable[[Callable, int], Sample], count: int) -> Sample:
+    def _timed(self, clock: Callable[[Callable[..., Any], int], Sample], count: int) -> Sample:
         with dispatch.trial(**self.pins), torch.set_grad_enabled(self.training):
             return clock(self._run, count)
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def patch_bfloat16() -> None:
     def narrow(handle: TensorHandle) -> TensorHandle:
         return TensorHandle(float_to_bits(handle.data), tl.bfloat16)
 
-    def rounded_once(original: Callable) -> Callable:
+    def rounded_once(original: Callable[..., Any]) -> Callable[..., Any]:
         def operation(self, *args):
             wide = [widen(arg) if isinstance(arg, TensorHandle) else arg for arg in args]
             result = original(self, *wide)
@@ -113,7 +114,7 @@ def patch_bfloat16() -> None:
     def create_dot(self, a, b, d, *args, original=InterpreterBuilder.create_dot):
         return original(self, widen(a), widen(b), d, *args)
 
-    def widened_apply(original: Callable) -> Callable:
+    def widened_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         def apply_impl(self, input):  # sums, maxima, scans: in float32, rounded once
             builtin = self.combine_fn.fn.__module__ == "triton.language.standard"
             if not builtin or not any(is_bf16(t.handle) for t in input):
@@ -203,7 +204,7 @@ def remember_types() -> None:
     from triton.runtime import interpreter
 
     make, np_dtype_of = core.tensor.__init__, interpreter._get_np_dtype
-    known: dict[str, dict] = {}
+    known: dict[str, dict[Any, Any]] = {}
     np_dtypes: dict[str, object] = {}
 
     def init(self, handle, type):

@@ -129,7 +129,7 @@ class AdamW(torch.optim.AdamW):
         """
         found = _evaluated(closure)
         for group in self.param_groups:
-            alike: dict[tuple, list[Tensor]] = {}
+            alike: dict[tuple[Any, ...], list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
                     alike.setdefault((p.device, p.dtype), []).append(p)

@@ -202,7 +202,7 @@ class Stream:
         return self._kept[-1]
 
 
-class _Numbered(torch.utils.data.Dataset):
+class _Numbered(torch.utils.data.Dataset[Any]):
     """Micro-batches by number, for a DataLoader."""
 
     def __init__(self, stream: Stream) -> None:

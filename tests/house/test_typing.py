@@ -184,5 +184,5 @@ def test_calls_are_typed_as_forward_is(model, call):
     for name, parameter in typed.parameters.items():
         if parameter.annotation not in ("Any", inspect.Parameter.empty):
             assert parameter.annotation == forward.parameters[name].annotation
-    assert forward.return_annotation == f"{typed.return_annotation} | tuple"
+    assert forward.return_annotation == f"{typed.return_annotation} | tuple[Any, ...]"
     assert typing.get_type_hints(call.__call__)["return"] is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from fastbert.ops.linear_norm import LinearNormInputs
 DTYPES = FLOATS
 
 
-def in_two_ops(inputs: LinearNormInputs, product: Callable, norm: Callable) -> Tensor:
+def in_two_ops(inputs: LinearNormInputs, product: Callable[..., Any], norm: Callable[..., Any]) -> Tensor:
     """The op by a backend's `linear_fwd` and another's `layer_norm_fwd`, which adds bias and residual."""
     x, weight, bias, residual, norm_weight, norm_bias, eps, _arrivals = inputs
     z = product(x, weight, None, None, None, False)[0]

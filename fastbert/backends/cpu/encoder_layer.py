@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def encoder_layer_weights(
     linears: Sequence[Sequence[TensorOrNone]],
     norms: Sequence[Sequence[TensorOrNone]],
     scratch: list[Tensor] | None = None,
-) -> tuple:
+) -> tuple[Any, ...]:
     """The `weights` of a `FusedLayer`: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
     that 8-bit panels are made for, the tensors behind the numbers, `scratch`, and (hidden, width of
     attention, inner), which the size of panels does not show, because panels are rounded up.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,7 +237,7 @@ def linear_bwd(
 
 
 def linear_bwd_with(
-    plans: tuple,
+    plans: tuple[Any, ...],
     dy: Tensor,
     x: TensorOrNone,
     weight: TensorOrNone,

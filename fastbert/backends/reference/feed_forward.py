@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -19,8 +20,8 @@ DTYPES = FLOATS
 
 
 def by_linear(
-    first: ModuleType, second: ModuleType, inner_gradient: Callable | None = None
-) -> tuple[Callable, Callable]:
+    first: ModuleType, second: ModuleType, inner_gradient: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(feed_forward_fwd, feed_forward_bwd).
 
     Args:

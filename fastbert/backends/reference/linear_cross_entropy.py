@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ DTYPES = FLOATS
 
 def chunked(
     linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType, multiple: int = 1
-) -> tuple[Callable, Callable]:
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the launchers of two modules.
 
     In half precision the classes are brought to a multiple of `multiple` (see `_widened`).

@@ -17,7 +17,7 @@ Found = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]
 TO = tuple("to_" + kind.removeprefix("the ").replace(" ", "_") for kind in KINDS)
 
 
-def as_numbers(intervals: Mapping[str, Interval]) -> dict[str, dict]:
+def as_numbers(intervals: Mapping[str, Interval]) -> dict[str, dict[Any, Any]]:
     """Intervals for a JSON file; None for a mean that is not known."""
     found = {name: interval._asdict() for name, interval in intervals.items()}
     return {name: each | {"mean": known(each["mean"])} for name, each in found.items()}

@@ -166,7 +166,7 @@ def _labelled(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
 
 
 def _pairs(
-    args: argparse.Namespace, tokenizer: Tokenizer, found: dict[str, list], max_length: int | None
+    args: argparse.Namespace, tokenizer: Tokenizer, found: dict[str, list[Any]], max_length: int | None
 ) -> Examples:
     """Pairs for an encoder without a head, prepared by the settings of a sentence-transformers directory."""
     settings = sentence_settings(args.model)

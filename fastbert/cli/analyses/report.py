@@ -60,10 +60,10 @@ def whole(
         structure.check()
         check_maps(model, of_words[1], args.max_bytes)
     shown: list[report.Section] = []
-    numbers: dict[str, dict] = {}
+    numbers: dict[str, dict[Any, Any]] = {}
     arrays: dict[str, np.ndarray] = {}
 
-    def add(section: report.Section, found: tuple[dict, ...] = ({}, {})) -> None:
+    def add(section: report.Section, found: tuple[dict[Any, Any], ...] = ({}, {})) -> None:
         shown.append(section)
         numbers[section.name] = found[0] | section.numbers()
         arrays.update({f"{section.name}/{name}": array for name, array in found[1].items()})

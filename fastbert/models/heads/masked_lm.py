@@ -7,7 +7,7 @@ when they are first read, or in forward if `output_logits=True`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -190,7 +190,7 @@ class BertForMaskedLM(MaskedLMModel):
         max_seqlen: int | None = None,
         causal: bool | None = None,
         output_logits: bool | None = None,
-    ) -> LogitsOutput | tuple:
+    ) -> LogitsOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and run the head; see the class for `labels`, and
         `BertModel.forward` for the rest. With `cu_seqlens` labels and logits are (total, …).
 

@@ -59,7 +59,7 @@ class BertForMultipleChoice(TaskModel):
         max_seqlen: int | None = None,
         causal: bool | None = None,
         choices: int | None = None,
-    ) -> LogitsOutput | tuple:
+    ) -> LogitsOutput | tuple[Any, ...]:
         """Encode all choices as one batch and compare them; see the class.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -78,7 +78,7 @@ class BertForPreTraining(MaskedLMModel):
         max_seqlen: int | None = None,
         causal: bool | None = None,
         output_logits: bool | None = None,
-    ) -> PreTrainingOutput | tuple:
+    ) -> PreTrainingOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and run both heads; see the class.
 
         With `cu_seqlens` labels and prediction_logits are (total, …); the pair's label and logits stay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ class BertForQuestionAnswering(TaskModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         causal: bool | None = None,
-    ) -> QuestionAnsweringOutput | tuple:
+    ) -> QuestionAnsweringOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and score every token as start and as end; see the class.
 
         With `cu_seqlens` the logits are (total,). Positions are counted from the sequence's start, and a

@@ -234,7 +234,7 @@ class TaskModel(PreTrainedModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         causal: bool | None = None,
-    ) -> LogitsOutput | tuple:
+    ) -> LogitsOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and run the head; see the class for `labels`, and
         `BertModel.forward` for the rest.
 

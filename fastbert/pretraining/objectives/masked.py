@@ -69,7 +69,7 @@ class Objective:
             sentences, as with Google's `dupe_factor`.
     """
 
-    format: Format
+    format: Format[Any]
     masking: Masking = field(default_factory=Masking)
     seed: int = 0
     static: int | None = None
