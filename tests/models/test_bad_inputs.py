@@ -280,7 +280,8 @@ FILES = [
         lambda path: torch.save(copy.deepcopy(model()).to("meta").state_dict(), path / "pytorch_model.bin"),
         stored="pytorch_model.bin"),
     damaged("bin-with-a-nested-tensor",
-        rf"pytorch_model\.bin: {LAYER}output\.dense\.weight: is a nested tensor; expected one",
+        # torch 2.15 no longer unpickles one
+        rf"pytorch_model\.bin: ({LAYER}output\.dense\.weight: is a nested|refused: .*_rebuild_nested_)",
         with_nested, stored="pytorch_model.bin"),
     damaged("bin-is-a-list", r"pytorch_model\.bin: expected a dictionary of tensors, got list",
         lambda path: torch.save([1], path / "pytorch_model.bin"), stored="pytorch_model.bin"),

@@ -121,10 +121,11 @@ class Broken(Numbered):
 
     def example(self, plan, epoch, index):
         if epoch == 2:
-            raise self.error
+            kind, *words = self.error
+            raise kind(*words)
         return super().example(plan, epoch, index)
 
-    error: Exception = ValueError("corpus: tokens.bin: was changed")
+    error = (ValueError, "corpus: tokens.bin: was changed")
 
 
 class Untransferable(Exception):
@@ -137,7 +138,7 @@ def test_an_error_of_a_source_is_the_same_with_workers(workers):
     source = Broken()
     with pytest.raises(ValueError, match=r"^corpus: tokens\.bin: was changed$"):
         list(loaded(Stream(source, 3, sequences=5), range(40), workers))
-    source.error = Untransferable("one", "two")
+    source.error = (Untransferable, "one", "two")
     with pytest.raises((Untransferable, RuntimeError), match="one two"):
         list(loaded(Stream(source, 3, sequences=5), range(40), workers))
 
