@@ -5,10 +5,12 @@
     model = fastbert.AutoModel.from_pretrained("path/to/model")
     vectors = fastbert.encode("path/to/model", ["a sentence", "another"])
     fastbert.accelerate(model_of_transformers)
+    fastbert.finetune("csv", "path/to/model", "folder/of/train.csv", "trained")
 
 Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaModel, …: HuggingFace's names
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, CrossEncoder
+Tasks          finetune, predict
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -42,8 +44,10 @@ _PLACES = {
     "double_backward": "ops.checks",
     "encode": "sentences.encoder",
     "explain": "acceleration",
+    "finetune": "finetuning.run",
     "graph": "graphs.model",
     "graph_training": "graphs.training",
+    "predict": "finetuning.predict",
     "restore": "acceleration",
     "use_backend": "runtime.dispatch",
 }
@@ -130,8 +134,10 @@ __all__ = [
     "double_backward",
     "encode",
     "explain",
+    "finetune",
     "graph",
     "graph_training",
+    "predict",
     "restore",
     "use_backend",
 ]
@@ -148,6 +154,8 @@ def _model_place(name: str) -> str:
 if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
+    from fastbert.finetuning.predict import predict
+    from fastbert.finetuning.run import finetune
     from fastbert.graphs.model import graph
     from fastbert.graphs.training import graph_training
     from fastbert.models.albert import (

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fastbert.analysis.attention import PATTERNS, AttentionStatistics
-from fastbert.analysis.examples import lines_of, parsed
+from fastbert.analysis.examples import lines_of
+from fastbert.tasks.files import parsed
 
 FOLDS = 5
 # macro-F1 of Kovaleva et al.'s network, on their maps

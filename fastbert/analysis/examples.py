@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import reprlib
 import string
@@ -16,6 +15,7 @@ from tokenizers import Encoding, Tokenizer
 
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
+from fastbert.tasks.files import parsed
 
 # kinds of tokens that attention may go to
 KINDS = ("the first token", "separators", "periods and commas", "other punctuation", "words")
@@ -401,19 +401,6 @@ def lines_of(path: str | Path) -> Iterator[tuple[str, str]]:
                 raise ValueError(f"{where}: not UTF-8 (byte {byte:#x})") from None
             if line.strip():
                 yield where, line.rstrip("\r\n")
-
-
-def parsed(where: str, line: str) -> Any:
-    """The value of a line of JSON; ValueErrors begin with `where`."""
-    try:
-        found = json.loads(line)
-        if "\\ud" in line.lower():
-            json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: a text has half of a surrogate pair, which is no character") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: no JSON ({error})") from None
-    return found
 
 
 def _fields(path: Path, where: str, line: str, pairs: bool, labels: str | None) -> dict[str, Any]:

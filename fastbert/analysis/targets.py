@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples, lines_of, parsed
+from fastbert.analysis.examples import Examples, lines_of
 from fastbert.analysis.probes import Spans, check_finite
 from fastbert.analysis.treebank import Sentence, pieces_of
+from fastbert.tasks.files import parsed
 
 LABELS = ("upos", "relation")
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fastbert.cli.finetune_arguments import add_finetune, add_predict
 from fastbert.cli.usage import DTYPES, INT8, UsageError, say
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch
@@ -35,7 +36,32 @@ class _Stopped(BaseException):
         self.number = number
 
 
+class _Help(argparse.HelpFormatter):
+    """Fills paragraphs, but not a command, which is the indented last line."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        text, newline, command = text.partition("\n")
+        return super()._fill_text(text, width, indent) + newline + command
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; of an option that is not known, name the nearest before argparse misses another."""
+        if self._subparsers is None and all(action.nargs != argparse.REMAINDER for action in self._actions):
+            known = self._option_string_actions
+            for word in args:
+                name = word.partition("=")[0]
+                if name == "--":
+                    break
+                if name.startswith("--") and not any(option.startswith(name) for option in known):
+                    near = difflib.get_close_matches(name, known, 1)
+                    if near:
+                        self.error(f"unknown option {name}; did you mean {near[0]}?")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:  # one line instead of the usage
         guess = ""
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
@@ -48,8 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line, with all commands and options."""
     parser = _Parser(
         prog="fastbert",
-        description="BERT encoders: embed text; pre-train from raw text; see what heads and layers do; look "
-        "at the set-up, and check the numerics. Every command has its own --help.",
+        description="BERT encoders: embed text; fine-tune and predict; pre-train from raw text; see what "
+        "heads and layers do. Every command has its own --help, with an example.",
+        epilog="Example, for a text with one sentence per line:\n"
+        "  fastbert encode --model sentence-transformers/all-MiniLM-L6-v2 --input texts.txt "
+        "--output rows.npy",
     )
     parser.add_argument("--version", action="version", version=f"fastbert {VERSION}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
@@ -59,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="embed the lines of a text file",
         description="Embed each line of a UTF-8 text file. Row i of the output belongs to line i; an empty "
         "line is encoded as the empty sentence. The output appears whole at the end, or not at all.",
+        epilog="Example:\n  fastbert encode --model DIR --input texts.txt --output rows.npy",
     )
     encode.add_argument(
         "--model", required=True, metavar="DIR", help="HuggingFace or sentence-transformers directory"
@@ -120,11 +150,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="show progress on stderr; default: if stderr is a terminal",
     )
 
-    env = commands.add_parser("env", help="versions, devices, and which backend serves which op and why")
+    add_finetune(commands)
+    add_predict(commands)
+
+    env = commands.add_parser(
+        "env",
+        help="versions, devices, and the backend of each op",
+        epilog="Example:\n  fastbert env",
+    )
     env.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     verify = commands.add_parser(
-        "verify", help="the numerics table: each op, backend and dtype beside eager PyTorch"
+        "verify",
+        help="compare each op and backend with eager PyTorch",
+        epilog="Example, in seconds:\n  fastbert verify --quick",
     )
     verify.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     verify.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
@@ -140,11 +179,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     warm = commands.add_parser(
         "warmup",
-        help="run the self-checks of the GPU kernels now, and keep their verdicts",
+        help="check the GPU kernels now, and keep the verdicts",
         description="A GPU kernel serves on a device only if it is proven there: by fastbert's table of some "
         "GPUs, or by a self-check, which runs now or at the kernel's first use. Verdicts are kept in "
         "$FASTBERT_CACHE (~/.cache/fastbert). A kernel that failed, crashed or hung is checked again only "
         "after a change of something that it depends on, or with --again.",
+        epilog="Example:\n  fastbert warmup",
     )
     warm.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     warm.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
@@ -162,7 +202,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_pretrain(commands)
     _add_analyze(commands)
 
-    bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
+    bench = commands.add_parser(
+        "bench",
+        help="list or run the benchmarks of a source checkout",
+        epilog="Example, which lists them:\n  fastbert bench",
+    )
     bench.add_argument("name", nargs="?", help="such as encoder, or all; none: list them")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     return parser
@@ -174,11 +218,13 @@ def _add_pretraining(commands: Any) -> None:
         "train-tokenizer",
         help="train a WordPiece vocabulary on text",
         description="Train a WordPiece tokenizer. The same text makes the same vocabulary, bit for bit.",
+        epilog="Example:\n  fastbert train-tokenizer text.txt --output tokenizer",
     )
     prepare = commands.add_parser(
         "prepare",
         help="tokenize text into a corpus for pre-training",
         description="Tokenize text into memory-mapped files. The result does not depend on --workers.",
+        epilog="Example:\n  fastbert prepare text.txt --tokenizer tokenizer --output corpus",
     )
     for command in (train, prepare):
         command.add_argument(
@@ -250,6 +296,8 @@ def _add_pretrain(commands: Any) -> None:
         help="pre-train a model on a corpus",
         description="Pre-train a model. Rerun the command to resume; results are bit-identical. "
         "Several processes: torchrun --nproc-per-node N -m fastbert pretrain …",
+        epilog="Example:\n"
+        "  fastbert pretrain --data corpus --model bert-config.json --recipe bert --output run",
     )
     add = command.add_argument
     add("--data", required=True, metavar="DIR", help="a corpus of fastbert prepare")
@@ -316,7 +364,7 @@ def _add_analyze(commands: Any) -> None:
     """The analyze command."""
     command = commands.add_parser(
         "analyze",
-        help="what the heads of a model do on a text",
+        help="see what the heads and layers of a model do on a text",
         description="attention: entropy, and what is looked at. patterns: the five classes of Kovaleva et "
         "al. heads: loss and score without each head or layer. importance: how much the loss depends on each "
         "head, and how many can be removed. fixed: loss and score with heads that attend by fixed patterns. "
@@ -326,6 +374,7 @@ def _add_analyze(commands: Any) -> None:
         "how well each layer shows labels or trees. links: how much each head attends between words that a "
         "file links. starts: what a task gains from pre-training. The output directory has numbers (.json), "
         "arrays (.npz) and pictures (.svg, .png). It appears whole at the end, or not at all.",
+        epilog="Example:\n  fastbert analyze attention --model DIR --input texts.txt --output attention",
     )
     add = command.add_argument
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
@@ -471,7 +520,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals():
             return command.run(args)
     except _Stopped as stopped:
-        say(f"stopped by {signal.Signals(stopped.number).name}")
+        resumes = "; rerun the command to resume" if args.command in ("finetune", "pretrain") else ""
+        say(f"stopped by {signal.Signals(stopped.number).name}{resumes}")
         return 128 + stopped.number
     except KeyboardInterrupt:
         return 130

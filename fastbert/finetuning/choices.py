@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -61,11 +60,6 @@ class ChoiceTask(Task):
         """The accuracy on `dev` of the most frequent place of the right choice in `train`."""
         assert train.labels is not None
         return self.scores(dev, [Counter(train.labels).most_common(1)[0][0]] * len(dev.ids))["accuracy"]
-
-    def answers(self, examples: Choices, outputs: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
-        """{"choice", "text"} per example."""
-        for place, seconds in zip(outputs[0].argmax(1).tolist(), examples.seconds, strict=True):
-            yield {"choice": place, "text": seconds[place]}
 
 
 class Swag(ChoiceTask):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def finetune(
     say: Callable[[str], None] = lambda text: None,
     progress: bool | None = None,
     workers: int = 0,
-    **settings: Any,
+    **options: Any,
 ) -> Result:
     """Fine-tune a model on a task, and keep the best of a grid; see the module for the files.
 
@@ -151,13 +151,17 @@ def finetune(
         say: callback for messages, one line at a time.
         progress: whether to show a progress bar; None: if stderr is a terminal.
         workers: processes that make batches ahead.
-        settings: of `Settings`; defaults are the task's.
+        options: of `Settings`, whose defaults are the task's, such as epochs=3 and batch_size=32; and of the
+            task, if it is given by name, such as text="review" for csv.
 
     Raises:
         ValueError, TypeError: naming the argument, or the file and the line.
         Interrupted: a signal came; the same call resumes.
     """
-    made = task if isinstance(task, Task) else task_of(task)
+    settings = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
+    if isinstance(task, Task) and options:
+        raise TypeError(f"{min(options)}: expected a setting, because the task has its options already")
+    made = task if isinstance(task, Task) else task_of(task, **options)
     output, data = Path(output), Path(data)
     if type(restarts) is not int or restarts < 1:
         raise ValueError(f"restarts: expected an integer >= 1, got {restarts!r}")

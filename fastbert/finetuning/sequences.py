@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,6 @@ class SequenceTask(Task):
         assert train.labels is not None
         one = np.mean(train.labels) if self.regression else Counter(train.labels).most_common(1)[0][0]
         return self.scores(dev, [one] * len(dev.texts))[self.metric]
-
-    def answers(self, examples: Texts, outputs: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
-        """{"label", "score"} per example, the score being its probability; or {"value"} for a regression."""
-        (logits,) = outputs
-        if self.regression:
-            yield from ({"value": float(value)} for value in logits[:, 0])
-            return
-        shares = np.exp(logits - logits.max(1, keepdims=True))
-        shares /= shares.sum(1, keepdims=True)
-        for row in shares:
-            yield {"label": self.classes[row.argmax()], "score": float(row.max())}
 
 
 class Glue(SequenceTask):

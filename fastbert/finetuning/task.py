@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,7 +66,3 @@ class Task(ABC):
     def constant(self, train: Any, dev: Any) -> float | None:
         """The main score on `dev` of one answer for all, the most frequent of `train`; None if unknown."""
         return None
-
-    def answers(self, predictions: Any) -> Iterator[dict[str, Any]]:
-        """One JSON object per example, for `fastbert predict`."""
-        raise NotImplementedError

@@ -14,6 +14,13 @@ from fastbert.tasks import glue_tasks
 # MNLI's model predicts ax
 GLUE = tuple(name for name in glue_tasks.TASKS if name != "ax")
 NAMES = (*GLUE, "squad", "squad2", "swag", "race", "ner", "csv")
+# Task -> its options; tasks that are not here have none
+OPTIONS = {
+    "squad": ("doc_stride", "max_query"),
+    "squad2": ("doc_stride", "max_query", "null_threshold"),
+    "ner": ("context", "strict"),
+    "csv": ("text", "pair", "label", "regression"),
+}
 
 
 def task_of(name: str, **options: Any) -> Task:
@@ -21,17 +28,21 @@ def task_of(name: str, **options: Any) -> Task:
 
     Args:
         name: one of `NAMES`.
-        options: of the task's class: columns of `Table`, strides of `Squad`, context of `Ner`.
+        options: those that `OPTIONS` has for the task; the task's class describes them.
 
     Raises:
         ValueError: there is no task of this name.
         TypeError: the task has no such option.
     """
+    if name not in NAMES:
+        raise ValueError(f"task: expected one of {', '.join(NAMES)}, got {name!r}")
+    taken = OPTIONS.get(name, ())
+    unknown = next((option for option in options if option not in taken), None)
+    if unknown is not None:
+        raise TypeError(f"{unknown}: expected an option of {name} ({', '.join(taken) or 'it has none'})")
     if name in GLUE:
-        return Glue(name, **options)
+        return Glue(name)
     if name in ("squad", "squad2"):
         return Squad(1 if name == "squad" else 2, **options)
     kinds = {"swag": Swag, "race": Race, "ner": Ner, "csv": Table}
-    if name in kinds:
-        return kinds[name](**options)
-    raise ValueError(f"task: expected one of {', '.join(NAMES)}, got {name!r}")
+    return kinds[name](**options)

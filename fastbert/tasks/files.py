@@ -65,15 +65,20 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 def read_json(path: str | Path) -> Any:
     """Read a JSON file. Raises a ValueError or an OSError that names the file."""
-    raw = Path(path).read_bytes()
+    return parsed(str(path), Path(path).read_bytes())
+
+
+def parsed(where: str, text: str | bytes) -> Any:
+    """The value of a text in JSON; ValueErrors begin with `where`."""
     try:
-        found = json.loads(raw)
-        if rb"\ud" in raw.lower():
+        found = json.loads(text)
+        escaped = rb"\ud" in text.lower() if isinstance(text, bytes) else r"\ud" in text.lower()
+        if escaped:
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{path}: a text has half of a surrogate pair, which is no character") from None
+        raise ValueError(f"{where}: a text has half of a surrogate pair, which is no character") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from None
+        raise ValueError(f"{where}: no JSON ({error})") from None
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,30 +44,34 @@ def read(path: str | Path, *, labelled: bool = True) -> list[Sentence]:
     Raises:
         ValueError, OSError: naming the file and the line.
     """
-    found: list[Sentence] = []
-    document, width, fresh = 0, 0, True
-    for where, fields in _rows(path):
-        if not fields:
-            fresh = True
-        elif fields[0] == DOCUMENT:
-            document += bool(found)
-            fresh = True
-        else:
+    found = list(sentences(path, labelled=labelled))
+    if not found:
+        raise ValueError(f"{path}: expected one sentence at least, found none")
+    return found
+
+
+def sentences(path: str | Path, *, labelled: bool = True) -> Iterator[Sentence]:
+    """The sentences of `read`, one after the other."""
+    document, width, count = 0, 0, 0
+    words: list[str] = []
+    tags: list[str] = []
+    for where, fields in chain(_rows(path), [("", [])]):
+        if fields and fields[0] != DOCUMENT:
             width = width or len(fields)
             if len(fields) != width or (labelled and width < 2):
                 expected = max(width, 2 if labelled else 1)
                 raise ValueError(f"{where}: expected {expected} columns, found {len(fields)}")
             if labelled and not _TAG.fullmatch(fields[-1]):
                 raise ValueError(f"{where}: expected a tag O, B-… or I-…, found {fields[-1]!r}")
-            if fresh:
-                found.append(Sentence(document, [], []))
-                fresh = False
-            found[-1].words.append(fields[0])
+            words.append(fields[0])
             if labelled:
-                found[-1].tags.append(fields[-1])
-    if not found:
-        raise ValueError(f"{path}: expected one sentence at least, found none")
-    return [sentence._replace(tags=iob2(sentence.tags)) for sentence in found]
+                tags.append(fields[-1])
+            continue
+        if words:
+            yield Sentence(document, words, iob2(tags))
+            words, tags, count = [], [], count + 1
+        if fields:
+            document += bool(count)
 
 
 def _rows(path: str | Path) -> Iterator[tuple[str, list[str]]]:

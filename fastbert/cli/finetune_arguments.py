@@ -1,0 +1,168 @@
+"""The arguments of `fastbert finetune` and `fastbert predict`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fastbert.cli.usage import UsageError
+
+GLUE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
+TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "csv")
+SETTINGS = (
+    *("lr", "epochs", "batch_size", "max_length", "restarts", "seed", "dtype"),
+    *("layer_decay", "reinit", "freeze", "random_init"),
+)
+# Command -> task -> the options of the task
+_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "finetune": {
+        "csv": ("text", "pair", "label", "regression"),
+        "squad": ("doc_stride",),
+        "squad2": ("doc_stride", "null_threshold"),
+        "ner": ("context", "strict"),
+    },
+    "predict": {
+        **dict.fromkeys((*GLUE, "csv"), ("text", "pair")),
+        "squad": ("doc_stride",),
+        "squad2": ("doc_stride", "null_threshold"),
+        "ner": ("context", "columns"),
+    },
+}
+
+
+def option(name: str) -> str:
+    """The option of an argument's name."""
+    return "--" + name.replace("_", "-")
+
+
+def task_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the task that are given.
+
+    Raises:
+        UsageError: the task does not take one of them.
+    """
+    of_tasks = _OPTIONS[args.command]
+    given = {
+        name: getattr(args, name)
+        for name in dict.fromkeys(name for names in of_tasks.values() for name in names)
+        if getattr(args, name) is not None
+    }
+    taken = of_tasks.get(args.task, ())
+    wrong = next((name for name in given if name not in taken), None)
+    if wrong is not None:
+        own = ", ".join(map(option, taken)) or "it has none"
+        raise UsageError(f"{option(wrong)}: {args.task} does not take it; its options: {own}")
+    return given
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(rate) for rate in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
+
+
+def add_finetune(commands: Any) -> None:
+    """The finetune command."""
+    command = commands.add_parser(
+        "finetune",
+        help="train a model on GLUE, SQuAD, entities or your table",
+        description="Train a model on a task's own files and keep the best model of all runs, by its score "
+        "on the dev file. Each learning rate is a run, and each restart another. The output is a HuggingFace "
+        "directory with the official prediction files. Rerun the command to resume; results are "
+        "bit-identical. Several processes: torchrun --nproc-per-node N -m fastbert finetune …",
+        epilog="Example, for train.csv and dev.csv with the columns text and label:\n"
+        "  fastbert finetune csv --model bert-base-uncased --data reviews --output trained",
+    )
+    add = command.add_argument
+    add(
+        "task",
+        choices=(*TASKS, "glue"),
+        metavar="TASK",
+        help="csv, ner, squad, squad2, swag, race, one of GLUE's (cola, sst2, mrpc, stsb, qqp, mnli, qnli, "
+        "rte, wnli), or glue for eight of them, one after the other",
+    )
+    add("--model", required=True, metavar="DIR", help="a HuggingFace directory, or a name on the hub")
+    add("--data", required=True, metavar="DIR", help="the folder of the task's official files")
+    add("--output", required=True, metavar="DIR", help="the folder of the trained model; glue: one per task")
+    add("--lr", type=_rates, metavar="X,…", help="learning rates, one run each; default: the task's")
+    for name, kind, text in (
+        ("epochs", float, "passes over the training examples; default: the task's"),
+        ("batch-size", int, "examples per step; default: the task's"),
+        ("max-length", int, "most tokens of a sequence; default: the task's"),
+        ("restarts", int, "runs per learning rate, each with its own seed (default 1)"),
+        ("seed", int, "seed of the first restart: new head, dropout, order (default 0)"),
+        ("layer-decay", float, "factor of the learning rate per layer below the head (default 1)"),
+        ("reinit", int, "top layers that begin anew, with the pooler (default 0)"),
+    ):
+        add(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast (default fp32)")
+    add("--freeze", action="store_true", default=None, help="train the head and the pooler alone")
+    add("--random-init", action="store_true", default=None, help="begin with random weights")
+    add("--workers", type=int, default=0, metavar="N", help="processes that make batches (default 0)")
+    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
+    add("--text", metavar="NAME", help="csv: the column of texts (default text)")
+    add("--pair", metavar="NAME", help="csv: the column of second texts; default: there is none")
+    add("--label", metavar="NAME", help="csv: the column of labels (default label)")
+    add("--regression", action="store_true", default=None, help="csv: labels are numbers, not classes")
+    add("--strict", action="store_true", default=None, help="ner: score IOB2's entities, not conlleval's")
+    _add_shared(add)
+
+
+def add_predict(commands: Any) -> None:
+    """The predict command."""
+    command = commands.add_parser(
+        "predict",
+        help="answers of a fine-tuned model, as JSON lines",
+        description="Print one JSON object per example, in the order of the input. Classes: label and score, "
+        "its probability. Regression: value. squad, squad2: answer and score. ner: words, tags, and entities "
+        "with their first word and the word after the last. swag, race: choice, text and score.",
+        epilog="Example:\n  fastbert predict csv --model trained --input texts.txt",
+    )
+    add = command.add_argument
+    add("task", choices=TASKS, metavar="TASK", help="the task of the training; csv for any texts")
+    add("--model", required=True, metavar="DIR", help="the output of fastbert finetune")
+    add(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="csv and GLUE: .txt (a text per line; of a pair a tab between), .csv or .tsv with a header, or "
+        ".jsonl. squad, squad2: .jsonl with question and context, or SQuAD's .json. ner: .txt, a sentence "
+        "per line with spaces between words. swag: the official .csv. race: the folder of a split",
+    )
+    add("--output", metavar="FILE", help="appears whole at the end, or not at all; default: stdout")
+    add("--overwrite", action="store_true", help="replace the output file if it exists")
+    add("--batch-tokens", type=int, default=8192, metavar="N", help="most tokens at a time (default 8192)")
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="most tokens of a sequence; default: that of the training",
+    )
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast (default fp32)")
+    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--text", metavar="NAME", help="csv and GLUE: the column or key of texts; default: GLUE's, or text")
+    add("--pair", metavar="NAME", help="csv and GLUE: that of second texts; default: GLUE's, or none")
+    add("--columns", action="store_true", default=None, help="ner: the input has CoNLL's columns")
+    _add_shared(add)
+
+
+def _add_shared(add: Any) -> None:
+    """Options of tasks that train and predict alike."""
+    add(
+        "--doc-stride",
+        type=int,
+        metavar="N",
+        help="squad, squad2: context tokens between the starts of two windows (default 128)",
+    )
+    add(
+        "--null-threshold",
+        type=float,
+        metavar="X",
+        help='squad2: "" is the answer where no answer scores so much more than the best text; default: the '
+        "threshold of the best F1 on the dev file",
+    )
+    add("--context", type=int, metavar="N", help="ner: tokens of the document on each side (default 64)")
