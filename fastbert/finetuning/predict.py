@@ -65,11 +65,10 @@ class _Texts(_Reader):
         return inputs.texts(path, self.text, self.pair)
 
     def gathered(self, examples: list[Any]) -> Texts:
-        rows: list[tuple[str, ...]] = [
-            (example,) if isinstance(example, str) else tuple(example) for example in examples
-        ]
-        width = len(rows[0])
-        _check(examples, [width in (1, 2) and len(row) == width and _are_texts(row) for row in rows], "texts")
+        rows = [(example,) if isinstance(example, str) else example for example in examples]
+        width = len(rows[0]) if _are_texts(rows[0]) else 0
+        right = [width in (1, 2) and _are_texts(row) and len(row) == width for row in rows]
+        _check(examples, right, "texts, or pairs of texts")
         pairs = [row[1] for row in rows] if width == 2 else None
         return Texts([], [row[0] for row in rows], pairs, None)
 
@@ -89,9 +88,8 @@ class _Questions(_Reader):
         return inputs.questions(path)
 
     def gathered(self, examples: list[Any]) -> list[Question]:
-        _check(
-            examples, [len(each) == 2 and _are_texts(each) for each in examples], "a question and a context"
-        )
+        right = [_are_texts(each) and len(each) == 2 for each in examples]
+        _check(examples, right, "a question and a context")
         return [Question(str(i), question, context, ()) for i, (question, context) in enumerate(examples)]
 
     def answers(
@@ -126,7 +124,7 @@ class _Words(_Reader):
     def gathered(self, examples: list[Any]) -> list[Sentence]:
         if self.columns:
             return examples
-        _check(examples, [bool(e) and not isinstance(e, str) and _are_texts(e) for e in examples], "words")
+        _check(examples, [_are_texts(each) and len(each) > 0 for each in examples], "a list of words")
         # Each sentence is a document
         return [Sentence(i, list(words), []) for i, words in enumerate(examples)]
 
@@ -151,8 +149,12 @@ class _Choices(_Reader):
 
     def gathered(self, examples: list[Any]) -> Choices:
         right = [
-            len(e) == 2 and isinstance(e[0], str) and len(e[1]) == swag.CHOICES and _are_texts(e[1])
-            for e in examples
+            isinstance(each, (tuple, list))
+            and len(each) == 2
+            and isinstance(each[0], str)
+            and _are_texts(each[1])
+            and len(each[1]) == swag.CHOICES
+            for each in examples
         ]
         _check(examples, right, "a text and four choices")
         return Choices([], [first for first, _ in examples], [tuple(four) for _, four in examples], None)
@@ -222,7 +224,7 @@ def predict(
     longest = max_length or min(usual, loaded.config.max_tokens)
     if longest > loaded.config.max_tokens:
         raise ValueError(
-            f"max_length: the model reads {loaded.config.max_tokens} tokens at most, got {longest}"
+            f"max_length: the model reads at most {loaded.config.max_tokens} tokens, got {longest}"
         )
     given = reader.read(Path(examples)) if isinstance(examples, (str, os.PathLike)) else iter(examples)
     return _answers(reader, loaded, load_tokenizer(place), given, longest, batch_tokens, DTYPES[dtype])
@@ -283,8 +285,8 @@ def _check(examples: Sequence[Any], right: Sequence[bool], expected: str) -> Non
             raise ValueError(f"examples: expected {expected}, got {example!r:.60}")
 
 
-def _are_texts(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, (tuple, list)) and all(isinstance(value, str) for value in values)
 
 
 def _shares(logits: np.ndarray) -> np.ndarray:
