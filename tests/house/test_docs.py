@@ -204,6 +204,9 @@ def folder(tmp_path_factory) -> Path:
     fastbert.SentenceEncoder(encoder, tokenizer).save_pretrained(root / "path/to/all-MiniLM-L6-v2")
     (root / "texts.txt").write_text("a sentence\nanother\n")
     (root / "path/to/trees.conllu").write_text(conllu())
+    (root / "path/to/reviews").mkdir()
+    for split in ("train", "dev"):
+        (root / f"path/to/reviews/{split}.csv").write_text("text,label\na good sentence,pos\nbad pasta,neg\n")
     return root
 
 
