@@ -103,6 +103,7 @@ def add_finetune(commands: Any) -> None:
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add("--json", action="store_true", help="print one JSON object instead of the table")
+    add = command.add_argument_group("options of some tasks").add_argument
     add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
     add("--text", metavar="NAME", help="csv: the column of texts (default text)")
     add("--pair", metavar="NAME", help="csv: the column of second texts; default: there is none")
@@ -142,8 +143,14 @@ def add_predict(commands: Any) -> None:
         metavar="N",
         help="most tokens of a sequence; default: that of the training",
     )
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast (default fp32)")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="bf16, fp16: autocast (default fp32)",
+    )
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add = command.add_argument_group("options of some tasks").add_argument
     add("--text", metavar="NAME", help="csv and GLUE: the column or key of texts; default: GLUE's, or text")
     add("--pair", metavar="NAME", help="csv and GLUE: that of second texts; default: GLUE's, or none")
     add("--columns", action="store_true", default=None, help="ner: the input has CoNLL's columns")

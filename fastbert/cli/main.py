@@ -56,7 +56,12 @@ class _Parser(argparse.ArgumentParser):
                 name = word.partition("=")[0]
                 if name == "--":
                     break
-                if name.startswith("--") and not any(option.startswith(name) for option in known):
+                # argparse takes a word with a space as a value
+                if (
+                    name.startswith("--")
+                    and " " not in word
+                    and not any(option.startswith(name) for option in known)
+                ):
                     near = difflib.get_close_matches(name, known, 1)
                     if near:
                         self.error(f"unknown option {name}; did you mean {near[0]}?")

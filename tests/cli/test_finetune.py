@@ -150,6 +150,14 @@ def test_a_signal_saves_and_the_same_command_resumes(number, trained, models, ta
     assert (tmp_path / "out/model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
+def test_a_signal_outside_of_training_ends_the_command(models, table, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        finetuning, "finetune", lambda *given, **options: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert main(command("csv", models, table, tmp_path / "out")) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "fastbert: stopped by SIGTERM; rerun the command to resume\n"
+
+
 def test_glue_trains_the_tasks_that_are_there(models, tmp_path, capsys):
     rows = "".join(f"{i}\tthe cat sat\tthe dog ran\tentailment\n" for i in range(3))
     (tmp_path / "RTE").mkdir()
@@ -395,6 +403,12 @@ def test_examples_of_another_kind_are_named(task, examples, expected, models):
 
 
 # --- the command line ---------------------------------------------------------------------------------------
+
+
+def test_values_that_look_like_options_are_values():
+    words = ["--model", "x", "--input", "x", "--output", "x", "--prompt", "--inputs and more"]
+    assert build_parser().parse_args(["encode", *words]).prompt == "--inputs and more"
+    assert build_parser().parse_args(["bench", "encoder", "--hepl"]).arguments == ["--hepl"]
 
 
 def test_the_command_line_has_the_tasks_and_their_options():
