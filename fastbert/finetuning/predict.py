@@ -65,7 +65,7 @@ class _Texts(_Reader):
         return inputs.texts(path, self.text, self.pair)
 
     def gathered(self, examples: list[Any]) -> Texts:
-        rows = [(example,) if isinstance(example, str) else example for example in examples]
+        rows: list[Any] = [(example,) if isinstance(example, str) else example for example in examples]
         width = len(rows[0]) if _are_texts(rows[0]) else 0
         right = [width in (1, 2) and _are_texts(row) and len(row) == width for row in rows]
         _check(examples, right, "texts, or pairs of texts")
