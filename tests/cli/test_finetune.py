@@ -22,6 +22,7 @@ from fastbert.cli.main import build_parser, main
 from fastbert.finetuning import predict as predicting
 from fastbert.finetuning import run as finetuning
 from fastbert.finetuning import tasks
+from fastbert.tasks import inputs
 from fastbert.tasks.glue_tasks import TASKS
 from fastbert.training.loop import Trainer
 from tests.support.hf_models import hf_config
@@ -209,6 +210,7 @@ def test_predictions_are_those_of_the_training(trained, table, predict, tmp_path
     lines, objects = tmp_path / "texts.txt", tmp_path / "texts.jsonl"
     lines.write_text("\r\n".join([*SENTENCES, ""]))
     objects.write_text("".join(json.dumps({"review": text}) + "\n\n" for text in SENTENCES))
+    assert [text for (text,) in inputs.texts(lines)] == SENTENCES
     for task, file, more in (
         ("csv", lines, ()),
         ("sst2", objects, ("--text", "review")),
@@ -247,6 +249,21 @@ def test_texts_without_names_of_classes_and_numbers(models, predict, tmp_path):
     assert [each["score"] for each in found] == pytest.approx(expected.values.tolist(), abs=1e-5)
     found = predict("stsb", "stsb", path)
     assert [each["value"] for each in found] == pytest.approx(values[:, 0].tolist(), abs=1e-4)
+
+
+def test_texts_are_cut_as_in_training(models, predict, tmp_path):
+    """[CLS] the cat [SEP] is what four tokens hold."""
+    path = tmp_path / "texts.txt"
+    path.write_text("the cat sat bad\nthe cat ran good\n")
+    first, second = predict("csv", "csv", path)
+    assert first != second
+    first, second = predict("csv", "csv", path, "--max-length", 4)
+    assert first == second
+    (models / "csv/results.json").write_text('{"best": {"max_length": 4}}')
+    try:
+        assert predict("csv", "csv", path) == [first, second]
+    finally:
+        (models / "csv/results.json").unlink()
 
 
 def test_answers_of_questions(models, predict, tmp_path):
@@ -406,8 +423,8 @@ def test_examples_of_another_kind_are_named(task, examples, expected, models):
 
 
 def test_values_that_look_like_options_are_values():
-    words = ["--model", "x", "--input", "x", "--output", "x", "--prompt", "--inputs and more"]
-    assert build_parser().parse_args(["encode", *words]).prompt == "--inputs and more"
+    words = ["--model", "x", "--input", "x", "--output", "x", "--prompt", "--inputs x"]
+    assert build_parser().parse_args(["encode", *words]).prompt == "--inputs x"
     assert build_parser().parse_args(["bench", "encoder", "--hepl"]).arguments == ["--hepl"]
 
 
