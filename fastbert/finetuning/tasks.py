@@ -39,7 +39,8 @@ def task_of(name: str, **options: Any) -> Task:
     taken = OPTIONS.get(name, ())
     unknown = next((option for option in options if option not in taken), None)
     if unknown is not None:
-        raise TypeError(f"{unknown}: expected an option of {name} ({', '.join(taken) or 'it has none'})")
+        own = ", ".join(taken) or "it has none"
+        raise TypeError(f"unknown option {unknown!r}: expected a setting, or an option of {name} ({own})")
     if name in GLUE:
         return Glue(name)
     if name in ("squad", "squad2"):

@@ -122,7 +122,9 @@ def test_python_finds_what_the_command_finds(trained, models, table, tmp_path):
     found = fastbert.finetune("csv", models / "encoder", table, tmp_path / "out", lr=3e-3, **options)
     results = json.loads((trained / "results.json").read_text())
     assert found.best.evaluations == results["runs"][0]["evaluations"]
-    with pytest.raises(TypeError, match="doc_stride: expected an option of csv"):
+    with pytest.raises(
+        TypeError, match="unknown option 'doc_stride': expected a setting, or an option of csv"
+    ):
         fastbert.finetune("csv", models / "encoder", table, tmp_path, doc_stride=3)
 
 
