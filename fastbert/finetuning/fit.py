@@ -103,14 +103,17 @@ def fit(
     def evaluate(checkpoint: Path) -> None:
         step = read_json(checkpoint / STATE)["step"]
         history = evaluations(folder)
-        scores = {
-            split: _scored(task, built[0].model, each, DTYPES[settings.dtype]) for split, each in dev.items()
-        }
-        history.append({"step": step, "epoch": step * size / count, **scores})
-        best = max(history, key=lambda entry: score_of(task, entry))
-        if best is history[-1]:
-            built[0].model.save_pretrained(folder / BEST)
-            finish(folder / BEST)
+        # An interrupted run is saved at any step
+        if step % every == 0 or step == steps:
+            scores = {
+                split: _scored(task, built[0].model, each, DTYPES[settings.dtype])
+                for split, each in dev.items()
+            }
+            history.append({"step": step, "epoch": step * size / count, **scores})
+            best = max(history, key=lambda entry: score_of(task, entry))
+            if best is history[-1]:
+                built[0].model.save_pretrained(folder / BEST)
+                finish(folder / BEST)
         (checkpoint / EVALUATIONS).write_text(json.dumps(history, indent=1) + "\n")
 
     decay = settings.layer_decay
@@ -137,7 +140,8 @@ def fit(
         **options,
     )
     trainer.run()
-    return evaluations(folder)
+    # The first process may remove the checkpoint before another one reads it
+    return parallel.broadcast(evaluations(folder) if parallel.is_first else None)
 
 
 def _parts(train: Encoded, size: int, world: int) -> int:
