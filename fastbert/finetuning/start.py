@@ -44,8 +44,10 @@ def first_model(
         ValueError: the model is too small for `reinit`, or shares its layers.
     """
     config = EncoderConfig.from_pretrained(path)
-    same = bool(classes) and classes_of(config, classes) == [*config.id2label.values()]
-    given: dict[str, Any] = {"ignore_mismatched_sizes": True, "dtype": torch.float32, "device": "cpu"}
+    same = bool(classes) and sorted(config.id2label.values()) == sorted(classes)
+    # The labels decide the problem type: a checkpoint of another task may have another
+    given: dict[str, Any] = {"ignore_mismatched_sizes": True, "problem_type": None}
+    given |= {"dtype": torch.float32, "device": "cpu"}
     if classes:
         ids = dict(enumerate(classes_of(config, classes)))
         given |= {"id2label": ids, "label2id": {name: i for i, name in ids.items()}}
