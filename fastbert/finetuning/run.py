@@ -3,7 +3,8 @@
     OUTPUT/                 the best model as a HuggingFace directory, with its tokenizer
       results.json          every run's settings and scores, and the best
       dev/, test/           the official prediction files of the best model
-      runs/lr-…-seed-…/     each run: log.jsonl, results.json, and while it is trained its checkpoints
+      runs/lr-…-seed-…/     each run: log.jsonl, results.json, and while it is trained its checkpoints;
+                            the best run also has its model in best/
 
 The same call resumes where it was interrupted. Runs share no state, so their order changes nothing.
 """
@@ -14,16 +15,18 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
-from fastbert.finetuning.encoded import has_segments, outputs
+from fastbert.finetuning.encoded import Encoded, has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import first_model
@@ -163,19 +166,16 @@ def finetune(
         raise TypeError(f"{min(options)}: expected a setting, because the task has its options already")
     made = task if isinstance(task, Task) else task_of(task, **options)
     output, data = Path(output), Path(data)
+    _check_output(output, Path(model))
     if type(restarts) is not int or restarts < 1:
         raise ValueError(f"restarts: expected an integer >= 1, got {restarts!r}")
     rates = [made.defaults["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
     if not rates or len({*rates}) != len(rates):
         raise ValueError(f"lr: expected different learning rates, at least one, got {rates!r}")
-    first = settings.pop("seed", 0)
-    usual = {name: value for name, value in made.defaults.items() if name != "lr"}
-    grid = [
-        Settings(lr=rate, seed=first + restart, **{**usual, **settings})
-        for rate in rates
-        for restart in range(restarts)
-    ]
+    firsts = [Settings(**{**made.defaults, **settings, "lr": rate}) for rate in rates]
+    grid = [replaced(one, seed=one.seed + restart) for one in firsts for restart in range(restarts)]
     parallel = parallel or Parallel(dtype=DTYPES[grid[0].dtype])
+    say = say if parallel.is_first else lambda text: None
     place = hub.resolve(model)
     config = EncoderConfig.from_pretrained(place)
     tokenizer = load_tokenizer(place)
@@ -186,6 +186,7 @@ def finetune(
 
     def encoded(name: str, examples: Any, labelled: bool) -> Split:
         found = made.encode(examples, tokenizer, grid[0].max_length, labelled)
+        _check_fits(found, config, tokenizer)
         cut = f", {found.truncated:,} sequences cut to {grid[0].max_length} tokens" if found.truncated else ""
         say(f"{name}: {len(found):,} examples{cut}")
         return Split(examples, found)
@@ -194,14 +195,18 @@ def finetune(
     made.adopt(config)
     train = encoded("train", learned, True)
     dev = {name: encoded(name, made.read(data, name), False) for name in splits["dev"]}
+    tests = {name: encoded(name, made.read(data, name), False) for name in splits["test"]}
     base = made.constant(train.examples, dev[splits["dev"][0]].examples)
     described = {
         "task": made.name,
         "model": weights_digest(place),
         "tokenizer": digest(tokenizer.to_str().encode()),
         "train": train.encoded.hash,
-        "dev": {name: each.encoded.hash for name, each in dev.items()},
+        "dev": {
+            name: [each.encoded.hash, digest(repr(each.examples).encode())] for name, each in dev.items()
+        },
         "classes": [*made.classes],
+        "options": dict(made.options),
     }
 
     def finish(folder: Path) -> None:
@@ -240,14 +245,43 @@ def finetune(
             _keep_the_best(output, runs)
     result = Result(made.name, made.metric, runs, output, [row for row in PUBLISHED if row.task == made.name])
     if parallel.is_first:
-        shutil.copytree(output / "runs" / result.best.settings.name / BEST, output, dirs_exist_ok=True)
-        tests = {name: encoded(name, made.read(data, name), False) for name in splits["test"]}
+        best = output / "runs" / result.best.settings.name / BEST
+        if not best.is_dir():
+            raise TrainingError(
+                f"{best}: was removed, because another run of an earlier grid was better; "
+                "expected that grid, or another output"
+            )
+        shutil.copytree(best, output, dirs_exist_ok=True)
         for folder, of_kind in (("dev", dev), ("test", tests)):
-            for path in predicted(made, output, of_kind, output / folder, parallel.device):
+            dtype = DTYPES[result.best.settings.dtype]
+            for path in predicted(made, output, of_kind, output / folder, parallel.device, dtype):
                 say(f"wrote {path}")
         replace(output / RESULTS, (json.dumps(_described(result), indent=1) + "\n").encode())
         draw(result)
     return result
+
+
+def _check_output(output: Path, model: Path) -> None:
+    """Refuse a directory that has other files, which the best model would overwrite."""
+    if output.resolve() == model.resolve():
+        raise ValueError(f"output: expected another directory than the model's, got {output}")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output: expected a directory, got the file {output}")
+    if output.is_dir() and any(output.iterdir()) and not (output / "runs").is_dir():
+        raise ValueError(f"output: expected a new directory or one of fine-tuning, got {output}")
+
+
+def _check_fits(examples: Encoded, config: EncoderConfig, tokenizer: Tokenizer) -> None:
+    """Refuse tokens that the model does not know, and sequences longer than its positions."""
+    if (most := int(examples.ids.max())) >= config.vocab_size:
+        token = tokenizer.id_to_token(most)
+        raise ValueError(
+            f"model: knows {config.vocab_size} tokens, but its tokenizer makes {token!r} with id {most}"
+        )
+    if (longest := int(np.diff(examples.starts).max())) > config.max_tokens:
+        raise ValueError(
+            f"max_length: expected at most {config.max_tokens} for this model, got {longest} tokens"
+        )
 
 
 def _finished(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -262,20 +296,22 @@ def _finished(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]] | No
 
 
 def _keep_the_best(output: Path, runs: list[Run]) -> None:
-    """Remove the weights of all runs that have ended but the best."""
+    """Remove the checkpoints of all runs that have ended, and the models of all but the best."""
     best = max(runs, key=lambda run: run.score)
     for run in runs:
         folder = output / "runs" / run.settings.name
-        if run is not best:
-            for part in (
-                folder / BEST,
-                *(folder / checkpoints.name_of(s) for s in checkpoints.steps_in(folder)),
-            ):
-                shutil.rmtree(part, ignore_errors=True)
+        parts = [folder / checkpoints.name_of(step) for step in checkpoints.steps_in(folder)]
+        for part in parts if run is best else [folder / BEST, *parts]:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def predicted(
-    task: Task, model: Path, splits: Mapping[str, Split], folder: Path, device: torch.device
+    task: Task,
+    model: Path,
+    splits: Mapping[str, Split],
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Path]:
     """Write the prediction files of a trained model for some splits."""
     if not splits:
@@ -283,7 +319,7 @@ def predicted(
     trained = task.head.from_pretrained(model, device=device)
     written: list[Path] = []
     for name, each in splits.items():
-        found = outputs(trained, each.encoded, task.fields, batch_tokens=BATCH_TOKENS)
+        found = outputs(trained, each.encoded, task.fields, batch_tokens=BATCH_TOKENS, dtype=dtype)
         said = task.predictions(each.examples, each.encoded, found)
         written += task.write(folder, name, each.examples, said)
     return list(dict.fromkeys(written))

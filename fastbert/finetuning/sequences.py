@@ -82,6 +82,7 @@ class Glue(SequenceTask):
         self.defaults = {"lr": 3e-5, "epochs": 3, "batch_size": 32, "max_length": 128}
         form = glue_tasks.TASKS[name]
         self.name, self.form = name, form
+        self._submitted: dict[str, dict[str, Any]] = {}
         self.classes = list(form.labels.values())
         self.labels = len(self.classes) or 1
         self.metric = form.metrics[0]
@@ -108,12 +109,15 @@ class Glue(SequenceTask):
         return glue.score(self.name, predictions, examples.labels)
 
     def write(self, folder: Path, split: str, examples: Texts, predictions: list[Any]) -> list[Path]:
-        """The submission's file for a test split; index, prediction and label for a dev split."""
+        """A test split's file and submission.zip; for a dev split index, prediction and label."""
         found = dict(zip(examples.ids, predictions, strict=True))
         form = glue_tasks.TASKS["ax"] if split == "ax" else self.form
         name = form.submissions.get("test" if split == "ax" else split)
         if name is not None:
-            return [glue.write_submission(folder, {name: found})]
+            # MNLI has three test files, and one submission has all of them
+            self._submitted[name] = found
+            archive = glue.write_submission(folder, self._submitted)
+            return [folder / f"{name}.tsv", archive]
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{split}.tsv"
         rows = zip(examples.ids, predictions, examples.labels or (), strict=True)
@@ -163,6 +167,8 @@ class Table(SequenceTask):
         if split == "train" and not self.regression:
             self.classes = csv_file.classes(found.labels or [])
             self.labels = len(self.classes)
+            if self.labels < 2:
+                raise ValueError(f"{path}: expected two labels or more, found only {self.classes[0]!r}")
         unknown = {*(found.labels or [])} - {*self.classes} if not self.regression else ()
         if unknown:
             raise ValueError(f"{path}: {min(unknown)!r} is no label of the training file")

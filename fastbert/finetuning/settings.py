@@ -70,7 +70,7 @@ class Settings:
     @property
     def name(self) -> str:
         """Of the run's folder: what differs between the runs of one grid."""
-        return f"lr-{self.lr:g}-seed-{self.seed}"
+        return f"lr-{float(self.lr)!r}-seed-{self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""

@@ -24,7 +24,7 @@ class Squad(Task):
         doc_stride: context tokens from the start of a window to the start of the next.
         max_query: most tokens of a question.
         null_threshold: version 2: "" is answered where no answer scores so much more than the best text;
-            None takes the threshold of the best F1 on the dev file.
+            None takes the threshold of the best F1 on the dev file, also for a test file.
     """
 
     head = AutoModelForQuestionAnswering
@@ -36,6 +36,8 @@ class Squad(Task):
     ) -> None:
         self.version, self.doc_stride, self.max_query = version, doc_stride, max_query
         self.null_threshold = null_threshold
+        self.options = {"null_threshold": null_threshold}
+        self._found = 0.0
         self.name = "squad" if version == 1 else "squad2"
         self.defaults = {"lr": 5e-5, "epochs": 3, "batch_size": 32, "max_length": 384}
         if version == 2:
@@ -104,7 +106,8 @@ class Squad(Task):
         self, folder: Path, split: str, examples: list[Question], predictions: Predictions
     ) -> list[Path]:
         """predictions.json, nbest_predictions.json and, in version 2, null_odds.json."""
-        labelled = any(question.answers for question in examples)
-        threshold = self.threshold(examples, predictions) if labelled else self.null_threshold or 0.0
+        if any(question.answers for question in examples):
+            self._found = self.threshold(examples, predictions)
+        threshold = self._found if self.null_threshold is None else self.null_threshold
         squad_answers.write(folder, predictions, threshold)
         return sorted(folder.glob("*.json"))

@@ -38,6 +38,7 @@ class Ner(Task):
 
     def __init__(self, *, context: int = 64, strict: bool = False) -> None:
         self.context, self.strict = context, strict
+        self.options = {"strict": strict}
         self.defaults = {"lr": 5e-5, "epochs": 3, "batch_size": 32, "max_length": 512}
         self._source: dict[str, Path] = {}
 

@@ -26,6 +26,7 @@ class Task(ABC):
         fields: fields of the model's output that predictions are made of.
         classes: names of the head's classes, in the order of its outputs; empty if the head has none.
         labels: outputs of the head; 0 if it has a fixed number.
+        options: what the scores depend on besides the files and the settings; JSON values.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Task(ABC):
     fields: ClassVar[tuple[str, ...]] = ("logits",)
     classes: Sequence[str] = ()
     labels: int = 0
+    options: Mapping[str, Any] = {}
 
     @abstractmethod
     def splits(self, data: Path) -> dict[str, list[str]]:
