@@ -103,8 +103,8 @@ def fit(
     def evaluate(checkpoint: Path) -> None:
         step = read_json(checkpoint / STATE)["step"]
         history = evaluations(folder)
-        # An interrupted run is saved at any step
-        if step % every == 0 or step == steps:
+        # An interrupted run is saved at any step, also before the first
+        if step == steps or (step > 0 and step % every == 0):
             scores = {
                 split: _scored(task, built[0].model, each, DTYPES[settings.dtype])
                 for split, each in dev.items()

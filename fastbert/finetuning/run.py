@@ -170,9 +170,9 @@ def finetune(
     if type(restarts) is not int or restarts < 1:
         raise ValueError(f"restarts: expected an integer >= 1, got {restarts!r}")
     rates = [made.defaults["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
-    if not rates or len({*rates}) != len(rates):
-        raise ValueError(f"lr: expected different learning rates, at least one, got {rates!r}")
     firsts = [Settings(**{**made.defaults, **settings, "lr": rate}) for rate in rates]
+    if not rates or len({one.lr for one in firsts}) != len(rates):
+        raise ValueError(f"lr: expected different learning rates, at least one, got {rates!r}")
     grid = [replaced(one, seed=one.seed + restart) for one in firsts for restart in range(restarts)]
     parallel = parallel or Parallel(dtype=DTYPES[grid[0].dtype])
     say = say if parallel.is_first else lambda text: None

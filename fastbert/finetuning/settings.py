@@ -60,6 +60,9 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
                 least = 0 if low == 0 else "0 or more"
                 raise ValueError(f"{name}: expected a number above {least} and below {high:g}, got {value!r}")
+        for name in ("freeze", "random_init"):
+            if type(value := getattr(self, name)) is not bool:
+                raise ValueError(f"{name}: expected True or False, got {value!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.freeze and (self.reinit or self.random_init or self.layer_decay != 1):
