@@ -1,0 +1,209 @@
+"""A run that is killed, stopped or done already ends in the same bytes, and restarts share no state."""
+
+import hashlib
+import os
+import shutil
+import signal
+
+import pytest
+
+from fastbert.finetuning import run as run_module
+from fastbert.finetuning.spans import Squad
+from fastbert.training.loop import Interrupted, Trainer, TrainingError
+from tests.support.killed import killed
+from tests.support.rule_tasks import files, quick, tiny_model, written
+
+# 24 examples: 3 steps per epoch, 6 in all
+OPTIONS = {"lr": 2e-3, "epochs": 2, "batch_size": 8}
+# what differs between equal runs: times, and a picture
+UNEQUAL = (".lock", "speed.jsonl", "curves.png")
+
+
+@pytest.fixture(scope="module")
+def data(memory):
+    return written("csv", memory / "data", 24, 12)
+
+
+@pytest.fixture(scope="module")
+def dropping(memory):
+    """A model with dropout, whose draws must be resumed too."""
+    rates = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return tiny_model(memory / "dropping", **rates)
+
+
+@pytest.fixture(scope="module")
+def unbroken(memory, dropping, data):
+    """A run without interruption."""
+    quick("csv", dropping, data, memory / "unbroken", **OPTIONS)
+    return memory / "unbroken"
+
+
+def digests(output):
+    """File -> SHA-256, of all that a result depends on."""
+    return {
+        path.relative_to(output).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files(output)
+        if path.name not in UNEQUAL
+    }
+
+
+def test_equal_calls_write_equal_bytes(tmp_path, dropping, data, unbroken):
+    quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
+    assert digests(tmp_path / "run") == digests(unbroken)
+    names = {path.relative_to(unbroken).as_posix() for path in files(unbroken)}
+    assert {"model.safetensors", "results.json", "dev/dev.csv", "test/test.csv"} <= names
+    assert not any("step-" in name for name in names)
+
+
+# operations on files; a whole run has more than 90 and fewer than 160
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="cannot fork")
+@pytest.mark.parametrize("at", range(1, 160, 3))
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, dropping, data, unbroken, at):
+    output = tmp_path / "run"
+
+    def call():
+        return quick("csv", dropping, data, output, **OPTIONS)
+
+    assert killed(call, output, at) or at > 90
+    call()
+    assert digests(output) == digests(unbroken)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, dropping, data, unbroken, step):
+    counted = Trainer._counted
+
+    def stops(self, micro):
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return counted(self, micro)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Trainer, "_counted", stops)
+        quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
+    quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
+    assert digests(tmp_path / "run") == digests(unbroken)
+
+
+def test_a_run_that_has_ended_is_not_trained_again(tmp_path, monkeypatch, dropping, data, unbroken):
+    shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "dev")
+    monkeypatch.setattr(run_module, "fit", None)
+    quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
+    assert digests(tmp_path / "run") == digests(unbroken)
+
+
+CHANGES = {
+    "settings.epochs": {"epochs": 3},
+    "settings.batch_size": {"batch_size": 4},
+    "settings.max_length": {"max_length": 30},
+    "settings.warmup": {"warmup": 0.2},
+    "settings.weight_decay": {"weight_decay": 0.1},
+    "settings.layer_decay": {"layer_decay": 0.9},
+    "settings.reinit": {"reinit": 1},
+    "settings.freeze": {"freeze": True},
+    "settings.random_init": {"random_init": True},
+    "settings.dtype": {"dtype": "bf16"},
+}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_setting_is_an_error(tmp_path, dropping, data, unbroken, name, ended):
+    shutil.copytree(unbroken, tmp_path / "run")
+    if not ended:
+        (tmp_path / "run" / "runs" / "lr-0.002-seed-0" / "results.json").unlink()
+    before = digests(tmp_path / "run")
+    with pytest.raises(TrainingError, match=f"^{name}: the run in .*lr-0.002-seed-0 has"):
+        quick("csv", dropping, data, tmp_path / "run", **{**OPTIONS, **CHANGES[name]})
+    assert digests(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_other_labels_are_an_error(tmp_path, dropping, data, unbroken, split):
+    shutil.copytree(unbroken, tmp_path / "run")
+    shutil.copytree(data, tmp_path / "data")
+    rows = (data / f"{split}.csv").read_text().splitlines()
+    labels = [row.rpartition(",") for row in rows]
+    # the last two rows change their labels
+    rows[-2:] = [f"{labels[-2][0]},{labels[-1][2]}", f"{labels[-1][0]},{labels[-2][2]}"]
+    assert labels[-1][2] != labels[-2][2]
+    (tmp_path / "data" / f"{split}.csv").write_text("\n".join(rows) + "\n")
+    with pytest.raises(TrainingError, match=rf"^{split}\b"):
+        quick("csv", dropping, tmp_path / "data", tmp_path / "run", **OPTIONS)
+
+
+def test_another_model_is_an_error(tmp_path, model, data, unbroken):
+    shutil.copytree(unbroken, tmp_path / "run")
+    with pytest.raises(TrainingError, match="^model: the run in"):
+        quick("csv", model, data, tmp_path / "run", **OPTIONS)
+
+
+def test_another_option_of_the_task_is_an_error(tmp_path, model):
+    data = written("squad2", tmp_path / "data", 8, 8)
+    for threshold in (None, 1.0):
+        task = Squad(2, max_query=10, doc_stride=8, null_threshold=threshold)
+        if threshold is None:
+            quick(task, model, data, tmp_path / "run", **OPTIONS)
+            continue
+        with pytest.raises(TrainingError, match=r"^options\.null_threshold: the run in"):
+            quick(task, model, data, tmp_path / "run", **OPTIONS)
+
+
+GRID = {"lr": [1e-5, 2e-3], "restarts": 2, "epochs": 2, "batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def grid(memory, dropping, data):
+    return quick("csv", dropping, data, memory / "grid", **GRID)
+
+
+def test_the_best_of_a_grid_is_kept(grid):
+    scores = [run.score for run in grid.runs]
+    assert len(scores) == 4
+    assert len({(run.settings.lr, run.settings.seed) for run in grid.runs}) == 4
+    assert grid.best is grid.runs[scores.index(max(scores))]
+    kept = [path.parent.parent.name for path in files(grid.output / "runs") if path.suffix == ".safetensors"]
+    assert kept == [grid.best.settings.name]
+    assert (grid.output / "model.safetensors").read_bytes() == (
+        grid.output / "runs" / grid.best.settings.name / "best" / "model.safetensors"
+    ).read_bytes()
+    lines = grid.table().splitlines()
+    assert sum(" mean " in line for line in lines) == 2
+
+
+def test_a_restart_equals_the_run_alone(tmp_path, dropping, data, grid):
+    for number in (1, 2):
+        of_grid = grid.runs[number]
+        given = {**GRID, "lr": of_grid.settings.lr, "restarts": 1, "seed": of_grid.settings.seed}
+        alone = quick("csv", dropping, data, tmp_path / str(number), **given)
+        assert alone.best == of_grid
+        place = f"runs/{of_grid.settings.name}/log.jsonl"
+        assert (grid.output / place).read_bytes() == (alone.output / place).read_bytes()
+
+
+def test_restarts_differ_in_head_and_order(grid):
+    logs = [(grid.output / "runs" / run.settings.name / "log.jsonl").read_text() for run in grid.runs]
+    first = [log.splitlines()[0] for log in logs]
+    # with one seed the first step has the same loss at each learning rate
+    losses = [line.split('"loss": ')[1].split(",")[0] for line in first]
+    assert losses[0] == losses[2] != losses[1] == losses[3]
+
+
+def test_more_restarts_keep_what_is_there(tmp_path, dropping, data, grid):
+    quick("csv", dropping, data, tmp_path / "run", **{**GRID, "restarts": 1})
+    quick("csv", dropping, data, tmp_path / "run", **GRID)
+    assert digests(tmp_path / "run") == digests(grid.output)
+
+
+def test_a_grid_whose_best_was_removed_is_an_error(tmp_path, dropping, data, grid):
+    shutil.copytree(grid.output, tmp_path / "run")
+    worst = min(grid.runs, key=lambda run: run.score).settings
+    given = {**GRID, "lr": worst.lr, "seed": worst.seed, "restarts": 1}
+    with pytest.raises(TrainingError, match="was removed, because another run of an earlier grid was better"):
+        quick("csv", dropping, data, tmp_path / "run", **given)
+
+
+def test_close_learning_rates_have_folders_of_their_own(tmp_path, dropping, data):
+    result = quick("csv", dropping, data, tmp_path / "run", lr=[1e-3, 1.0000001e-3], epochs=0.1)
+    assert len({run.settings.name for run in result.runs}) == 2
