@@ -48,13 +48,13 @@ def test_arguments(tmp_path, model, data, name, value):
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_frozen_encoder_refuses_what_needs_it_to_learn(tmp_path, model, data, changes):
-    with pytest.raises(ValueError, match="^freeze: "):
+    with pytest.raises(ValueError, match=r"^freeze: "):
         quick("csv", model, data, tmp_path / "run", freeze=True, **changes)
     assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_setting_is_named(tmp_path, model, data):
-    with pytest.raises(TypeError, match="'droput'"):
+    with pytest.raises(TypeError, match=r"'droput'"):
         quick("csv", model, data, tmp_path / "run", droput=0.1)
 
 
@@ -81,7 +81,7 @@ def test_missing_files(tmp_path, model, task, file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_folder_has_no_training_file(tmp_path, model, name):
-    with pytest.raises(ValueError, match=f"^data: .* has no train file of {name}$"):
+    with pytest.raises(ValueError, match=rf"^data: .* has no train file of {name}$"):
         quick(name, model, tmp_path, tmp_path / "run")
 
 
@@ -113,20 +113,20 @@ def test_models(tmp_path, model, data):
     bare = tmp_path / "bare"
     shutil.copytree(model, bare)
     (bare / "vocab.txt").unlink()
-    with pytest.raises(FileNotFoundError, match="bare: no tokenizer"):
+    with pytest.raises(FileNotFoundError, match=r"bare: no tokenizer"):
         quick("csv", bare, data, tmp_path / "run")
-    with pytest.raises(ValueError, match="^model: knows 20 tokens, but its tokenizer makes "):
+    with pytest.raises(ValueError, match=r"^model: knows 20 tokens, but its tokenizer makes "):
         quick("csv", tiny_model(tmp_path / "small", vocab_size=20), data, tmp_path / "run")
-    with pytest.raises(ValueError, match="^max_length: expected at most 4 for this model, got 7 tokens"):
-        short = tiny_model(tmp_path / "short", max_position_embeddings=4)
+    short = tiny_model(tmp_path / "short", max_position_embeddings=4)
+    with pytest.raises(ValueError, match=r"^max_length: expected at most 4 for this model, got 7 tokens"):
         quick("csv", short, data, tmp_path / "run")
-    with pytest.raises((ValueError, OSError), match="nowhere"):
+    with pytest.raises((ValueError, OSError), match=r"nowhere"):
         quick("csv", tmp_path / "nowhere", data, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_model_without_weights_that_are_finite(tmp_path, model, data):
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match=r"not finite"):
         quick("csv", model, data, tmp_path / "run", lr=1e30)
     quick("csv", model, data, tmp_path / "run")
 
@@ -137,7 +137,7 @@ def test_outputs_that_hold_something_else(tmp_path, model, data):
     (tmp_path / "full" / "thesis.tex").write_text("x")
     copy = shutil.copytree(model, tmp_path / "model")
     for output in ("file", "full", "model"):
-        with pytest.raises(ValueError, match="^output: expected "):
+        with pytest.raises(ValueError, match=r"^output: expected "):
             quick("csv", copy, data, tmp_path / output)
     (tmp_path / "empty").mkdir()
     quick("csv", copy, data, tmp_path / "empty", epochs=0.1)
@@ -145,7 +145,7 @@ def test_outputs_that_hold_something_else(tmp_path, model, data):
 
 def test_fsdp(tmp_path, model, data):
     parallel = SimpleNamespace(kind="fsdp", is_first=True, world=2)
-    with pytest.raises(ValueError, match="^parallel: expected none or ddp for fine-tuning, got fsdp$"):
+    with pytest.raises(ValueError, match=r"^parallel: expected none or ddp for fine-tuning, got fsdp$"):
         quick("csv", model, data, tmp_path / "run", parallel=parallel)
     assert not (tmp_path / "run").exists()
 

@@ -15,8 +15,8 @@ from tests.support.rule_tasks import files, quick, tiny_model, written
 
 # 24 examples: 3 steps per epoch, 6 in all
 OPTIONS = {"lr": 2e-3, "epochs": 2, "batch_size": 8}
-# what differs between equal runs: times, and a picture
-UNEQUAL = (".lock", "speed.jsonl", "curves.png")
+# what differs between equal runs: times, a picture, and what a killed write leaves
+UNEQUAL = (".lock", ".tmp", "speed.jsonl", "curves.png")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def digests(output):
     return {
         path.relative_to(output).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files(output)
-        if path.name not in UNEQUAL
+        if not path.name.endswith(UNEQUAL)
     }
 
 
@@ -55,16 +55,16 @@ def test_equal_calls_write_equal_bytes(tmp_path, dropping, data, unbroken):
     assert not any("step-" in name for name in names)
 
 
-# operations on files; a whole run has more than 90 and fewer than 160
+# operations on files; a whole run has more than 260 and fewer than 290
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="cannot fork")
-@pytest.mark.parametrize("at", range(1, 160, 3))
+@pytest.mark.parametrize("at", range(1, 290, 4))
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, dropping, data, unbroken, at):
     output = tmp_path / "run"
 
     def call():
         return quick("csv", dropping, data, output, **OPTIONS)
 
-    assert killed(call, output, at) or at > 90
+    assert killed(call, output, at) or at > 260
     call()
     assert digests(output) == digests(unbroken)
 
@@ -78,9 +78,10 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, dropping
             os.kill(os.getpid(), signal.SIGTERM)
         return counted(self, micro)
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_counted", stops)
-        quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
+        with pytest.raises(Interrupted):
+            quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
     quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
     assert digests(tmp_path / "run") == digests(unbroken)
 
@@ -114,7 +115,7 @@ def test_a_changed_setting_is_an_error(tmp_path, dropping, data, unbroken, name,
     if not ended:
         (tmp_path / "run" / "runs" / "lr-0.002-seed-0" / "results.json").unlink()
     before = digests(tmp_path / "run")
-    with pytest.raises(TrainingError, match=f"^{name}: the run in .*lr-0.002-seed-0 has"):
+    with pytest.raises(TrainingError, match=rf"^{name}: the run in .*lr-0.002-seed-0 has"):
         quick("csv", dropping, data, tmp_path / "run", **{**OPTIONS, **CHANGES[name]})
     assert digests(tmp_path / "run") == before
 
@@ -135,7 +136,7 @@ def test_other_labels_are_an_error(tmp_path, dropping, data, unbroken, split):
 
 def test_another_model_is_an_error(tmp_path, model, data, unbroken):
     shutil.copytree(unbroken, tmp_path / "run")
-    with pytest.raises(TrainingError, match="^model: the run in"):
+    with pytest.raises(TrainingError, match=r"^model: the run in"):
         quick("csv", model, data, tmp_path / "run", **OPTIONS)
 
 

@@ -94,6 +94,8 @@ def test_is_learnt(learnt, task):
 @pytest.mark.parametrize("task", TASKS)
 def test_results_are_those_of_the_saved_model(learnt, task):
     own, data, result = learnt(task)
+    constant = own.constant(own.read(data, "train"), own.read(data, next(iter(result.scores))))
+    assert constant == (None if task == "squad2" else pytest.approx(TASKS[task].constant))
     content = json.loads((result.output / "results.json").read_text())
     assert content["task"] == task
     assert content["metric"] == result.metric == own.metric

@@ -1,0 +1,71 @@
+"""Two processes fine-tune as one does, and resume together."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from fastbert.finetuning.tasks import task_of
+from fastbert.training import loop
+from fastbert.training.loop import Interrupted, Trainer
+from fastbert.training.parallel import Parallel
+from tests.support.ranks import together
+from tests.support.rule_tasks import files, quick, written
+
+pytestmark = pytest.mark.sweep
+
+OPTIONS = {"lr": [1e-3, 2e-3], "restarts": 2, "epochs": 2, "batch_size": 8}
+
+
+def tuned(task: str, model: Path, data: Path, output: Path, stop: int | None = None) -> dict:
+    """Be one of the processes; how it ended, its scores and what it said."""
+    loop.work.roof = lambda *device_and_dtype: 1e9
+    counted, said = Trainer._counted, []
+
+    def stops(self, micro):
+        if self.step == stop and self.parallel.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return counted(self, micro)
+
+    if stop is not None:
+        Trainer._counted = stops
+    try:
+        made = task_of(task, **({"max_query": 10, "doc_stride": 8} if task == "squad2" else {}))
+        parallel = Parallel(device="cpu")
+        result = quick(made, model, data, output, parallel=parallel, say=said.append, **OPTIONS)
+        parallel.broadcast(None)
+    except Interrupted:
+        return {"ended": "interrupted", "said": said}
+    return {"ended": "done", "scores": [run.evaluations for run in result.runs], "said": said}
+
+
+@pytest.mark.parametrize("task", ["csv", "squad2", "ner"])
+def test_two_processes_equal_one(tmp_path, model, task):
+    data = written(task, tmp_path / "data", 24, 12)
+    (one,) = together(0, tuned, task, model, data, tmp_path / "one")
+    two = together(2, tuned, task, model, data, tmp_path / "two")
+    assert [answer["ended"] for answer in two] == ["done", "done"]
+    assert two[0]["scores"] == two[1]["scores"]
+    assert two[1]["said"] == []
+    for ours, theirs in zip(two[0]["scores"], one["scores"], strict=True):
+        assert [entry["dev"] for entry in ours] == [pytest.approx(each["dev"], rel=1e-3) for each in theirs]
+    folders = tmp_path / "one", tmp_path / "two"
+    names = [{path.relative_to(folder).as_posix() for path in files(folder)} for folder in folders]
+    assert names[0] == names[1]
+    for run in ("lr-0.001-seed-0", "lr-0.002-seed-1"):
+        logs = [(folder / "runs" / run / "log.jsonl").read_text().splitlines() for folder in folders]
+        losses = [[json.loads(line)["loss"] for line in lines] for lines in logs]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_two_processes_resume(tmp_path, model, stop):
+    data = written("csv", tmp_path / "data", 24, 12)
+    together(2, tuned, "csv", model, data, tmp_path / "whole")
+    broken = together(2, tuned, "csv", model, data, tmp_path / "run", stop)
+    assert [answer["ended"] for answer in broken] == ["interrupted", "interrupted"]
+    together(2, tuned, "csv", model, data, tmp_path / "run")
+    for name in ("results.json", "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
