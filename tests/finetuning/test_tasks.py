@@ -12,9 +12,13 @@ import transformers
 
 from fastbert.finetuning.encoded import outputs
 from fastbert.finetuning.run import Result
+from fastbert.finetuning.sequences import Table
+from fastbert.finetuning.tagging import Ner
 from fastbert.finetuning.tasks import NAMES, task_of
+from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import squad, squad_answers
+from fastbert.tasks.ner import Sentence
 from fastbert.tasks.published import PUBLISHED
 from tests.support.rule_tasks import files, quick, written
 
@@ -216,3 +220,86 @@ def test_table_has_rows_of_its_metric_only(learnt):
     ]
     assert 0 < len(shown) < sum(row.task == "mrpc" for row in PUBLISHED)
     assert "published" not in learnt("csv")[2].table()
+
+
+# -- kinds that are not learnt above -------------------------------------------------------------------------
+
+
+def test_a_table_of_pairs_and_numbers(tmp_path, model):
+    """Columns of any name, in a .tsv, and a regression."""
+    written("stsb", tmp_path / "data", 24, 12)
+    task = Table("sentence1", "sentence2", "score", regression=True)
+    result = quick(task, model, tmp_path / "data", tmp_path / "run")
+    assert [*result.scores["dev"]] == ["spearman", "pearson"]
+    same = quick("stsb", model, tmp_path / "data", tmp_path / "same")
+    assert result.best.evaluations == same.best.evaluations
+    with open(tmp_path / "run" / "test" / "test.csv", newline="") as file:
+        assert len([float(row["prediction"]) for row in csv.DictReader(file)]) == 7
+
+
+def test_squad_1(tmp_path, model):
+    """The same questions with answers as version 2.0; no threshold and no odds."""
+    written("squad2", tmp_path / "data", 24, 12)
+    for split in ("train", "dev"):
+        content = json.loads((tmp_path / "data" / f"{split}-v2.0.json").read_text())
+        content["data"] = [
+            article for article in content["data"] if article["paragraphs"][0]["qas"][0]["answers"]
+        ]
+        (tmp_path / "data" / f"{split}-v1.1.json").write_text(json.dumps(content))
+    task = task_of("squad", max_query=10, doc_stride=8)
+    result = quick(task, model, tmp_path / "data", tmp_path / "run")
+    assert [*result.scores["dev"]] == ["f1", "exact", "HasAns_exact", "HasAns_f1"]
+    assert not (tmp_path / "run" / "dev" / "null_odds.json").exists()
+    assert all(json.loads((tmp_path / "run" / "dev" / "predictions.json").read_text()).values())
+
+
+def test_race(tmp_path, model):
+    for split, level in (("train", "high"), ("dev", "high"), ("dev", "middle"), ("test", "middle")):
+        folder = tmp_path / "data" / split / level
+        folder.mkdir(parents=True)
+        for i in range(8):
+            entry = {
+                "id": f"{level}{i}.txt",
+                "article": "the red cat sees the dog .",
+                "questions": ["where is the _ ?"],
+                "options": [["cat", "dog", "fox", "hen"]],
+                "answers": ["ABCD"[i % 4]],
+            }
+            (folder / f"{i}.txt").write_text(json.dumps(entry))
+    result = quick("race", model, tmp_path / "data", tmp_path / "run")
+    assert [*result.scores["dev"]] == ["accuracy", "accuracy_middle", "accuracy_high"]
+    rows = (tmp_path / "run" / "dev" / "dev.csv").read_text().splitlines()
+    assert rows[0] == "id,prediction"
+    assert len(rows) == 17
+
+
+def test_entities_of_iob2_alone():
+    sentences = [Sentence(0, ["anna", "bert"], ["B-PER", "O"])]
+    said = [["I-PER", "O"]]
+    assert Ner().scores(sentences, said)["f1"] == 1.0
+    assert Ner(strict=True).scores(sentences, said)["f1"] == 0.0
+    assert Ner().scores(sentences, [["B-PER", "B-PER"]]) == {"f1": 2 / 3, "precision": 0.5, "recall": 1.0}
+
+
+def test_windows_have_context(tmp_path, model):
+    data = written("ner", tmp_path / "data", 9, 3)
+    tokenizer = load_tokenizer(model)
+    scored = {}
+    for context in (0, 4):
+        task = Ner(context=context)
+        encoded = task.encode(task.read(data, "train"), tokenizer, 24, True)
+        labels = np.split(encoded.labels["labels"], encoded.starts[1:-1])
+        scored[context] = max(int((part != IGNORED).sum()) for part in labels)
+    # documents of three sentences are cut: 22 tokens less twice the context are left for what is scored
+    assert scored[4] <= 14 < scored[0] <= 22
+
+
+def test_cut_sequences_are_counted(tmp_path, model):
+    said = []
+    data = written("mrpc", tmp_path / "data", 16, 8)
+    quick("mrpc", model, data, tmp_path / "run", max_length=9, epochs=0.1, say=said.append)
+    assert said[0] == "train: 16 examples, 16 sequences cut to 9 tokens"
+    # of a pair the longer text loses tokens: three are left of each
+    own = task_of("mrpc")
+    encoded = own.encode(own.read(data, "dev"), load_tokenizer(model), 9, False)
+    assert {tuple(types) for types in np.split(encoded.types, encoded.starts[1:-1])} == {(0,) * 5 + (1,) * 4}
