@@ -56,7 +56,7 @@ def first_model(
     with warnings.catch_warnings():
         # The new head is what is wanted
         warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over|.*mismatch")
-        model = kind.from_pretrained(path, **given)
+        model = kind.from_pretrained(path, output_loading_info=False, **given)
     if settings.random_init:
         return type(model)(model.config)
     if labels and not same:
@@ -101,14 +101,12 @@ def decayed_groups(decay: float) -> Callable[[nn.Module, float], list[dict[str, 
     Source: Clark et al. 2020, "ELECTRA", appendix A.2; its code has one more step above the layers.
     """
 
-    def groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        model = module.model
-        assert isinstance(model, PreTrainedModel)
-        encoder = model.base_model
+    def groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
+        encoder = module.model.base_model
         layers = _layers(encoder)
         depths = {id(p): len(layers) + 1 for p in module.parameters()}
         pooler = getattr(encoder, "pooler", None)
-        above = {id(p) for p in pooler.parameters()} if isinstance(pooler, nn.Module) else set()
+        above = {id(p) for p in pooler.parameters()} if pooler is not None else set()
         depths |= {id(p): 0 for p in encoder.parameters() if id(p) not in above}
         depths |= {id(p): i for i, layer in enumerate(layers, 1) for p in layer.parameters()}
         made = []
