@@ -253,6 +253,20 @@ def test_squad_1(tmp_path, model):
     assert all(json.loads((tmp_path / "run" / "dev" / "predictions.json").read_text()).values())
 
 
+def test_positions_are_those_of_the_answers(learnt):
+    own, data, result = learnt("squad2")
+    questions, tokenizer = own.read(data, "train"), load_tokenizer(result.output)
+    encoded = own.encode(questions, tokenizer, 32, True)
+    found = [
+        tokenizer.decode(ids[start : end + 1]) if start else ""
+        for ids, start, end in zip(
+            np.split(encoded.ids, encoded.starts[1:-1]), *encoded.labels.values(), strict=True
+        )
+    ]
+    assert found == [next((answer.text for answer in each.answers), "") for each in questions]
+    assert result.scores["dev"]["HasAns_exact"] > 0.5
+
+
 def test_race(tmp_path, model):
     for split, level in (("train", "high"), ("dev", "high"), ("dev", "middle"), ("test", "middle")):
         folder = tmp_path / "data" / split / level

@@ -149,7 +149,7 @@ def write_squad2(folder: Path, draw: random.Random, train: int, dev: int) -> Non
     for split, count in (("train", train), ("dev", dev), ("test", 7)):
         articles = []
         for i in range(count):
-            name, place, impossible = draw.choice(NAMES), draw.choice(PLACES), i % 3 == 0
+            name, place, impossible = draw.choice(NAMES), " ".join(draw.sample(PLACES, 2)), i % 3 == 0
             verb = draw.choice(VERBS) if impossible else "lives"
             texts = [f"{name} {verb} in {place} .", f"{' '.join(_sentence(draw))} ."]
             context = " ".join(draw.sample(texts, 2))
