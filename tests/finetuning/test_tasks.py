@@ -20,6 +20,7 @@ from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import squad, squad_answers
 from fastbert.tasks.ner import Sentence
 from fastbert.tasks.published import PUBLISHED
+from fastbert.tasks.squad import Answer, Question
 from tests.support.rule_tasks import files, quick, written
 
 DEV = 60
@@ -151,13 +152,21 @@ def test_predicted_answers_are_scored_as_reported(learnt):
     answers = json.loads((result.output / "dev" / "predictions.json").read_text())
     found = squad_answers.evaluate(questions, answers)
     assert found["f1"] == pytest.approx(100 * result.best.score)
-    threshold = result.scores["dev"]["null_threshold"]
-    odds = json.loads((result.output / "test" / "null_odds.json").read_text())
-    answers = json.loads((result.output / "test" / "predictions.json").read_text())
-    assert threshold != 0
-    assert {name for name, text in answers.items() if not text} == {
-        name for name, value in odds.items() if value > threshold
-    }
+
+
+@pytest.mark.parametrize(("threshold", "answered"), [(None, "abc"), (6.5, "abcd"), (0.0, "")])
+def test_a_test_file_has_the_threshold_of_the_dev_file(tmp_path, threshold, answered):
+    """By the dev file, questions with odds of 5 have an answer, and with odds of 7 none."""
+    own = task_of("squad2", null_threshold=threshold)
+    for split, odds in (("dev", [5.0, 5.0, 7.0]), ("test", [4.0, 4.5, 5.0, 6.0, 8.0])):
+        names = "abcde"[: len(odds)]
+        gold = {name: (Answer("cat", 4),) if split == "dev" and name != "c" else () for name in names}
+        questions = [Question(name, "what ?", "the cat", gold[name]) for name in names]
+        answers, nbest = dict.fromkeys(names, "cat"), {name: [] for name in names}
+        said = squad_answers.Predictions(answers, nbest, dict(zip(names, odds, strict=True)))
+        own.write(tmp_path / split, split, questions, said)
+    found = json.loads((tmp_path / "test" / "predictions.json").read_text())
+    assert "".join(name for name, text in found.items() if text) == answered
 
 
 def test_predicted_tags_are_a_column_of_the_file(learnt):

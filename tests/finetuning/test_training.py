@@ -264,6 +264,9 @@ def test_predictions_have_the_dtype_of_the_scores(tmp_path, model):
     examples = task_of("stsb").read(data, "dev")
     assert labels == examples.labels
     assert task_of("stsb").scores(examples, said) == result.scores["dev"]
+    quick("stsb", model, data, tmp_path / "fp32", lr=2e-3)
+    first = [log(tmp_path / name)[0]["loss"] for name in ("run", "fp32")]
+    assert first[0] != first[1] == pytest.approx(first[0], rel=0.05)
 
 
 # -- starts --------------------------------------------------------------------------------------------------
