@@ -86,8 +86,8 @@ class Ner(Task):
     ) -> list[list[str]]:
         """The most likely tag of each word, per sentence."""
         words = np.concatenate([window.words for window in encoded.windows])
-        best = outputs[0].argmax(1)[words >= 0][np.argsort(words[words >= 0])]
-        tags = [str(self.classes[i]) for i in best]
+        # the windows score the words in the order of the file
+        tags = [str(self.classes[i]) for i in outputs[0].argmax(1)[words >= 0]]
         return ner_windows.tags_of(tags, examples)
 
     def scores(self, examples: list[Sentence], predictions: list[list[str]]) -> dict[str, float]:
