@@ -97,14 +97,15 @@ def test_the_front_picture_shows_committed_rows_and_their_ratios(monkeypatch):
     rows = quoted.newest()
     row = rows["encoder-base-ragged16", "fastbert-fp32"]
     peers = [quoted.rows_of(row.run)[row.group, name] for name in row.over]
-    assert len(peers) == 3
+    assert len(peers) >= 2
     texts = [text.text for text in ElementTree.fromstring(front.picture(3)).iter(f"{SVG}text")]
     start = texts.index("16 texts of mixed lengths, fp32")
     speeds = sorted((each.extra["tokens_per_s"] for each in (row, *peers)), reverse=True)
     assert texts[start + 1] == f"{speeds[0] / speeds[1]:.2f} ×"
-    assert texts[start + 3 : start + 11 : 2] == [f"{speed:,.0f}" for speed in speeds]
+    end = start + 3 + 2 * len(speeds)
+    assert texts[start + 3 : end : 2] == [f"{speed:,.0f}" for speed in speeds]
     monkeypatch.setattr(front, "rows_of", lambda run: loud(quoted.rows_of(run), peers[0].candidate))
-    assert len(front.panels()[0].groups["16 texts of mixed lengths, fp32"]) == 3
+    assert len(front.panels()[0].groups["16 texts of mixed lengths, fp32"]) == len(peers)
 
 
 def loud(rows: dict, candidate: str) -> dict:
