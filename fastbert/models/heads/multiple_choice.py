@@ -99,7 +99,8 @@ class BertForMultipleChoice(TaskModel):
 
 def _flattened(named: dict[str, Tensor | None]) -> tuple[dict[str, Tensor | None], int]:
     """The inputs as one batch of all choices, and the number of choices; 0 if there are no tokens."""
-    choices, flat = 0, dict[str, Tensor | None].fromkeys(named)
+    choices = 0
+    flat: dict[str, Tensor | None] = dict.fromkeys(named)
     for name, t in named.items():
         if t is not None:
             check_tensor(name, t)
