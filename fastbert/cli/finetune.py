@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from fastbert.checkpoint.files import read_json
 from fastbert.cli.finetune_arguments import SETTINGS, task_options
 from fastbert.cli.usage import UsageError, device_of, say
 from fastbert.finetuning import run as finetuning
+from fastbert.tasks.glue import write_archive
 from fastbert.tasks.glue_tasks import TASKS
 from fastbert.training.loop import DTYPES, Interrupted
 from fastbert.training.parallel import Parallel
@@ -23,6 +23,12 @@ def run(args: argparse.Namespace) -> int:
     if args.wnli and args.task != "glue":
         raise UsageError(f"--wnli: is an option of glue, not of {args.task}")
     options |= {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    if args.intermediate_task and not args.intermediate:
+        raise UsageError("--intermediate-task: needs --intermediate")
+    if args.intermediate:
+        if args.task == "glue":
+            raise UsageError("--intermediate: is for one task; expected one of GLUE's in place of glue")
+        options["intermediate"] = (args.intermediate_task or args.task, args.intermediate)
     data, output = Path(args.data), Path(args.output)
     tasks = {args.task: output}
     if args.task == "glue":
@@ -84,10 +90,7 @@ def _write_submission(output: Path, tasks: tuple[str, ...]) -> None:
     if set(missing) - {"WNLI"}:
         say(f"no submission.zip, because test predictions are missing: {', '.join(missing)}")
         return
-    with zipfile.ZipFile(output / "submission.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path in files.items():
-            if name not in missing:
-                archive.write(path, path.name)
-    say(f"wrote {output / 'submission.zip'}")
+    archive = write_archive(output, [path for name, path in files.items() if name not in missing])
+    say(f"wrote {archive}")
     if missing:
         say("submission.zip lacks WNLI.tsv, which the server expects; --wnli trains it")

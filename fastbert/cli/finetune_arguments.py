@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+from collections.abc import Callable
 from typing import Any
 
 from fastbert.cli.usage import UsageError
@@ -11,7 +14,8 @@ GLUE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
 TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "csv")
 SETTINGS = (
     *("lr", "epochs", "batch_size", "max_length", "restarts", "seed", "dtype"),
-    *("layer_decay", "reinit", "freeze", "random_init"),
+    *("optimizer", "weight_decay", "layer_decay", "reinit", "freeze", "random_init"),
+    *("stable", "decay_to_start", "mixout", "mixout_mask", "freelb", "smart"),
 )
 # Command -> task -> the options of the task
 _OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -62,6 +66,19 @@ def _rates(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
 
 
+def _numbers(kind: str) -> Callable[[str], Any]:
+    """Reads the fields of FreeLB or Smart, numbers with commas between, as many as are given."""
+
+    def read(text: str) -> Any:
+        settings = importlib.import_module("fastbert.finetuning.settings")  # only if the option is used
+        try:
+            return getattr(settings, kind)(*map(json.loads, text.split(",")))
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
 def add_finetune(commands: Any) -> None:
     """The finetune command."""
     command = commands.add_parser(
@@ -99,10 +116,42 @@ def add_finetune(commands: Any) -> None:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast (default fp32)")
     add("--freeze", action="store_true", default=None, help="train the head and the pooler alone")
     add("--random-init", action="store_true", default=None, help="begin with random weights")
+    add("--intermediate", metavar="DIR", help="train on these data before, for the same kind of files")
+    add(
+        "--intermediate-task",
+        choices=TASKS,
+        metavar="TASK",
+        help="the task of --intermediate (default: TASK), such as mnli for rte",
+    )
     add("--workers", type=int, default=0, metavar="N", help="processes that make batches (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add("--json", action="store_true", help="print one JSON object instead of the table")
+    add = command.add_argument_group("steadier and better").add_argument
+    add("--stable", action="store_true", default=None, help="20 epochs, batch 16, lr 2e-5, eps 1e-6")
+    add("--optimizer", choices=("adamw", "adamw-google"), help="-google: without correction of bias")
+    add("--weight-decay", type=float, metavar="X", help="of AdamW (default 0.01)")
+    text = "weights decay to the checkpoint's, not to 0"
+    add("--decay-to-start", action="store_true", default=None, help=text)
+    text = "in place of dropout: the probability that a weight is the checkpoint's, such as 0.7"
+    add("--mixout", type=float, metavar="P", help=text)
+    add("--mixout-mask", choices=("column", "element"), help="draws per input or per weight (default column)")
+    add(
+        "--freelb",
+        nargs="?",
+        const=True,
+        type=_numbers("FreeLB"),
+        metavar="K,LR,INIT,BALL",
+        help="adversarial training in K passes per step (default 3,0.1,1,null)",
+    )
+    add(
+        "--smart",
+        nargs="?",
+        const=True,
+        type=_numbers("Smart"),
+        metavar="WEIGHT,LR,NOISE,MOMENTUM",
+        help="smoothness beside the loss, in three forwards per step (default 1,1e-3,1e-5,0)",
+    )
     add = command.add_argument_group("options of some tasks").add_argument
     add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
     add("--text", metavar="NAME", help="csv: the column of texts (default text)")

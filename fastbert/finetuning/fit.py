@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastbert.checkpoint.files import read_json
 from fastbert.finetuning.encoded import Encoded, Source, outputs
+from fastbert.finetuning.losses import TaskLosses, losses_of
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import decayed_groups
 from fastbert.finetuning.task import Task
 from fastbert.models.base import PreTrainedModel
 from fastbert.training import checkpoints
 from fastbert.training.loop import DTYPES, STATE, Trainer
-from fastbert.training.module import Losses
 from fastbert.training.optimizers import decay_groups
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
@@ -41,23 +40,6 @@ class Split:
 
     examples: Any
     encoded: Encoded
-
-
-class TaskLosses(Losses):
-    """The task's loss, computed by the model's own head; see `training.module`."""
-
-    weights: Mapping[str, float] = {}
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self.exports = {"model": model}
-
-    def forward(
-        self, inputs: dict[str, Any], measure: bool = False
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """({"task": the mean loss}, {})."""
-        return {"task": self.model(**inputs).loss}, {}
 
 
 def fit(
@@ -97,7 +79,7 @@ def fit(
     built: list[TaskLosses] = []
 
     def begin() -> TaskLosses:
-        built[:] = [TaskLosses(build())]
+        built[:] = [losses_of(build(), settings, task.fields)]
         return built[0]
 
     def evaluate(checkpoint: Path) -> None:
@@ -124,7 +106,7 @@ def fit(
         Schedule("linear", settings.lr, steps, warmup=settings.warmup if steps > 1 else 0),
         micro_batches=(parts := _parts(train, size, parallel.world)),
         sequences=size // parts,
-        options={"kind": "adamw", "weight_decay": settings.weight_decay, "eps": 1e-8},
+        options={"kind": settings.optimizer, "weight_decay": settings.weight_decay, "eps": settings.eps},
         groups=decay_groups if decay == 1 else decayed_groups(decay),
     )
     trainer = Trainer(
@@ -136,6 +118,7 @@ def fit(
         parallel=parallel,
         save_every=every,
         keep=1,
+        graphs=not settings.mixout,  # a graph reads the weights at fixed addresses
         finish=evaluate,
         **options,
     )

@@ -28,10 +28,10 @@ from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.encoded import Encoded, has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
-from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.settings import STABLE, Settings
 from fastbert.finetuning.start import first_model
 from fastbert.finetuning.task import Task
-from fastbert.finetuning.tasks import task_of
+from fastbert.finetuning.tasks import NAMES, task_of
 from fastbert.models.config import EncoderConfig
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.published import PUBLISHED, Published
@@ -40,7 +40,7 @@ from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
 from fastbert.training.parallel import Parallel
 
-RESULTS = "results.json"
+RESULTS, INTERMEDIATE = "results.json", "intermediate"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -135,6 +135,8 @@ def finetune(
     *,
     lr: float | Sequence[float] | None = None,
     restarts: int = 1,
+    stable: bool = False,
+    intermediate: tuple[str, str | Path] | None = None,
     parallel: Parallel | None = None,
     say: Callable[[str], None] = lambda text: None,
     progress: bool | None = None,
@@ -150,6 +152,9 @@ def finetune(
         output: the directory to write; a run that is there resumes.
         lr: one learning rate or several; None is the task's default.
         restarts: runs per learning rate, with the seeds `seed`, `seed` + 1, …
+        stable: whether the defaults are `settings.STABLE`: 20 epochs with a small rate.
+        intermediate: (task, data) to fine-tune on before, with the defaults of that task, into
+            OUTPUT/intermediate; all runs begin with its best model.
         parallel: the processes; None: those of torchrun, or this one.
         say: callback for messages, one line at a time.
         progress: whether to show a progress bar; None: if stderr is a terminal.
@@ -169,13 +174,22 @@ def finetune(
     _check_output(output, Path(model))
     if type(restarts) is not int or restarts < 1:
         raise ValueError(f"restarts: expected an integer >= 1, got {restarts!r}")
-    rates = [made.defaults["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
-    firsts = [Settings(**{**made.defaults, **settings, "lr": rate}) for rate in rates]
+    usual = {**made.defaults, **(STABLE if stable else {})}
+    rates = [usual["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
+    firsts = [Settings(**{**usual, **settings, "lr": rate}) for rate in rates]
     if not rates or len({one.lr for one in firsts}) != len(rates):
         raise ValueError(f"lr: expected different learning rates, at least one, got {rates!r}")
     grid = [replaced(one, seed=one.seed + restart) for one in firsts for restart in range(restarts)]
     parallel = parallel or Parallel(dtype=DTYPES[grid[0].dtype])
     say = say if parallel.is_first else lambda text: None
+    if intermediate is not None:
+        kind, folder = intermediate
+        if kind not in NAMES:
+            raise ValueError(f"intermediate: expected a task of {', '.join(NAMES)}, got {kind!r}")
+        own = {name: getattr(grid[0], name) for name in ("seed", "dtype")}
+        shown: dict[str, Any] = {"parallel": parallel, "say": say, "progress": progress, "workers": workers}
+        say(f"intermediate: {kind}")
+        model = finetune(kind, model, folder, output / INTERMEDIATE, **own, **shown).output
     place = hub.resolve(model)
     config = EncoderConfig.from_pretrained(place)
     tokenizer = load_tokenizer(place)
@@ -214,6 +228,8 @@ def finetune(
             if (place / name).is_file():
                 shutil.copyfile(place / name, folder / name)
 
+    if grid[0].cost:
+        say(grid[0].cost)
     runs: list[Run] = []
     for one in grid:
         folder = output / "runs" / one.name
@@ -267,7 +283,8 @@ def _check_output(output: Path, model: Path) -> None:
         raise ValueError(f"output: expected another directory than the model's, got {output}")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output: expected a directory, got the file {output}")
-    if output.is_dir() and any(output.iterdir()) and not (output / "runs").is_dir():
+    known = any((output / name).is_dir() for name in ("runs", INTERMEDIATE))
+    if output.is_dir() and any(output.iterdir()) and not known:
         raise ValueError(f"output: expected a new directory or one of fine-tuning, got {output}")
 
 

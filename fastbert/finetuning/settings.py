@@ -3,10 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastbert.training.loop import DTYPES
+from fastbert.training.optimizers import KINDS
+
+# Mosbach et al. 2020, "On the stability of fine-tuning BERT": longer, and with a small rate
+STABLE = {"lr": 2e-5, "epochs": 20, "batch_size": 16, "warmup": 0.1, "eps": 1e-6}
+
+
+@dataclass(frozen=True)
+class FreeLB:
+    """FreeLB's perturbations; see `finetuning.losses`.
+
+    Attributes:
+        steps: passes per step of the optimizer.
+        lr: how far the embeddings of a sequence move per pass.
+        init: first size; each embedding begins uniform in ±init / √(tokens · width).
+        ball: largest Euclidean norm of a sequence's perturbation; None: no limit.
+    """
+
+    steps: int = 3
+    lr: float = 0.1
+    init: float = 1.0
+    ball: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.steps) is not int or self.steps < 1:
+            raise ValueError(f"freelb steps: expected an integer >= 1, got {self.steps!r}")
+        _check(self, "freelb ", ("lr", "init"), ())
+        if self.ball is not None:
+            _check(self, "freelb ", (), ("ball",))
+
+
+@dataclass(frozen=True)
+class Smart:
+    """SMART's smoothness; see `finetuning.losses`.
+
+    Attributes:
+        weight: of the divergence in the loss.
+        lr: largest step of the perturbation along its gradient.
+        noise: deviation of the noise that it begins with.
+        momentum: of the running mean of the weights, whose divergence is a third part of the loss; 0: no such
+            part. The paper has 0.99.
+    """
+
+    weight: float = 1.0
+    lr: float = 1e-3
+    noise: float = 1e-5
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "smart ", ("lr", "momentum"), ("weight", "noise"))
+        if self.momentum >= 1:
+            raise ValueError(f"smart momentum: expected a number below 1, got {self.momentum!r}")
 
 
 @dataclass(frozen=True)
@@ -20,12 +72,20 @@ class Settings:
         max_length: most tokens per sequence.
         seed: of the new head, dropout and the order of the examples.
         dtype: fp32, or bf16 or fp16 by autocast.
+        optimizer: adamw; or adamw-google, without the correction of bias, to replicate papers.
         warmup: share of the steps.
         weight_decay: of AdamW; biases and LayerNorm do not decay.
+        eps: of AdamW.
         layer_decay: factor of the learning rate per layer below the head, in (0, 1].
         reinit: so many top layers, and the pooler, begin anew.
         freeze: whether the head and the pooler alone learn.
         random_init: whether the encoder begins with random weights, not with those of the checkpoint.
+        decay_to_start: whether the encoder's weights decay to those of the checkpoint, not to 0.
+        mixout: probability that a linear layer of the encoder has a weight of the checkpoint, in place of
+            dropout; 0: dropout as usual.
+        mixout_mask: "column": one draw per input of a layer, as published; "element": one per weight.
+        freelb: perturbations against the loss; None: none, True: the defaults.
+        smart: smoothness beside the loss; None: none, True: the defaults.
 
     Raises:
         ValueError: naming the attribute.
@@ -37,44 +97,96 @@ class Settings:
     max_length: int
     seed: int = 0
     dtype: str = "fp32"
+    optimizer: str = "adamw"
     warmup: float = 0.1
     weight_decay: float = 0.01
+    eps: float = 1e-8
     layer_decay: float = 1.0
     reinit: int = 0
     freeze: bool = False
     random_init: bool = False
+    decay_to_start: bool = False
+    mixout: float = 0.0
+    mixout_mask: str = "column"
+    freelb: FreeLB | None = None
+    smart: Smart | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("batch_size", 1), ("max_length", 3), ("reinit", 0), ("seed", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
-        for name, low, high in (
-            ("lr", 0.0, math.inf),
-            ("epochs", 0.0, math.inf),
-            ("warmup", -1e-300, 1.0),
-            ("weight_decay", -1e-300, math.inf),
-            ("layer_decay", 0.0, 1.0 + 1e-12),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-                least = 0 if low == 0 else "0 or more"
-                raise ValueError(f"{name}: expected a number above {least} and below {high:g}, got {value!r}")
-        for name in ("freeze", "random_init"):
+        _check(self, "", ("warmup", "weight_decay", "eps", "mixout"), ("lr", "epochs", "layer_decay"))
+        for name, most in (("warmup", 1), ("mixout", 1), ("layer_decay", math.nextafter(1, 2))):
+            if not (value := getattr(self, name)) < most:
+                raise ValueError(f"{name}: expected a number below {most:g}, got {value!r}")
+        for name in ("freeze", "random_init", "decay_to_start"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: expected True or False, got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.freeze and (self.reinit or self.random_init or self.layer_decay != 1):
-            raise ValueError("freeze: a frozen encoder has no use for reinit, random_init or layer_decay")
+        for name, known in (
+            ("dtype", DTYPES),
+            ("optimizer", [kind for kind in KINDS if kind.startswith("adamw")]),
+            ("mixout_mask", ("column", "element")),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        for name, kind in (("freelb", FreeLB), ("smart", Smart)):
+            value = getattr(self, name)
+            if value in (True, False):
+                object.__setattr__(self, name, kind() if value else None)
+            elif not isinstance(value, kind | None):
+                raise ValueError(f"{name}: expected True, None or a {kind.__name__}, got {value!r}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that exclude each other."""
+        if self.freeze:
+            for name in ("reinit", "random_init", "decay_to_start", "mixout", "freelb", "smart"):
+                if getattr(self, name):
+                    raise ValueError(f"freeze: a frozen encoder has no use for {name}")
+            if self.layer_decay != 1:
+                raise ValueError("freeze: a frozen encoder has no use for layer_decay")
         if self.random_init and self.reinit:
             raise ValueError("reinit: expected 0 with random_init, which begins all layers anew")
+        for name in ("mixout", "decay_to_start"):
+            if self.random_init and getattr(self, name):
+                raise ValueError(
+                    f"{name}: keeps to the checkpoint's weights, which random_init does not load"
+                )
+        if self.freelb and self.smart:
+            raise ValueError("smart: expected None with freelb, which moves the embeddings in its own way")
+        if self.smart and self.dtype != "fp32":
+            raise ValueError(
+                f"dtype: expected fp32 with smart, whose noise is below the resolution of {self.dtype}"
+            )
 
     @property
     def name(self) -> str:
         """Of the run's folder: what differs between the runs of one grid."""
         return f"lr-{float(self.lr)!r}-seed-{self.seed}"
 
+    @property
+    def cost(self) -> str:
+        """What a step costs besides one forward and one backward; "" for nothing."""
+        if self.freelb:
+            return f"freelb: {self.freelb.steps} forwards and backwards per step"
+        if self.smart:
+            return f"smart: {4 if self.smart.momentum else 3} forwards and 3 backwards per step"
+        return ""
+
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""
         return asdict(self)
+
+
+def _check(of: Any, owner: str, least_zero: Iterable[str], above_zero: Iterable[str]) -> None:
+    """Raise a ValueError unless some attributes are finite numbers, >= 0 or above it."""
+    for names, fits, expected in (
+        (least_zero, lambda value: value >= 0, ">= 0"),
+        (above_zero, lambda value: value > 0, "> 0"),
+    ):
+        for name in names:
+            value = getattr(of, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and fits(value)):
+                raise ValueError(f"{owner}{name}: expected a finite number {expected}, got {value!r}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,18 @@ def write_submission(folder: str | Path, predictions: Mapping[str, Mapping[str, 
         texts[f"{name}.tsv"] = "".join(["index\tprediction\n", *lines])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    return write_archive(folder, [folder / name for name in texts])
+
+
+def write_archive(folder: Path, files: Sequence[Path]) -> Path:
+    """Write submission.zip with some files; equal files make equal bytes, whenever they were written."""
     with zipfile.ZipFile(folder / "submission.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8", newline="\n")
-            archive.write(folder / name, name)
+        for file in files:
+            entry = zipfile.ZipInfo(file.name)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            archive.writestr(entry, file.read_bytes())
     return folder / "submission.zip"
 
 

@@ -4,7 +4,8 @@ A step:
 
     1. load the step's J micro-batches; process r of W takes those with j % W == r
     2. add up the counts of each loss over all micro-batches and processes
-    3. for each micro-batch: seed torch by (seed, step, j); loss = Σ weight · mean · count · W / all counts
+    3. for each micro-batch, and each of its passes: seed torch by (seed, step, j);
+       loss = Σ weight · mean · count · W / all counts
     4. clip the norm of all gradients together; stop if it is not finite; take the optimizer's step
 
 On a GPU a single process replays the forward and backward of encoders from CUDA graphs (graphs/training.py).
@@ -19,8 +20,7 @@ So a loss is the mean over the step's whole batch, however the batch is cut. Dat
 of processes the weights and log.jsonl are bit-identical to those of a run without interruption. With another
 number of processes the data are the same, and sums differ by rounding.
 
-The module that is trained is a `Losses` (module.py), or any module with its `forward`, `exports` and
-`weights`. `work` is optional.
+The module that is trained is a `Losses` (module.py).
 """
 
 from __future__ import annotations
@@ -316,6 +316,7 @@ class Trainer:
         options = dict(stage.options)
         groups = stage.groups(self.module, options.get("weight_decay", 0.01))
         self.optimizer = optimizer(options.pop("kind", "adamw"), groups, **options)
+        self.module.optimized(self.optimizer)
         self._update = None
         if self.parallel.waits and serves(self.optimizer):
             self._update = Update(self.optimizer, self.scaler, _LEAST_SCALE, self.parallel.device)
@@ -479,27 +480,29 @@ class Trainer:
         exchange: bool,
     ) -> None:
         """Forward and backward of micro-batch j of the step; adds losses and right predictions to `sums`."""
-        torch.manual_seed(_seed(self.seed, "step", self.step, j))
         device, host = self.parallel.device, torch.device("cpu")
         inputs = {key: _on(v, host if key in _ON_HOST else device) for key, v in batch.inputs.items()}
-        with self.parallel.exchanging(self._wrapped, exchange):
-            half = self.dtype != torch.float32
-            with serving(self._graphed), torch.autocast(device.type, self.dtype, enabled=half):
-                losses, correct = self._wrapped(inputs, measure)
-            missing = losses.keys() - batch.counts.keys()
-            if missing:
-                raise TrainingError(f"losses: {', '.join(sorted(missing))}: a loss without a count")
-            parts = []
-            for name, loss in losses.items():
-                share = batch.counts[name] * self.parallel.world / max(counts[name], 1)
-                parts.append(loss * (self.module.weights.get(name, 1.0) * share))
-            self.scaler.scale(functools.reduce(torch.add, parts)).backward()
-        if measure:
-            for name, loss in losses.items():
-                value = loss.detach().double() * batch.counts[name]
-                sums[name] = sums.get(name, 0) + value
-            for name, value in correct.items():
-                sums[f"right {name}"] = sums.get(f"right {name}", 0) + value.double()
+        rounds = self.module.rounds(self._wrapped, inputs, measure)
+        half = self.dtype != torch.float32
+        for number in range(1, self.module.passes + 1):
+            torch.manual_seed(_seed(self.seed, "step", self.step, j))
+            with self.parallel.exchanging(self._wrapped, exchange and number == self.module.passes):
+                with serving(self._graphed), torch.autocast(device.type, self.dtype, enabled=half):
+                    losses, correct = next(rounds)
+                missing = losses.keys() - batch.counts.keys()
+                if missing:
+                    raise TrainingError(f"losses: {', '.join(sorted(missing))}: a loss without a count")
+                parts = []
+                for name, loss in losses.items():
+                    share = batch.counts[name] * self.parallel.world / max(counts[name], 1)
+                    parts.append(loss * (self.module.weights.get(name, 1.0) * share))
+                self.scaler.scale(functools.reduce(torch.add, parts)).backward()
+            if measure:
+                for name, loss in losses.items():
+                    value = loss.detach().double() * batch.counts[name]
+                    sums[name] = sums.get(name, 0) + value
+                for name, value in correct.items():
+                    sums[f"right {name}"] = sums.get(f"right {name}", 0) + value.double()
 
     def _clip(self, most: float | None) -> float:
         """Clip the norm of all gradients together; returns the norm before clipping.

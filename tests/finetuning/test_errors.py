@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastbert.finetuning.run import finetune
+from fastbert.finetuning.settings import FreeLB, Smart
 from fastbert.finetuning.tasks import NAMES, task_of
 from tests.support.rule_tasks import quick, tiny_model, written
 
@@ -24,6 +25,12 @@ BAD = [
     *(("reinit", value) for value in (-1, 0.5, 3, True)),
     *(("freeze", value) for value in ("encoder", 1, None)),
     *(("random_init", value) for value in ("yes", 1, None)),
+    *(("decay_to_start", value) for value in ("yes", 1, None)),
+    *(("eps", value) for value in (-1e-8, NAN)),
+    *(("mixout", value) for value in (-0.1, 1.0, NAN, True)),
+    *((name, value) for name in ("optimizer", "mixout_mask") for value in ("lamb", None)),
+    *((name, value) for name in ("freelb", "smart") for value in (3, "yes")),
+    ("intermediate", ("ax", "data")),
     ("task", "imdb"),
     ("task", "ax"),
 ]
@@ -44,13 +51,39 @@ def test_arguments(tmp_path, model, data, name, value):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"reinit": 1}, {"layer_decay": 0.9}, {"random_init": True}],
-    ids=lambda changes: next(iter(changes)),
+    [
+        *(
+            {"freeze": True, name: value}
+            for name, value in (("reinit", 1), ("layer_decay", 0.9), ("mixout", 0.5))
+        ),
+        *({"freeze": True, name: True} for name in ("random_init", "decay_to_start", "freelb", "smart")),
+        {"reinit": 1, "random_init": True},
+        *({name: value, "random_init": True} for name, value in (("mixout", 0.5), ("decay_to_start", True))),
+        {"smart": True, "freelb": True},
+        {"dtype": "bf16", "smart": True},
+    ],
+    ids=lambda changes: "-".join(changes),
 )
-def test_a_frozen_encoder_refuses_what_needs_it_to_learn(tmp_path, model, data, changes):
-    with pytest.raises(ValueError, match=r"^freeze: "):
-        quick("csv", model, data, tmp_path / "run", freeze=True, **changes)
+def test_settings_that_exclude_each_other(tmp_path, model, data, changes):
+    with pytest.raises(ValueError, match=rf"^{next(iter(changes))}: "):
+        quick("csv", model, data, tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        *((FreeLB, "steps", value) for value in (0, 1.5, True)),
+        *((FreeLB, "lr", value) for value in (-0.1, NAN, "1")),
+        *((FreeLB, "init", value) for value in (-1, INF)),
+        *((FreeLB, "ball", value) for value in (0, -1, NAN)),
+        *((Smart, name, value) for name in ("weight", "noise") for value in (0, NAN, True)),
+        *((Smart, "momentum", value) for value in (-0.1, 1.0, None)),
+    ],
+)
+def test_fields_of_perturbations(kind, field, value):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__.lower()} {field}: expected "):
+        kind(**{field: value})
 
 
 def test_an_unknown_setting_is_named(tmp_path, model, data):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastbert.finetuning.settings import FreeLB, Smart
 from fastbert.finetuning.tasks import task_of
 from fastbert.training import loop
 from fastbert.training.loop import Interrupted, Trainer
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.sweep
 OPTIONS = {"lr": [1e-3, 2e-3], "restarts": 2, "epochs": 2, "batch_size": 8}
 
 
-def tuned(task: str, model: Path, data: Path, output: Path, stop: int | None = None) -> dict:
+def tuned(
+    task: str, model: Path, data: Path, output: Path, stop: int | None = None, settings: dict | None = None
+) -> dict:
     """Be one of the processes; how it ended, its scores and what it said."""
     loop.work.roof = lambda *device_and_dtype: 1e9
     counted, said = Trainer._counted, []
@@ -34,7 +37,9 @@ def tuned(task: str, model: Path, data: Path, output: Path, stop: int | None = N
     try:
         made = task_of(task, **({"max_query": 10, "doc_stride": 8} if task == "squad2" else {}))
         parallel = Parallel(device="cpu")
-        result = quick(made, model, data, output, parallel=parallel, say=said.append, **OPTIONS)
+        result = quick(
+            made, model, data, output, parallel=parallel, say=said.append, **OPTIONS, **(settings or {})
+        )
         parallel.broadcast(None)
     except Interrupted:
         return {"ended": "interrupted", "said": said}
@@ -69,3 +74,18 @@ def test_two_processes_resume(tmp_path, model, stop):
     together(2, tuned, "csv", model, data, tmp_path / "run")
     for name in ("results.json", "model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"freelb": FreeLB(init=0.0)}, {"smart": Smart(momentum=0.9)}, {"decay_to_start": True}]
+)
+def test_steadier_runs_of_two_processes_equal_one(tmp_path, model, settings):
+    """Without first noise for FreeLB, whose draws are of a micro-batch."""
+    data = written("csv", tmp_path / "data", 24, 12)
+    found = {}
+    for count in (0, 2):
+        answers = together(count, tuned, "csv", model, data, tmp_path / str(count), None, settings)
+        assert {answer["ended"] for answer in answers} == {"done"}
+        (path,) = (tmp_path / str(count)).glob("runs/lr-0.002-seed-1/log.jsonl")
+        found[count] = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    assert found[2] == pytest.approx(found[0], rel=1e-3)

@@ -1,6 +1,7 @@
 """A run that is killed, stopped or done already ends in the same bytes, and restarts share no state."""
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import signal
 import pytest
 
 from fastbert.finetuning import run as run_module
+from fastbert.finetuning.settings import Smart
 from fastbert.finetuning.spans import Squad
 from fastbert.training.loop import Interrupted, Trainer, TrainingError
 from tests.support.killed import killed
@@ -71,6 +73,12 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, dropping, data, unbrok
 
 @pytest.mark.parametrize("step", range(6))
 def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, dropping, data, unbroken, step):
+    stopped(tmp_path, monkeypatch, dropping, data, step, OPTIONS)
+    assert digests(tmp_path / "run") == digests(unbroken)
+
+
+def stopped(tmp_path, monkeypatch, dropping, data, step, options):
+    """Train, stop before a step, and resume."""
     counted = Trainer._counted
 
     def stops(self, micro):
@@ -81,9 +89,26 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, dropping
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_counted", stops)
         with pytest.raises(Interrupted):
-            quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
-    quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
-    assert digests(tmp_path / "run") == digests(unbroken)
+            quick("csv", dropping, data, tmp_path / "run", **options)
+    quick("csv", dropping, data, tmp_path / "run", **options)
+
+
+STEADIER = {
+    "freelb": {"freelb": True},
+    "smart": {"smart": Smart(momentum=0.9)},
+    "mixout": {"mixout": 0.7},
+    "decay_to_start": {"decay_to_start": True, "weight_decay": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", STEADIER)
+def test_steadier_runs_resume_to_the_same_bytes(tmp_path, monkeypatch, dropping, data, unbroken, name):
+    given = {**OPTIONS, **STEADIER[name]}
+    quick("csv", dropping, data, tmp_path / "unbroken", **given)
+    stopped(tmp_path, monkeypatch, dropping, data, 4, given)
+    assert digests(tmp_path / "run") == digests(tmp_path / "unbroken")
+    logs = [next(folder.glob("runs/*/log.jsonl")).read_text() for folder in (tmp_path / "run", unbroken)]
+    assert logs[0] != logs[1]
 
 
 def test_a_run_that_has_ended_is_not_trained_again(tmp_path, monkeypatch, dropping, data, unbroken):
@@ -203,6 +228,21 @@ def test_a_grid_whose_best_was_removed_is_an_error(tmp_path, dropping, data, gri
     given = {**GRID, "lr": worst.lr, "seed": worst.seed, "restarts": 1}
     with pytest.raises(TrainingError, match="was removed, because another run of an earlier grid was better"):
         quick("csv", dropping, data, tmp_path / "run", **given)
+
+
+def test_an_intermediate_task(tmp_path, dropping, data):
+    before = written("cola", tmp_path / "cola", 24, 12)
+    given = {**OPTIONS, "intermediate": ("cola", before), "stable": True, "seed": 3}
+    result = quick("csv", dropping, data, tmp_path / "run", **given)
+    first = result.output / "intermediate"
+    assert json.loads((first / "results.json").read_text())["best"]["seed"] == 3
+    alone = quick("csv", first, data, tmp_path / "alone", **{**OPTIONS, "stable": True, "seed": 3})
+    assert alone.runs == result.runs
+    assert result.best.settings.eps == 1e-6
+    assert digests(result.output / "runs") == digests(alone.output / "runs")
+    before_again = digests(result.output)
+    quick("csv", dropping, data, tmp_path / "run", **given)
+    assert digests(result.output) == before_again
 
 
 def test_close_learning_rates_have_folders_of_their_own(tmp_path, dropping, data):

@@ -17,6 +17,7 @@ import fastbert
 from fastbert.training import work
 from fastbert.training.draws import Draws, key_of
 from fastbert.training.loop import Stage, Trainer
+from fastbert.training.module import Losses
 from fastbert.training.schedules import Schedule
 from fastbert.training.stream import Batch
 
@@ -79,7 +80,7 @@ class Numbered:
         return Batch(inputs, {"class": int((classes >= 0).sum())}, lengths)
 
 
-class Classes(nn.Module):
+class Classes(Losses):
     """A classifier as the loop wants it, with a head of its own that no export has."""
 
     def __init__(self, dropout: float = 0.1, layers: int = 2) -> None:
