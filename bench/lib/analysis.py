@@ -27,10 +27,10 @@ from bench.lib.engines import config_of, needed
 from bench.lib.probe_steps import reason_of
 from bench.lib.timing import Timing, interleave, summarise
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.examples import FIRST, SEPARATOR, WORD, Examples
 from fastbert.analysis.heads import ablate, importance
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import at_rest, batches, encode
+from fastbert.tasks.examples import FIRST, SEPARATOR, WORD, Examples
 
 WHAT = ("forward", "statistics", "importance", "ablation")
 CANDIDATES = ("fastbert-fp32", "transformers-fp32")

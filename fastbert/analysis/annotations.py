@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastbert.analysis.attention import PATTERNS, AttentionStatistics
-from fastbert.analysis.examples import lines_of
-from fastbert.tasks.files import parsed
+from fastbert.tasks.files import filled_lines, parsed
 
 FOLDS = 5
 # macro-F1 of Kovaleva et al.'s network, on their maps
@@ -40,7 +39,7 @@ def read_patterns(path: str | Path, names: Sequence[str], counts: Mapping[str, i
     path = Path(path)
     found: list[list[int]] = []
     lines: dict[tuple[int, ...], str] = {}
-    for where, line in lines_of(path):
+    for where, line in filled_lines(path):
         *place, pattern = _numbers(where, line, names, counts)
         first = lines.setdefault(tuple(place), where)
         if first != where:

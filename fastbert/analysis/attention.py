@@ -33,12 +33,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR, Examples
 from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, estimate, finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.layers.linear import passing_panels
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import FIRST, KINDS, SEPARATOR, Examples
 
 PATTERNS = ("vertical", "diagonal", "vertical+diagonal", "block", "heterogeneous")
 VERTICAL, DIAGONAL, BOTH, BLOCK, HETEROGENEOUS = range(len(PATTERNS))

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import tapped
+from fastbert.tasks.examples import Examples
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def check(model: PreTrainedModel, against: PreTrainedModel, examples: Examples) 
         one, other = (getattr(m.config, name) for m in (model, against))
         if one != other:
             raise ValueError(f"against: its {name} is {other}, expected the model's, {one}")
-    examples.check(against)
+    examples.check(against.config)
 
 
 def _states(model: PreTrainedModel, batch: Batch, taps: Observer) -> list[Tensor]:

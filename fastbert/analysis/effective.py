@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.analysis.examples import KINDS, Examples
 from fastbert.analysis.identities import Probabilities
 from fastbert.analysis.intervals import Interval, estimate, ratio_interval
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
@@ -32,6 +31,7 @@ from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.modules import part
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import KINDS, Examples
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 Seen = Callable[[Batch, int, Tensor], None]
 

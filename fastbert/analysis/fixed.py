@@ -24,7 +24,6 @@ from fastbert.analysis.attention import (
     Thresholds,
     attention_statistics,
 )
-from fastbert.analysis.examples import FIRST, SEPARATOR, Examples
 from fastbert.analysis.intervals import Interval, mean_interval, paired_p
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
@@ -43,6 +42,7 @@ from fastbert.layers.patterns import (
 )
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import FIRST, SEPARATOR, Examples
 
 
 class FixedPatterns(Taps):

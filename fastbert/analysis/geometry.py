@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastbert.analysis.examples import WORD, Examples
 from fastbert.analysis.features import hidden_states
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import WORD, Examples
 
 # the default of `geometry`'s `least`
 LEAST = 5

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import uniform
 from fastbert.analysis.intervals import Interval, estimate, finite, paired_p
 from fastbert.analysis.measures import Measure
@@ -37,6 +36,7 @@ from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import tapped
 from fastbert.models.inputs import Inputs
 from fastbert.ops.attention_places import attention_places
+from fastbert.tasks.examples import Examples
 
 UNITS = ("head", "all-but-one", "layer")
 MODES = ("zero", "uniform", "skip")

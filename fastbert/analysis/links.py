@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, finite, mean_interval
 from fastbert.analysis.targets import Targets
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 # layer-head, counted from 1 -> score: the two best heads of bert-base-uncased, on 473 sentences of FrameNet
 # with 12 tokens at most

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from fastbert.analysis.attention import BLOCK, BOTH, DIAGONAL, PATTERNS, VERTICAL, AttentionStatistics
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import MAX_BYTES, Observer, Probabilities, check_bytes
 from fastbert.analysis.walk import at_rest, batches, encode
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 # fewest and most tokens of an example to show, if there is one
 SHORT = (8, 24)

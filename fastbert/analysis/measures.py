@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encoded
 from fastbert.layers.linear import apply_linear
@@ -44,6 +43,7 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
+from fastbert.tasks.examples import Examples
 
 # the score of pairs without labels: largest if all texts are alike, so it does not rate a model
 UNRATED = "cosine"
@@ -146,7 +146,7 @@ class Measure:
             number = int(np.searchsorted(examples.starts, joined[0], side="right")) - 1
             raise ValueError(
                 f"examples[{number}]: has two texts; expected an example for each, as "
-                "fastbert.analysis.examples.paired makes them"
+                "fastbert.tasks.examples.paired makes them"
             )
         n, labels = len(examples), examples.labels
         if n % 2:

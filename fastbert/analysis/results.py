@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastbert.analysis.examples import Examples
 from fastbert.checkpoint import files
 from fastbert.models.base import PreTrainedModel
 from fastbert.runtime.version import VERSION
+from fastbert.tasks.examples import Examples
 
 SCHEMA = 1
 

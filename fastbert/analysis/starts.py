@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import BATCH_TOKENS, at_rest, encode
 from fastbert.layers.quantized import is_quantized
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.tasks.examples import Examples
 from fastbert.training.draws import key_of
 from fastbert.training.loop import Trainer
 from fastbert.training.module import Losses, Results
@@ -244,7 +244,7 @@ def starts(
         )
     if is_quantized(model):
         raise ValueError("model: is quantised, and cannot learn; expected floating-point weights")
-    examples.check(model)
+    examples.check(model.config)
     measure = Measure.of(model, examples)
     examples = measure.examples
     if len(examples) < 10:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, finite, ratio_interval
 from fastbert.analysis.probes import Recipe, check_finite, learn
 from fastbert.analysis.treebank import Sentence, pieces_of
+from fastbert.tasks.examples import Examples
 
 LENGTHS = range(5, 51)
 

@@ -34,12 +34,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.identities import MAX_BYTES, Observer, Probabilities, check_bytes
 from fastbert.analysis.intervals import RESAMPLES, Interval, resampled_means
 from fastbert.analysis.treebank import Sentence, pieces_of
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 LABELS = ("nouns", "pronouns", "verbs", "subjects", "objects", "negations")
 NEGATIONS = ("not", "n't", "n’t", "never", "no")

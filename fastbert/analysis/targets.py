@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fastbert.analysis.examples import Examples, lines_of
 from fastbert.analysis.probes import Spans, check_finite
 from fastbert.analysis.treebank import Sentence, pieces_of
-from fastbert.tasks.files import parsed
+from fastbert.tasks.examples import Examples
+from fastbert.tasks.files import filled_lines, parsed
 
 LABELS = ("upos", "relation")
 
@@ -192,7 +192,7 @@ def read_edges(path: str | Path, max_examples: int | None = None) -> list[Labell
     path = Path(path)
     found: list[LabelledText] = []
     spans_each = None
-    for where, line in lines_of(path):
+    for where, line in filled_lines(path):
         words, targets = _text_and_targets(where, line)
         pairs = [_target(where, target, len(words)) for target in targets]
         for spans, _ in pairs:

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from fastbert.analysis.examples import Examples, of_encodings
+from fastbert.tasks.examples import Examples, of_encodings
 
 COLUMNS = 10
 _SKIPPED = re.compile(r"[0-9]+[-.][0-9]+")

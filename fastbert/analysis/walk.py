@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastbert.analysis.examples import Examples
 from fastbert.layers.packing import positions_of
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel, class_of
@@ -19,6 +18,7 @@ from fastbert.models.encoder import tapped
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.inputs import Inputs
 from fastbert.sentences.tokenizer import pack_batches
+from fastbert.tasks.examples import Examples
 
 BATCH_TOKENS = 4096
 
@@ -90,7 +90,7 @@ def batches(
     """
     if not isinstance(batch_tokens, int) or isinstance(batch_tokens, bool) or batch_tokens < 1:
         raise ValueError(f"batch_tokens: expected an integer >= 1, got {batch_tokens!r}")
-    examples.check(model)
+    examples.check(model.config)
     device, segments = model.device, model.config.family.segments
     for groups in pack_batches(examples.lengths.reshape(-1, in_a_row).sum(1), batch_tokens):
         numbers = (groups[:, None] * in_a_row + np.arange(in_a_row)).ravel()

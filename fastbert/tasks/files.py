@@ -63,6 +63,13 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
             yield where, text.removeprefix("\ufeff") if number == 1 else text
 
 
+def filled_lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """The lines of `lines` that are not empty, without their ends."""
+    for where, line in lines(path):
+        if line.strip():
+            yield where, line.rstrip("\r\n")
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON file. Raises a ValueError or an OSError that names the file."""
     return parsed(str(path), Path(path).read_bytes())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from fastbert.analysis.examples import tokenized
 from fastbert.analysis.treebank import read_conllu
+from fastbert.tasks.examples import tokenized
 from tests.support.treebank import conllu
 
 VOCAB = (

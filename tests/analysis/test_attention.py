@@ -21,8 +21,8 @@ from fastbert.analysis.attention import (
 )
 from fastbert.analysis.change import change
 from fastbert.analysis.effective import effective_attention
-from fastbert.analysis.examples import KINDS, tokenized
 from fastbert.analysis.geometry import geometry
+from fastbert.tasks.examples import KINDS, tokenized
 from tests.support.analysis import both, maps_of
 from tests.support.hf_models import FAMILY_NAMES
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fastbert.analysis.effective import effective_attention, row_space
-from fastbert.analysis.examples import KINDS, tokenized
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
+from fastbert.tasks.examples import KINDS, tokenized
 from tests.support.analysis import both, inputs_of, maps_of
 from tests.support.hf_models import FAMILY_NAMES
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.examples import FIRST, KINDS, SEPARATOR
 from fastbert.analysis.fixed import NAMES, FixedPatterns, fitting, fixed_heads
 from fastbert.layers import patterns as fixed
 from fastbert.layers.modules import part
 from fastbert.models.encoder import layers_of, tapped
 from fastbert.models.families import FAMILIES
+from fastbert.tasks.examples import FIRST, KINDS, SEPARATOR
 from tests.support.analysis import both, inputs_of, losses, statistics
 from tests.support.hf_models import FAMILY_NAMES
 from tests.support.pattern_maps import ALL, dense

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fastbert.analysis import geometry as module
-from fastbert.analysis.examples import WORD, tokenized
 from fastbert.analysis.geometry import geometry
+from fastbert.tasks.examples import WORD, tokenized
 from tests.support.analysis import both, inputs_of
 
 

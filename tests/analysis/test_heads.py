@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fastbert.analysis import heads
-from fastbert.analysis.examples import masked
 from fastbert.analysis.heads import PruningCurve, ablate, importance, pruning_curve
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.walk import batches, encode
 from fastbert.layers.batch import PackedBatch
 from fastbert.runtime import dispatch
+from fastbert.tasks.examples import masked
 from tests.support.analysis import both, inputs_of, losses, without_head
 from tests.support.hf_models import FAMILY_NAMES
 

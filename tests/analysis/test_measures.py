@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert.analysis.examples import paired, tokenized
 from fastbert.analysis.fixed import fixed_heads
 from fastbert.analysis.heads import ablate, importance, pruning_curve
 from fastbert.layers import patterns as fixed
+from fastbert.tasks.examples import paired, tokenized
 from tests.analysis.conftest import PAIRS, TEXTS, make_tokenizer
 from tests.support.analysis import both, cosines, inputs_of, losses, without_head
 from tests.support.hf_models import FAMILY_NAMES

@@ -11,10 +11,10 @@ import fastbert
 from bench.footprint import Live
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.effective import effective_attention
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.heads import importance
 from fastbert.analysis.identities import MAX_BYTES, Probabilities
 from fastbert.runtime import prepared
+from fastbert.tasks.examples import Examples
 
 LAYERS, HEADS, TOKENS, WIDTH = 24, 16, 512, 64
 MAPS = HEADS * TOKENS * TOKENS * 4  # bytes of the attention maps of a layer and sequence

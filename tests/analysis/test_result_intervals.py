@@ -7,9 +7,9 @@ import pytest
 
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.effective import EffectiveAttention
-from fastbert.analysis.examples import KINDS
 from fastbert.analysis.geometry import Geometry, words_in
 from fastbert.analysis.intervals import mean_interval
+from fastbert.tasks.examples import KINDS
 from tests.support.analysis import both
 
 

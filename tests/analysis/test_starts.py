@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fastbert.analysis import starts as module
-from fastbert.analysis.examples import tokenized
 from fastbert.analysis.starts import FROZEN, PRETRAINED, RANDOM, STARTS, Recipe, starts, trained
+from fastbert.tasks.examples import tokenized
 from fastbert.training.stream import Stream
 from tests.analysis.conftest import PAIRS, TEXTS, make_tokenizer
 from tests.support.analysis import both, inputs_of

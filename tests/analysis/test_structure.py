@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastbert.analysis import structure as module
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.structure import Structure, spanning_trees, spearman, structural_probe, tree_distances
+from fastbert.tasks.examples import Examples
 from tests.support.analysis import sentence
 
 SCHOOL = dict(lr=0.02, batch=10, epochs=60, patience=10, rank=40)

@@ -9,8 +9,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from fastbert.analysis.examples import KINDS
 from fastbert.analysis.treebank import as_examples, fitting, pieces_of, read_conllu
+from fastbert.tasks.examples import KINDS
 from tests.analysis.conftest import part
 from tests.support.treebank import TREES, block, conllu
 

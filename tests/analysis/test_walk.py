@@ -16,11 +16,11 @@ import fastbert
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.change import change
 from fastbert.analysis.effective import effective_attention
-from fastbert.analysis.examples import tokenized
 from fastbert.analysis.fixed import fixed_heads
 from fastbert.analysis.geometry import geometry
 from fastbert.analysis.heads import ablate, importance, pruning_curve
 from fastbert.analysis.walk import at_rest, batches, native
+from fastbert.tasks.examples import tokenized
 from tests.support.analysis import both
 from tests.support.hf_models import FAMILY_NAMES, hf_model
 

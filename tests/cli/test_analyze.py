@@ -17,7 +17,6 @@ import fastbert
 from fastbert.analysis import results, starts, syntax
 from fastbert.analysis.annotations import fit, read_patterns
 from fastbert.analysis.attention import PATTERNS, attention_statistics, shares_of
-from fastbert.analysis.examples import read, tokenized
 from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.fixed import NAMES, PREVIOUS, SEPARATORS, fixed_heads
 from fastbert.analysis.intervals import estimate
@@ -30,6 +29,8 @@ from fastbert.cli.analyses.loading import naming_lines
 from fastbert.cli.main import main
 from fastbert.cli.usage import UsageError
 from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.tasks.examples import tokenized
+from fastbert.tasks.inputs import read
 from fastbert.training.loop import Interrupted
 from tests.cli.conftest import LINES, call, write_rows
 from tests.support.treebank import TREES, conllu

@@ -12,13 +12,14 @@ import transformers
 import fastbert
 from fastbert.analysis import pictures
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.examples import masked, paired, read, tokenized
 from fastbert.analysis.fixed import fitting, fixed_heads
 from fastbert.analysis.heads import ablate
 from fastbert.analysis.syntax import parse
 from fastbert.analysis.treebank import as_examples, read_conllu
 from fastbert.cli.analyses.report import name_of
 from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.tasks.examples import masked, paired, tokenized
+from fastbert.tasks.inputs import read
 from tests.cli.conftest import LINES, WORDS, save, write_rows
 from tests.cli.conftest import call as analyze
 from tests.support import blank_figures

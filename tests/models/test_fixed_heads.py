@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 import fastbert
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.fixed import FixedPatterns
 from fastbert.analysis.heads import importance
 from fastbert.layers.patterns import LEARNED, NAMES
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
+from fastbert.tasks.examples import Examples
 from tests.support.analysis import both
 from tests.support.hf_models import FAMILY_NAMES
 from tests.support.pattern_maps import dense

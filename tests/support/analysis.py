@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from fastbert.analysis.attention import AttentionStatistics
-from fastbert.analysis.examples import KINDS
 from fastbert.analysis.treebank import Sentence
 from fastbert.layers.modules import part
 from fastbert.models.encoder import layers_of
 from fastbert.models.families import FAMILIES
+from fastbert.tasks.examples import KINDS
 from tests.support.model_pairs import build
 
 

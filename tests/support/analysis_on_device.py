@@ -19,13 +19,13 @@ from fastbert.analysis import geometry as geometries
 from fastbert.analysis import probing, starts, structure, syntax, targets
 from fastbert.analysis.attention import attention_statistics
 from fastbert.analysis.effective import effective_attention
-from fastbert.analysis.examples import masked, paired, tokenized
 from fastbert.analysis.features import hidden_states
 from fastbert.analysis.fixed import fixed_heads
 from fastbert.analysis.heads import ablate, importance, pruning_curve
 from fastbert.analysis.maps import attention_maps, example_maps
 from fastbert.analysis.probes import Recipe
 from fastbert.analysis.treebank import as_examples, read_conllu
+from fastbert.tasks.examples import masked, paired, tokenized
 from tests.analysis.conftest import PAIRS, TEXTS, make_tokenizer
 from tests.support import fake_gpu
 from tests.support.model_pairs import build, model_of

@@ -19,10 +19,10 @@ from fastbert.analysis.attention import (
     commonest_of,
     shares_of,
 )
-from fastbert.analysis.examples import KINDS, SEPARATOR, Examples
 from fastbert.analysis.intervals import estimate
 from fastbert.cli.analyses.found import TO, Found, as_numbers
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import KINDS, SEPARATOR, Examples
 
 
 def attention(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fastbert.analysis.examples import KINDS
 from fastbert.analysis.intervals import Interval
+from fastbert.tasks.examples import KINDS
 
 # (numbers for the JSON file, "summary" among them; arrays; figures)
 Found = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]

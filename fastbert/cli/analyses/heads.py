@@ -10,12 +10,12 @@ import numpy as np
 from fastbert.analysis import annotations, pictures, sections
 from fastbert.analysis import fixed as patterns
 from fastbert.analysis import heads as analysis
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.measures import UNRATED
 from fastbert.cli.analyses.found import Found, as_numbers
 from fastbert.cli.analyses.loading import pooling_of
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 RANDOM_ORDERS = 5
 _UNRATED = [

@@ -9,11 +9,11 @@ import numpy as np
 from fastbert.analysis import change as changes
 from fastbert.analysis import geometry as words_in_space
 from fastbert.analysis import pictures
-from fastbert.analysis.examples import Examples
 from fastbert.cli.analyses.found import Found, as_numbers
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 
 def change(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:

@@ -8,11 +8,11 @@ import numpy as np
 
 from fastbert.analysis import links as analysis
 from fastbert.analysis import pictures
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.sections import head_name
 from fastbert.analysis.targets import LabelledText, of_texts
 from fastbert.cli.analyses.found import Found
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 
 def links(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.analysis.examples import Examples, lines_of, masked, paired, read, spans_of, tokenized
 from fastbert.analysis.targets import LabelledText, read_edges
 from fastbert.analysis.treebank import as_examples, blocks_of, fitting, read_conllu
 from fastbert.cli.usage import UsageError, device_of
@@ -24,6 +23,9 @@ from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.tasks.examples import Examples, masked, paired, tokenized
+from fastbert.tasks.files import filled_lines
+from fastbert.tasks.inputs import read, spans_of
 
 # analyses that measure a loss
 MEASURED = ("heads", "importance", "fixed")
@@ -93,7 +95,7 @@ def naming_lines(args: argparse.Namespace, model: PreTrainedModel) -> Iterator[N
         if of_words and args.conllu is not None:
             places = (f"{file}, line {block[0][0]}" for block in blocks_of(file))
         else:
-            places = (where for where, _ in lines_of(file))
+            places = (where for where, _ in filled_lines(file))
         where = next(itertools.islice(places, index, None), file)
         raise UsageError(f"{where}: {error}") from error
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fastbert.analysis import pictures, structure
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.features import hidden_states, with_random_weights
 from fastbert.analysis.intervals import Interval
 from fastbert.analysis.probing import EdgeProbe, check_code, control_task, edge_probe, online_code
@@ -23,6 +22,7 @@ from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found, known
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 KINDS = ("edge", "mdl", "control", "structural")
 # label -> (labels of the same kind, expected layer, centre) of BERT-large; Tenney et al. 2019, fig. 1

@@ -22,7 +22,6 @@ from fastbert.analysis import (
     structure,
 )
 from fastbert.analysis.attention import attention_statistics
-from fastbert.analysis.examples import Examples, masked
 from fastbert.analysis.maps import ExampleMap, check_example_maps, example_maps
 from fastbert.analysis.measures import Measure
 from fastbert.analysis.syntax import check_maps
@@ -37,6 +36,7 @@ from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.tasks.examples import Examples, masked
 
 # fewest sentences of a treebank: a split for probes needs ten
 SENTENCES = 10

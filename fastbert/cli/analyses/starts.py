@@ -12,13 +12,13 @@ import torch
 
 from fastbert.analysis import pictures
 from fastbert.analysis import starts as analysis
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.intervals import finite
 from fastbert.cli.analyses.found import Found, as_numbers
 from fastbert.cli.usage import UsageError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.tasks.examples import Examples
 
 
 def starts(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) -> Found:

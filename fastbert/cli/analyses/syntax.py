@@ -9,11 +9,11 @@ import numpy as np
 
 from fastbert.analysis import pictures
 from fastbert.analysis import syntax as analysis
-from fastbert.analysis.examples import Examples
 from fastbert.analysis.sections import head_name
 from fastbert.analysis.treebank import Sentence
 from fastbert.cli.analyses.found import Found
 from fastbert.models.base import PreTrainedModel
+from fastbert.tasks.examples import Examples
 
 # most relations that are printed and drawn
 RELATIONS = 12

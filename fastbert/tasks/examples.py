@@ -1,26 +1,23 @@
-"""Texts as an analysis needs them: token ids, and which word, segment and special token each id is."""
+"""Tokenized texts: ids, and the word, the segment and the kind of each token."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from fastbert.models.base import PreTrainedModel
+from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
-from fastbert.tasks.files import parsed
 
 # kinds of tokens that attention may go to
 KINDS = ("the first token", "separators", "periods and commas", "other punctuation", "words")
 FIRST, SEPARATOR, STOP, PUNCTUATION, WORD = range(len(KINDS))
-_SQUAD = ("text", "answer_start")  # keys of an answer
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,8 @@ class Examples:
         ranges = zip(self.starts[numbers].tolist(), self.starts[numbers + 1].tolist(), strict=True)
         return np.concatenate([np.arange(*each) for each in ranges])
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Raise a ValueError that names the first example that `model` cannot read."""
-        config = model.config
+    def check(self, config: EncoderConfig) -> None:
+        """Raise a ValueError that names the first example that a model of this config cannot read."""
         if not len(self):
             raise ValueError("examples: expected one at least, got none")
         empty = np.flatnonzero(self.lengths < 1)
@@ -270,41 +266,6 @@ def _tokens_of(number: int, encoding: Any, answer: tuple[int, int] | None, owner
     return inside[0], inside[-1]
 
 
-def spans_of(answers: Sequence[Any], contexts: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Answers as SQuAD's files have them -> `answers` of `tokenized`; the first of several answers.
-
-    Args:
-        answers: each {"text": […], "answer_start": […]}, or a list of {"text": …, "answer_start": …}, or a
-            start and an end in characters. No answer is an empty list, empty lists in the object, or None.
-        contexts: the text of each answer.
-
-    Raises:
-        ValueError: naming the answer, what came and what was expected.
-    """
-    return [_span_of(f"answers[{i}]", a, c) for i, (a, c) in enumerate(zip(answers, contexts, strict=True))]
-
-
-def _span_of(where: str, answer: Any, context: str) -> tuple[int, int] | None:
-    if answer is None or answer == []:
-        return None
-    if isinstance(answer, list) and len(answer) == 2 and all(type(number) is int for number in answer):
-        return answer[0], answer[1]
-    of_one = isinstance(answer, list) and isinstance(answer[0], dict)
-    columns = {name: [value] for name, value in answer[0].items()} if of_one else answer
-    found: list[Any] = [columns.get(name) if isinstance(columns, dict) else None for name in _SQUAD]
-    if found == [[], []]:
-        return None
-    if not all(isinstance(column, list) and column for column in found):
-        raise ValueError(
-            f'{where}: expected {{"text": […], "answer_start": […]}}, or a start and an end, got {answer!r}'
-        )
-    text, start = (column[0] for column in found)
-    known = isinstance(text, str) and type(start) is int and start >= 0
-    if not known or not context.startswith(text, start):
-        raise ValueError(f"{where}: {text!r} is not at character {start!r} of its context")
-    return start, start + len(text)
-
-
 def _places(encoding: Any, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(segment, kind, word) of each token of one example."""
     length = len(encoding)
@@ -353,74 +314,3 @@ def masked(examples: Examples, mask_id: int, *, share: float = 0.15, seed: int =
         labels[places] = ids[places]
         ids[places] = mask_id
     return replace(examples, ids=ids, labels=labels)
-
-
-def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) -> dict[str, list[Any]]:
-    """The texts of a file, as the arguments of `tokenized`.
-
-    Args:
-        path: .txt or .tsv, an example per line (a pair: two texts with a tab between); or .jsonl, objects
-            with a "text" (a pair: also a "pair"), or SQuAD's "question" and "context".
-        pairs: whether each example is a pair of texts.
-        labels: the key of the labels in a .jsonl file, or None.
-
-    Raises:
-        ValueError, OSError: naming the file and the line.
-    """
-    path = Path(path)
-    if path.suffix not in (".txt", ".tsv", ".jsonl"):
-        raise ValueError(f"{path}: expected a file that ends in .txt, .tsv or .jsonl")
-    if labels is not None and path.suffix != ".jsonl":
-        raise ValueError(f"labels: {path} has none; expected a .jsonl file with {labels!r}")
-    found: dict[str, list[Any]] = {"texts": []}
-    if pairs:
-        found["pairs"] = []
-    if labels is not None:
-        found["labels"] = []
-    for where, line in lines_of(path):
-        for name, value in _fields(path, where, line, pairs, labels).items():
-            found[name].append(value)
-    if not found["texts"]:
-        raise ValueError(f"{path}: expected one example at least, found none")
-    return found
-
-
-def lines_of(path: str | Path) -> Iterator[tuple[str, str]]:
-    """(the file and the line's number, for messages; the line without its end) of each line with text.
-
-    Raises:
-        ValueError, OSError: naming the file and the line.
-    """
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            try:
-                line.encode()
-            except UnicodeEncodeError as error:
-                byte = ord(line[error.start]) - 0xDC00
-                raise ValueError(f"{where}: not UTF-8 (byte {byte:#x})") from None
-            if line.strip():
-                yield where, line.rstrip("\r\n")
-
-
-def _fields(path: Path, where: str, line: str, pairs: bool, labels: str | None) -> dict[str, Any]:
-    if path.suffix != ".jsonl":
-        parts = line.split("\t")
-        if not pairs:
-            return {"texts": line}
-        if len(parts) != 2:
-            raise ValueError(f"{where}: expected two texts with a tab between, found {len(parts)}")
-        return {"texts": parts[0], "pairs": parts[1]}
-    values = parsed(where, line)
-    squad = isinstance(values, dict) and pairs and "text" not in values and "question" in values
-    names = ("question", "context") if squad else ("text", "pair")
-    keys = (
-        {"texts": names[0]} | ({"pairs": names[1]} if pairs else {}) | ({"labels": labels} if labels else {})
-    )
-    missing = next((k for k in keys.values() if not isinstance(values, dict) or k not in values), None)
-    if missing is not None:
-        raise ValueError(f"{where}: expected an object with {missing!r}")
-    for name in ("texts", "pairs"):
-        if name in keys and not isinstance(values[keys[name]], str):
-            raise ValueError(f"{where}: {keys[name]}: expected a text, got {values[keys[name]]!r}")
-    return {name: values[key] for name, key in keys.items()}

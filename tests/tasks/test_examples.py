@@ -1,16 +1,12 @@
-"""Texts as ids, segments, kinds and words; masks; files; and what is wrong with them."""
+"""Texts as ids, segments, kinds and words; masks; answers; and what is wrong with them."""
 
 from __future__ import annotations
-
-import json
-import re
 
 import numpy as np
 import pytest
 
-from fastbert.analysis.examples import KINDS, masked, paired, read, spans_of, tokenized
-from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
+from fastbert.tasks.examples import KINDS, masked, paired, tokenized
 from tests.analysis.conftest import part
 from tests.support.hf_models import hf_config
 
@@ -105,58 +101,14 @@ def test_bad_masks(tokenizer, texts):
 
 
 def test_what_a_model_cannot_read(tokenizer):
-    model = AutoModel.from_config(EncoderConfig.from_hf(hf_config("bert", max_position_embeddings=16)))
+    config = EncoderConfig.from_hf(hf_config("bert", max_position_embeddings=16))
     with pytest.raises(ValueError, match=r"examples\[1\]: 22 tokens; the model reads at most 16"):
-        tokenized(tokenizer, ["it", "cat " * 20]).check(model)
+        tokenized(tokenizer, ["it", "cat " * 20]).check(config)
     with pytest.raises(ValueError, match="examples: expected one at least, got none"):
-        tokenized(tokenizer, []).check(model)
-    small = AutoModel.from_config(EncoderConfig.from_hf(hf_config("bert", vocab_size=10)))
+        tokenized(tokenizer, []).check(config)
+    small = EncoderConfig.from_hf(hf_config("bert", vocab_size=10))
     with pytest.raises(ValueError, match=r"examples\[1\]: token id \d+, but the model knows 10 tokens"):
         tokenized(tokenizer, ["the cat", "the house"]).check(small)
-
-
-# -- files ---------------------------------------------------------------------------------------------------
-
-
-def test_files(tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text("one\ttwo\n\nthree four\r\n")
-    assert read(text) == {"texts": ["one\ttwo", "three four"]}
-    table = tmp_path / "a.tsv"
-    table.write_text("one\ttwo\nthree\tfour\n")
-    assert read(table, pairs=True) == {"texts": ["one", "three"], "pairs": ["two", "four"]}
-    lines = tmp_path / "a.jsonl"
-    rows = [{"text": "one", "pair": "two", "class": 1}, {"text": "three", "pair": "four", "class": 0}]
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read(lines, pairs=True, labels="class") == {
-        "texts": ["one", "three"],
-        "pairs": ["two", "four"],
-        "labels": [1, 0],
-    }
-    assert read(lines) == {"texts": ["one", "three"]}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "options", "expected"),
-    [
-        ("a.csv", "", {}, r"a\.csv: expected a file that ends in \.txt, \.tsv or \.jsonl"),
-        ("a.txt", " \n\n", {}, r"a\.txt: expected one example at least, found none"),
-        ("a.txt", "one\n", {"labels": "y"}, r"labels: .*a\.txt has none"),
-        ("a.tsv", "a\tb\nc\n", {"pairs": True}, r"a\.tsv, line 2: expected two texts with a tab between"),
-        ("a.jsonl", '{"text": "a"}\n{\n', {}, r"a\.jsonl, line 2: no JSON"),
-        ("a.jsonl", '{"text": "a"}\n', {"pairs": True}, r"line 1: expected an object with 'pair'"),
-    ],
-)
-def test_bad_files(tmp_path, name, content, options, expected):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=expected):
-        read(tmp_path / name, **options)
-
-
-def test_a_file_that_is_no_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a.txt'}, line 1: not UTF-8 (byte 0xff)")):
-        read(tmp_path / "a.txt")
 
 
 # -- answers and pairs ---------------------------------------------------------------------------------------
@@ -202,35 +154,6 @@ def test_an_answer_that_was_cut_off(tokenizer):
     assert words_of(tokenizer, examples, 3) == ["a", "mat"]
 
 
-def test_answers_of_squad():
-    """As datasets saves them, as the original file has them, by characters, and none."""
-    start = CONTEXT.index("red cat")
-    answers = [
-        {"text": ["red cat", "cat"], "answer_start": [start, 4]},
-        [{"text": "red cat", "answer_start": start}, {"text": "cat", "answer_start": 4}],
-        [start, start + 7],
-        {"text": [], "answer_start": []},
-        [],
-        None,
-    ]
-    span = (start, start + 7)
-    assert spans_of(answers, [CONTEXT] * 6) == [span, span, span, None, None, None]
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ({"text": ["dog"], "answer_start": [4]}, r"answers\[0\]: 'dog' is not at character 4 of its context"),
-        ({"text": ["cat"], "answer_start": ["4"]}, r"answers\[0\]: 'cat' is not at character '4'"),
-        ({"text": ["."], "answer_start": [-1]}, r"answers\[0\]: '.' is not at character -1"),
-        ([1, 2, 3], r"answers\[0\]: expected .*, got "),
-    ],
-)
-def test_answers_that_are_none(answer, expected):
-    with pytest.raises(ValueError, match=expected):
-        spans_of([answer], [CONTEXT])
-
-
 def test_answers_are_checked(tokenizer):
     for answer, expected in (
         ((4, 4), r"answers\[1\]: 4 to 4 are no words of a text of 41 characters"),
@@ -250,16 +173,3 @@ def test_pairs_that_are_read_alone(tokenizer):
     assert part(examples, "segments", 1) == [0] * 4
     assert examples.labels.tolist() == [0.5, 0.5, -1, -1]
     assert paired(tokenizer, ["the cat"], ["it"]).labels is None
-
-
-def test_a_file_of_squad(tmp_path):
-    row = {"question": QUESTION, "context": CONTEXT, "answers": {"text": ["cat"], "answer_start": [4]}}
-    file = tmp_path / "squad.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    found = read(file, pairs=True, labels="answers")
-    assert found == {"texts": [QUESTION], "pairs": [CONTEXT], "labels": [row["answers"]]}
-    file.write_text(json.dumps({"question": QUESTION}) + "\n")
-    with pytest.raises(ValueError, match="line 1: expected an object with 'context'"):
-        read(file, pairs=True)
-    with pytest.raises(ValueError, match="line 1: expected an object with 'text'"):
-        read(file)
