@@ -34,7 +34,7 @@ from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import NAMES, task_of
 from fastbert.models.config import EncoderConfig
 from fastbert.sentences.tokenizer import load_tokenizer
-from fastbert.tasks.published import PUBLISHED, Published
+from fastbert.tasks.published import FROZEN, PRETRAINED, PUBLISHED, RANDOM, Published
 from fastbert.training import checkpoints
 from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
@@ -80,7 +80,7 @@ class Result:
         metric: the main metric.
         runs: all of the grid.
         output: the directory of the best model.
-        published: rows of papers for this task.
+        published: rows of papers for this task and this start.
     """
 
     task: str
@@ -259,7 +259,9 @@ def finetune(
             content = {"config": decisive, "evaluations": history, "score": score}
             replace(folder / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
             _keep_the_best(output, runs)
-    result = Result(made.name, made.metric, runs, output, [row for row in PUBLISHED if row.task == made.name])
+    start = FROZEN if grid[0].freeze else RANDOM if grid[0].random_init else PRETRAINED
+    published = [row for row in PUBLISHED if (row.task, row.start) == (made.name, start)]
+    result = Result(made.name, made.metric, runs, output, published)
     if parallel.is_first:
         best = output / "runs" / result.best.settings.name / BEST
         if not best.is_dir():

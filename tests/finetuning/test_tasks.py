@@ -225,10 +225,28 @@ def test_table_has_rows_of_its_metric_only(learnt):
     assert shown == [
         f"  {row.model} ({row.split}, published): {row.scores['f1']:.1f}"
         for row in PUBLISHED
-        if row.task == "mrpc" and "f1" in row.scores
+        if row.task == "mrpc" and "f1" in row.scores and row.start == "pre-trained"
     ]
     assert 0 < len(shown) < sum(row.task == "mrpc" for row in PUBLISHED)
     assert "published" not in learnt("csv")[2].table()
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "row"),
+    [
+        ("mrpc", {"freeze": True}, "BERT base, not fine-tuned, Kovaleva et al. 2019 (dev, published): 0.0"),
+        (
+            "stsb",
+            {"random_init": True},
+            "BERT base, random weights, Kovaleva et al. 2019, perhaps Pearson (dev, published): 2.9",
+        ),
+    ],
+)
+def test_another_start_has_rows_of_that_start_only(tmp_path, model, task, changes, row):
+    result = quick(
+        task, model, written(task, tmp_path / "data", 16, 8), tmp_path / "run", epochs=1, **changes
+    )
+    assert [line for line in result.table().splitlines() if "published" in line] == [f"  {row}"]
 
 
 # -- kinds that are not learnt above -------------------------------------------------------------------------
