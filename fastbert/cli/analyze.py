@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import signal
-from dataclasses import asdict
 from typing import Any
 
 from fastbert.analysis import pictures, results
 from fastbert.analysis.identities import MAX_BYTES
-from fastbert.analysis.starts import DEFAULT as RECIPE
+from fastbert.analysis.starts import DEFAULT as SETTINGS
 from fastbert.cli.analyses.attention import attention, effective, patterns
 from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
@@ -57,7 +56,10 @@ _OWN = {
     "lr": ("starts",),
 }
 # option -> its default
-_DEFAULTS = {"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES, **asdict(RECIPE)}
+_DEFAULTS = {
+    **{"unit": "head", "mode": "zero", "max_bytes": MAX_BYTES},
+    **{name: getattr(SETTINGS, name) for name in ("epochs", "batch_size", "lr")},
+}
 
 
 def run(args: argparse.Namespace) -> int:

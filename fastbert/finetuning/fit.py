@@ -54,6 +54,7 @@ def fit(
     finish: Callable[[Path], None],
     *,
     parallel: Parallel,
+    batch_tokens: int = BATCH_TOKENS,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Train, and score after each epoch; returns {"step", "epoch", and split -> scores} of each.
@@ -62,20 +63,22 @@ def fit(
         task: see `Task`.
         build: makes the first model, by torch's generator.
         train: with labels.
-        dev: split -> its examples; the main score is that of the first split.
+        dev: split -> its examples; the main score is that of the first split. Without splits the model is
+            trained and not scored.
         folder: the run's directory.
         settings: how the model learns.
         segments: whether the model takes token types.
         config: what the result depends on; a run that is there already must have the same.
         finish: writes a tokenizer's files into a model's directory.
         parallel: the processes; fsdp is refused, because the first process scores by itself.
+        batch_tokens: most tokens of a micro-batch, unless an example is longer.
         options: of `Trainer`.
     """
     if parallel.kind == "fsdp":
         raise ValueError("parallel: expected none or ddp for fine-tuning, got fsdp")
     size, count = settings.batch_size, len(train)
     steps = max(1, math.ceil(settings.epochs * count / size))
-    every = min(steps, math.ceil(count / size))
+    every = min(steps, math.ceil(count / size)) if dev else steps
     built: list[TaskLosses] = []
 
     def begin() -> TaskLosses:
@@ -92,8 +95,7 @@ def fit(
                 for split, each in dev.items()
             }
             history.append({"step": step, "epoch": step * size / count, **scores})
-            best = max(history, key=lambda entry: score_of(task, entry))
-            if best is history[-1]:
+            if dev and max(history, key=lambda entry: score_of(task, entry)) is history[-1]:
                 built[0].model.save_pretrained(folder / BEST)
                 finish(folder / BEST)
         (checkpoint / EVALUATIONS).write_text(json.dumps(history, indent=1) + "\n")
@@ -104,7 +106,7 @@ def fit(
         Source(train, segments),
         begin,
         Schedule("linear", settings.lr, steps, warmup=settings.warmup if steps > 1 else 0),
-        micro_batches=(parts := _parts(train, size, parallel.world)),
+        micro_batches=(parts := _parts(train, size, parallel.world, batch_tokens)),
         sequences=size // parts,
         options={"kind": settings.optimizer, "weight_decay": settings.weight_decay, "eps": settings.eps},
         groups=decay_groups if decay == 1 else decayed_groups(decay),
@@ -127,13 +129,13 @@ def fit(
     return parallel.broadcast(evaluations(folder) if parallel.is_first else None)
 
 
-def _parts(train: Encoded, size: int, world: int) -> int:
-    """Micro-batches per step, shared by all processes: each has at most BATCH_TOKENS tokens."""
+def _parts(train: Encoded, size: int, world: int, batch_tokens: int) -> int:
+    """Micro-batches per step, shared by all processes: each has at most `batch_tokens` tokens."""
     longest = int(train.lengths.max())
     divisors = [n for n in range(1, size + 1) if size % n == 0 and n % world == 0]
     if not divisors:
         raise ValueError(f"batch_size: {size} cannot be shared equally by {world} processes")
-    return next((n for n in divisors if size // n * longest <= BATCH_TOKENS), divisors[-1])
+    return next((n for n in divisors if size // n * longest <= batch_tokens), divisors[-1])
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:

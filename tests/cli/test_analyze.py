@@ -22,7 +22,6 @@ from fastbert.analysis.fixed import NAMES, PREVIOUS, SEPARATORS, fixed_heads
 from fastbert.analysis.intervals import estimate
 from fastbert.analysis.links import links
 from fastbert.analysis.probing import edge_probe
-from fastbert.analysis.starts import STARTS
 from fastbert.analysis.targets import of_texts, of_treebank, read_edges
 from fastbert.analysis.treebank import as_examples, read_conllu
 from fastbert.cli.analyses.loading import naming_lines
@@ -31,6 +30,7 @@ from fastbert.cli.usage import UsageError
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.examples import tokenized
 from fastbert.tasks.inputs import read
+from fastbert.tasks.published import STARTS
 from fastbert.training.loop import Interrupted
 from tests.cli.conftest import LINES, call, write_rows
 from tests.support.treebank import TREES, conllu
@@ -546,7 +546,7 @@ def test_three_starts(folder, tmp_path, capsys, model, more, labels, score):
         assert numbers["intervals"][name]["mean"] == pytest.approx(row.mean())
         assert f"  {name}: {score} {estimate(row, seed=3).text('.4f')}\n" in said
     assert numbers["intervals"]["baseline"]["mean"] == pytest.approx(arrays["baseline"].mean())
-    assert "MRPC 31.6 / 68.3 / 82.3" in said
+    assert "MRPC f1 0.0 / 81.2 / 87.9; MRPC accuracy 31.6 / 68.3 / 82.3; STS-B" in said
     assert "intervals over 4 examples, seed 3" in said
 
 

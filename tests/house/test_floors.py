@@ -26,8 +26,8 @@ FLOORS = (
     ("models",),
     ("graphs", "sentences", "tasks"),
     ("acceleration", "training"),
-    ("pretraining", "analysis"),
-    ("finetuning",),
+    ("finetuning", "pretraining"),
+    ("analysis",),
     ("cli",),
     ("__init__", "__main__"),
 )
