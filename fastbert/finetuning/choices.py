@@ -37,7 +37,8 @@ class ChoiceTask(Task):
 
     def scores(self, examples: Choices, predictions: list[int]) -> dict[str, float]:
         """Accuracy; of RACE also of each level."""
-        assert examples.labels is not None
+        if examples.labels is None:
+            return {}
         found = {"accuracy": metrics.accuracy(predictions, examples.labels)}
         for level in race.LEVELS:
             chosen = [i for i, name in enumerate(examples.ids) if name.startswith(f"{level}/")]

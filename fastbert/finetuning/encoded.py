@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ class Encoded:
         labels: argument of the model -> (n,) labels of examples, or (total,) of tokens; empty without labels.
         choices: sequences per example, which follow one another.
         token_labels: whether there is a label per token; one that is `IGNORED` does not count.
-        truncated: sequences that lost tokens.
+        counts: what was cut or mended -> how often.
         windows: what the sequences are of, where a task reads its examples in windows.
     """
 
@@ -40,7 +40,7 @@ class Encoded:
     labels: dict[str, np.ndarray]
     choices: int = 1
     token_labels: bool = False
-    truncated: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
     windows: Sequence[Any] = ()
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ def joined(encodings: Sequence[Encoding], labels: dict[str, np.ndarray], choices
         np.concatenate([[0], np.cumsum(lengths)]),
         labels,
         choices,
-        truncated=sum(bool(encoding.overflowing) for encoding in encodings),
+        counts={"sequences_cut": sum(bool(encoding.overflowing) for encoding in encodings)},
     )
 
 

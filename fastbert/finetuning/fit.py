@@ -80,6 +80,13 @@ def fit(
     steps = max(1, math.ceil(settings.epochs * count / size))
     every = min(steps, math.ceil(count / size)) if dev else steps
     built: list[TaskLosses] = []
+    # Read once: a checkpoint that is read is hashed, which takes seconds for a large model
+    known: list[list[dict[str, Any]]] = []
+
+    def so_far() -> list[dict[str, Any]]:
+        if not known:
+            known.append(evaluations(folder))
+        return known[0]
 
     def begin() -> TaskLosses:
         built[:] = [losses_of(build(), settings, task.fields)]
@@ -87,7 +94,7 @@ def fit(
 
     def evaluate(checkpoint: Path) -> None:
         step = read_json(checkpoint / STATE)["step"]
-        history = evaluations(folder)
+        history = so_far()
         # An interrupted run is saved at any step, also before the first
         if step == steps or (step > 0 and step % every == 0):
             scores = {
@@ -126,7 +133,7 @@ def fit(
     )
     trainer.run()
     # The first process may remove the checkpoint before another one reads it
-    return parallel.broadcast(evaluations(folder) if parallel.is_first else None)
+    return parallel.broadcast(so_far() if parallel.is_first else None)
 
 
 def _parts(train: Encoded, size: int, world: int, batch_tokens: int) -> int:
@@ -151,4 +158,6 @@ def score_of(task: Task, entry: Mapping[str, Any]) -> float:
 
 def _scored(task: Task, model: PreTrainedModel, split: Split, dtype: torch.dtype) -> dict[str, float]:
     found = outputs(model, split.encoded, task.fields, batch_tokens=BATCH_TOKENS, dtype=dtype)
-    return task.scores(split.examples, task.predictions(split.examples, split.encoded, found))
+    said = task.predictions(split.examples, split.encoded, found)
+    task.tune(split.examples, said)
+    return task.scores(split.examples, said)

@@ -19,17 +19,17 @@ from fastbert.checkpoint.files import read_json
 from fastbert.finetuning.choices import Race
 from fastbert.finetuning.encoded import Encoded, outputs
 from fastbert.finetuning.run import RESULTS
-from fastbert.finetuning.sequences import SequenceTask
+from fastbert.finetuning.sequences import Glue, Table
 from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.tagging import Ner
 from fastbert.finetuning.task import Task
-from fastbert.finetuning.tasks import task_of
+from fastbert.finetuning.tasks import options_of, task_of
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import glue_tasks, inputs, ner, swag
 from fastbert.tasks.files import Choices, Texts
 from fastbert.tasks.ner import Sentence
-from fastbert.tasks.squad import Question
+from fastbert.tasks.squad import Question, Questions
 from fastbert.training.loop import DTYPES
 
 CHUNK = 2048
@@ -87,17 +87,18 @@ class _Questions(_Reader):
     def read(self, path: Path) -> Iterator[tuple[str, ...]]:
         return inputs.questions(path)
 
-    def gathered(self, examples: list[Any]) -> list[Question]:
+    def gathered(self, examples: list[Any]) -> Questions:
         right = [_are_texts(each) and len(each) == 2 for each in examples]
         _check(examples, right, "a question and a context")
-        return [Question(str(i), question, context, ()) for i, (question, context) in enumerate(examples)]
+        named = enumerate(examples)
+        return Questions([Question(str(i), question, context, ()) for i, (question, context) in named])
 
     def answers(
-        self, examples: list[Question], encoded: Encoded, found: Sequence[np.ndarray]
+        self, examples: Questions, encoded: Encoded, found: Sequence[np.ndarray]
     ) -> Iterator[dict[str, Any]]:
         predictions = self.task.predictions(examples, encoded, found)
-        texts = predictions.texts(self.task.null_threshold or 0.0)
-        for question in examples:
+        texts = predictions.texts(self.task.threshold)
+        for question in examples.questions:
             text = texts[question.id]
             shares = {each["text"]: each["probability"] for each in predictions.nbest[question.id]}
             yield {"answer": text, "score": _rounded(shares[text])}
@@ -215,11 +216,9 @@ def predict(
         if value is not None and (type(value) is not int or value < least):
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
     place = hub.resolve(model)
-    reader = _reader_of(task, options)
     stored = read_json(place / RESULTS) if (place / RESULTS).is_file() else {}
+    reader = _reader_of(task, stored, options)
     loaded = _loaded(reader.task, place, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if isinstance(reader.task, Squad) and reader.task.null_threshold is None:
-        reader.task.null_threshold = stored.get("scores", {}).get("dev", {}).get("null_threshold")
     usual = stored.get("best", {}).get("max_length", reader.task.defaults["max_length"])
     longest = max_length or min(usual, loaded.config.max_tokens)
     if longest > loaded.config.max_tokens:
@@ -230,16 +229,16 @@ def predict(
     return _answers(reader, loaded, load_tokenizer(place), given, longest, batch_tokens, DTYPES[dtype])
 
 
-def _reader_of(name: str, options: dict[str, Any]) -> _Reader:
+def _reader_of(name: str, stored: dict[str, Any], options: dict[str, Any]) -> _Reader:
     columns = options.pop("columns", False) if name == "ner" else False
     texts = {key: options.pop(key) for key in ("text", "pair") if key in options and name in glue_tasks.TASKS}
-    task = task_of(name, **options)
-    if isinstance(task, SequenceTask):
-        if name in glue_tasks.TASKS:
-            official = glue_tasks.TASKS[name].texts
-            texts = {**dict(zip(("text", "pair"), official, strict=False)), **texts}
-        else:
-            texts = {"text": options.get("text", "text"), "pair": options.get("pair")}
+    task = task_of(name, **{**options_of(name, stored), **options})
+    task.recall(stored)
+    if isinstance(task, Table):
+        return _Texts(task, *task.columns[:2])
+    if isinstance(task, Glue):
+        official = dict(zip(("text", "pair"), task.form.texts, strict=False))
+        texts = {**official, **texts}
         return _Texts(task, texts["text"], texts.get("pair"))
     if isinstance(task, Squad):
         return _Questions(task)

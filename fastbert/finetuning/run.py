@@ -11,10 +11,11 @@ The same call resumes where it was interrupted. Runs share no state, so their or
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.encoded import Encoded, has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
+from fastbert.finetuning.result import Result, Run
 from fastbert.finetuning.settings import STABLE, Settings
 from fastbert.finetuning.start import first_model
 from fastbert.finetuning.task import Task
-from fastbert.finetuning.tasks import NAMES, task_of
+from fastbert.finetuning.tasks import NAMES, options_of, task_of
 from fastbert.models.config import EncoderConfig
 from fastbert.sentences.tokenizer import load_tokenizer
-from fastbert.tasks.published import FROZEN, PRETRAINED, PUBLISHED, RANDOM, Published
 from fastbert.training import checkpoints
 from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
@@ -54,82 +55,9 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of the grid.
-
-    Attributes:
-        settings: how it learned.
-        evaluations: {"step", "epoch", split -> scores} after each epoch.
-        score: the best main score, in fractions of 1.
-        failed: whether the model has learned nothing: it predicts one class at best.
-    """
-
-    settings: Settings
-    evaluations: list[dict[str, Any]]
-    score: float
-    failed: bool
-
-
-@dataclass(frozen=True)
-class Result:
-    """What fine-tuning has found.
-
-    Attributes:
-        task: its name.
-        metric: the main metric.
-        runs: all of the grid.
-        output: the directory of the best model.
-        published: rows of papers for this task and this start.
-    """
-
-    task: str
-    metric: str
-    runs: list[Run]
-    output: Path
-    published: list[Published]
-
-    @property
-    def best(self) -> Run:
-        """The run of the best main score; of equal ones the first."""
-        return max(self.runs, key=lambda run: run.score)
-
-    @property
-    def scores(self) -> dict[str, dict[str, float]]:
-        """Split -> metric -> score of the best model, in fractions of 1."""
-        entry = max(
-            self.best.evaluations,
-            key=lambda e: next(s[self.metric] for s in e.values() if isinstance(s, dict)),
-        )
-        return {split: scores for split, scores in entry.items() if isinstance(scores, dict)}
-
-    def table(self) -> str:
-        """The runs, the best, mean and deviation over seeds, and the published rows, in percent."""
-        lines = [f"{self.task}: {self.metric} on dev, in percent"]
-        lines += [
-            f"  lr {run.settings.lr:g}, seed {run.settings.seed}: {100 * run.score:.1f}"
-            + (" (failed: at the score of one answer for all)" if run.failed else "")
-            for run in self.runs
-        ]
-        for lr in dict.fromkeys(run.settings.lr for run in self.runs):
-            scores = [100 * run.score for run in self.runs if run.settings.lr == lr]
-            if len(scores) > 1:
-                lines.append(f"  lr {lr:g}: mean {np.mean(scores):.1f} ± {np.std(scores, ddof=1):.1f}")
-        for split, scores in self.scores.items():
-            shown = {name: value for name, value in scores.items() if not name.endswith("threshold")}
-            words = ", ".join(f"{name} {100 * value:.1f}" for name, value in shown.items())
-            lines.append(f"  best, {split}: {words}")
-        lines += [
-            f"  {row.model} ({row.split}, published): {row.scores[self.metric]:.1f}"
-            for row in self.published
-            if self.metric in row.scores
-        ]
-        return "\n".join(lines)
-
-
 def finetune(
     task: str | Task,
-    model: str | Path,
+    model: str | Path | None,
     data: str | Path,
     output: str | Path,
     *,
@@ -137,6 +65,7 @@ def finetune(
     restarts: int = 1,
     stable: bool = False,
     intermediate: tuple[str, str | Path] | None = None,
+    predict_only: bool = False,
     parallel: Parallel | None = None,
     say: Callable[[str], None] = lambda text: None,
     progress: bool | None = None,
@@ -147,7 +76,7 @@ def finetune(
 
     Args:
         task: a name of `fastbert.finetuning.tasks`, or a task.
-        model: a HuggingFace directory, or a name on the hub.
+        model: a HuggingFace directory, or a name on the hub; `predict_only` does without.
         data: the directory of the task's official files.
         output: the directory to write; a run that is there resumes.
         lr: one learning rate or several; None is the task's default.
@@ -155,6 +84,9 @@ def finetune(
         stable: whether the defaults are `settings.STABLE`: 20 epochs with a small rate.
         intermediate: (task, data) to fine-tune on before, with the defaults of that task, into
             OUTPUT/intermediate; all runs begin with its best model.
+        predict_only: train nothing: write the prediction files of the model in `output` again and score them,
+            by the dev and test files that `data` has. Options of the task, max_length and dtype are by
+            default those of the training; other settings are not used.
         parallel: the processes; None: those of torchrun, or this one.
         say: callback for messages, one line at a time.
         progress: whether to show a progress bar; None: if stderr is a terminal.
@@ -169,58 +101,111 @@ def finetune(
     settings = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
     if isinstance(task, Task) and options:
         raise TypeError(f"{min(options)}: expected a setting, because the task has its options already")
-    made = task if isinstance(task, Task) else task_of(task, **options)
     output, data = Path(output), Path(data)
-    _check_output(output, Path(model))
+    with contextlib.ExitStack() as held:
+        if predict_only:
+            made, best, result = _recalled(task, output, settings, options)
+            parallel = parallel or _own_processes(held)
+            return _predict_again(made, best, result, data, parallel, say if parallel.is_first else _silent)
+        if model is None:
+            raise ValueError("model: expected a directory or a name on the hub, got None")
+        made = task if isinstance(task, Task) else task_of(task, **options)
+        _check_output(output, Path(model))
+        grid = _grid({**made.defaults, **(STABLE if stable else {}), **settings}, lr, restarts)
+        parallel = parallel or _own_processes(held)
+        say = say if parallel.is_first else _silent
+        if intermediate is not None:
+            kind, folder = intermediate
+            if kind not in NAMES:
+                raise ValueError(f"intermediate: expected a task of {', '.join(NAMES)}, got {kind!r}")
+            say(f"intermediate: {kind}")
+            own = {"seed": grid[0].seed, "dtype": grid[0].dtype}
+            shown: dict[str, Any] = {"say": say, "progress": progress, "workers": workers}
+            first = finetune(kind, model, folder, output / INTERMEDIATE, parallel=parallel, **own, **shown)
+            model = first.output
+        return _train(made, grid, hub.resolve(model), data, output, parallel, say, progress, workers)
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+def _own_processes(held: contextlib.ExitStack) -> Parallel:
+    """The processes of torchrun, or this one; their group ends with the block."""
+    parallel = Parallel()
+    held.callback(parallel.close)
+    return parallel
+
+
+def _grid(settings: dict[str, Any], lr: float | Sequence[float] | None, restarts: int) -> list[Settings]:
+    """The settings of each run."""
     if type(restarts) is not int or restarts < 1:
         raise ValueError(f"restarts: expected an integer >= 1, got {restarts!r}")
-    usual = {**made.defaults, **(STABLE if stable else {})}
-    rates = [usual["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
-    firsts = [Settings(**{**usual, **settings, "lr": rate}) for rate in rates]
+    rates = [settings["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
+    firsts = [Settings(**{**settings, "lr": rate}) for rate in rates]
     if not rates or len({one.lr for one in firsts}) != len(rates):
         raise ValueError(f"lr: expected different learning rates, at least one, got {rates!r}")
-    grid = [replaced(one, seed=one.seed + restart) for one in firsts for restart in range(restarts)]
-    parallel = parallel or Parallel(dtype=DTYPES[grid[0].dtype])
-    say = say if parallel.is_first else lambda text: None
-    if intermediate is not None:
-        kind, folder = intermediate
-        if kind not in NAMES:
-            raise ValueError(f"intermediate: expected a task of {', '.join(NAMES)}, got {kind!r}")
-        own = {name: getattr(grid[0], name) for name in ("seed", "dtype")}
-        shown: dict[str, Any] = {"parallel": parallel, "say": say, "progress": progress, "workers": workers}
-        say(f"intermediate: {kind}")
-        model = finetune(kind, model, folder, output / INTERMEDIATE, **own, **shown).output
-    place = hub.resolve(model)
-    config = EncoderConfig.from_pretrained(place)
-    tokenizer = load_tokenizer(place)
-    splits = made.splits(data)
-    for kind in ("train", "dev"):
-        if not splits[kind]:
-            raise ValueError(f"data: {data} has no {kind} file of {made.name}")
+    return [replaced(one, seed=one.seed + restart) for one in firsts for restart in range(restarts)]
 
-    def encoded(name: str, examples: Any, labelled: bool) -> Split:
-        found = made.encode(examples, tokenizer, grid[0].max_length, labelled)
-        _check_fits(found, config, tokenizer)
-        cut = f", {found.truncated:,} sequences cut to {grid[0].max_length} tokens" if found.truncated else ""
-        say(f"{name}: {len(found):,} examples{cut}")
+
+class _Tokens:
+    """Makes tokens of the examples of splits, for one model.
+
+    Attributes:
+        counts: split -> `Task.counts`.
+    """
+
+    def __init__(self, task: Task, place: Path, max_length: int, say: Callable[[str], None]) -> None:
+        self.task, self.max_length, self.say = task, max_length, say
+        self.config = EncoderConfig.from_pretrained(place)
+        self.tokenizer = load_tokenizer(place)
+        self.counts: dict[str, dict[str, int]] = {}
+
+    def split(self, name: str, examples: Any, labelled: bool = False) -> Split:
+        """The examples of a split and their tokens; says what was left out, cut or mended."""
+        found = self.task.encode(examples, self.tokenizer, self.max_length, labelled)
+        _check_fits(found, self.config, self.tokenizer)
+        self.counts[name] = self.task.counts(examples, found)
+        # The first count is the number of examples, also if it is 0
+        shown = {key: n for i, (key, n) in enumerate(self.counts[name].items()) if n or i == 0}
+        words = ", ".join(f"{n:,} {key.replace('_', ' ')}" for key, n in shown.items())
+        self.say(f"{name}: {words}" + f" to {self.max_length} tokens" * ("sequences_cut" in shown))
         return Split(examples, found)
 
-    learned = made.read(data, splits["train"][0])
-    made.adopt(config)
-    train = encoded("train", learned, True)
-    dev = {name: encoded(name, made.read(data, name), False) for name in splits["dev"]}
-    tests = {name: encoded(name, made.read(data, name), False) for name in splits["test"]}
-    base = made.constant(train.examples, dev[splits["dev"][0]].examples)
+
+def _train(
+    task: Task,
+    grid: Sequence[Settings],
+    place: Path,
+    data: Path,
+    output: Path,
+    parallel: Parallel,
+    say: Callable[[str], None],
+    progress: bool | None,
+    workers: int,
+) -> Result:
+    splits = task.splits(data)
+    for kind in ("train", "dev"):
+        if not splits[kind]:
+            raise ValueError(f"data: {data} has no {kind} file of {task.name}")
+    tokens = _Tokens(task, place, grid[0].max_length, say)
+    learned = task.read(data, splits["train"][0])
+    task.adopt(tokens.config)
+    train = tokens.split("train", learned, True)
+    dev, tests = (
+        {name: tokens.split(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
+    )
+    base = task.constant(train.examples, dev[splits["dev"][0]].examples)
     described = {
-        "task": made.name,
+        "task": task.name,
         "model": weights_digest(place),
-        "tokenizer": digest(tokenizer.to_str().encode()),
+        "tokenizer": digest(tokens.tokenizer.to_str().encode()),
         "train": train.encoded.hash,
         "dev": {
             name: [each.encoded.hash, digest(repr(each.examples).encode())] for name, each in dev.items()
         },
-        "classes": [*made.classes],
-        "options": dict(made.options),
+        "classes": [*task.classes],
+        "options": dict(task.options),
     }
 
     def finish(folder: Path) -> None:
@@ -237,13 +222,13 @@ def finetune(
         history = _finished(folder, decisive)
         if history is None:
             history = fit(
-                made,
-                lambda one=one: first_model(made.head, place, one, made.classes, made.labels),
+                task,
+                lambda one=one: first_model(task.head, place, one, task.classes, task.labels),
                 train.encoded,
                 dev,
                 folder,
                 one,
-                has_segments(config),
+                has_segments(tokens.config),
                 decisive,
                 finish,
                 parallel=parallel,
@@ -252,31 +237,87 @@ def finetune(
                 workers=workers,
                 log_every=1 if len(train.encoded) < 50 * one.batch_size else 10,
             )
-        score = max(score_of(made, entry) for entry in history)
+        score = max(score_of(task, entry) for entry in history)
         runs.append(Run(one, history, score, base is not None and score <= base))
-        say(f"lr {one.lr:g}, seed {one.seed}: {made.metric} {100 * score:.1f}")
+        say(f"lr {one.lr:g}, seed {one.seed}: {task.metric} {100 * score:.1f}")
         if parallel.is_first:
             content = {"config": decisive, "evaluations": history, "score": score}
             replace(folder / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
             _keep_the_best(output, runs)
-    start = FROZEN if grid[0].freeze else RANDOM if grid[0].random_init else PRETRAINED
-    published = [row for row in PUBLISHED if (row.task, row.start) == (made.name, start)]
-    result = Result(made.name, made.metric, runs, output, published)
-    if parallel.is_first:
-        best = output / "runs" / result.best.settings.name / BEST
-        if not best.is_dir():
-            raise TrainingError(
-                f"{best}: was removed, because another run of an earlier grid was better; "
-                "expected that grid, or another output"
-            )
-        shutil.copytree(best, output, dirs_exist_ok=True)
-        for folder, of_kind in (("dev", dev), ("test", tests)):
-            dtype = DTYPES[result.best.settings.dtype]
-            for path in predicted(made, output, of_kind, output / folder, parallel.device, dtype):
+    result = Result(task.name, task.metric, runs, output, {}, tokens.counts)
+    with parallel.alike():
+        if parallel.is_first:
+            best = output / "runs" / result.best.settings.name / BEST
+            if not best.is_dir():
+                raise TrainingError(
+                    f"{best}: was removed, because another run of an earlier grid was better; "
+                    "expected that grid, or another output"
+                )
+            shutil.copytree(best, output, dirs_exist_ok=True)
+            result.draw()
+    return _predicted(task, result, dev, tests, DTYPES[result.best.settings.dtype], parallel, say)
+
+
+def _recalled(
+    task: str | Task, output: Path, settings: dict[str, Any], options: dict[str, Any]
+) -> tuple[Task, Settings, Result]:
+    """The task, the settings and the result of a training that has ended, which the arguments override."""
+    if not (output / RESULTS).is_file():
+        raise ValueError(
+            f"output: expected a directory that finetune has written, found no {output / RESULTS}"
+        )
+    stored = read_json(output / RESULTS)
+    made = task if isinstance(task, Task) else task_of(task, **{**options_of(task, stored), **options})
+    if made.name != stored["task"]:
+        raise ValueError(f"task: {output} was trained on {stored['task']}, got {made.name}")
+    made.recall(stored)
+    given = {name: settings[name] for name in ("max_length", "dtype") if name in settings}
+    return made, Settings(**{**stored["best"], **given}), Result.from_dict(stored, output)
+
+
+def _predict_again(
+    task: Task, best: Settings, result: Result, data: Path, parallel: Parallel, say: Callable[[str], None]
+) -> Result:
+    splits = task.splits(data)
+    if not splits["dev"] and not splits["test"]:
+        raise ValueError(f"data: {data} has no dev file and no test file of {task.name}")
+    tokens = _Tokens(task, result.output, best.max_length, say)
+    dev, tests = (
+        {name: tokens.split(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
+    )
+    result = replaced(result, counts={**result.counts, **tokens.counts})
+    return _predicted(task, result, dev, tests, DTYPES[best.dtype], parallel, say)
+
+
+def _predicted(
+    task: Task,
+    result: Result,
+    dev: Mapping[str, Split],
+    tests: Mapping[str, Split],
+    dtype: torch.dtype,
+    parallel: Parallel,
+    say: Callable[[str], None],
+) -> Result:
+    """Write the prediction files of the model in the output and results.json; the result with its scores."""
+    scores = dict(result.scores)
+    with parallel.alike():
+        if parallel.is_first:
+            model = task.head.from_pretrained(result.output, device=parallel.device)
+            written: list[Path] = []
+            for kind, splits in (("dev", dev), ("test", tests)):
+                for name, each in splits.items():
+                    found = outputs(model, each.encoded, task.fields, batch_tokens=BATCH_TOKENS, dtype=dtype)
+                    said = task.predictions(each.examples, each.encoded, found)
+                    if kind == "dev":
+                        task.tune(each.examples, said)
+                    written += task.write(result.output / kind, name, each.examples, said)
+                    scores[name] = task.scores(each.examples, said)
+            for path in dict.fromkeys(written):
                 say(f"wrote {path}")
-        replace(output / RESULTS, (json.dumps(_described(result), indent=1) + "\n").encode())
-        draw(result)
-    return result
+            result = replaced(result, scores={name: found for name, found in scores.items() if found})
+            content = {**result.to_dict(), "classes": [*task.classes], "options": dict(task.options)}
+            replace(result.output / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
+    return replaced(result, scores=parallel.broadcast(result.scores))
 
 
 def _check_output(output: Path, model: Path) -> None:
@@ -322,76 +363,3 @@ def _keep_the_best(output: Path, runs: list[Run]) -> None:
         parts = [folder / checkpoints.name_of(step) for step in checkpoints.steps_in(folder)]
         for part in parts if run is best else [folder / BEST, *parts]:
             shutil.rmtree(part, ignore_errors=True)
-
-
-def predicted(
-    task: Task,
-    model: Path,
-    splits: Mapping[str, Split],
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> list[Path]:
-    """Write the prediction files of a trained model for some splits."""
-    if not splits:
-        return []
-    trained = task.head.from_pretrained(model, device=device)
-    written: list[Path] = []
-    for name, each in splits.items():
-        found = outputs(trained, each.encoded, task.fields, batch_tokens=BATCH_TOKENS, dtype=dtype)
-        said = task.predictions(each.examples, each.encoded, found)
-        written += task.write(folder, name, each.examples, said)
-    return list(dict.fromkeys(written))
-
-
-def _described(result: Result) -> dict[str, Any]:
-    """For results.json."""
-    return {
-        "task": result.task,
-        "metric": result.metric,
-        "scores": result.scores,
-        "best": result.best.settings.to_dict(),
-        "runs": [
-            {
-                "settings": run.settings.to_dict(),
-                "evaluations": run.evaluations,
-                "score": run.score,
-                "failed": run.failed,
-            }
-            for run in result.runs
-        ],
-        "published": [row._asdict() for row in result.published],
-    }
-
-
-def draw(result: Result) -> Path | None:
-    """Draw the dev score of each run over its epochs, as curves.png; None without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    rates = list(dict.fromkeys(run.settings.lr for run in result.runs))
-    for run in result.runs:
-        best = run is result.best
-        scores = [
-            100 * next(s[result.metric] for s in e.values() if isinstance(s, dict)) for e in run.evaluations
-        ]
-        axes.plot(
-            [entry["epoch"] for entry in run.evaluations],
-            scores,
-            color=f"C{rates.index(run.settings.lr)}",
-            marker="o",
-            alpha=1.0 if best else 0.45,
-            linewidth=2.0 if best else 1.0,
-            label=f"lr {run.settings.lr:g}" if run.settings.seed == result.runs[0].settings.seed else None,
-        )
-    axes.set(xlabel="epoch", ylabel=f"{result.metric} on dev, percent", title=result.task)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    path = result.output / "curves.png"
-    figure.savefig(path, dpi=150)
-    return path

@@ -57,6 +57,10 @@ class SequenceTask(Task):
             labels = {"labels": np.asarray(values, np.float32 if self.regression else np.int64)}
         return joined(pairs_encoded(tokenizer, texts, max_length), labels)
 
+    def counts(self, examples: Texts, encoded: Encoded) -> dict[str, int]:
+        """Examples, malformed rows and cut sequences."""
+        return {"examples": len(encoded), "malformed_rows_skipped": examples.skipped, **encoded.counts}
+
     def predictions(self, examples: Texts, encoded: Encoded, outputs: Sequence[np.ndarray]) -> list[Any]:
         """The most likely class of each example, or its number."""
         (logits,) = outputs
@@ -105,7 +109,8 @@ class Glue(SequenceTask):
 
     def scores(self, examples: Texts, predictions: list[Any]) -> dict[str, float]:
         """The official metrics."""
-        assert examples.labels is not None
+        if examples.labels is None:
+            return {}
         return glue.score(self.name, predictions, examples.labels)
 
     def write(self, folder: Path, split: str, examples: Texts, predictions: list[Any]) -> list[Path]:
@@ -142,6 +147,7 @@ class Table(SequenceTask):
         self, text: str = "text", pair: str | None = None, label: str = "label", regression: bool = False
     ) -> None:
         self.columns, self.of_numbers = (text, pair, label), regression
+        self.options = {"text": text, "pair": pair, "label": label, "regression": regression}
         self.metric = "spearman" if regression else "accuracy"
         self.labels = 1
         self.defaults = {"lr": 3e-5, "epochs": 3, "batch_size": 32, "max_length": 128}
@@ -161,9 +167,8 @@ class Table(SequenceTask):
         if path is None:
             raise ValueError(f"data: {data} has no {split}.csv and no {split}.tsv")
         text, pair, label = self.columns
-        found = csv_file.read(
-            path, text, pair, None if split == "test" else label, regression=self.regression
-        )
+        is_labelled = split != "test" or csv_file.has_labels(path, label)
+        found = csv_file.read(path, text, pair, label if is_labelled else None, regression=self.regression)
         if split == "train" and not self.regression:
             self.classes = csv_file.classes(found.labels or [])
             self.labels = len(self.classes)
@@ -176,7 +181,9 @@ class Table(SequenceTask):
 
     def scores(self, examples: Texts, predictions: list[Any]) -> dict[str, float]:
         """Accuracy and the mean F1 of all classes; or Spearman and Pearson."""
-        labels = examples.labels or []
+        labels = examples.labels
+        if labels is None:
+            return {}
         if self.regression:
             return {name: getattr(metrics, name)(predictions, labels) for name in ("spearman", "pearson")}
         each = [metrics.f1(predictions, labels, name) for name in self.classes]

@@ -84,8 +84,8 @@ class Settings:
         mixout: probability that a linear layer of the encoder has a weight of the checkpoint, in place of
             dropout; 0: dropout as usual.
         mixout_mask: "column": one draw per input of a layer, as published; "element": one per weight.
-        freelb: perturbations against the loss; None: none, True: the defaults.
-        smart: smoothness beside the loss; None: none, True: the defaults.
+        freelb: perturbations against the loss, a FreeLB or its fields; None: none, True: the defaults.
+        smart: smoothness beside the loss, a Smart or its fields; None: none, True: the defaults.
 
     Raises:
         ValueError: naming the attribute.
@@ -134,6 +134,8 @@ class Settings:
             value = getattr(self, name)
             if value in (True, False):
                 object.__setattr__(self, name, kind() if value else None)
+            elif isinstance(value, dict):  # as `to_dict` has it
+                object.__setattr__(self, name, kind(**value))
             elif not isinstance(value, kind | None):
                 raise ValueError(f"{name}: expected True, None or a {kind.__name__}, got {value!r}")
         self._check_together()

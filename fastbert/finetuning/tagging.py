@@ -38,7 +38,7 @@ class Ner(Task):
 
     def __init__(self, *, context: int = 64, strict: bool = False) -> None:
         self.context, self.strict = context, strict
-        self.options = {"strict": strict}
+        self.options = {"context": context, "strict": strict}
         self.defaults = {"lr": 5e-5, "epochs": 3, "batch_size": 32, "max_length": 512}
         self._source: dict[str, Path] = {}
 
@@ -70,7 +70,9 @@ class Ner(Task):
     ) -> Encoded:
         """A sequence per window; labels at the first token of each word that the window scores."""
         context = min(self.context, (max_length - 3) // 4)
-        windows = ner_windows.windows(examples, tokenizer, max_length=max_length, context=context)
+        windows, unknown, cut = ner_windows.windows(
+            examples, tokenizer, max_length=max_length, context=context
+        )
         ids = np.concatenate([window.ids for window in windows]).astype(np.int64)
         labels = {}
         if labelled:
@@ -79,7 +81,14 @@ class Ner(Task):
             words = np.concatenate([window.words for window in windows])
             labels["labels"] = np.where(words < 0, IGNORED, tags[words])
         starts = np.concatenate([[0], np.cumsum([len(window.ids) for window in windows])])
-        return Encoded(ids, np.zeros_like(ids), starts, labels, token_labels=True, windows=windows)
+        counts = {"words_without_tokens": unknown, "words_cut": cut}
+        return Encoded(
+            ids, np.zeros_like(ids), starts, labels, token_labels=True, counts=counts, windows=windows
+        )
+
+    def counts(self, examples: list[Sentence], encoded: Encoded) -> dict[str, int]:
+        """Sentences and windows; words that the tokenizer makes nothing of or that a window does not hold."""
+        return {"sentences": len(examples), "windows": len(encoded), **encoded.counts}
 
     def predictions(
         self, examples: list[Sentence], encoded: Encoded, outputs: Sequence[np.ndarray]

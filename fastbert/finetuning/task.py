@@ -53,13 +53,24 @@ class Task(ABC):
     def encode(self, examples: Any, tokenizer: Tokenizer, max_length: int, labelled: bool) -> Encoded:
         """The examples as tokens; with labels if `labelled`."""
 
+    def counts(self, examples: Any, encoded: Encoded) -> dict[str, int]:
+        """The number of examples, and how many a reader left out, cut or mended; the names are for people."""
+        return {"examples": len(encoded), **encoded.counts}
+
     @abstractmethod
     def predictions(self, examples: Any, encoded: Encoded, outputs: Sequence[np.ndarray]) -> Any:
         """What a model's outputs for `fields` mean."""
 
+    def tune(self, examples: Any, predictions: Any) -> None:  # noqa: B027 - most tasks have nothing to tune
+        """Choose on a dev split what `scores` and `write` then use for all splits, such as a threshold."""
+
+    def recall(self, results: Mapping[str, Any]) -> None:
+        """Take over what a training found out, from its results.json; its options are the task's already."""
+        self.classes = results.get("classes", self.classes)
+
     @abstractmethod
     def scores(self, examples: Any, predictions: Any) -> dict[str, float]:
-        """Metric -> score, in fractions of 1; the main metric first."""
+        """Metric -> score, in fractions of 1; the main metric first; empty if the examples have no labels."""
 
     @abstractmethod
     def write(self, folder: Path, split: str, examples: Any, predictions: Any) -> list[Path]:

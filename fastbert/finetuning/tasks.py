@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastbert.finetuning.choices import Race, Swag
@@ -21,6 +22,12 @@ OPTIONS = {
     "ner": ("context", "strict"),
     "csv": ("text", "pair", "label", "regression"),
 }
+
+
+def options_of(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a task was trained, from its results.json; those that the task has."""
+    stored = results.get("options", {})
+    return {option: stored[option] for option in OPTIONS.get(name, ()) if option in stored}
 
 
 def task_of(name: str, **options: Any) -> Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,7 @@ def read(
     Raises:
         ValueError, OSError: naming the file and the line.
     """
-    path = Path(path)
-    if path.suffix not in (".csv", ".tsv"):
-        raise ValueError(f"path: expected a file that ends in .csv or .tsv, got {path}")
-    table = rows(path, quoted=path.suffix == ".csv")
+    table = _rows(Path(path))
     where, header = next(table, (str(path), []))
     text_place = column(where, header, text)
     pair_place = -1 if pair is None else column(where, header, pair)
@@ -54,6 +52,20 @@ def read(
     if not found.ids:
         raise ValueError(f"{path}: expected one example at least, found none")
     return found
+
+
+def has_labels(path: str | Path, label: str) -> bool:
+    """Whether a table has a column of labels that is not all empty."""
+    table = _rows(Path(path))
+    _, header = next(table, ("", []))
+    place = header.index(label) if label in header else len(header)
+    return any(fields[place:][:1] not in ([], [""]) for _, fields in table)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, list[str]]]:
+    if path.suffix not in (".csv", ".tsv"):
+        raise ValueError(f"path: expected a file that ends in .csv or .tsv, got {path}")
+    return rows(path, quoted=path.suffix == ".csv")
 
 
 def classes(labels: list[str]) -> list[str]:

@@ -29,9 +29,23 @@ class Window(NamedTuple):
     words: np.ndarray
 
 
+class Windows(NamedTuple):
+    """The windows of a file.
+
+    Attributes:
+        windows: in the order of the words that they score.
+        unknown: words of which the tokenizer makes nothing, each its unknown token.
+        cut: words that lost tokens, because a window does not hold them.
+    """
+
+    windows: list[Window]
+    unknown: int
+    cut: int
+
+
 def windows(
     sentences: Sequence[Sentence], tokenizer: Tokenizer, *, max_length: int = 512, context: int = 64
-) -> list[Window]:
+) -> Windows:
     """The windows of sentences, in which each word is scored once, at its first token.
 
     A document that fits is one window. A longer document is cut at the ends of sentences, so that each window
@@ -59,8 +73,13 @@ def windows(
             f"context: expected 0 to {(room - 1) // 2} for max_length {max_length}, got {context}"
         )
     documents: dict[int, list[list[list[int]]]] = {}
-    for sentence, pieces in zip(sentences, _pieces(sentences, tokenizer, room), strict=True):
-        documents.setdefault(sentence.document, []).append(pieces)
+    unknown = cut = 0
+    for sentence, pieces in zip(sentences, _pieces(sentences, tokenizer), strict=True):
+        unknown += pieces.count([])
+        cut += sum(len(word) > room for word in pieces)
+        named = zip(pieces, sentence.words, strict=True)
+        whole = [word[:room] or _unknown(tokenizer, text) for word, text in named]
+        documents.setdefault(sentence.document, []).append(whole)
     found, base = [], 0
     for document in documents.values():
         ids = np.array([i for sentence in document for word in sentence for i in word], np.int32)
@@ -79,13 +98,20 @@ def windows(
                 )
             )
         base += len(starts) - 1
-    return found
+    return Windows(found, unknown, cut)
 
 
-def _pieces(sentences: Sequence[Sentence], tokenizer: Tokenizer, room: int) -> Iterator[list[list[int]]]:
-    """The token ids of each word, one at least, per sentence."""
+def _unknown(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The unknown token, for a word that the tokenizer makes nothing of."""
     token = getattr(tokenizer.model, "unk_token", None)
-    unknown = None if token is None else tokenizer.token_to_id(token)
+    number = None if token is None else tokenizer.token_to_id(token)
+    if number is None:
+        raise ValueError(f"tokenizer: has no token for the word {text!r} and no unknown token")
+    return [number]
+
+
+def _pieces(sentences: Sequence[Sentence], tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    """The token ids of each word, per sentence."""
     encoded = tokenizer.encode_batch(
         [sentence.words for sentence in sentences], is_pretokenized=True, add_special_tokens=False
     )
@@ -94,12 +120,6 @@ def _pieces(sentences: Sequence[Sentence], tokenizer: Tokenizer, room: int) -> I
         for i, word in zip(encoding.ids, encoding.word_ids, strict=True):
             if word is not None:
                 words[word].append(i)
-        for word, text in zip(words, sentence.words, strict=True):
-            if not word:
-                if unknown is None:
-                    raise ValueError(f"tokenizer: has no token for the word {text!r} and no unknown token")
-                word.append(unknown)
-            del word[room:]
         yield words
 
 

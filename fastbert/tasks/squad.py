@@ -53,10 +53,12 @@ class Questions(NamedTuple):
         questions: in the order of the file.
         misplaced: ids of the questions left out of a training file, because the context has another text
             where the answer should be.
+        labelled: whether the file has answers; a test file has none.
     """
 
     questions: list[Question]
-    misplaced: list[str]
+    misplaced: Sequence[str] = ()
+    labelled: bool = False
 
 
 class Window(NamedTuple):
@@ -89,10 +91,12 @@ class Windows(NamedTuple):
     Attributes:
         windows: in the order of the questions; one per question at least.
         inexact: ids of the questions whose first answer begins or ends within a token.
+        cut: ids of the questions that lost tokens to `max_query`.
     """
 
     windows: list[Window]
     inexact: list[str]
+    cut: list[str]
 
 
 def read(path: str | Path, *, train: bool) -> Questions:
@@ -107,7 +111,7 @@ def read(path: str | Path, *, train: bool) -> Questions:
         ValueError, OSError: naming the file and the place in it.
     """
     content = read_json(path)
-    found, misplaced, seen = [], [], set()
+    found, misplaced, seen, labelled = [], [], set(), False
     for where, context, entry in _entries(str(path), content):
         name = _get(where, entry, "id", str)
         if name in seen:
@@ -115,6 +119,7 @@ def read(path: str | Path, *, train: bool) -> Questions:
         seen.add(name)
         impossible = "is_impossible" in entry and _get(where, entry, "is_impossible", bool)
         answers = []
+        labelled |= "answers" in entry or "is_impossible" in entry
         # A test file has no answers
         for i, answer in enumerate(_get(where, entry, "answers", list) if "answers" in entry else []):
             inner = f"{where}.answers[{i}]"
@@ -129,7 +134,7 @@ def read(path: str | Path, *, train: bool) -> Questions:
         found.append(Question(name, _get(where, entry, "question", str), context, tuple(answers)))
     if not found:
         raise ValueError(f"{path}: expected one question at least, found none")
-    return Questions(found, misplaced)
+    return Questions(found, misplaced, labelled)
 
 
 def _is_placed(context: str, answer: Answer) -> bool:
@@ -187,6 +192,7 @@ def windows(
         )
     found: list[Window] = []
     inexact: list[str] = []
+    cut: list[str] = []
     for base in range(0, len(questions), _CHUNK):
         chunk = questions[base : base + _CHUNK]
         encoded = tokenizer.encode_batch([(question.question, question.context) for question in chunk])
@@ -195,7 +201,9 @@ def windows(
             found += of_question
             if not exact:
                 inexact.append(question.id)
-    return Windows(found, inexact)
+            if encoding.sequence_ids.count(0) > max_query:
+                cut.append(question.id)
+    return Windows(found, inexact, cut)
 
 
 def _span(answers: Sequence[Answer], offsets: np.ndarray) -> tuple[tuple[int, int] | None, bool]:

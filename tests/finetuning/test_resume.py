@@ -167,9 +167,9 @@ def test_another_model_is_an_error(tmp_path, model, data, unbroken):
 
 def test_another_option_of_the_task_is_an_error(tmp_path, model):
     data = written("squad2", tmp_path / "data", 8, 8)
-    for threshold in (None, 1.0):
+    for threshold in ("auto", 1.0):
         task = Squad(2, max_query=10, doc_stride=8, null_threshold=threshold)
-        if threshold is None:
+        if threshold == "auto":
             quick(task, model, data, tmp_path / "run", **OPTIONS)
             continue
         with pytest.raises(TrainingError, match=r"^options\.null_threshold: the run in"):

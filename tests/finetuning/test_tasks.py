@@ -154,7 +154,7 @@ def test_predicted_answers_are_scored_as_reported(learnt):
     assert found["f1"] == pytest.approx(100 * result.best.score)
 
 
-@pytest.mark.parametrize(("threshold", "answered"), [(None, "abc"), (6.5, "abcd"), (0.0, "")])
+@pytest.mark.parametrize(("threshold", "answered"), [("auto", "abc"), (6.5, "abcd"), (0.0, "")])
 def test_a_test_file_has_the_threshold_of_the_dev_file(tmp_path, threshold, answered):
     """By the dev file, questions with odds of 5 have an answer, and with odds of 7 none."""
     own = task_of("squad2", null_threshold=threshold)
@@ -162,8 +162,14 @@ def test_a_test_file_has_the_threshold_of_the_dev_file(tmp_path, threshold, answ
         names = "abcde"[: len(odds)]
         gold = {name: (Answer("cat", 4),) if split == "dev" and name != "c" else () for name in names}
         questions = [Question(name, "what ?", "the cat", gold[name]) for name in names]
+        questions = squad.Questions(questions, labelled=split == "dev")
         answers, nbest = dict.fromkeys(names, "cat"), {name: [] for name in names}
         said = squad_answers.Predictions(answers, nbest, dict(zip(names, odds, strict=True)))
+        if split == "dev":
+            own.tune(questions, said)
+        assert own.scores(questions, said).get("null_threshold") == (
+            own.threshold if split == "dev" else None
+        )
         own.write(tmp_path / split, split, questions, said)
     found = json.loads((tmp_path / "test" / "predictions.json").read_text())
     assert "".join(name for name, text in found.items() if text) == answered
@@ -284,6 +290,7 @@ def test_positions_are_those_of_the_answers(learnt):
     own, data, result = learnt("squad2")
     questions, tokenizer = own.read(data, "train"), load_tokenizer(result.output)
     encoded = own.encode(questions, tokenizer, 32, True)
+    questions = questions.questions
     found = [
         tokenizer.decode(ids[start : end + 1]) if start else ""
         for ids, start, end in zip(
@@ -335,12 +342,92 @@ def test_windows_have_context(tmp_path, model):
     assert scored[4] <= 14 < scored[0] <= 22
 
 
-def test_cut_sequences_are_counted(tmp_path, model):
-    said = []
-    data = written("mrpc", tmp_path / "data", 16, 8)
-    quick("mrpc", model, data, tmp_path / "run", max_length=9, epochs=0.1, say=said.append)
-    assert said[0] == "train: 16 examples, 16 sequences cut to 9 tokens"
-    # of a pair the longer text loses tokens: three are left of each
-    own = task_of("mrpc")
+def _spoilt_mrpc(data):
+    written("mrpc", data, 16, 8)
+
+
+def _spoilt_qqp(data):
+    """Line ends within a question split two rows."""
+    data.mkdir()
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    rows = "".join(f"{i}\t1\t2\tthe cat\tthe dog\t{i % 2}\n" for i in range(8))
+    (data / "train.tsv").write_text(f"{header}{rows}8\t1\t2\tthe\ncat\tthe dog\t1\n")
+    (data / "dev.tsv").write_text(header + rows)
+
+
+def _spoilt_squad2(data):
+    """An answer out of place, one that begins within a word, and a question of more than ten words."""
+    written("squad2", data, 9, 9)
+    file = data / "train-v2.0.json"
+    content = json.loads(file.read_text())
+    entries = [article["paragraphs"][0]["qas"][0] for article in content["data"]]
+    answers = [entry["answers"][0] for entry in entries if entry["answers"]]
+    answers[0]["answer_start"] += 1
+    answers[1] |= {"text": answers[1]["text"][1:], "answer_start": answers[1]["answer_start"] + 1}
+    entries[-1]["question"] += " and" * 11
+    file.write_text(json.dumps(content))
+
+
+def _spoilt_ner(data):
+    """A word of which the tokenizer makes nothing."""
+    written("ner", data, 8, 8)
+    with open(data / "train.txt", "a", encoding="utf-8") as file:
+        file.write("\u200b O\n")
+
+
+@pytest.mark.parametrize(
+    ("task", "spoil", "said", "counts"),
+    [
+        (
+            "mrpc",
+            _spoilt_mrpc,
+            "16 examples, 16 sequences cut to 9 tokens",
+            {"examples": 16, "malformed_rows_skipped": 0, "sequences_cut": 16},
+        ),
+        (
+            "qqp",
+            _spoilt_qqp,
+            "8 examples, 2 malformed rows skipped",
+            {"examples": 8, "malformed_rows_skipped": 2, "sequences_cut": 0},
+        ),
+        (
+            "squad2",
+            _spoilt_squad2,
+            "8 questions, 8 windows, 1 misplaced answers skipped, 1 inexact answers, 1 questions cut",
+            {
+                **{"questions": 8, "windows": 8, "misplaced_answers_skipped": 1},
+                **{"inexact_answers": 1, "questions_cut": 1},
+            },
+        ),
+        (
+            "ner",
+            _spoilt_ner,
+            "9 sentences, 3 windows, 1 words without tokens",
+            {"sentences": 9, "windows": 3, "words_without_tokens": 1, "words_cut": 0},
+        ),
+    ],
+)
+def test_what_is_left_out_cut_or_mended_is_counted(tmp_path, model, task, spoil, said, counts):
+    spoil(tmp_path / "data")
+    length = {"mrpc": 9}.get(task, 32)
+    lines, own = [], made(task)
+    quick(own, model, tmp_path / "data", tmp_path / "run", max_length=length, epochs=0.1, say=lines.append)
+    assert lines[0] == f"train: {said}"
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["counts"]["train"] == counts
+
+
+def test_of_a_pair_the_longer_text_loses_tokens(tmp_path, model):
+    own, data = task_of("mrpc"), written("mrpc", tmp_path / "data", 8, 8)
     encoded = own.encode(own.read(data, "dev"), load_tokenizer(model), 9, False)
+    # three tokens are left of each
     assert {tuple(types) for types in np.split(encoded.types, encoded.starts[1:-1])} == {(0,) * 5 + (1,) * 4}
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_test_file_with_labels_is_scored(tmp_path, model, labelled):
+    data = written("csv", tmp_path / "data", 24, 12)
+    if labelled:
+        (data / "test.csv").write_bytes((data / "dev.csv").read_bytes())
+    result = quick("csv", model, data, tmp_path / "run", epochs=1)
+    assert result.scores.get("test") == (result.scores["dev"] if labelled else None)
+    assert ("best, test: accuracy" in result.table()) is labelled

@@ -99,13 +99,13 @@ def test_each_word_is_scored_once_at_its_first_token(tokenizer, documents, max_l
     sentences = [ner.Sentence(n, words, []) for n, document in enumerate(documents) for words in document]
     words = [word for sentence in sentences for word in sentence.words]
     owners = [sentence.document for sentence in sentences for _ in sentence.words]
-    found = ner_windows.windows(sentences, tokenizer, max_length=max_length, context=context)
+    found, unknown, cut = ner_windows.windows(sentences, tokenizer, max_length=max_length, context=context)
     scored = np.concatenate([[], *(window.words[window.words >= 0] for window in found)])
     assert scored.tolist() == list(range(len(words)))
     whole = {n: [] for n in owners}
-    pieces = [
-        tokenizer.encode(word, add_special_tokens=False).ids[: max_length - 2] or [100] for word in words
-    ]
+    pieces = [tokenizer.encode(word, add_special_tokens=False).ids for word in words]
+    assert (unknown, cut) == (pieces.count([]), sum(len(ids) > max_length - 2 for ids in pieces))
+    pieces = [ids[: max_length - 2] or [100] for ids in pieces]
     for owner, ids in zip(owners, pieces, strict=True):
         whole[owner] += ids
     for window in found:
@@ -125,13 +125,13 @@ def test_each_word_is_scored_once_at_its_first_token(tokenizer, documents, max_l
 
 def test_a_window_has_context_on_both_sides_and_ends_with_a_sentence(tokenizer):
     sentences = [ner.Sentence(0, ["rain"] * 5, []) for _ in range(6)]
-    found = ner_windows.windows(sentences, tokenizer, max_length=22, context=4)
+    found = ner_windows.windows(sentences, tokenizer, max_length=22, context=4).windows
     places = [np.flatnonzero(window.words >= 0).tolist() for window in found]
     assert places == [list(range(1, 11)), list(range(6, 16)), list(range(11, 21))]
     assert [len(window.ids) for window in found] == [22] * 3
     # A sentence of more words than a window scores is cut between words
     long = ner.Sentence(0, ["rain"] * 30, [])
-    found = ner_windows.windows([long], tokenizer, max_length=22, context=4)
+    found = ner_windows.windows([long], tokenizer, max_length=22, context=4).windows
     assert [int((window.words >= 0).sum()) for window in found] == [12, 12, 6]
 
 

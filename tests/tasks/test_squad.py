@@ -37,8 +37,11 @@ def test_the_goldens_are_of_this_file():
     assert hashlib.sha256(SQUAD.read_bytes()).hexdigest() == golden["squad.json"]
 
 
-def test_windows_are_those_of_transformers(questions, found):
+def test_windows_are_those_of_transformers(tokenizer, questions, found):
     assert found.inexact == ["q7"]
+    most = WINDOWS["max_query"]
+    asked = {each.id: tokenizer.encode(each.question, add_special_tokens=False).ids for each in questions}
+    assert found.cut == [name for name, ids in asked.items() if len(ids) > most] != []
     windows = {question.id: [] for question in questions}
     for window in found.windows:
         windows[questions[window.question].id].append(
