@@ -22,6 +22,8 @@ def run(args: argparse.Namespace) -> int:
     options = task_options(args)
     if args.wnli and args.task != "glue":
         raise UsageError(f"--wnli: is an option of glue, not of {args.task}")
+    if args.model is None and not args.predict_only:
+        raise UsageError("--model: is required for a training; only --predict-only does without")
     options |= {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     if args.intermediate_task and not args.intermediate:
         raise UsageError("--intermediate-task: needs --intermediate")
@@ -42,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 args.model,
                 data,
                 folder,
+                predict_only=args.predict_only,
                 parallel=parallel,
                 say=say if parallel.is_first else lambda text: None,
                 progress=args.progress,

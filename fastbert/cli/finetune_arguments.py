@@ -79,6 +79,13 @@ def _numbers(kind: str) -> Callable[[str], Any]:
     return read
 
 
+def _threshold(text: str) -> float | str:
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected auto or a number, got {text!r}") from None
+
+
 def add_finetune(commands: Any) -> None:
     """The finetune command."""
     command = commands.add_parser(
@@ -99,7 +106,11 @@ def add_finetune(commands: Any) -> None:
         help="csv, ner, squad, squad2, swag, race, one of GLUE's (cola, sst2, mrpc, stsb, qqp, mnli, qnli, "
         "rte, wnli), or glue for eight of them, one after the other",
     )
-    add("--model", required=True, metavar="DIR", help="a HuggingFace directory, or a name on the hub")
+    add(
+        "--model",
+        metavar="DIR",
+        help="a HuggingFace directory, or a name on the hub; required for a training",
+    )
     add("--data", required=True, metavar="DIR", help="the folder of the task's official files")
     add("--output", required=True, metavar="DIR", help="the folder of the trained model; glue: one per task")
     add("--lr", type=_rates, metavar="X,…", help="learning rates, one run each; default: the task's")
@@ -126,6 +137,11 @@ def add_finetune(commands: Any) -> None:
     add("--workers", type=int, default=0, metavar="N", help="processes that make batches (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    add(
+        "--predict-only",
+        action="store_true",
+        help="train nothing: write the prediction files of --output's model again and score them",
+    )
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add = command.add_argument_group("steadier and better").add_argument
     add("--stable", action="store_true", default=None, help="20 epochs, batch 16, lr 2e-5, eps 1e-6")
@@ -216,9 +232,9 @@ def _add_shared(add: Any) -> None:
     )
     add(
         "--null-threshold",
-        type=float,
+        type=_threshold,
         metavar="X",
-        help='squad2: "" is the answer where no answer scores so much more than the best text; default: the '
-        "threshold of the best F1 on the dev file",
+        help='squad2: "" is the answer where no answer scores so much more than the best text; default: '
+        "auto, the threshold of the best F1 on the dev file",
     )
     add("--context", type=int, metavar="N", help="ner: tokens of the document on each side (default 64)")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import zipfile
 from pathlib import Path
@@ -115,6 +116,25 @@ def test_a_finished_command_prints_again_what_it_has_found(trained, models, tabl
     )
     assert (trained / "model.safetensors").read_bytes() == weights
     assert transformers.AutoConfig.from_pretrained(trained).id2label == {0: "neg", 1: "pos"}
+
+
+def test_files_that_are_added_later_are_predicted_without_a_training(trained, table, tmp_path, capsys):
+    data = shutil.copytree(table, tmp_path / "data", ignore=shutil.ignore_patterns("train.csv", "test.csv"))
+    output = shutil.copytree(trained, tmp_path / "out", ignore=shutil.ignore_patterns("runs", "dev", "test"))
+    rows = (table / "dev.csv").read_text().splitlines()
+    # A test file with labels, the last of which is wrong
+    (data / "test.csv").write_text("\n".join([*rows[:-1], rows[-1].replace("neg", "pos")]) + "\n")
+    words = ["finetune", "csv", "--predict-only", "--data", data, "--output", output, "--device", "cpu"]
+    assert main([str(word) for word in words]) == 0
+    said = capsys.readouterr()
+    assert "  best, test: accuracy 87.5, macro_f1 " in said.out
+    assert f"fastbert: wrote {output}/test/test.csv\n" in said.err
+    assert (output / "test/test.csv").read_bytes() == (trained / "test/test.csv").read_bytes()
+    assert main([str(word) for word in (*words, "--json")]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results == json.loads((output / "results.json").read_text())
+    assert results["runs"] == json.loads((trained / "results.json").read_text())["runs"]
+    assert results["scores"]["test"]["accuracy"] == 0.875
 
 
 def test_python_finds_what_the_command_finds(trained, models, table, tmp_path):
@@ -359,6 +379,12 @@ MISTAKES = [
     (f"{FINETUNE} --restarts 0", "restarts: expected an integer >= 1, got 0"),
     (f"{FINETUNE} --reinit 9", "reinit: the model has 2 layers, got 9"),
     (f"{FINETUNE} --freeze --reinit 1", "freeze: a frozen encoder has no use for reinit"),
+    (
+        f"{FINETUNE} --predict-only",
+        "output: expected a directory that finetune has written, found no {place}/out",
+    ),
+    ("finetune rte --data x --output x", "--model: is required for a training"),
+    (f"{FINETUNE} --null-threshold x", "--null-threshold: expected auto or a number, got 'x'"),
     (f"{FINETUNE} --text no", "expected one column 'no', found 'review', 'stars'"),
     (f"{FINETUNE} --device toaster", "--device toaster"),
     ("finetune glu --model x --data x --output x", "did you mean 'glue'?"),

@@ -196,6 +196,8 @@ def test_tasks():
         ("squad2", {"doc_stride": 0}, "^doc_stride: "),
         ("squad2", {"doc_stride": 128, "max_query": 10}, "^doc_stride: "),
         ("squad2", {"max_query": 0, "doc_stride": 8}, "^max_query: "),
+        ("squad2", {"null_threshold": "best"}, "^null_threshold: expected 'auto' or a finite number"),
+        ("squad2", {"null_threshold": NAN}, "^null_threshold: "),
         ("ner", {"context": -1}, "^context: "),
         ("csv", {"text": "words"}, "column 'words'"),
         ("csv", {"label": "y"}, "column 'y'"),
@@ -206,5 +208,5 @@ def test_tasks():
 def test_options_of_tasks(tmp_path, model, task, options, message):
     data = written(task, tmp_path / "data", 8, 8)
     with pytest.raises(ValueError, match=message):
-        quick(task_of(task, **options), model, data, tmp_path / "run")
+        quick(task, model, data, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()

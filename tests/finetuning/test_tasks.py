@@ -1,7 +1,9 @@
 """Each kind of task is learnt from its official files, and what is written is right and loads elsewhere."""
 
 import csv
+import dataclasses
 import json
+import shutil
 import zipfile
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 
 from fastbert.finetuning.encoded import outputs
-from fastbert.finetuning.run import Result
+from fastbert.finetuning.run import Result, finetune
 from fastbert.finetuning.sequences import Table
 from fastbert.finetuning.tagging import Ner
 from fastbert.finetuning.tasks import NAMES, task_of
@@ -144,6 +146,63 @@ def test_prediction_files(learnt, task):
         assert names == sorted(
             path.removeprefix("test/") for path in found if path.startswith("test") and path.endswith(".tsv")
         )
+
+
+def again(task, data, output, **options):
+    return finetune(task, None, data, output, predict_only=True, progress=False, **options)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_predictions_are_the_same_again(tmp_path, learnt, task):
+    """From the saved model alone, with the classes and the options of the training."""
+    _, data, result = learnt(task)
+    shutil.copytree(result.output, tmp_path / "run", ignore=shutil.ignore_patterns("runs", "dev", "test"))
+    found = again(task, data, tmp_path / "run")
+    assert found == dataclasses.replace(result, output=tmp_path / "run")
+    # a .zip has the times of its files
+    for name in ("results.json", *(name for name in TASKS[task].predictions if not name.endswith("zip"))):
+        assert (tmp_path / "run" / name).read_bytes() == (result.output / name).read_bytes(), name
+
+
+def test_another_threshold(tmp_path, learnt):
+    """It is of the prediction files and of results.json; without a dev file it is that of the training."""
+    _, data, result = learnt("squad2")
+    copy = shutil.copytree(result.output, tmp_path / "run", ignore=shutil.ignore_patterns("runs"))
+
+    def answers(split):
+        return json.loads((copy / split / "predictions.json").read_text())
+
+    first = answers("test")
+    found = again("squad2", data, copy, null_threshold=-1e9)
+    assert found.scores["dev"]["null_threshold"] == -1e9
+    assert found.scores["dev"]["HasAns_f1"] == 0 < result.scores["dev"]["HasAns_f1"]
+    assert found.runs == result.runs
+    assert not any(answers("dev").values())
+    (tmp_path / "data").mkdir()
+    shutil.copy(data / "test-v2.0.json", tmp_path / "data")
+    again("squad2", tmp_path / "data", copy)
+    assert not any(answers("test").values())
+    again("squad2", data, copy, null_threshold="auto")
+    again("squad2", tmp_path / "data", copy)
+    assert answers("test") == first
+    assert any(first.values())
+
+
+def test_predictions_need_a_trained_model(tmp_path, learnt):
+    _, data, result = learnt("csv")
+    (tmp_path / "data").mkdir()
+    for task, folder, output, message in (
+        (
+            "csv",
+            data,
+            tmp_path / "none",
+            r"^output: expected a directory that finetune has written, found no .*none",
+        ),
+        ("cola", data, result.output, r"^task: \S+ was trained on csv, got cola$"),
+        ("csv", tmp_path / "data", result.output, r"^data: \S+ has no dev file and no test file of csv$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            again(task, folder, output)
 
 
 def test_predicted_answers_are_scored_as_reported(learnt):
