@@ -4,7 +4,7 @@
       results.json          every run's settings and scores, and the best
       dev/, test/           the official prediction files of the best model
       runs/lr-…-seed-…/     each run: log.jsonl, results.json, and while it is trained its checkpoints;
-                            the best run also has its model in best/
+                            the best run also has its models of the best and the last epoch, best/ and last/
 
 The same call resumes where it was interrupted. Runs share no state, so their order changes nothing.
 """
@@ -41,7 +41,7 @@ from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
 from fastbert.training.parallel import Parallel
 
-RESULTS, INTERMEDIATE = "results.json", "intermediate"
+RESULTS, INTERMEDIATE, LAST = "results.json", "intermediate", "last"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -243,7 +243,7 @@ def _train(
         if parallel.is_first:
             content = {"config": decisive, "evaluations": history, "score": score}
             replace(folder / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
-            _keep_the_best(output, runs)
+            _keep_the_best(output, runs, finish)
     result = Result(task.name, task.metric, runs, output, {}, tokens.counts)
     with parallel.alike():
         if parallel.is_first:
@@ -355,11 +355,16 @@ def _finished(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]] | No
     return found["evaluations"]
 
 
-def _keep_the_best(output: Path, runs: list[Run]) -> None:
-    """Remove the checkpoints of all runs that have ended, and the models of all but the best."""
+def _keep_the_best(output: Path, runs: list[Run], finish: Callable[[Path], None]) -> None:
+    """Keep the best run's models of the best and the last epoch; remove other models and all checkpoints."""
     best = max(runs, key=lambda run: run.score)
     for run in runs:
         folder = output / "runs" / run.settings.name
         parts = [folder / checkpoints.name_of(step) for step in checkpoints.steps_in(folder)]
-        for part in parts if run is best else [folder / BEST, *parts]:
+        if run is not best:
+            parts += [folder / BEST, folder / LAST]
+        elif parts and (last := parts[-1] / "model").is_dir() and not (folder / LAST).is_dir():
+            finish(last)
+            last.rename(folder / LAST)
+        for part in parts:
             shutil.rmtree(part, ignore_errors=True)

@@ -226,7 +226,7 @@ def test_predictions_are_those_of_the_training(trained, table, predict, tmp_path
     """In the order of the file, of any kind, and however few examples are in memory at a time."""
     with open(trained / "test/test.csv", newline="") as file:
         official = [row["prediction"] for row in csv.DictReader(file)]
-    found = predict("csv", trained, table / "test.csv", "--text", "review")
+    found = predict("csv", trained, table / "test.csv")  # whose column is that of the training
     assert [each["label"] for each in found] == official == ["pos"] * 4 + ["neg"] * 4
     monkeypatch.setattr(predicting, "CHUNK", 3)
     lines, objects = tmp_path / "texts.txt", tmp_path / "texts.jsonl"
@@ -315,6 +315,23 @@ def test_answers_of_questions(models, predict, tmp_path):
         assert [answer["answer"] for answer in predict("squad2", "squad", lines)] == [""] * 3
     finally:
         (models / "squad/results.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("task", "stored"),
+    [
+        ("squad2", {"doc_stride": 3, "max_query": 5, "null_threshold": 1.5}),
+        ("squad", {"doc_stride": 3, "max_query": 5}),
+        ("ner", {"context": 7, "strict": True}),
+        ("csv", {"text": "a", "pair": "b", "label": "c", "regression": True}),
+    ],
+)
+def test_options_of_the_training_are_remembered_and_arguments_override_them(task, stored):
+    assert [*stored] == [*tasks.OPTIONS[task]]
+    assert predicting._reader_of(task, {"options": stored}, {}).task.options == stored
+    (name, value), *_ = stored.items()
+    other = predicting._reader_of(task, {"options": stored}, {name: value * 2}).task
+    assert other.options == {**stored, name: value * 2}
 
 
 def test_entities(models, predict, tmp_path):

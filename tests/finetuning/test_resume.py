@@ -190,10 +190,15 @@ def test_the_best_of_a_grid_is_kept(grid):
     assert len({(run.settings.lr, run.settings.seed) for run in grid.runs}) == 4
     assert grid.best is grid.runs[scores.index(max(scores))]
     kept = [path.parent.parent.name for path in files(grid.output / "runs") if path.suffix == ".safetensors"]
-    assert kept == [grid.best.settings.name]
+    assert kept == [grid.best.settings.name] * 2
     assert (grid.output / "model.safetensors").read_bytes() == (
         grid.output / "runs" / grid.best.settings.name / "best" / "model.safetensors"
     ).read_bytes()
+    names = [
+        {path.name for path in files(grid.output / "runs" / grid.best.settings.name / kind)}
+        for kind in ("best", "last")
+    ]
+    assert names[0] == names[1] > {"model.safetensors", "config.json", "vocab.txt"}
     lines = grid.table().splitlines()
     assert sum(" mean " in line for line in lines) == 2
 

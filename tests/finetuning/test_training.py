@@ -18,6 +18,7 @@ from fastbert.finetuning.start import decayed_groups, first_model
 from fastbert.finetuning.tasks import task_of
 from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.training import checkpoints
 from fastbert.training.loop import _seed
 from fastbert.training.stream import Stream
 from tests.support.rule_tasks import quick, tiny_model, written
@@ -235,6 +236,13 @@ def test_epochs(tmp_path, model, train, batch_size, epochs, steps):
     entries = result.best.evaluations
     assert [entry["step"] for entry in entries] == steps
     assert [entry["epoch"] for entry in entries] == [step * batch_size / train for step in steps]
+
+
+def test_evaluations_hash_no_checkpoint(tmp_path, monkeypatch, model):
+    """It would take seconds per epoch for a large model."""
+    monkeypatch.setattr(checkpoints, "_digest", None)
+    data = written("csv", tmp_path / "data", 24, 8)
+    assert len(quick("csv", model, data, tmp_path / "run", epochs=3).best.evaluations) == 3
 
 
 @pytest.mark.parametrize(("scores", "failed"), [([0.2, 0.4, 0.4], False), ([0.25, 1 / 3, 0.1], True)])
