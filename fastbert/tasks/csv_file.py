@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastbert.tasks.files import Texts, check_width, column, rows
+
+_MOST = float(np.finfo(np.float32).max)
 
 
 def read(
@@ -69,13 +73,15 @@ def _rows(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def classes(labels: list[str]) -> list[str]:
-    """The names of the classes, sorted; numbers by their value.
+    """The names of the classes, sorted; if all are numbers, the shorter first.
 
     Args:
         labels: n names.
     """
     names = set(labels)
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+    # Not by int: of "1" and "01" the first would depend on the order in the set
+    by_size = all(name.isdecimal() for name in names)
+    return sorted(names, key=lambda name: (len(name) if by_size else 0, name))
 
 
 def _label(where: str, value: str, regression: bool) -> str | float:
@@ -87,6 +93,6 @@ def _label(where: str, value: str, regression: bool) -> str | float:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: expected a finite number as label, found {value!r}")
+    if not abs(number) <= _MOST:
+        raise ValueError(f"{where}: expected a finite float32 as label, found {value!r:.40}")
     return number

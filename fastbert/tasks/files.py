@@ -109,6 +109,8 @@ def rows(path: str | Path, *, quoted: bool) -> Iterator[tuple[str, list[str]]]:
             if text:
                 yield where, text.split("\t")
         return
+    # Python's limit, 131,072 characters, is less than a long document
+    csv.field_size_limit(2**31 - 1)
     reader = csv.reader((line for _, line in lines(path)), strict=True)
     while True:
         where = f"{path}, line {reader.line_num + 1}"
@@ -125,7 +127,7 @@ def rows(path: str | Path, *, quoted: bool) -> Iterator[tuple[str, list[str]]]:
 def column(where: str, header: Sequence[str], name: str) -> int:
     """The place of a column, by its name in the header. Raises a ValueError that begins with `where`."""
     if header.count(name) != 1:
-        found = "found it twice" if name in header else f"found {', '.join(map(repr, header))}"
+        found = "found it twice" if name in header else f"found {', '.join(map(repr, header)) or 'none':.200}"
         raise ValueError(f"{where}: expected one column {name!r}, {found}")
     return header.index(name)
 

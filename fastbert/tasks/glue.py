@@ -95,8 +95,8 @@ def _check_header(where: str, header: list[str], task: Task, labelled: bool) -> 
     """Refuse a file whose first line is an example, which would be lost, or too short."""
     places = task.places if labelled else task.test_places
     wanted = (*places, task.label_place) if labelled else places
-    if len(header) <= max(wanted):
-        raise ValueError(f"{where}: expected a header of {max(wanted) + 1} columns or more, found {header!r}")
+    if len(header) < (least := max(wanted) + 1):
+        raise ValueError(f"{where}: expected a header of {least} columns or more, found {header!r:.200}")
     if any(name in header for name in (*task.texts, *_INDEX, task.label)):
         return
     is_example = header[0].isdigit() or (labelled and header[task.label_place] in task.labels)
@@ -114,10 +114,10 @@ def _is_number(text: str) -> bool:
 def _label(where: str, task: Task, text: str) -> str | float:
     if task.regression:
         if not _is_number(text):
-            raise ValueError(f"{where}: expected a number as label, found {text!r}")
+            raise ValueError(f"{where}: expected a number as label, found {text!r:.40}")
         return float(text)
     if text not in task.labels:
-        raise ValueError(f"{where}: expected a label of {', '.join(task.labels)}, found {text!r}")
+        raise ValueError(f"{where}: expected a label of {', '.join(task.labels)}, found {text!r:.40}")
     return task.labels[text]
 
 

@@ -62,7 +62,7 @@ def sentences(path: str | Path, *, labelled: bool = True) -> Iterator[Sentence]:
                 expected = max(width, 2 if labelled else 1)
                 raise ValueError(f"{where}: expected {expected} columns, found {len(fields)}")
             if labelled and not _TAG.fullmatch(fields[-1]):
-                raise ValueError(f"{where}: expected a tag O, B-… or I-…, found {fields[-1]!r}")
+                raise ValueError(f"{where}: expected a tag O, B-… or I-…, found {fields[-1]!r:.40}")
             words.append(fields[0])
             if labelled:
                 tags.append(fields[-1])

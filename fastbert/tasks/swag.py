@@ -40,9 +40,9 @@ def read(path: str | Path, *, labelled: bool = True) -> Choices:
         found.firsts.append(fields[sent1])
         found.seconds.append(tuple(f"{fields[sent2]} {fields[ending]}" for ending in endings))
         if found.labels is not None:
-            if fields[label] not in known:
-                raise ValueError(f"{where}: expected a label of {', '.join(known)}, found {fields[label]!r}")
-            found.labels.append(int(fields[label]))
+            if (right := fields[label]) not in known:
+                raise ValueError(f"{where}: expected a label of {', '.join(known)}, found {right!r:.40}")
+            found.labels.append(int(right))
     if not found.ids:
         raise ValueError(f"{path}: expected one example at least, found none")
     return found

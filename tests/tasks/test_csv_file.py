@@ -22,6 +22,7 @@ def test_columns_are_read_by_name(tmp_path):
 
 def test_classes_that_are_numbers_are_sorted_as_numbers():
     assert csv_file.classes(["10", "9", "10"]) == ["9", "10"]
+    assert csv_file.classes(["9" * 5000, "01", "1", "02"]) == ["1", "01", "02", "9" * 5000]
     assert csv_file.classes(["b", "10", "9"]) == ["10", "9", "b"]
 
 
@@ -30,10 +31,13 @@ def test_classes_that_are_numbers_are_sorted_as_numbers():
     (
         ("a.txt", "", r"path: expected a file that ends in .csv or .tsv"),
         ("a.csv", "text,kind\na,1\n", "line 1: expected one column 'stars', found 'text', 'kind'"),
-        ("a.csv", "", "expected one column 'text'"),
+        ("a.csv", "", "expected one column 'text', found none"),
+        ("a.csv", f"{'x' * 200_000}\na\n", "line 1: expected one column 'text', found 'x{199}$"),
+        ("a.csv", "text,stars\na,1,2\n", "line 2: expected 2 fields, as in the header, found 3"),
         ("a.csv", "text,stars\n", "expected one example at least"),
-        ("a.csv", 'text,stars\n"a\nb",1\na,x\n', "line 4: expected a finite number as label, found 'x'"),
-        ("a.csv", "text,stars\na,nan\n", "line 2: expected a finite number as label, found 'nan'"),
+        ("a.csv", 'text,stars\n"a\nb",1\na,x\n', "line 4: expected a finite float32 as label, found 'x'"),
+        ("a.csv", "text,stars\na,nan\n", "line 2: expected a finite float32 as label, found 'nan'"),
+        ("a.csv", "text,stars\na,1e39\n", "line 2: expected a finite float32 as label"),
         ("a.tsv", "text\tstars\na\n", "line 2: expected 2 fields, as in the header, found 1"),
     ),
 )
