@@ -202,7 +202,7 @@ def test_tasks():
         ("csv", {"text": "words"}, "column 'words'"),
         ("csv", {"label": "y"}, "column 'y'"),
         ("csv", {"pair": "text2"}, "column 'text2'"),
-        ("csv", {"regression": True}, "finite number in float32 as label"),
+        ("csv", {"regression": True}, "finite float32 as label"),
     ],
 )
 def test_options_of_tasks(tmp_path, model, task, options, message):

@@ -112,10 +112,11 @@ def test_micro_batches_change_losses_by_rounding(tmp_path, monkeypatch, model, t
     data = written(task, tmp_path / "data", 32, 8)
     parts = []
     for tokens in (8192, 1):
-        monkeypatch.setattr(fit_module, "BATCH_TOKENS", tokens)
+        monkeypatch.setitem(fit_module.fit.__kwdefaults__, "batch_tokens", tokens)
         quick(made(task), model, data, tmp_path / str(tokens), batch_size=BATCH)
         parts.append(log(tmp_path / str(tokens)))
     assert len(parts[0]) == len(parts[1]) > 2
+    assert any(many["loss"] != one["loss"] for one, many in zip(*parts, strict=True))
     for one, many in zip(*parts, strict=True):
         for name in ("loss", "grad_norm"):
             assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)
@@ -135,14 +136,13 @@ def test_micro_batches_change_losses_by_rounding(tmp_path, monkeypatch, model, t
         ([10] * 4, 7, 1, 69, 7),
     ],
 )
-def test_parts_of_a_batch(monkeypatch, lengths, size, world, tokens, parts):
-    monkeypatch.setattr(fit_module, "BATCH_TOKENS", tokens)
-    assert fit_module._parts(ragged(lengths), size, world) == parts
+def test_parts_of_a_batch(lengths, size, world, tokens, parts):
+    assert fit_module._parts(ragged(lengths), size, world, tokens) == parts
 
 
 def test_a_batch_that_processes_cannot_share():
     with pytest.raises(ValueError, match=r"^batch_size: 8 cannot be shared equally by 3 processes"):
-        fit_module._parts(ragged([1]), 8, 3)
+        fit_module._parts(ragged([1]), 8, 3, 80)
 
 
 def ragged(lengths, choices=1, labels=None, token_labels=False):
