@@ -14,8 +14,6 @@ On a GPU both are the peak of torch's allocator, and `peak_mib` includes the wei
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import resource
 import subprocess
@@ -29,6 +27,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
     sys.path[0] = str(ROOT)
 
 from bench.lib import workloads  # noqa: E402
+from bench.lib.resident import forget_peak, return_freed, status_mib  # noqa: E402
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
 TRAINED = ENGINES[:4]
@@ -36,23 +35,6 @@ ANALYSED = ENGINES[:2]
 FORWARD, STATISTICS = "forward", "statistics"  # what runs; else a head of training.HEADS, which is trained
 WORKLOAD = "ragged64"
 TIMEOUT_SECONDS = 600.0
-
-
-def status_mib(key: str) -> float:
-    """VmRSS (resident now) or VmHWM (most so far) of this process."""
-    for text in Path("/proc/self/status").read_text().splitlines():
-        if text.startswith(f"{key}:"):
-            return int(text.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
-
-
-def forget_peak() -> bool:
-    """Reset VmHWM to what is resident now; returns False if the kernel does not permit it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return status_mib("VmHWM") - status_mib("VmRSS") < 8.0
 
 
 def forward_call(engine: str, model: str, lengths: tuple[int, ...], device: str) -> Callable[[], object]:
@@ -114,10 +96,7 @@ def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int, wha
         call = statistics_call(engine, model, lengths)
     else:
         call = training_call(engine, model, lengths, what, device)
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        # or the forward would take memory that loading has freed, and that would not be counted
-        libc.malloc_trim(0)
+    return_freed()
     if device == "cuda":
         return _on_a_gpu(call)
     fresh = forget_peak()

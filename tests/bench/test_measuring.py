@@ -35,12 +35,12 @@ def test_memory_grows_with_the_batch():
 @pytest.mark.sweep
 def test_a_peak_is_forgotten():
     code = (
-        "from bench import memory\n"
+        "from bench.lib import resident\n"
         "block = bytearray(200 << 20)\n"
-        "held = memory.status_mib('VmHWM')\n"
+        "held = resident.status_mib('VmHWM')\n"
         "del block\n"
         "assert held > 200\n"
-        "print(memory.forget_peak(), memory.status_mib('VmHWM') < held - 150)\n"
+        "print(resident.forget_peak(), resident.status_mib('VmHWM') < held - 150)\n"
         "open('/proc/self/clear_refs', 'w').write('5')\n"  # by hand: an OSError where forbidden
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
