@@ -79,7 +79,7 @@ wheels: $(TOOLS)
 docs: $(PAGES)
 	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict -q
 
-# the suite, about 10 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
+# the suite, about 15 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
 bench: $(PEERS)
 	$(PY) -m fastbert bench all --save $(ARGS); status=$$?; \
 	$(PY) bench/plot.py && $(PY) bench/plot.py tables && exit $$status

@@ -154,7 +154,7 @@ def _what(room: str, files: list[Path]) -> str:
 
 
 # the suite's kinds that docs/numbers.md has a table of
-KINDS = ("encoder", "latency", "training", "memory", "accelerate", "encode", "load", "mlperf")
+KINDS = ("encoder", "latency", "training", "finetuning", "memory", "accelerate", "encode", "load", "mlperf")
 PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
     "docs/numbers.md": [
         ("runs", _quoted(quoted.runs)),

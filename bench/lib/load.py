@@ -63,8 +63,8 @@ LEAST_ALLOWANCE = 0.05
 CODE = """
 import sys
 sys.path[0] = sys.argv[1]
-from bench.lib import load_engine
-load_engine.{function}(*sys.argv[2:])
+from bench.lib import {module}
+{module}.{function}(*sys.argv[2:])
 """
 
 
@@ -78,9 +78,9 @@ def factor(kind: str) -> float:
     return {"neighbour": 1.0, "processes": max(1.0, PROCESSES / cores()), "threads": float(CALLERS)}[kind]
 
 
-def started(function: str, *arguments: object, **options) -> subprocess.Popen:
-    """A process that runs `function` of load_engine.py."""
-    code = CODE.format(function=function)
+def started(function: str, *arguments: object, module: str = "load_engine", **options) -> subprocess.Popen:
+    """A process that runs `function` of a module of bench/lib."""
+    code = CODE.format(function=function, module=module)
     command = [sys.executable, "-c", code, str(ROOT), str(os.getpid()), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
 
@@ -89,15 +89,15 @@ class Engine:
     """A candidate's process. It is being built while others are: its first `answer` is that it is ready.
 
     Args:
-        name: one of CANDIDATES.
-        model: a name of MODELS.
-        folder: the model's folder, as `prepare` has left it.
-        threads: threads per call.
+        name: the candidate.
+        arguments: the other arguments of `serve`.
+        module: the module of bench/lib that has `serve`.
     """
 
-    def __init__(self, name: str, model: str, folder: Path, threads: int):
+    def __init__(self, name: str, *arguments: object, module: str = "load_engine"):
         self.name = name
-        self.process = started("serve", name, model, folder, threads, stdin=subprocess.PIPE, bufsize=1)
+        options = {"module": module, "stdin": subprocess.PIPE, "bufsize": 1}
+        self.process = started("serve", name, *arguments, **options)
 
     def answer(self) -> dict:
         """Its next answer. Raises RuntimeError with its reason if it has failed."""

@@ -20,6 +20,7 @@ from bench.lib.turns import RATES, is_ours, precision
 DEVICE = "cpu-amd-epyc-family-26-model-2-2c"
 PEERS = {
     "transformers": "transformers sdpa",
+    "transformers_grouped": "grouped by length",
     "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO",
     "torch_compile": "torch.compile",
@@ -143,6 +144,8 @@ def label(row: Row) -> str:
     parts = [f"{MODELS.get(extra['model'], extra['model'])}, `{extra['workload']}`"]
     if head := extra.get("head"):
         parts.append(HEADS.get(head, head))
+    if row.group.startswith("finetuning-memory-"):
+        parts.append("peak memory")
     if row.group.startswith("load-"):
         parts.append(LOADS.get(extra["kind"], extra["kind"]))
     text = ", ".join([*parts, precision(row.candidate)])
