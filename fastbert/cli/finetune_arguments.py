@@ -16,6 +16,7 @@ SETTINGS = (
     *("lr", "epochs", "batch_size", "max_length", "restarts", "seed", "dtype"),
     *("optimizer", "weight_decay", "layer_decay", "reinit", "freeze", "random_init"),
     *("stable", "decay_to_start", "mixout", "mixout_mask", "freelb", "smart"),
+    *("head_mix", "head_layers", "head_bilstm", "beside"),
 )
 # Command -> task -> the options of the task
 _OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -134,6 +135,10 @@ def add_finetune(commands: Any) -> None:
         metavar="TASK",
         help="the task of --intermediate (default: TASK), such as mnli for rte",
     )
+    add("--head-mix", action="store_true", default=None, help="the head reads a learned mix of all layers")
+    add("--head-layers", type=int, metavar="N", help="new layers on top of the model (default 0)")
+    add("--head-bilstm", action="store_true", default=None, help="a BiLSTM between the model and the head")
+    add("--beside", metavar="DIR", help="a second model, which the head reads too and which is trained too")
     add("--workers", type=int, default=0, metavar="N", help="processes that make batches (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")

@@ -18,6 +18,7 @@ import torch
 
 from fastbert.checkpoint.files import read_json
 from fastbert.finetuning.encoded import Encoded, Source, outputs
+from fastbert.finetuning.heads import save
 from fastbert.finetuning.losses import TaskLosses, losses_of
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import decayed_groups
@@ -103,7 +104,7 @@ def fit(
             }
             history.append({"step": step, "epoch": step * size / count, **scores})
             if dev and max(history, key=lambda entry: score_of(task, entry)) is history[-1]:
-                built[0].model.save_pretrained(folder / BEST)
+                save(built[0].model, folder / BEST)
                 finish(folder / BEST)
         (checkpoint / EVALUATIONS).write_text(json.dumps(history, indent=1) + "\n")
 

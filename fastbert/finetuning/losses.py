@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
+from fastbert.finetuning.heads import exports
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.toward_start import Mixout, hook_decay
 from fastbert.layers.packing import send
@@ -46,7 +47,7 @@ class TaskLosses(Losses):
     def __init__(self, model: PreTrainedModel, settings: Settings | None = None) -> None:
         super().__init__()
         self.model = model
-        self.exports = {"model": model}
+        self.exports = exports(model)
         self.mixout = None
         if settings is not None and settings.mixout:
             self.mixout = Mixout(model, settings.mixout, settings.mixout_mask)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -247,12 +246,7 @@ def _reader_of(name: str, stored: dict[str, Any], options: dict[str, Any]) -> _R
 
 def _loaded(task: Task, place: Path, device: torch.device | str) -> PreTrainedModel:
     """The trained model, whose names of classes become the task's."""
-    with warnings.catch_warnings():
-        # Refused below, by name
-        warnings.filterwarnings("ignore", message=".*freshly initialised")
-        model = task.head.from_pretrained(place, device=device)
-    if model.load_report.missing:
-        raise ValueError(f"model: {place} has no trained head for {task.name}; fastbert finetune trains one")
+    model = task.load(place, device)
     config = model.config
     if getattr(config, "problem_type", None) == "multi_label_classification":
         raise ValueError(f"model: {place} has several labels per text; expected one class or one number")

@@ -29,9 +29,9 @@ from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.encoded import Encoded, has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
+from fastbert.finetuning.heads import Head, asked
 from fastbert.finetuning.result import Result, Run
 from fastbert.finetuning.settings import STABLE, Settings
-from fastbert.finetuning.start import first_model
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import NAMES, options_of, task_of
 from fastbert.models.config import EncoderConfig
@@ -91,14 +91,18 @@ def finetune(
         say: callback for messages, one line at a time.
         progress: whether to show a progress bar; None: if stderr is a terminal.
         workers: processes that make batches ahead.
-        options: of `Settings`, whose defaults are the task's, such as epochs=3 and batch_size=32; and of the
-            task, if it is given by name, such as text="review" for csv.
+        options: of `Settings`, whose defaults are the task's, such as epochs=3 and batch_size=32; of `Head`,
+            such as head_bilstm=True; and of the task, if it is given by name, such as text="review" for csv.
 
     Raises:
         ValueError, TypeError: naming the argument, or the file and the line.
         Interrupted: a signal came; the same call resumes.
     """
-    settings = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
+    settings, form = (
+        {each.name: options.pop(each.name) for each in fields(kind) if each.name in options}
+        for kind in (Settings, Head)
+    )
+    head = Head(**form)
     if isinstance(task, Task) and options:
         raise TypeError(f"{min(options)}: expected a setting, because the task has its options already")
     output, data = Path(output), Path(data)
@@ -112,6 +116,7 @@ def finetune(
         made = task if isinstance(task, Task) else task_of(task, **options)
         _check_output(output, Path(model))
         grid = _grid({**made.defaults, **(STABLE if stable else {}), **settings}, lr, restarts)
+        made.check(grid[0], head)
         parallel = parallel or _own_processes(held)
         say = say if parallel.is_first else _silent
         if intermediate is not None:
@@ -123,7 +128,9 @@ def finetune(
             shown: dict[str, Any] = {"say": say, "progress": progress, "workers": workers}
             first = finetune(kind, model, folder, output / INTERMEDIATE, parallel=parallel, **own, **shown)
             model = first.output
-        return _train(made, grid, hub.resolve(model), data, output, parallel, say, progress, workers)
+        place = hub.resolve(model)
+        head = asked(head, place)
+        return _train(made, head, grid, place, data, output, parallel, say, progress, workers)
 
 
 def _silent(text: str) -> None:
@@ -175,6 +182,7 @@ class _Tokens:
 
 def _train(
     task: Task,
+    head: Head,
     grid: Sequence[Settings],
     place: Path,
     data: Path,
@@ -206,6 +214,7 @@ def _train(
         },
         "classes": [*task.classes],
         "options": dict(task.options),
+        "head": head.to_dict(),
     }
 
     def finish(folder: Path) -> None:
@@ -223,7 +232,7 @@ def _train(
         if history is None:
             history = fit(
                 task,
-                lambda one=one: first_model(task.head, place, one, task.classes, task.labels),
+                lambda one=one: task.first(place, one, head),
                 train.encoded,
                 dev,
                 folder,
@@ -302,7 +311,7 @@ def _predicted(
     scores = dict(result.scores)
     with parallel.alike():
         if parallel.is_first:
-            model = task.head.from_pretrained(result.output, device=parallel.device)
+            model = task.load(result.output, parallel.device)
             written: list[Path] = []
             for kind, splits in (("dev", dev), ("test", tests)):
                 for name, each in splits.items():

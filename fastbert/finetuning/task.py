@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
+from fastbert.finetuning import heads
 from fastbert.finetuning.encoded import Encoded
+from fastbert.finetuning.heads import Head
+from fastbert.finetuning.settings import Settings
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 
@@ -48,6 +52,18 @@ class Task(ABC):
 
     def adopt(self, config: EncoderConfig) -> None:  # noqa: B027 - most tasks have nothing to adopt
         """Take the order of the classes from a checkpoint that knows them by name."""
+
+    def check(self, settings: Settings, head: Head) -> None:
+        """Raise a ValueError that names a setting which the task or the head has no use for."""
+        head.check(settings)
+
+    def first(self, place: Path, settings: Settings, head: Head) -> Any:
+        """The model of a run, with its first weights, on the CPU in float32."""
+        return heads.first(self.head, place, settings, self.classes, self.labels, head)
+
+    def load(self, place: Path, device: torch.device | str | None) -> Any:
+        """A trained model. Raises ValueError if it has no head for the task."""
+        return heads.load(self.head, place, device, self.name)
 
     @abstractmethod
     def encode(self, examples: Any, tokenizer: Tokenizer, max_length: int, labelled: bool) -> Encoded:

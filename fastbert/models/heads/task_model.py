@@ -170,6 +170,9 @@ class TaskModel(PreTrainedModel):
         model_types: the families that a head's own class accepts; a family's subclass accepts its family.
         reads_first_only: whether the head reads only the token at position 0.
         around_classifier: the path of the `FirstTokenHead`, "" if there is none.
+
+    A module that is assigned as `above` is called between the encoder and the head: `Encoded` -> `Encoded`.
+    Its `reads_states` says whether it needs all hidden states.
     """
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)
@@ -317,13 +320,16 @@ class TaskModel(PreTrainedModel):
             output_hidden_states=output_hidden_states,
             causal=causal,
         )
+        above: Any = self._modules.get("above")
+        if above is not None and above.reads_states:
+            asked["output_hidden_states"] = True
         if watched(encoder) or _has_any_global_hook():
             # Hooks read the output of transformers' encoder
             inputs, ids = encoder.checked(**given), given.pop("input_ids")
             output = encoder(ids, **given, **asked, return_dict=True)
             pack, pack_scores = inputs.packing.pack, inputs.packing.pack_scores
             states, probs = output.hidden_states, output.attentions
-            return Encoded(
+            encoded = Encoded(
                 pack(output.last_hidden_state),
                 inputs,
                 None if states is None else [pack(s) for s in states],
@@ -332,11 +338,13 @@ class TaskModel(PreTrainedModel):
                 by_modules,
                 output.pooler_output,
             )
-        first_only = self.reads_first_only and not whole
+            return encoded if above is None else above(encoded)
+        first_only = self.reads_first_only and not whole and above is None
         # torch.compile cannot trace a ContextVar, and no graph serves it
         call: Any = encoder if torch.compiler.is_compiling() else served_by.get().get(encoder, encoder)
         hidden, states, probs, inputs = call(**given, **asked, first_token_only=first_only, packed=True)
-        return Encoded(hidden, inputs, states, probs, first_only, by_modules)
+        encoded = Encoded(hidden, inputs, states, probs, first_only, by_modules)
+        return encoded if above is None else above(encoded)
 
     def _calls_modules(self) -> bool:
         """Whether the head's linear layers and norms must be called on the padded batch.
@@ -346,7 +354,8 @@ class TaskModel(PreTrainedModel):
         """
         found = calls_all() is not None
         for name, child in self._modules.items():
-            if name == self.base_model_prefix:
+            # `above` calls its own modules
+            if name in (self.base_model_prefix, "above"):
                 continue
             for path, module in child.named_modules(prefix=name):
                 if type(module) is nn.Module:
