@@ -11,7 +11,7 @@ from typing import Any
 from fastbert.cli.usage import UsageError
 
 GLUE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
-TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "csv")
+TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "ner-features", "csv")
 SETTINGS = (
     *("lr", "epochs", "batch_size", "max_length", "restarts", "seed", "dtype"),
     *("optimizer", "weight_decay", "layer_decay", "reinit", "freeze", "random_init"),
@@ -25,12 +25,13 @@ _OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "squad": ("doc_stride",),
         "squad2": ("doc_stride", "null_threshold"),
         "ner": ("context", "strict"),
+        "ner-features": ("context", "strict", "layers"),
     },
     "predict": {
         **dict.fromkeys((*GLUE, "csv"), ("text", "pair")),
         "squad": ("doc_stride",),
         "squad2": ("doc_stride", "null_threshold"),
-        "ner": ("context", "columns"),
+        **dict.fromkeys(("ner", "ner-features"), ("context", "columns")),
     },
 }
 
@@ -104,8 +105,8 @@ def add_finetune(commands: Any) -> None:
         "task",
         choices=(*TASKS, "glue"),
         metavar="TASK",
-        help="csv, ner, squad, squad2, swag, race, one of GLUE's (cola, sst2, mrpc, stsb, qqp, mnli, qnli, "
-        "rte, wnli), or glue for eight of them, one after the other",
+        help="csv, ner, ner-features, squad, squad2, swag, race, one of GLUE's (cola, sst2, mrpc, stsb, "
+        "qqp, mnli, qnli, rte, wnli), or glue for eight of them, one after the other",
     )
     add(
         "--model",
@@ -180,6 +181,11 @@ def add_finetune(commands: Any) -> None:
     add("--label", metavar="NAME", help="csv: the column of labels (default label)")
     add("--regression", action="store_true", default=None, help="csv: labels are numbers, not classes")
     add("--strict", action="store_true", default=None, help="ner: score IOB2's entities, not conlleval's")
+    add(
+        "--layers",
+        metavar="NAME",
+        help="ner-features: last4-concat (default), embeddings, second-to-last, last, last4-sum or all-sum",
+    )
     _add_shared(add)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from tokenizers import Encoding
 
-from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import pack_batches
@@ -141,7 +140,7 @@ def has_segments(config: EncoderConfig) -> bool:
 
 
 def outputs(
-    model: PreTrainedModel,
+    model: Any,
     examples: Encoded,
     names: Sequence[str] = ("logits",),
     *,
@@ -164,7 +163,7 @@ def outputs(
         ValueError: an output is not finite.
     """
     training, device = model.training, model.device
-    unlabelled = Encoded(examples.ids, examples.types, examples.starts, {}, examples.choices)
+    unlabelled = replace(examples, labels={})
     numbers, found = [], [[] for _ in names]
     model.eval()
     try:

@@ -18,11 +18,11 @@ import torch
 
 from fastbert.checkpoint.files import read_json
 from fastbert.finetuning.encoded import Encoded, Source, outputs
-from fastbert.finetuning.heads import save
 from fastbert.finetuning.losses import TaskLosses, losses_of
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import decayed_groups
 from fastbert.finetuning.task import Task
+from fastbert.finetuning.trained import save
 from fastbert.models.base import PreTrainedModel
 from fastbert.training import checkpoints
 from fastbert.training.loop import DTYPES, STATE, Trainer

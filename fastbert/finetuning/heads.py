@@ -1,9 +1,4 @@
-"""What a head may read besides the last layer's output, and the files of a model with such a head.
-
-    OUT/                    the encoder, a HuggingFace directory
-      head.safetensors      all other weights
-      head.json             which head: what `Head` asks for, and the class of the model
-      beside/               the second encoder, if there is one
+"""What a head may read besides the last layer's output.
 
 `above` of a `TaskModel` is between its encoder and its head. It turns hidden states into what the head reads,
 of the same width. So losses, metrics and outputs are those of the usual head.
@@ -17,33 +12,24 @@ representations", eq. 1.
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from fastbert.checkpoint import hub
-from fastbert.checkpoint.files import read_json
-from fastbert.checkpoint.files import replace as write
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.settings import Settings
-from fastbert.finetuning.start import first_model
 from fastbert.layers.packing import Packing, positions_of
-from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import Encoded
 from fastbert.models.inputs import Inputs
-from fastbert.sentences.tokenizer import load_tokenizer
 
-WEIGHTS, FORM, BESIDE = "head.safetensors", "head.json", "beside"
+BESIDE = "beside"
 # the config's key of a model that reads each sequence from its last token to its first
 REVERSED = "right_to_left"
 # Adam moves each parameter by the learning rate, which is made for weights near 0.02
@@ -236,173 +222,3 @@ def states_of(encoder: Any, inputs: Inputs) -> Tensor:
     given = {name: getattr(inputs, name) for name in ("input_ids", "token_type_ids", "inputs_embeds")}
     backward = replace(inputs, **{name: None if t is None else t[order] for name, t in given.items()})
     return encoder.encode_inputs(backward, None, False, False, False)[0][order]
-
-
-# -- a run's first model, and its files ----------------------------------------------------------------------
-
-
-def asked(head: Head, place: Path) -> Head:
-    """The head of a run: what is asked for, else that of the checkpoint.
-
-    Raises:
-        ValueError: the model reads from right to left, as only `beside` does.
-    """
-    if EncoderConfig.from_pretrained(place).get(REVERSED):
-        raise ValueError(f"model: {place} reads from right to left; expected it as beside")
-    if head.beside is not None:
-        other = hub.resolve(head.beside)
-        if load_tokenizer(other).get_vocab() != load_tokenizer(place).get_vocab():
-            raise ValueError(f"beside: expected the tokenizer of the model, got another in {other}")
-        head = replace(head, beside=other)
-    if head != Head() or not (place / FORM).is_file():
-        return head
-    stored = read_json(place / FORM)
-    beside = place / BESIDE if stored.get(BESIDE) else None
-    return Head(stored.get("head_mix", False), 0, stored.get("head_bilstm", False), beside)
-
-
-def first(
-    kind: Any, place: Path, settings: Settings, classes: Sequence[str], labels: int, head: Head
-) -> PreTrainedModel:
-    """The model of a run, on the CPU in float32, as `start.first_model` makes it, with its head.
-
-    A checkpoint's own head is kept if it is of the same form, for the same kind of task and the same classes.
-
-    Raises:
-        ValueError: the model does not fit the head.
-    """
-    names = EncoderConfig.from_pretrained(place).id2label
-    model = first_model(kind, place, settings, classes, labels)
-    if head.head_layers:
-        model = _deeper(model, head.head_layers)
-    _attach(model, kind, head)
-    above: Any = model._modules.get("above")
-    if above is None:
-        return model
-    if settings.freeze and above.beside is not None:
-        above.beside.requires_grad_(False)
-    stored = read_json(place / FORM) if (place / FORM).is_file() else {}
-    same = model.config.id2label == names and not settings.random_init
-    if same and stored == _described(model):
-        fill(_own(model), place)
-    return model
-
-
-def _attach(model: PreTrainedModel, kind: Any, head: Head) -> None:
-    """Give a model the `above` that its head needs, if it needs one."""
-    sequences = bool(kind.reads_first_only)
-    beside = None
-    if head.beside is not None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
-            beside = AutoModel.from_pretrained(head.beside, dtype=torch.float32, add_pooling_layer=False)
-        if beside.config.model_type != model.config.model_type:
-            raise ValueError(
-                f"beside: expected {model.config.model_type} as the model is, got {beside.config.model_type}"
-            )
-        if beside.config.max_tokens < model.config.max_tokens:
-            raise ValueError(
-                f"beside: expected {model.config.max_tokens} positions as the model has, "
-                f"got {beside.config.max_tokens}"
-            )
-        beside.train(model.training)
-    if head.head_mix or head.head_bilstm or beside or (sequences and model.config.is_decoder):
-        model.above = Above(model.config, head, sequences, beside)
-
-
-def _deeper(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The model with new layers on top of its encoder, which learn also if the others are frozen."""
-    config = model.config
-    if config.family.shared_layers:
-        raise ValueError(f"head_layers: expected 0, because {config.model_type} shares its layers")
-    values = {**config.to_dict(), config.family.spelt("num_hidden_layers"): config.num_hidden_layers + count}
-    deep = type(model)(EncoderConfig.from_dict(values))
-    deep.load_state_dict(model.state_dict(), strict=False)
-    learns = {name: p.requires_grad for name, p in model.named_parameters()}
-    for name, parameter in deep.named_parameters():
-        parameter.requires_grad_(learns.get(name, True))
-    return deep.train(model.training)
-
-
-def exports(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Folder of a checkpoint -> what it has as a HuggingFace directory; all else are heads."""
-    above: Any = model._modules.get("above")
-    if above is None:
-        return {"model": model}
-    return {"model": model.base_model, **({} if above.beside is None else {BESIDE: above.beside})}
-
-
-def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a trained model; see the module. A usual model is one HuggingFace directory."""
-    if model._modules.get("above") is None:
-        model.save_pretrained(folder)
-        return
-    for name, encoder in exports(model).items():
-        encoder.save_pretrained(folder if name == "model" else folder / name)
-    write_head(folder, _own(model), _described(model))
-
-
-def write_head(folder: Path, weights: dict[str, Tensor], form: dict[str, Any]) -> None:
-    """Write head.safetensors and head.json."""
-    save_file({name: p.detach().cpu().contiguous() for name, p in weights.items()}, folder / WEIGHTS)
-    write(folder / FORM, (json.dumps(form, indent=1) + "\n").encode())
-
-
-def load(kind: Any, place: Path, device: torch.device | str | None, task: str) -> PreTrainedModel:
-    """A trained model with its head, in eval mode.
-
-    Args:
-        kind: an Auto class.
-        place: a HuggingFace directory, with head.json or with the head of the class.
-        device: where to put the model.
-        task: for messages.
-
-    Raises:
-        ValueError: there is no trained head of this kind.
-    """
-    with warnings.catch_warnings():
-        # Refused below, by name
-        warnings.filterwarnings("ignore", message=".*freshly initialised")
-        model = kind.from_pretrained(place, device=device)
-    missing = f"model: {place} has no trained head for {task}; fastbert finetune trains one"
-    if not (place / FORM).is_file():
-        if model.load_report.missing:
-            raise ValueError(missing)
-        return model
-    form = read_json(place / FORM)
-    beside = place / BESIDE if form.get(BESIDE) else None
-    _attach(model, kind, Head(form.get("head_mix", False), 0, form.get("head_bilstm", False), beside))
-    if model._modules.get("above") is None or form != _described(model):
-        raise ValueError(missing)
-    fill(_own(model), place)
-    return model.to(model.device).eval()
-
-
-def _described(model: PreTrainedModel) -> dict[str, Any]:
-    above: Any = model._modules["above"]
-    return {"kind": model.task, **above.form()}
-
-
-def _own(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name -> each parameter that no export has."""
-    exported = _identities(exports(model).values())
-    return {name: p for name, p in model.named_parameters() if id(p) not in exported}
-
-
-def _identities(models: Iterable[nn.Module]) -> set[int]:
-    return {id(p) for each in models for p in each.parameters()}
-
-
-@torch.no_grad()
-def fill(own: dict[str, Tensor], place: Path) -> None:
-    """Load head.safetensors into parameters.
-
-    Raises:
-        ValueError: the file has other names or shapes.
-    """
-    stored = load_file(place / WEIGHTS)
-    for name in sorted({*own, *stored}):
-        shapes = [tuple(of[name].shape) if name in of else None for of in (own, stored)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{place / WEIGHTS}: {name}: expected shape {shapes[0]}, got {shapes[1]}")
-        own[name].copy_(stored[name])

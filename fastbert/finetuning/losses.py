@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from fastbert.finetuning.heads import exports
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.toward_start import Mixout, hook_decay
+from fastbert.finetuning.trained import exports
 from fastbert.layers.packing import send
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED

@@ -23,7 +23,6 @@ from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.tagging import Ner
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import options_of, task_of
-from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import glue_tasks, inputs, ner, swag
 from fastbert.tasks.files import Choices, Texts
@@ -191,7 +190,7 @@ def predict(
         examples: a file or the examples themselves. GLUE and "csv": .txt, .csv, .tsv or .jsonl; texts, or
             tuples of two texts. "squad", "squad2": .jsonl with "question" and "context", or SQuAD's .json;
             tuples of both. "ner": one sentence per line, with spaces between the words, where empty
-            lines are left out; lists of words.
+            lines are left out; lists of words; "ner-features": the same.
             "swag", "race": the official .csv, or the folder of a split; tuples of a text and four texts.
         device: None is a GPU if there is one, else the CPU.
         dtype: fp32, or bf16 or fp16 by autocast.
@@ -225,11 +224,11 @@ def predict(
             f"max_length: the model reads at most {loaded.config.max_tokens} tokens, got {longest}"
         )
     given = reader.read(Path(examples)) if isinstance(examples, (str, os.PathLike)) else iter(examples)
-    return _answers(reader, loaded, load_tokenizer(place), given, longest, batch_tokens, DTYPES[dtype])
+    return _answers(reader, loaded, place, load_tokenizer(place), given, longest, batch_tokens, DTYPES[dtype])
 
 
 def _reader_of(name: str, stored: dict[str, Any], options: dict[str, Any]) -> _Reader:
-    columns = options.pop("columns", False) if name == "ner" else False
+    columns = options.pop("columns", False) if name in ("ner", "ner-features") else False
     texts = {key: options.pop(key) for key in ("text", "pair") if key in options and name in glue_tasks.TASKS}
     task = task_of(name, **{**options_of(name, stored), **options})
     task.recall(stored)
@@ -244,7 +243,7 @@ def _reader_of(name: str, stored: dict[str, Any], options: dict[str, Any]) -> _R
     return _Words(task, columns) if isinstance(task, Ner) else _Choices(task)
 
 
-def _loaded(task: Task, place: Path, device: torch.device | str) -> PreTrainedModel:
+def _loaded(task: Task, place: Path, device: torch.device | str) -> Any:
     """The trained model, whose names of classes become the task's."""
     model = task.load(place, device)
     config = model.config
@@ -256,7 +255,8 @@ def _loaded(task: Task, place: Path, device: torch.device | str) -> PreTrainedMo
 
 def _answers(
     reader: _Reader,
-    model: PreTrainedModel,
+    model: Any,
+    place: Path,
     tokenizer: Tokenizer,
     examples: Iterator[Any],
     max_length: int,
@@ -267,6 +267,7 @@ def _answers(
     while chunk := list(islice(examples, CHUNK)):
         gathered = reader.gathered(chunk)
         encoded = task.encode(gathered, tokenizer, max_length, False)
+        encoded = task.prepared(encoded, gathered, place, model.device, dtype, batch_tokens)
         found = outputs(model, encoded, task.fields, batch_tokens=batch_tokens, dtype=dtype)
         yield from reader.answers(gathered, encoded, found)
 

@@ -29,11 +29,12 @@ from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.encoded import Encoded, has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
-from fastbert.finetuning.heads import Head, asked
+from fastbert.finetuning.heads import Head
 from fastbert.finetuning.result import Result, Run
 from fastbert.finetuning.settings import STABLE, Settings
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import NAMES, options_of, task_of
+from fastbert.finetuning.trained import asked
 from fastbert.models.config import EncoderConfig
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training import checkpoints
@@ -41,7 +42,7 @@ from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
 from fastbert.training.parallel import Parallel
 
-RESULTS, INTERMEDIATE, LAST = "results.json", "intermediate", "last"
+RESULTS, INTERMEDIATE, LAST, FEATURES = "results.json", "intermediate", "last", "features"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -222,6 +223,10 @@ def _train(
             if (place / name).is_file():
                 shutil.copyfile(place / name, folder / name)
 
+    def prepared(split: Split) -> Split:
+        options = parallel.device, DTYPES[grid[0].dtype], BATCH_TOKENS, output / FEATURES / described["model"]
+        return replaced(split, encoded=task.prepared(split.encoded, split.examples, place, *options))
+
     if grid[0].cost:
         say(grid[0].cost)
     runs: list[Run] = []
@@ -233,8 +238,8 @@ def _train(
             history = fit(
                 task,
                 lambda one=one: task.first(place, one, head),
-                train.encoded,
-                dev,
+                prepared(train).encoded,
+                {name: prepared(split) for name, split in dev.items()},
                 folder,
                 one,
                 has_segments(tokens.config),
@@ -264,7 +269,11 @@ def _train(
                 )
             shutil.copytree(best, output, dirs_exist_ok=True)
             result.draw()
-    return _predicted(task, result, dev, tests, DTYPES[result.best.settings.dtype], parallel, say)
+    dtype = DTYPES[result.best.settings.dtype]
+    result = _predicted(task, result, dev, tests, dtype, parallel, say, prepared)
+    if parallel.is_first:
+        shutil.rmtree(output / FEATURES, ignore_errors=True)
+    return result
 
 
 def _recalled(
@@ -295,7 +304,12 @@ def _predict_again(
         {name: tokens.split(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
     )
     result = replaced(result, counts={**result.counts, **tokens.counts})
-    return _predicted(task, result, dev, tests, DTYPES[best.dtype], parallel, say)
+
+    def prepared(split: Split) -> Split:
+        options = parallel.device, DTYPES[best.dtype], BATCH_TOKENS
+        return replaced(split, encoded=task.prepared(split.encoded, split.examples, result.output, *options))
+
+    return _predicted(task, result, dev, tests, DTYPES[best.dtype], parallel, say, prepared)
 
 
 def _predicted(
@@ -306,6 +320,7 @@ def _predicted(
     dtype: torch.dtype,
     parallel: Parallel,
     say: Callable[[str], None],
+    prepared: Callable[[Split], Split],
 ) -> Result:
     """Write the prediction files of the model in the output and results.json; the result with its scores."""
     scores = dict(result.scores)
@@ -314,7 +329,7 @@ def _predicted(
             model = task.load(result.output, parallel.device)
             written: list[Path] = []
             for kind, splits in (("dev", dev), ("test", tests)):
-                for name, each in splits.items():
+                for name, each in ((name, prepared(split)) for name, split in splits.items()):
                     found = outputs(model, each.encoded, task.fields, batch_tokens=BATCH_TOKENS, dtype=dtype)
                     said = task.predictions(each.examples, each.encoded, found)
                     if kind == "dev":

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.finetuning import heads
+from fastbert.finetuning import trained
 from fastbert.finetuning.encoded import Encoded
 from fastbert.finetuning.heads import Head
 from fastbert.finetuning.settings import Settings
@@ -59,11 +59,11 @@ class Task(ABC):
 
     def first(self, place: Path, settings: Settings, head: Head) -> Any:
         """The model of a run, with its first weights, on the CPU in float32."""
-        return heads.first(self.head, place, settings, self.classes, self.labels, head)
+        return trained.first(self.head, place, settings, self.classes, self.labels, head)
 
     def load(self, place: Path, device: torch.device | str | None) -> Any:
         """A trained model. Raises ValueError if it has no head for the task."""
-        return heads.load(self.head, place, device, self.name)
+        return trained.load(self.head, place, device, self.name)
 
     @abstractmethod
     def encode(self, examples: Any, tokenizer: Tokenizer, max_length: int, labelled: bool) -> Encoded:
@@ -72,6 +72,26 @@ class Task(ABC):
     def counts(self, examples: Any, encoded: Encoded) -> dict[str, int]:
         """The number of examples, and how many a reader left out, cut or mended; the names are for people."""
         return {"examples": len(encoded), **encoded.counts}
+
+    def prepared(
+        self,
+        encoded: Encoded,
+        examples: Any,
+        place: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_tokens: int,
+        folder: Path | None = None,
+    ) -> Encoded:
+        """What the model reads of encoded examples, if that is more than their tokens.
+
+        Args:
+            encoded, examples: what `encode` returned, and what it was given.
+            place: the model's directory.
+            device, dtype, batch_tokens: as `encoded.outputs` takes them.
+            folder: a folder for large results; None keeps them in memory.
+        """
+        return encoded
 
     @abstractmethod
     def predictions(self, examples: Any, encoded: Encoded, outputs: Sequence[np.ndarray]) -> Any:

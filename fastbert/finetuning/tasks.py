@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastbert.finetuning.choices import Race, Swag
+from fastbert.finetuning.features import NerFeatures
 from fastbert.finetuning.sequences import Glue, Table
 from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.tagging import Ner
@@ -14,12 +15,13 @@ from fastbert.tasks import glue_tasks
 
 # MNLI's model predicts ax
 GLUE = tuple(name for name in glue_tasks.TASKS if name != "ax")
-NAMES = (*GLUE, "squad", "squad2", "swag", "race", "ner", "csv")
+NAMES = (*GLUE, "squad", "squad2", "swag", "race", "ner", "ner-features", "csv")
 # Task -> its options; tasks that are not here have none
 OPTIONS = {
     "squad": ("doc_stride", "max_query"),
     "squad2": ("doc_stride", "max_query", "null_threshold"),
     "ner": ("context", "strict"),
+    "ner-features": ("context", "strict", "layers"),
     "csv": ("text", "pair", "label", "regression"),
 }
 
@@ -52,5 +54,5 @@ def task_of(name: str, **options: Any) -> Task:
         return Glue(name)
     if name in ("squad", "squad2"):
         return Squad(1 if name == "squad" else 2, **options)
-    kinds = {"swag": Swag, "race": Race, "ner": Ner, "csv": Table}
+    kinds = {"swag": Swag, "race": Race, "ner": Ner, "ner-features": NerFeatures, "csv": Table}
     return kinds[name](**options)
