@@ -4,6 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastbert.finetuning.run import finetune
 from fastbert.finetuning.settings import FreeLB, Smart
@@ -177,7 +178,7 @@ def test_outputs_that_hold_something_else(tmp_path, model, data):
 
 
 def test_fsdp(tmp_path, model, data):
-    parallel = SimpleNamespace(kind="fsdp", is_first=True, world=2)
+    parallel = SimpleNamespace(device=torch.device("cpu"), kind="fsdp", is_first=True, world=2)
     with pytest.raises(ValueError, match=r"^parallel: expected none or ddp for fine-tuning, got fsdp$"):
         quick("csv", model, data, tmp_path / "run", parallel=parallel)
     assert not (tmp_path / "run").exists()
