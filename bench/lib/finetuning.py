@@ -37,7 +37,7 @@ import fastbert
 from bench.lib import texts, training, workloads
 from bench.lib.encode import MISSING
 from bench.lib.engines import MINILM, config_of, minilm_directory
-from bench.lib.finetuning_engine import EXAMPLES, GROUPED, JOB, MODEL, SIDES, Job
+from bench.lib.finetuning_engine import EXAMPLES, GROUPED, JOB, MODEL, SIDES, WARM_UP, Job
 from bench.lib.load import Engine
 from bench.lib.roofs import Roofs
 from bench.lib.timing import summarise
@@ -160,7 +160,7 @@ def prepared(folder: Path, model: workloads.Model, task: str, samples: int) -> t
     for name in TOKENIZER_FILES:
         if (directory / name).is_file():
             shutil.copyfile(directory / name, folder / MODEL / name)
-    job = Job(task, form.batch_size, TURN, (samples + 1) * TURN + 2, LR, form.checked)
+    job = Job(task, form.batch_size, TURN, samples * TURN + WARM_UP + 1, LR, form.checked)
     (folder / JOB).write_text(json.dumps(dataclasses.asdict(job)))
     return mixed, grouped
 
@@ -203,7 +203,7 @@ def measured(
 
         for name in wanted:
             found[name] |= answer(name)
-            answer(name)  # of the first step, which is not counted
+            answer(name)  # it is warm
         for _ in range(samples):
             for name in wanted:
                 if "error" not in found[name]:

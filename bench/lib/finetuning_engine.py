@@ -1,8 +1,8 @@
 """A side's process in the benchmark of fine-tuning: our loop, or transformers' Trainer, on the same examples.
 
 `serve` first trains a few steps without dropout and answers with their losses. Then it trains with dropout.
-After the first step and after each turn it answers with the turn's time and the process's memory, and waits
-for a line on standard input before it continues.
+When it is warm, and after each turn, it answers with the time and the process's memory, and waits for a line
+on standard input before it continues.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from fastbert.training.stream import Stream
 JOB, EXAMPLES, GROUPED, MODEL = "job.json", "examples.pickle", "grouped.pickle", "model"
 SEED, WEIGHT_DECAY = 0, 0.01
 CHECKED_STEPS = 4
+# steps; later ones find their memory in the process
+WARM_UP = 2
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -83,7 +85,7 @@ class Pace:
     """Times the turns, and pauses after each.
 
     Args:
-        turn: steps per turn; the first step is a turn of its own, in which the optimizer begins.
+        turn: steps per turn; the first steps, to warm up, are a turn of their own.
         say: prints an answer.
     """
 
@@ -101,7 +103,7 @@ class Pace:
 
     def __call__(self, step: int) -> None:
         """After a step, counted from 1."""
-        if (step - 1) % self.turn:
+        if step < WARM_UP or (step - WARM_UP) % self.turn:
             return
         now = time.perf_counter(), time.process_time()
         wall, cpu = (b - a for a, b in zip(self.start, now, strict=True))
