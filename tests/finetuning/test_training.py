@@ -48,6 +48,12 @@ def log(output):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def packed(examples, numbers):
+    """The examples as our models take them."""
+    inputs = examples.batch(np.array(numbers), True).inputs
+    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
+
+
 def padded(examples, numbers):
     """The examples as transformers takes them."""
     groups = [examples.batch(np.array([number]), True).inputs for number in numbers]
@@ -73,7 +79,7 @@ def padded(examples, numbers):
 
 
 @pytest.mark.parametrize("task", HEADS)
-def test_losses_are_those_of_transformers(tmp_path, model, task):
+def test_losses_and_gradients_are_those_of_transformers(tmp_path, model, task):
     data = written(task, tmp_path / "data", 80, 8)
     own, train = encoded(task, model, data)
     result = quick(
@@ -97,9 +103,16 @@ def test_losses_are_those_of_transformers(tmp_path, model, task):
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, STEPS // 10, STEPS)
     stream = Stream(Source(train, True), 0, BATCH)
     for step, line in enumerate(lines):
-        loss = theirs(**padded(train, [index for _, index in stream.examples(step)])).loss
+        numbers = [index for _, index in stream.examples(step)]
+        loss = theirs(**padded(train, numbers)).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        ours.load_state_dict(theirs.state_dict())
+        ours.zero_grad()
+        ours(**packed(train, numbers)).loss.backward()
+        for name, parameter in ours.named_parameters():
+            torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), step
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-5), step
         assert line["lr"] == pytest.approx(schedule.get_last_lr()[0]), step
         optimizer.step()
@@ -212,10 +225,8 @@ def test_outputs_are_in_the_order_of_the_examples(model, task, batch_tokens):
     for name, rows in zip(own.fields, found, strict=True):
         alone = []
         for number in range(len(examples)):
-            inputs = examples.batch(np.array([number]), True).inputs
-            given = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
             with torch.no_grad():
-                alone.append(trained(**given)[name].numpy())
+                alone.append(trained(**packed(examples, [number]))[name].numpy())
         np.testing.assert_allclose(rows, np.concatenate(alone), atol=1e-5, rtol=1e-5)
 
 

@@ -1,6 +1,6 @@
-"""Make goldens.json: what transformers 4.57.6 and seqeval compute, which have what transformers 5 dropped.
+"""Make goldens.json: what transformers 4.57.6 computes, which has what transformers 5 dropped.
 
-    python tests/tasks/goldens.py FOLDER     in an environment with transformers==4.57.6 and seqeval
+    python tests/tasks/goldens.py FOLDER     in an environment with transformers==4.57.6
 
 FOLDER has the vocab.txt of all-MiniLM-L6-v2. Tests import the constants and functions above `main`.
 """
@@ -34,7 +34,6 @@ SCORED = {
     "q11": ("", 0.5),
     "q12": ("the", 4.0),
 }
-TAGS = ("O", "B-A", "I-A", "B-B", "I-B")
 
 
 def logits(name: str, window: int, length: int) -> tuple[list[float], list[float]]:
@@ -47,23 +46,10 @@ def logits(name: str, window: int, length: int) -> tuple[list[float], list[float
     )
 
 
-def tag_sequences() -> list[list[list[list[str]]]]:
-    """Pairs of gold and predicted tags, of one to three sentences each."""
-    draw, found = random.Random(0), []
-    for _ in range(60):
-        lengths = [draw.randint(1, 8) for _ in range(draw.randint(1, 3))]
-        gold = [[draw.choice(TAGS) for _ in range(length)] for length in lengths]
-        predicted = [[tag if draw.random() < 0.6 else draw.choice(TAGS) for tag in tags] for tags in gold]
-        found.append([gold, predicted])
-    return found
-
-
 def main(folder: str) -> None:
     import numpy
-    import seqeval.scheme
     import tokenizers
     import transformers
-    from seqeval.metrics import f1_score, precision_score, recall_score
     from transformers.data.metrics import squad_metrics
     from transformers.data.processors import squad
 
@@ -91,12 +77,6 @@ def main(folder: str) -> None:
     found["scores"] = [evaluate(examples, texts), evaluate(examples, texts, odds, THRESHOLD)]
     found["1.1"] = _answers(squad, squad_metrics, tokenizer, [e for e in examples if e.answers], False)
     found["2.0"] = _answers(squad, squad_metrics, tokenizer, examples, True)
-    strict = dict(mode="strict", scheme=seqeval.scheme.IOB2)
-    metrics = precision_score, recall_score, f1_score
-    found["ner"] = [
-        [[float(metric(*pair, zero_division=0, **how)) for metric in metrics] for how in ({}, strict)]
-        for pair in tag_sequences()
-    ]
     GOLDENS.write_text(json.dumps(found, separators=(",", ":")).replace('"q', '\n"q') + "\n")
 
 
