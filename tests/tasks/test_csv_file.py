@@ -15,8 +15,8 @@ def test_columns_are_read_by_name(tmp_path):
     found = csv_file.read(path, "text", label="stars")
     assert (found.pairs, found.labels) == (None, ["1.5", "-2"])
     path = tmp_path / "mine.tsv"
-    path.write_bytes(b'text\tkind\r\n"Hm, he said.\tx\r\n')
-    assert csv_file.read(path, "text", label="kind")[1:] == (['"Hm, he said.'], None, ["x"], 0)
+    path.write_bytes(b'text\tkind\r\n\xef\xbb\xbf"Hm, he said.\tx\r\n')
+    assert csv_file.read(path, "text", label="kind")[1:] == (['\ufeff"Hm, he said.'], None, ["x"], 0)
     assert csv_file.read(path, "text").labels is None
 
 

@@ -69,12 +69,13 @@ def write(folder, task, split, lines, end="\n"):
 @pytest.mark.parametrize("task", TASKS)
 def test_rows_are_read(tmp_path, task, end):
     split, lines, expected = ROWS[task]
-    write(tmp_path, task, split, lines, end)
-    found = glue.read(task, tmp_path, split)
-    last = found.texts[-1], found.pairs and found.pairs[-1], found.labels and found.labels[-1]
-    assert last == expected
-    assert len(found.texts) == len(lines) - (task != "cola")
-    assert found.skipped == 0
+    for kind in ("train", "dev") if task == "cola" else (split,):
+        write(tmp_path, task, kind, lines, end)
+        found = glue.read(task, tmp_path, kind)
+        last = found.texts[-1], found.pairs and found.pairs[-1], found.labels and found.labels[-1]
+        assert last == expected
+        assert len(found.texts) == len(lines) - (task != "cola")
+        assert found.skipped == 0
 
 
 @pytest.mark.parametrize("task", ("mrpc", "qqp", "mnli", "stsb", "qnli"))
@@ -97,6 +98,33 @@ def test_test_files_have_ids_and_no_labels(tmp_path):
     (tmp_path / "CoLA").mkdir()
     write(tmp_path / "CoLA", "cola", "test", ["index\tsentence", "0\tHe went\rhome."])
     assert glue.read("cola", tmp_path, "test").texts == ["He went\rhome."]
+    write(tmp_path, "qqp", "test", ["id\tquestion1\tquestion2", "17\tWhy?"])
+    with pytest.raises(ValueError, match="line 2: expected 3 fields, found 2"):
+        glue.read("qqp", tmp_path, "test")
+
+
+# task -> (columns of text in the test files, from 0; metrics), as GLUE-baselines has them
+OFFICIAL = {
+    "cola": ((1,), ("matthews",)),
+    "sst2": ((1,), ("accuracy",)),
+    "mrpc": ((3, 4), ("f1", "accuracy")),
+    "stsb": ((7, 8), ("spearman", "pearson")),
+    "qqp": ((1, 2), ("f1", "accuracy")),
+    "mnli": ((8, 9), ("accuracy",)),
+    **dict.fromkeys(("qnli", "rte", "wnli"), ((1, 2), ("accuracy",))),
+    "ax": ((1, 2), ("matthews",)),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_columns_and_metrics_are_the_official_ones(tmp_path, task):
+    places, names = OFFICIAL[task]
+    assert TASKS[task].metrics == names
+    rows = ["\t".join(f"{letter}{i}" for i in range(10)) for letter in "xc"]
+    for split, name in TASKS[task].submissions.items():
+        found = glue.read(task, write(tmp_path, task, split, rows), split)
+        assert [*found.texts, *(found.pairs or ())] == [f"c{i}" for i in places]
+        assert name.endswith("-mm") is ("mismatched" in split)
 
 
 def test_malformed_rows_of_qqp_are_counted(tmp_path):
@@ -116,6 +144,7 @@ def test_malformed_rows_of_qqp_are_counted(tmp_path):
         ("rte", ["index\tsentence1"], "line 1: expected a header of 3 columns"),
         ("rte", [PAIRS], "expected one example at least"),
         ("stsb", [*ROWS["stsb"][1], ROWS["stsb"][1][1] + "?"], "line 3: expected a number as label"),
+        ("stsb", [row.replace("3.750", "nan") for row in ROWS["stsb"][1]], "line 2: .*number as label"),
         ("stsb", [ROWS["stsb"][1][1]], "line 1: expected a header"),
         ("wnli", ["7\tA.\tB.\t"], "line 1: expected a header with sentence1"),
         ("sst2", ["sentence\tlabel", "fine\udce9\t1"], r"line 2: not UTF-8 \(byte 0xe9\)"),
@@ -137,13 +166,9 @@ def test_wrong_arguments_are_named(tmp_path):
         glue.read("rte", tmp_path, "dev")
 
 
-def test_scores_have_the_main_metric_first():
+def test_scores_are_those_of_the_positive_class():
     true = ["equivalent", "equivalent", "not_equivalent"]
     assert glue.score("mrpc", ["equivalent"] * 3, true) == pytest.approx({"f1": 0.8, "accuracy": 2 / 3})
-    assert [next(iter(glue.score("stsb", [1.0, 2.0], [2.0, 1.0]))), TASKS["cola"].metrics[0]] == [
-        "spearman",
-        "matthews",
-    ]
 
 
 def test_the_submission_has_the_official_names(tmp_path):
@@ -151,11 +176,11 @@ def test_the_submission_has_the_official_names(tmp_path):
     assert set(names) == {
         *("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI", "AX")
     }
-    given = {"STS-B": {"0": 5.25, "1": 1.23456}, "CoLA": {"0": "acceptable"}, "AX": {"0": "neutral"}}
+    given = {"STS-B": {"0": 5.25, "1": 1.23456, "2": -1}, "CoLA": {"0": "acceptable"}, "AX": {"0": "neutral"}}
     with zipfile.ZipFile(glue.write_submission(tmp_path / "new", given)) as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist()}
     assert texts == {
-        "STS-B.tsv": "index\tprediction\n0\t5.000\n1\t1.235\n",
+        "STS-B.tsv": "index\tprediction\n0\t5.000\n1\t1.235\n2\t0.000\n",
         "CoLA.tsv": "index\tprediction\n0\t1\n",
         "AX.tsv": "index\tprediction\n0\tneutral\n",
     }

@@ -48,6 +48,9 @@ def test_a_constant_has_a_correlation_of_zero():
     for metric in (metrics.pearson, metrics.spearman, metrics.matthews):
         assert metric(constant, labels) == metric(labels, constant) == 0.0
     assert metrics.f1(["no"] * 3, ["no"] * 3, "yes") == 0.0
+    # The products of rounded numbers add up to more than 1
+    numbers = [0.3 * i for i in range(7)]
+    assert metrics.pearson(numbers, numbers) == 1.0
 
 
 @pytest.mark.parametrize(
