@@ -17,6 +17,7 @@ tokens of its last layer, its dropout masks there differ between fsdp and ddp.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from fastbert.layers.encoder_layer import PackedLayer
 
 KINDS = ("none", "ddp", "fsdp")
+# numbers the groups that this process has opened; all processes open the same ones
+_groups = itertools.count()
 
 
 def _number(name: str, least: int, below: int | None = None) -> int:
@@ -90,9 +93,19 @@ class Parallel:
         if self.kind != "none":
             self._began = not dist.is_initialized()
             if self._began:
+                # here, because a torch that is built without distributed lacks it
+                from torch.distributed.distributed_c10d import PrefixStore
+                from torch.distributed.rendezvous import rendezvous
+
                 on_gpu = self.device.type == "cuda"
+                store, rank, world = next(rendezvous("env://"))
                 dist.init_process_group(
-                    "nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None
+                    "nccl" if on_gpu else "gloo",
+                    # torchrun's store still has the addresses of a group that was closed
+                    store=PrefixStore(f"fastbert-{next(_groups)}", store),
+                    rank=rank,
+                    world_size=world,
+                    device_id=self.device if on_gpu else None,
                 )
             on_host = self.device.type == "cpu"
             self._host = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
@@ -103,9 +116,11 @@ class Parallel:
         return self.rank == 0
 
     def close(self) -> None:
-        """End the process group, if `__init__` has started it."""
+        """End the process groups that `__init__` has started."""
         if self._began:
             dist.destroy_process_group()
+        elif self._host is not None and self._host is not dist.group.WORLD:
+            dist.destroy_process_group(self._host)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module to call instead of `module`; gradients are averaged over all processes."""

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fastbert.finetuning.settings import FreeLB, Smart
 from fastbert.finetuning.tasks import task_of
@@ -63,6 +64,27 @@ def test_two_processes_equal_one(tmp_path, model, task):
         logs = [(folder / "runs" / run / "log.jsonl").read_text().splitlines() for folder in folders]
         losses = [[json.loads(line)["loss"] for line in lines] for lines in logs]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def tuned_alone(model: Path, data: Path, output: Path, begun: bool) -> bool:
+    """Fine-tune twice without `parallel`; whether there is a process group afterwards."""
+    loop.work.roof = lambda *device_and_dtype: 1e9
+    # As under torchrun, one store serves all groups of a process
+    if os.environ["RANK"] == "0":
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=True, wait_for_workers=False)  # noqa: F841 - is served
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if begun:
+        dist.init_process_group("gloo")
+    for name in ("first", "second"):
+        quick("csv", model, data, output / name, epochs=1, batch_size=8)
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_group_is_closed_by_the_call_that_opened_it(tmp_path, model, begun):
+    data = written("csv", tmp_path / "data", 24, 12)
+    assert together(2, tuned_alone, model, data, tmp_path, begun) == [begun, begun]
 
 
 @pytest.mark.parametrize("stop", [1, 3])
