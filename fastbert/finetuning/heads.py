@@ -30,8 +30,6 @@ from fastbert.models.heads.task_model import Encoded
 from fastbert.models.inputs import Inputs
 
 BESIDE = "beside"
-# the config's key of a model that reads each sequence from its last token to its first
-REVERSED = "right_to_left"
 # Adam moves each parameter by the learning rate, which is made for weights near 0.02
 _MIX_SPEED = 10.0
 
@@ -204,7 +202,7 @@ class Above(nn.Module):
 
 def _reads_last(config: EncoderConfig) -> bool:
     """Whether the last token, and not the first, has seen the whole sequence."""
-    return bool(config.is_decoder) and not config.get(REVERSED)
+    return bool(config.is_decoder) and not config.right_to_left
 
 
 def _ends(x: Tensor, packing: Packing, last: bool) -> Tensor:
@@ -214,7 +212,7 @@ def _ends(x: Tensor, packing: Packing, last: bool) -> Tensor:
 
 def states_of(encoder: Any, inputs: Inputs) -> Tensor:
     """The last hidden states of another model's inputs, (rows, hidden), in the order of the inputs."""
-    if not encoder.config.get(REVERSED):
+    if not encoder.config.right_to_left:
         return encoder.encode_inputs(inputs, None, False, False, False)[0]
     ends = inputs.packing.cu_seqlens.long()
     sequence, position = positions_of(ends, inputs.position_ids.shape[0])

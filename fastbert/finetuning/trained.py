@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import read_json
 from fastbert.checkpoint.files import replace as write
-from fastbert.finetuning.heads import BESIDE, REVERSED, Above, Head
+from fastbert.finetuning.heads import BESIDE, Above, Head
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import first_model
 from fastbert.models.auto import AutoModel
@@ -43,7 +43,7 @@ def asked(head: Head, place: Path) -> Head:
     Raises:
         ValueError: the model reads from right to left, as only `beside` does.
     """
-    if EncoderConfig.from_pretrained(place).get(REVERSED):
+    if EncoderConfig.from_pretrained(place).right_to_left:
         raise ValueError(f"model: {place} reads from right to left; expected it as beside")
     if head.beside is not None:
         other = hub.resolve(head.beside)

@@ -27,6 +27,8 @@ _ABSENT: dict[str, Any] = {
     "intermediate_sizes": None,
     "is_encoder_decoder": False,
     "pruned_heads": None,
+    # No key of transformers: whether the model was trained on reversed sequences
+    "right_to_left": False,
     "sep_token_id": None,
     "torch_dtype": None,
 }

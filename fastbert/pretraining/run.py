@@ -30,7 +30,7 @@ from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
 from fastbert.pretraining.masking import SPAN_UNITS
 from fastbert.pretraining.objectives.entities import Staged
-from fastbert.pretraining.objectives.left_to_right import LeftToRight
+from fastbert.pretraining.objectives.left_to_right import LeftToRight, RightToLeft
 from fastbert.pretraining.objectives.masked import Objective
 from fastbert.pretraining.objectives.permutation import Permutation
 from fastbert.pretraining.objectives.replaced_tokens import ReplacedTokens
@@ -53,6 +53,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "entities": Staged,
     "permutation": Permutation,
     "left-to-right": LeftToRight,
+    "right-to-left": RightToLeft,
 }
 
 

@@ -12,7 +12,7 @@ from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.pretraining.formats import DocSentences, FullSentences, SegmentPairs
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives import masked
-from fastbert.pretraining.objectives.left_to_right import LeftToRight
+from fastbert.pretraining.objectives.left_to_right import LeftToRight, RightToLeft
 from fastbert.pretraining.objectives.masked import Objective
 from tests.support.objectives import (
     CLS,
@@ -133,6 +133,24 @@ def test_a_model_that_was_not_causal_becomes_so():
         with pytest.raises(ValueError, match="is_decoder: True is not supported; transformers' albert"):
             call()
     assert not never.config.is_decoder
+
+
+def test_right_to_left_reverses_each_sequence(tmp_path):
+    forward, form = batch_of(objective(), 20), DocSentences(numbered(), 40, 0)
+    ours = RightToLeft(form)
+    backward = batch_of(ours, 20)
+    assert backward.counts == {"right_to_left": forward.counts["left_to_right"]}
+    for rows in pieces(forward):
+        for name in ("input_ids", "token_type_ids"):
+            assert (backward.inputs[name][rows] == forward.inputs[name][rows][::-1]).all()
+        assert (backward.inputs["labels"][rows][:-1] == forward.inputs["input_ids"][rows][::-1][1:]).all()
+        assert backward.inputs["labels"][rows][-1] == IGNORED
+    built(ours, torch.float32).exports["model"].save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content["is_decoder"], content["right_to_left"]) == (True, True)
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path).config.right_to_left
+    assert not AutoModelForMaskedLM.from_config(tiny(50)).config.right_to_left
+    assert ours.hash != objective().hash
 
 
 def test_bad_arguments_are_named():

@@ -42,6 +42,7 @@ PUBLISHED = {
     "structbert": ("word-order", THREE, TWO, RIGHT, GOOGLE, 1.0),
     "ernie": ("entities", NEXT, TWO, RIGHT, GOOGLE, 1.0),
     "left-to-right": ("left-to-right", FULL, UNLIMITED, RIGHT, GOOGLE, 1.0),
+    "right-to-left": ("right-to-left", FULL, UNLIMITED, RIGHT, GOOGLE, 1.0),
     "permutation": ("permutation", FULL, one(512, 8_192, 500_000, 4e-4, 40_000), PLAIN, ONCE, 1.0),
 }
 MASKING = {

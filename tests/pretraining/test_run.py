@@ -47,6 +47,7 @@ LOSSES = {
     "left-to-right": ("left_to_right",),
     "mosaic": ("mlm",),
     "permutation": ("permutation",),
+    "right-to-left": ("right_to_left",),
     "roberta": ("mlm",),
     "spanbert": ("mlm", "sbo"),
     "structbert": ("mlm", "order", "sentence"),
@@ -117,7 +118,7 @@ def test_every_recipe_trains_and_is_loaded_by_transformers(name, corpus, texts_o
     if name.startswith("electra"):
         assert all(0 < line["replaced_share"] <= 1 for line in lines)
     # [special] [token] [special] are as many classes as the vocabulary has
-    for loss in set(LOSSES[name]) & {"mlm", "sbo", "order", "permutation", "left_to_right"}:
+    for loss in set(LOSSES[name]) & {"mlm", "sbo", "order", "permutation", "left_to_right", "right_to_left"}:
         assert abs(lines[0][f"{loss}_loss"] - math.log(corpus.vocab_size)) < 0.6
     sizes = [0, *(line["tokens"] for line in lines)]
     assert all(lines[i]["sequences"] == 4 * (i + 1) for i in range(4))

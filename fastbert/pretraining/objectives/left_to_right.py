@@ -1,5 +1,8 @@
 """Left-to-right language modelling: each token predicts the next one. The ablation of BERT's paper.
 
+Right to left is the same over reversed sequences: each token predicts the token on its left. The two models
+beside each other are as in ELMo.
+
     loss = mean over all tokens but the last of -log p(next token | tokens up to here)
 
 Every layer is causal. The predictions go through the masked-LM head. The saved config has `is_decoder` true,
@@ -11,14 +14,18 @@ and nothing predicts [CLS]. [SEP] is predicted like any other token; unless it i
 the token after it. The last token of a sequence predicts nothing.
 
 In fine-tuning the first token attends only to itself. BERT's heads for sequences read the first token, so
-they learn nothing from a left-to-right model; read its last token instead. Heads for tokens need no change.
+they learn nothing from a left-to-right model; `fastbert finetune` reads its last token instead. Heads for
+tokens need no change.
+
+A right-to-left model takes each sequence reversed, and so its first position is the last token. Its saved
+config has `right_to_left` true besides. `fastbert finetune` reads it beside a left-to-right model only.
 
 Source: Devlin et al. 2018, "BERT", sec. 5.1, "LTR & No NSP".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -87,3 +94,21 @@ class LeftToRight(Objective):
             model.config.is_decoder = before
             raise
         return super().losses(model)
+
+
+@dataclass(frozen=True)
+class RightToLeft(LeftToRight):
+    """`LeftToRight` over reversed sequences; see the module."""
+
+    token_loss: ClassVar[str] = "right_to_left"
+
+    def mask(self, example: Example, draws: Draws) -> MaskedExample:
+        """Reverse the sequence, and label each token with the token on its left."""
+        ids, types = (np.ascontiguousarray(x[::-1]) for x in (example.ids, example.token_types))
+        return super().mask(replace(example, ids=ids, token_types=types), draws)
+
+    def losses(self, model: TaskModel) -> Losses:
+        """The module that is trained. Sets the config's `is_decoder` and `right_to_left`."""
+        made = super().losses(model)
+        model.config.right_to_left = True
+        return made
