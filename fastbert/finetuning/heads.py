@@ -30,7 +30,7 @@ from fastbert.models.heads.task_model import Encoded
 from fastbert.models.inputs import Inputs
 
 BESIDE = "beside"
-# Adam moves each parameter by the learning rate, which is made for weights near 0.02
+# Adam moves each parameter by the learning rate, which suits weights near 0.02. A mix needs larger steps.
 _MIX_SPEED = 10.0
 
 

@@ -131,6 +131,7 @@ def finetune(
             model = first.output
         place = hub.resolve(model)
         head = asked(head, place)
+        head.check(grid[0])
         return _train(made, head, grid, place, data, output, parallel, say, progress, workers)
 
 

@@ -1,24 +1,20 @@
 """A run that is killed, stopped or done already ends in the same bytes, and restarts share no state."""
 
-import hashlib
 import json
 import os
 import shutil
-import signal
 
 import pytest
 
 from fastbert.finetuning import run as run_module
 from fastbert.finetuning.settings import Smart
 from fastbert.finetuning.spans import Squad
-from fastbert.training.loop import Interrupted, Trainer, TrainingError
+from fastbert.training.loop import TrainingError
 from tests.support.killed import killed
-from tests.support.rule_tasks import files, quick, tiny_model, written
+from tests.support.rule_tasks import digests, files, quick, stopped, tiny_model, written
 
 # 24 examples: 3 steps per epoch, 6 in all
 OPTIONS = {"lr": 2e-3, "epochs": 2, "batch_size": 8}
-# what differs between equal runs: times, a picture, and what a killed write leaves
-UNEQUAL = (".lock", ".tmp", "speed.jsonl", "curves.png")
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +34,6 @@ def unbroken(memory, dropping, data):
     """A run without interruption."""
     quick("csv", dropping, data, memory / "unbroken", **OPTIONS)
     return memory / "unbroken"
-
-
-def digests(output):
-    """File -> SHA-256, of all that a result depends on."""
-    return {
-        path.relative_to(output).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files(output)
-        if not path.name.endswith(UNEQUAL)
-    }
 
 
 def test_equal_calls_write_equal_bytes(tmp_path, dropping, data, unbroken):
@@ -73,24 +60,9 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, dropping, data, unbrok
 
 @pytest.mark.parametrize("step", range(6))
 def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, dropping, data, unbroken, step):
-    stopped(tmp_path, monkeypatch, dropping, data, step, OPTIONS)
+    stopped(monkeypatch, step, lambda: quick("csv", dropping, data, tmp_path / "run", **OPTIONS))
+    quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
     assert digests(tmp_path / "run") == digests(unbroken)
-
-
-def stopped(tmp_path, monkeypatch, dropping, data, step, options):
-    """Train, stop before a step, and resume."""
-    counted = Trainer._counted
-
-    def stops(self, micro):
-        if self.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return counted(self, micro)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_counted", stops)
-        with pytest.raises(Interrupted):
-            quick("csv", dropping, data, tmp_path / "run", **options)
-    quick("csv", dropping, data, tmp_path / "run", **options)
 
 
 STEADIER = {
@@ -105,7 +77,8 @@ STEADIER = {
 def test_steadier_runs_resume_to_the_same_bytes(tmp_path, monkeypatch, dropping, data, unbroken, name):
     given = {**OPTIONS, **STEADIER[name]}
     quick("csv", dropping, data, tmp_path / "unbroken", **given)
-    stopped(tmp_path, monkeypatch, dropping, data, 4, given)
+    stopped(monkeypatch, 4, lambda: quick("csv", dropping, data, tmp_path / "run", **given))
+    quick("csv", dropping, data, tmp_path / "run", **given)
     assert digests(tmp_path / "run") == digests(tmp_path / "unbroken")
     logs = [next(folder.glob("runs/*/log.jsonl")).read_text() for folder in (tmp_path / "run", unbroken)]
     assert logs[0] != logs[1]

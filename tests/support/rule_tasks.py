@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 import fastbert
 from fastbert.finetuning.run import Result, finetune
+from fastbert.training.loop import Interrupted, Trainer
 
 NOUNS = ["cat", "dog", "fox", "hen", "cow", "owl", "rat", "bee", "elk", "yak"]
 VERBS = ["sees", "likes", "hears", "finds", "meets", "leads", "hides", "calls"]
@@ -33,6 +38,8 @@ SIZES = {
     # a task of few examples needs first weights of a size that lets a tiny model learn
     "initializer_range": 0.1,
 }
+# what differs between equal runs: times, a picture, and what a killed write leaves
+UNEQUAL = (".lock", ".tmp", "speed.jsonl", "curves.png")
 # options that every test passes
 QUIET = {"progress": False}
 
@@ -233,6 +240,30 @@ def quick(task: object, model: Path, data: Path, output: Path, **options: object
     """Fine-tune with small batches and without a progress bar."""
     given = {"lr": 1e-3, "epochs": 2, "batch_size": 16, "max_length": 32, **QUIET, **options}
     return finetune(task, model, data, output, **given)
+
+
+def stopped(patch: pytest.MonkeyPatch, step: int, call: Callable[[], object]) -> None:
+    """Call with a SIGTERM after so many steps."""
+    counted = Trainer._counted
+
+    def stops(self: Trainer, micro: object) -> object:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return counted(self, micro)
+
+    with patch.context() as inner:
+        inner.setattr(Trainer, "_counted", stops)
+        with pytest.raises(Interrupted):
+            call()
+
+
+def digests(output: Path) -> dict[str, str]:
+    """File -> SHA-256, of all that a result depends on."""
+    return {
+        path.relative_to(output).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files(output)
+        if not path.name.endswith(UNEQUAL)
+    }
 
 
 def files(folder: Path) -> Iterator[Path]:
