@@ -149,7 +149,7 @@ PUBLISHED = (
     ),
     *(Published(task, split, model, {"exact": exact, "f1": f1}) for task, split, model, exact, f1 in _SQUAD),
     *(
-        Published(task, split, model, {metric: score})
+        Published(task, split, model, {metric: score}, FROZEN if task == "ner-features" else PRETRAINED)
         for task, metric, model, *scores in _OTHERS
         for split, score in zip(("dev", "test"), scores, strict=True)
         if score is not None
