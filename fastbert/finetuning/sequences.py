@@ -24,6 +24,10 @@ def pairs_encoded(tokenizer: Tokenizer, texts: Sequence[Any], max_length: int) -
     """Encodings of texts or pairs; of a pair that is too long the longer text loses tokens."""
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
+    # With less room than this, the tokenizer cuts nothing
+    least = own.num_special_tokens_to_add(not isinstance(texts[0], str))
+    if max_length < least:
+        raise ValueError(f"max_length: expected at least {least}, the special tokens, got {max_length}")
     own.enable_truncation(max_length, strategy="longest_first")
     return own.encode_batch(list(texts))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import processors
 
 from fastbert.finetuning.encoded import outputs
 from fastbert.finetuning.run import Result, finetune
@@ -477,9 +478,14 @@ def test_what_is_left_out_cut_or_mended_is_counted(tmp_path, model, task, spoil,
 
 def test_of_a_pair_the_longer_text_loses_tokens(tmp_path, model):
     own, data = task_of("mrpc"), written("mrpc", tmp_path / "data", 8, 8)
-    encoded = own.encode(own.read(data, "dev"), load_tokenizer(model), 9, False)
+    examples, tokenizer = own.read(data, "dev"), load_tokenizer(model)
+    encoded = own.encode(examples, tokenizer, 9, False)
     # three tokens are left of each
     assert {tuple(types) for types in np.split(encoded.types, encoded.starts[1:-1])} == {(0,) * 5 + (1,) * 4}
+    # RoBERTa's four special tokens
+    tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
+    with pytest.raises(ValueError, match=r"^max_length: expected at least 4, the special tokens, got 3$"):
+        own.encode(examples, tokenizer, 3, False)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
