@@ -30,7 +30,9 @@ def questions():
 
 @pytest.fixture(scope="module")
 def found(tokenizer, questions):
-    return squad.windows(questions, tokenizer, **WINDOWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(squad, "_CHUNK", 5)
+        return squad.windows(questions, tokenizer, **WINDOWS)
 
 
 def test_the_goldens_are_of_this_file():
@@ -171,7 +173,8 @@ def test_a_longer_window_has_more_context():
 
 
 def test_white_space_around_an_answer_does_not_count(tokenizer):
-    question = squad.Question("a", "Who?", "Anna ran home.", (squad.Answer(" ran ", 4),))
+    answers = squad.Answer(" ran ", 4), squad.Answer("home", 9)
+    question = squad.Question("a", "Who?", "Anna ran home.", answers)
     found = squad.windows([question], tokenizer)
     assert (found.windows[0].start, found.windows[0].end, found.inexact) == (5, 5, [])
 
