@@ -46,6 +46,8 @@ ROOMS = {
     "ops": ("fastbert/ops", ("tests/ops",)),
     "runtime": ("fastbert/runtime", ("tests/runtime",)),
     "training": ("fastbert/training", ("tests/training",)),
+    "tasks": ("fastbert/tasks", ("tests/tasks", "tests/cli/test_finetune.py")),
+    "finetuning": ("fastbert/finetuning", ("tests/finetuning", "tests/cli/test_finetune.py")),
 }
 SWAPS = {
     ast.Lt: ast.LtE,
