@@ -105,6 +105,34 @@ def joined(encodings: Sequence[Encoding], labels: dict[str, np.ndarray], choices
 
 
 @dataclass(frozen=True)
+class Rows(Sequence[dict[str, Any]]):
+    """Examples one by one, as plain dicts of lists and numbers, for `transformers.Trainer` and its collators.
+
+    A dict has input_ids, attention_mask, token_type_ids if `segments`, and the labels; of an example of
+    several sequences the first three are lists of lists.
+    """
+
+    examples: Encoded
+    segments: bool
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        inputs = self.examples.batch(np.array([range(len(self))[index]]), self.segments).inputs
+        inner = inputs["cu_seqlens"][1:-1]
+        names = ("input_ids", "token_type_ids") if self.segments else ("input_ids",)
+        row = {name: [part.tolist() for part in np.split(inputs[name], inner)] for name in names}
+        row["attention_mask"] = [[1] * len(part) for part in row["input_ids"]]
+        if self.examples.choices == 1:
+            row = {name: value for name, (value,) in row.items()}
+        labels = {name: inputs[name].tolist() for name in self.examples.labels}
+        return {**row, **(labels if self.examples.token_labels else {n: v for n, (v,) in labels.items()})}
+
+
+@dataclass(frozen=True)
 class Source:
     """Examples for the training loop; see `training.stream.Source`."""
 

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.checkpoint import hub
 from fastbert.finetuning import trained
-from fastbert.finetuning.encoded import Encoded
+from fastbert.finetuning.encoded import Encoded, Rows, has_segments
 from fastbert.finetuning.heads import Head
 from fastbert.finetuning.settings import Settings
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
+from fastbert.sentences.tokenizer import load_tokenizer
 
 
 class Task(ABC):
@@ -68,6 +70,38 @@ class Task(ABC):
     @abstractmethod
     def encode(self, examples: Any, tokenizer: Tokenizer, max_length: int, labelled: bool) -> Encoded:
         """The examples as tokens; with labels if `labelled`."""
+
+    def dataset(
+        self, data: str | Path, model: str | Path, split: str = "train", max_length: int | None = None
+    ) -> Rows:
+        """The examples of a split for `transformers.Trainer`; `classes` and `labels` are known afterwards.
+
+        Args:
+            data: the directory of the task's official files.
+            model: a HuggingFace directory or a name on the hub, whose tokenizer and names of classes count.
+            split: of `splits`. A test split has no labels.
+            max_length: most tokens per sequence; None is the task's default.
+
+        Returns:
+            A list-like of dicts; see `Rows`. SQuAD has one per window.
+
+        Raises:
+            ValueError, OSError: naming the argument, or the file and the line.
+        """
+        place, data = hub.resolve(model), Path(data)
+        config = EncoderConfig.from_pretrained(place)
+        kinds = {name: kind for kind, names in self.splits(data).items() for name in names}
+        for name in ("train", split):
+            if name not in kinds:
+                raise ValueError(f"split: {data} has {', '.join(kinds) or 'none'}, got {name!r}")
+        # The training file says which classes there are
+        examples = self.read(data, "train")
+        self.adopt(config)
+        if split != "train":
+            examples = self.read(data, split)
+        most = int(self.defaults["max_length"]) if max_length is None else max_length
+        encoded = self.encode(examples, load_tokenizer(place), most, kinds[split] != "test")
+        return Rows(encoded, has_segments(config))
 
     def counts(self, examples: Any, encoded: Encoded) -> dict[str, int]:
         """The number of examples, and how many a reader left out, cut or mended; the names are for people."""

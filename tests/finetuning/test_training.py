@@ -120,6 +120,88 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path, model, task):
         optimizer.zero_grad()
 
 
+def trained_by_the_trainer(model, task, rows, order, folder, tokenizer):
+    """The loss and the learning rate of each step of transformers' Trainer, on batches in this order."""
+    collators = {
+        "swag": transformers.DataCollatorForMultipleChoice,
+        "ner": transformers.DataCollatorForTokenClassification,
+    }
+    found = []
+
+    class Recorded(transformers.Trainer):
+        def _get_train_sampler(self, *given):
+            return order
+
+        def compute_loss(self, *given, **options):
+            loss = super().compute_loss(*given, **options)
+            found.append((loss.item(), self.lr_scheduler.get_last_lr()[0]))
+            return loss
+
+    arguments = transformers.TrainingArguments(
+        folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        warmup_steps=STEPS // 10,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    collator = collators.get(task, transformers.DataCollatorWithPadding)(tokenizer)
+    Recorded(model, arguments, train_dataset=rows, data_collator=collator).train()
+    return found
+
+
+def test_datasets(tmp_path, model):
+    """The training file says which classes there are, also where another split is read."""
+    data, own = written("csv", tmp_path / "data", 24, 12), task_of("csv")
+    rows = own.dataset(data, model, "dev")
+    assert (len(rows), own.labels, [*own.classes]) == (12, 3, ["blue", "green", "red"])
+    assert rows[-1] == rows[11] == rows[10:][1] == list(rows)[11]
+    length = len(rows[0]["input_ids"])
+    assert rows[0]["token_type_ids"] == [0] * length
+    assert rows[0]["attention_mask"] == [1] * length
+    assert rows[0]["labels"] == own.classes.index(own.read(data, "dev").labels[0])
+    assert "labels" not in own.dataset(data, model, "test", max_length=5)[0]
+    assert len(own.dataset(data, model, max_length=5)[0]["input_ids"]) == 5
+    plain = tiny_model(tmp_path / "plain", type_vocab_size=1)
+    assert "token_type_ids" not in own.dataset(data, plain)[0]
+    choices = task_of("swag").dataset(written("swag", tmp_path / "swag", 8, 8), model)[0]
+    assert [len(choices[name]) for name in ("input_ids", "token_type_ids", "attention_mask")] == [4] * 3
+    with pytest.raises(ValueError, match=r"^split: \S+ has train, dev, test, got 'valid'$"):
+        own.dataset(data, model, "valid")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("task", HEADS)
+def test_losses_are_those_of_the_trainer(tmp_path, model, task):
+    """With fastbert's model and with transformers' own, both on the task's dataset."""
+    data = written(task, tmp_path / "data", 80, 8)
+    own, train = encoded(task, model, data)
+    result = quick(
+        own, model, data, tmp_path / "run", batch_size=BATCH, epochs=STEPS * BATCH / len(train), lr=1e-3
+    )
+    lines = log(tmp_path / "run")
+    assert len(lines) == STEPS
+    torch.manual_seed(_seed(0, "weights", 0))
+    first_model(own.head, model, result.best.settings, own.classes, own.labels).save_pretrained(
+        tmp_path / "first"
+    )
+    rows = made(task).dataset(data, model, max_length=32)
+    stream = Stream(Source(train, True), 0, BATCH)
+    order = [index for step in range(STEPS) for _, index in stream.examples(step)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    for kind in (own.head, HEADS[task]):
+        learns = kind.from_pretrained(tmp_path / "first")
+        found = trained_by_the_trainer(learns, task, rows, order, tmp_path / "trainer", tokenizer)
+        assert len(found) == STEPS
+        for line, (loss, lr) in zip(lines, found, strict=True):
+            assert line["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-5), line["step"]
+            assert line["lr"] == pytest.approx(lr), line["step"]
+
+
 @pytest.mark.parametrize("task", HEADS)
 def test_micro_batches_change_losses_by_rounding(tmp_path, monkeypatch, model, task):
     data = written(task, tmp_path / "data", 32, 8)
