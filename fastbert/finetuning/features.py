@@ -16,6 +16,7 @@ Source: Devlin et al. 2018, "BERT", sec. 5.3.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -223,12 +224,11 @@ class NerFeatures(Ner):
         )
 
         def fill_table(table: np.ndarray) -> np.ndarray:
-            if self._encoder is None:
-                self._encoder = _encoder(place, device)
+            if self._encoder is None or self._encoder[0] != place:
+                self._encoder = place, _encoder(place, device)
             unlabelled = replace(encoded, labels={"words": words})
-            for numbers, states in _states(
-                self._encoder, unlabelled, LAYERS[self.chosen], dtype, batch_tokens
-            ):
+            options = LAYERS[self.chosen], dtype, batch_tokens
+            for numbers, states in _states(self._encoder[1], unlabelled, *options):
                 table[numbers] = states
             return table
 
@@ -239,6 +239,10 @@ class NerFeatures(Ner):
             if not path.is_file():
                 # Each process may write it: the last to finish renames its own
                 folder.mkdir(parents=True, exist_ok=True)
+                size, free = 4 * int(np.prod(shape)), shutil.disk_usage(folder).free
+                # a mapped file on a full disk would end the process
+                if free < size:
+                    raise ValueError(f"output: expected {size:,} bytes for features, {folder} has {free:,}")
                 new = folder / f"{own_tag()}.new"
                 table = np.lib.format.open_memmap(new, "w+", np.float32, shape)
                 fill_table(table)

@@ -224,8 +224,10 @@ def _train(
             if (place / name).is_file():
                 shutil.copyfile(place / name, folder / name)
 
+    features = output / "runs" / FEATURES
+
     def prepared(split: Split) -> Split:
-        options = parallel.device, DTYPES[grid[0].dtype], BATCH_TOKENS, output / FEATURES / described["model"]
+        options = parallel.device, DTYPES[grid[0].dtype], BATCH_TOKENS, features / described["model"]
         return replaced(split, encoded=task.prepared(split.encoded, split.examples, place, *options))
 
     if grid[0].cost:
@@ -273,7 +275,7 @@ def _train(
     dtype = DTYPES[result.best.settings.dtype]
     result = _predicted(task, result, dev, tests, dtype, parallel, say, prepared)
     if parallel.is_first:
-        shutil.rmtree(output / FEATURES, ignore_errors=True)
+        shutil.rmtree(features, ignore_errors=True)
     return result
 
 

@@ -170,7 +170,7 @@ def test_runs_share_the_features(tmp_path, model, data, computed):
     own = task_of("ner")
     splits = [own.read(data, split) for split in ("train", "dev", "test")]
     assert computed == [sum(len(sentence.words) for sentence in split) for split in splits]
-    assert not (tmp_path / "run" / "features").exists()
+    assert not (tmp_path / "run" / "runs" / "features").exists()
 
 
 def test_other_data_another_model_and_other_layers_make_new_features(tmp_path, memory, model, data, computed):
@@ -202,6 +202,14 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, model, d
     # those of train and dev were kept
     assert len(computed) == 6
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+def test_a_call_that_ended_while_it_made_features_is_repeated(tmp_path, monkeypatch, model, data):
+    with monkeypatch.context() as patch:
+        patch.setattr(features_module, "_states", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            quick("ner-features", model, data, tmp_path / "run", **OPTIONS)
+    quick("ner-features", model, data, tmp_path / "run", **OPTIONS)
 
 
 BAD = [

@@ -18,6 +18,7 @@ from tests.support.rule_tasks import files, quick, written
 
 pytestmark = pytest.mark.sweep
 
+MADE = {"squad2": {"max_query": 10, "doc_stride": 8}, "ner-features": {"layers": "last"}}
 OPTIONS = {"lr": [1e-3, 2e-3], "restarts": 2, "epochs": 2, "batch_size": 8}
 
 
@@ -36,7 +37,7 @@ def tuned(
     if stop is not None:
         Trainer._counted = stops
     try:
-        made = task_of(task, **({"max_query": 10, "doc_stride": 8} if task == "squad2" else {}))
+        made = task_of(task, **MADE.get(task, {}))
         parallel = Parallel(device="cpu")
         result = quick(
             made, model, data, output, parallel=parallel, say=said.append, **OPTIONS, **(settings or {})
@@ -47,11 +48,13 @@ def tuned(
     return {"ended": "done", "scores": [run.evaluations for run in result.runs], "said": said}
 
 
-@pytest.mark.parametrize("task", ["csv", "squad2", "ner"])
+@pytest.mark.parametrize("task", ["csv", "squad2", "ner", "ner-features", "csv-beside"])
 def test_two_processes_equal_one(tmp_path, model, task):
-    data = written(task, tmp_path / "data", 24, 12)
-    (one,) = together(0, tuned, task, model, data, tmp_path / "one")
-    two = together(2, tuned, task, model, data, tmp_path / "two")
+    more = None, {"beside": model, "head_bilstm": True} if task == "csv-beside" else None
+    task = task.removesuffix("-beside")
+    data = written(task.removesuffix("-features"), tmp_path / "data", 24, 12)
+    (one,) = together(0, tuned, task, model, data, tmp_path / "one", *more)
+    two = together(2, tuned, task, model, data, tmp_path / "two", *more)
     assert [answer["ended"] for answer in two] == ["done", "done"]
     assert two[0]["scores"] == two[1]["scores"]
     assert two[1]["said"] == []
