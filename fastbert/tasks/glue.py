@@ -60,14 +60,18 @@ def read(task: str, path: str | Path, split: str) -> Texts:
     width = len(header) or 4  # CoLA's
     labels: list[Any] | None = [] if labelled else None
     found = Texts([], [], [] if len(texts) == 2 else None, labels)
-    skipped = 0
+    skipped, seen = 0, set()
     for where, fields in table:
         if len(fields) != width:
             if task == "qqp" and labelled:
                 skipped += 1
                 continue
             raise ValueError(f"{where}: expected {width} fields, found {len(fields)}")
-        found.ids.append(fields[numbers[0]] if numbers else str(len(found.ids)))
+        name = fields[numbers[0]] if numbers else str(len(found.ids))
+        if not labelled and name in seen:
+            raise ValueError(f"{where}: expected one example per id, found {name!r:.40} again")
+        seen.add(name)
+        found.ids.append(name)
         found.texts.append(fields[texts[0]])
         if found.pairs is not None:
             found.pairs.append(fields[texts[1]])

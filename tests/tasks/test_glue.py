@@ -101,6 +101,9 @@ def test_test_files_have_ids_and_no_labels(tmp_path):
     write(tmp_path, "qqp", "test", ["id\tquestion1\tquestion2", "17\tWhy?"])
     with pytest.raises(ValueError, match="line 2: expected 3 fields, found 2"):
         glue.read("qqp", tmp_path, "test")
+    write(tmp_path, "cola", "test", ["index\tsentence", "0\tHe ran.", "0\tHe sat."])
+    with pytest.raises(ValueError, match="line 3: expected one example per id, found '0' again"):
+        glue.read("cola", tmp_path / "test.tsv", "test")
 
 
 # task -> (columns of text in the test files, from 0; metrics), as GLUE-baselines has them

@@ -149,6 +149,9 @@ def test_windows_cover_the_context(tokenizer, words, query, stride, data):
         answers = (squad.Answer(context[start:end], start),)
     question = squad.Question("q", "rain " * query, context, answers)
     found = squad.windows([question], tokenizer, max_length=23, doc_stride=stride, max_query=8)
+    # [CLS], the question, [SEP] and [SEP] take the rest
+    room = 20 - min(query, 8)
+    assert len(found.windows) == 1 + max(0, -((room - len(offsets)) // stride))
     seen, best = np.zeros(len(offsets), int), np.zeros(len(offsets), int)
     for window in found.windows:
         assert len(window.ids) <= 23
@@ -191,24 +194,26 @@ def test_too_long_a_stride_loses_text(tokenizer, questions, minilm):
 def one(**entry):
     """A file with one question."""
     qas = [{"id": "a", "question": "Who?", **entry}]
-    return {"data": [{"paragraphs": [{"context": "Anna ran.", "qas": qas}]}]}
+    return {"data": [{"paragraphs": [{"context": "😀Anna ran.", "qas": qas}]}]}
 
 
-ANNA = {"text": "Anna", "answer_start": 0}
+ANNA = {"text": "Anna", "answer_start": 1}
 
 
 def test_version_1_has_one_answer_to_train_on(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps(one(answers=[ANNA, ANNA])))
-    assert squad.read(path, train=False).questions[0].answers == (("Anna", 0), ("Anna", 0))
+    assert squad.read(path, train=False).questions[0].answers == (("Anna", 1), ("Anna", 1))
     with pytest.raises(ValueError, match=r"qas\[0\]: expected one answer to train on, got 2"):
         squad.read(path, train=True)
-    for wrong in ({"text": "Anna", "answer_start": 1}, {"text": " ", "answer_start": 4}):
+    for wrong in ({"text": "Anna", "answer_start": 0}, {"text": " ", "answer_start": 5}):
         content = one(answers=[wrong])
-        content["data"] += one(id="b", answers=[ANNA], is_impossible=True)["data"]
+        for more in (one(id="b", answers=[ANNA], is_impossible=True), one(id="c", answers=[ANNA])):
+            content["data"] += more["data"]
         path.write_text(json.dumps(content))
         found = squad.read(path, train=True)
-        assert (found.questions, found.misplaced) == ([("b", "Who?", "Anna ran.", ())], ["a"])
+        expected = [(name, "Who?", "😀Anna ran.", gold) for name, gold in (("b", ()), ("c", (("Anna", 1),)))]
+        assert (found.questions, found.misplaced) == (expected, ["a"])
 
 
 @pytest.mark.parametrize(
