@@ -110,5 +110,5 @@ class RightToLeft(LeftToRight):
     def losses(self, model: TaskModel) -> Losses:
         """The module that is trained. Sets the config's `is_decoder` and `right_to_left`."""
         made = super().losses(model)
-        model.config.right_to_left = True
+        model.config.update({"right_to_left": True})
         return made
