@@ -232,8 +232,8 @@ PARTS = {
     "d": (
         Step("build-90a", 50, 20, build),
         Step("probe-bf16", 20, 8, probe),
-        Step("selfcheck-d", 80, 10, selfcheck),
-        Step("encoder-peers", 80, 30, encoder("fastbert", *PEERS)),
+        Step("selfcheck-d", 70, 10, selfcheck),
+        Step("encoder-peers", 70, 30, encoder("fastbert", *PEERS)),
         Step("encoder-short", 40, 15, encoder("fastbert", *PEERS, models="minilm base", batches="short")),
         *queue(),
         Step("graphs-cuda", 12, 8, check("graphs", "--backend", "cuda")),
