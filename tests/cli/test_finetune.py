@@ -269,6 +269,8 @@ def test_texts_without_names_of_classes_and_numbers(models, predict, tmp_path):
     found = predict("csv", "csv", path, "--pair", "pair")
     assert [each["label"] for each in found] == [f"LABEL_{i}" for i in expected.indices]
     assert [each["score"] for each in found] == pytest.approx(expected.values.tolist(), abs=1e-5)
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\n".join(["sentence2\tsentence1", *(f"the cat .\t{text}" for text in SENTENCES)]))
     found = predict("stsb", "stsb", path)
     assert [each["value"] for each in found] == pytest.approx(values[:, 0].tolist(), abs=1e-4)
 

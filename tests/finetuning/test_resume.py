@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from fastbert.finetuning import run as run_module
-from fastbert.finetuning.settings import Smart
+from fastbert.finetuning.settings import Settings, Smart
 from fastbert.finetuning.spans import Squad
 from fastbert.training.loop import TrainingError
 from tests.support.killed import killed
@@ -155,6 +155,11 @@ GRID = {"lr": [1e-5, 2e-3], "restarts": 2, "epochs": 2, "batch_size": 8}
 @pytest.fixture(scope="module")
 def grid(memory, dropping, data):
     return quick("csv", dropping, data, memory / "grid", **GRID)
+
+
+def test_near_learning_rates_have_folders_of_their_own():
+    names = {Settings(lr=lr, epochs=1, batch_size=8, max_length=8).name for lr in (2e-5, 2.1e-5, 2.05e-5)}
+    assert len(names) == 3
 
 
 def test_the_best_of_a_grid_is_kept(grid):

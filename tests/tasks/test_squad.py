@@ -269,8 +269,9 @@ def test_the_best_threshold_reaches_its_score_below_zero():
 
 
 def test_a_gold_answer_of_articles_does_not_count():
-    golds = tuple(squad.Answer(text, 0) for text in ("the", "an owl", "a fox"))
+    golds = tuple(squad.Answer(text, 0) for text in ("the", "an owl", "a fox fox"))
     question = squad.Question("a", "", "", golds)
     assert squad_answers.evaluate([question], {"a": ""})["exact"] == 0.0
     # Articles are dropped after punctuation
     assert squad_answers.evaluate([question], {"a": "A.n Owl"})["exact"] == 100.0
+    assert squad_answers.evaluate([question], {"a": "fox fox owl"})["f1"] == pytest.approx(80.0)
