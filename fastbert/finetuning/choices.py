@@ -20,10 +20,15 @@ _SWAG_FILES = {"train": "train.csv", "dev": "val.csv", "test": "test.csv"}
 
 
 class ChoiceTask(Task):
-    """Four sequences per example, whose scores compete; a subclass reads the files."""
+    """Four sequences per example, whose scores compete; a subclass reads the files.
+
+    Attributes:
+        columns: header of the prediction files.
+    """
 
     head = AutoModelForMultipleChoice
     metric = "accuracy"
+    columns = "id,prediction"
 
     def encode(self, examples: Choices, tokenizer: Tokenizer, max_length: int, labelled: bool) -> Encoded:
         """Four pairs per example: the shared text first."""
@@ -53,7 +58,7 @@ class ChoiceTask(Task):
         rows = zip(examples.ids, predictions, strict=True)
         path = folder / f"{split}.csv"
         path.write_text(
-            "".join(["id,prediction\n", *(f"{i},{said}\n" for i, said in rows)]), encoding="utf-8"
+            "".join([f"{self.columns}\n", *(f"{i},{said}\n" for i, said in rows)]), encoding="utf-8"
         )
         return [path]
 
@@ -64,9 +69,13 @@ class ChoiceTask(Task):
 
 
 class Swag(ChoiceTask):
-    """SWAG: the files train.csv, val.csv and test.csv of the official repository."""
+    """SWAG: the files train.csv, val.csv and test.csv of the official repository.
+
+    The prediction files are those of its csv_predict.py: the number of the row, then the column pred.
+    """
 
     name = "swag"
+    columns = ",pred"
 
     def __init__(self) -> None:
         self.defaults = {"lr": 2e-5, "epochs": 3, "batch_size": 16, "max_length": 80}
