@@ -208,7 +208,12 @@ def add_predict(commands: Any) -> None:
         metavar="FILE",
         help="csv and GLUE: .txt (a text per line; of a pair a tab between), .csv or .tsv with a header, or "
         ".jsonl. squad, squad2: .jsonl with question and context, or SQuAD's .json. ner: .txt, a sentence "
-        "per line with spaces between words. swag: the official .csv. race: the folder of a split",
+        "per line with spaces between words. swag: the official .csv. race: the folder of a split. -: stdin",
+    )
+    add(
+        "--input-format",
+        choices=("txt", "csv", "tsv", "jsonl", "json"),
+        help="of an input whose name does not end so; default for stdin: txt, of squad and squad2 jsonl",
     )
     add("--output", metavar="FILE", help="appears whole at the end, or not at all; default: stdout")
     add("--overwrite", action="store_true", help="replace the output file if it exists")
@@ -226,6 +231,7 @@ def add_predict(commands: Any) -> None:
         help="bf16, fp16: autocast (default fp32)",
     )
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add = command.add_argument_group("options of some tasks").add_argument
     add("--text", metavar="NAME", help="csv and GLUE: the column or key of texts; default: GLUE's, or text")
     add("--pair", metavar="NAME", help="csv and GLUE: that of second texts; default: GLUE's, or none")

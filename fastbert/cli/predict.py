@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fastbert.cli.finetune_arguments import task_options
 from fastbert.cli.output import named_errors, replacing
+from fastbert.cli.progress import Counts
 from fastbert.cli.usage import UsageError, device_of
 from fastbert.finetuning.predict import predict
 
@@ -32,8 +33,11 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             batch_tokens=args.batch_tokens,
             max_length=args.max_length,
+            input_format=args.input_format,
             **options,
         )
+        progress = Counts([], "examples", shown=args.progress)
+        stack.callback(progress.close)
         for answer in answers:
             line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
             if args.output is None:
@@ -41,5 +45,6 @@ def run(args: argparse.Namespace) -> int:
             else:
                 with named_errors(output):
                     file.write(line)
+            progress(0, 1)
         file.flush()
     return 0

@@ -40,8 +40,8 @@ class _Reader(ABC):
         self.task: Any = task
 
     @abstractmethod
-    def read(self, path: Path) -> Iterator[Any]:
-        """The examples of a file."""
+    def read(self, path: Path, kind: str | None) -> Iterator[Any]:
+        """The examples of a file of a kind; see `tasks.inputs`."""
 
     @abstractmethod
     def gathered(self, examples: list[Any]) -> Any:
@@ -59,8 +59,8 @@ class _Texts(_Reader):
         super().__init__(task)
         self.text, self.pair = text, pair
 
-    def read(self, path: Path) -> Iterator[tuple[str, ...]]:
-        return inputs.texts(path, self.text, self.pair)
+    def read(self, path: Path, kind: str | None) -> Iterator[tuple[str, ...]]:
+        return inputs.texts(path, self.text, self.pair, kind)
 
     def gathered(self, examples: list[Any]) -> Texts:
         rows: list[Any] = [(example,) if isinstance(example, str) else example for example in examples]
@@ -82,8 +82,8 @@ class _Texts(_Reader):
 
 
 class _Questions(_Reader):
-    def read(self, path: Path) -> Iterator[tuple[str, ...]]:
-        return inputs.questions(path)
+    def read(self, path: Path, kind: str | None) -> Iterator[tuple[str, ...]]:
+        return inputs.questions(path, kind)
 
     def gathered(self, examples: list[Any]) -> Questions:
         right = [_are_texts(each) and len(each) == 2 for each in examples]
@@ -107,13 +107,14 @@ class _Words(_Reader):
         super().__init__(task)
         self.columns = columns
 
-    def read(self, path: Path) -> Iterator[Any]:
+    def read(self, path: Path, kind: str | None) -> Iterator[Any]:
         if self.columns:
+            _check_official(kind)
             return ner.sentences(path, labelled=False)
-        return self._lines(path)
+        return self._lines(path, kind)
 
-    def _lines(self, path: Path) -> Iterator[list[str]]:
-        for (text,) in inputs.texts(path):
+    def _lines(self, path: Path, kind: str | None) -> Iterator[list[str]]:
+        for (text,) in inputs.texts(path, kind=kind):
             words = text.split()
             if words[:1] == [ner.DOCUMENT]:
                 raise ValueError(f"{path}: has CoNLL's columns, which only columns=True (--columns) reads")
@@ -139,7 +140,8 @@ class _Words(_Reader):
 
 
 class _Choices(_Reader):
-    def read(self, path: Path) -> Iterator[Any]:
+    def read(self, path: Path, kind: str | None) -> Iterator[Any]:
+        _check_official(kind)
         if isinstance(self.task, Race):
             found = self.task.read(path.parent, path.name)
         else:
@@ -175,6 +177,7 @@ def predict(
     dtype: str = "fp32",
     batch_tokens: int = 8192,
     max_length: int | None = None,
+    input_format: str | None = None,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
     """What a trained model answers for new examples, in their order and in constant memory.
@@ -192,10 +195,13 @@ def predict(
             tuples of both. "ner": one sentence per line, with spaces between the words, where empty
             lines are left out; lists of words; "ner-features": the same.
             "swag", "race": the official .csv, or the folder of a split; tuples of a text and four texts.
+            "-" is stdin, which is read as it comes.
         device: None is a GPU if there is one, else the CPU.
         dtype: fp32, or bf16 or fp16 by autocast.
         batch_tokens: most tokens at a time; a longer example runs alone.
         max_length: most tokens per sequence; None is that of the training, else the task's default.
+        input_format: txt, csv, tsv, jsonl or json, of a file whose name ends otherwise; for stdin None is
+            txt, or jsonl of "squad" and "squad2".
         options: text and pair, the columns or keys of "csv" and GLUE; doc_stride and max_query of "squad" and
             "squad2", and null_threshold of "squad2", by default that of the training; context of "ner", and
             columns, whether its file has CoNLL's columns.
@@ -223,7 +229,8 @@ def predict(
         raise ValueError(
             f"max_length: the model reads at most {loaded.config.max_tokens} tokens, got {longest}"
         )
-    given = reader.read(Path(examples)) if isinstance(examples, (str, os.PathLike)) else iter(examples)
+    is_file = isinstance(examples, (str, os.PathLike))
+    given = reader.read(Path(examples), input_format) if is_file else iter(examples)
     return _answers(reader, loaded, place, load_tokenizer(place), given, longest, batch_tokens, DTYPES[dtype])
 
 
@@ -270,6 +277,12 @@ def _answers(
         encoded = task.prepared(encoded, gathered, place, model.device, dtype, batch_tokens)
         found = outputs(model, encoded, task.fields, batch_tokens=batch_tokens, dtype=dtype)
         yield from reader.answers(gathered, encoded, found)
+
+
+def _check_official(kind: str | None) -> None:
+    """Raise a ValueError if a format is asked for where only the official files are read."""
+    if kind is not None:
+        raise ValueError(f"input_format: expected None for the task's official files, got {kind!r}")
 
 
 def _check(examples: Sequence[Any], right: Sequence[bool], expected: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 
 class Texts(NamedTuple):
@@ -46,6 +48,9 @@ class Choices(NamedTuple):
 def lines(path: str | Path) -> Iterator[tuple[str, str]]:
     r"""Read a UTF-8 file by line; only "\n" ends a line, and a byte order mark is dropped.
 
+    Args:
+        path: of the file; "-" is stdin.
+
     Yields:
         (the file and the line's number from 1, for messages; the line with its end).
 
@@ -53,9 +58,9 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
         ValueError, OSError: naming the file and the line.
     """
     # Not as text: that would end a line at a lone "\r" too
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
+            where = f"{'stdin' if str(path) == '-' else path}, line {number}"
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
@@ -71,8 +76,13 @@ def filled_lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file. Raises a ValueError or an OSError that names the file."""
-    return parsed(str(path), Path(path).read_bytes())
+    """Read a JSON file; "-" is stdin. Raises a ValueError or an OSError that names the file."""
+    with _opened(path) as file:
+        return parsed(str(path), file.read())
+
+
+def _opened(path: str | Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    return contextlib.nullcontext(sys.stdin.buffer) if str(path) == "-" else open(path, "rb")
 
 
 def parsed(where: str, text: str | bytes) -> Any:

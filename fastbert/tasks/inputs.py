@@ -16,48 +16,49 @@ from fastbert.tasks.files import check_width, column, filled_lines, lines, parse
 _ANSWER = ("text", "answer_start")
 
 
-def texts(path: str | Path, text: str = "text", pair: str | None = None) -> Iterator[tuple[str, ...]]:
+def texts(
+    path: str | Path, text: str = "text", pair: str | None = None, kind: str | None = None
+) -> Iterator[tuple[str, ...]]:
     """The texts of a file, or its pairs of texts.
 
     Args:
         path: .txt, an example per line, an empty line included, and of a pair two texts with a tab between;
-            .csv or .tsv, a table with a header; or .jsonl, an object per line.
+            .csv or .tsv, a table with a header; or .jsonl, an object per line. "-" is stdin.
         text: the column or the key of texts.
         pair: the column or the key of second texts, or None.
+        kind: txt, csv, tsv or jsonl; None is what the name ends in, and txt for stdin.
 
     Raises:
         ValueError, OSError: naming the file and the line.
     """
-    path = Path(path)
     names = (text,) if pair is None else (text, pair)
-    if path.suffix in (".csv", ".tsv"):
-        table = rows(path, quoted=path.suffix == ".csv")
+    kind = _kind(path, kind, "txt", "csv", "tsv", "jsonl")
+    if kind in ("csv", "tsv"):
+        table = rows(path, quoted=kind == "csv")
         where, header = next(table, (str(path), []))
         places = [column(where, header, name) for name in names]
         for where, fields in table:
             check_width(where, fields, header)
             yield tuple(fields[place] for place in places)
         return
-    if path.suffix == ".jsonl":
+    if kind == "jsonl":
         yield from _objects(path, names)
         return
-    _check_kind(path, ".txt", ".csv", ".tsv", ".jsonl")
     for where, line in lines(path):
         yield _parts(where, line.removesuffix("\n").removesuffix("\r"), pair is not None)
 
 
-def questions(path: str | Path) -> Iterator[tuple[str, ...]]:
+def questions(path: str | Path, kind: str | None = None) -> Iterator[tuple[str, ...]]:
     """(question, context) of each question of a file.
 
     Args:
-        path: .jsonl, objects with "question" and "context"; or SQuAD's .json.
+        path: .jsonl, objects with "question" and "context"; or SQuAD's .json. "-" is stdin.
+        kind: jsonl or json; None is what the name ends in, and jsonl for stdin.
 
     Raises:
         ValueError, OSError: naming the file and the place in it.
     """
-    path = Path(path)
-    _check_kind(path, ".jsonl", ".json")
-    if path.suffix == ".jsonl":
+    if _kind(path, kind, "jsonl", "json") == "jsonl":
         yield from _objects(path, ("question", "context"))
         return
     for each in squad.read(path, train=False).questions:
@@ -77,13 +78,12 @@ def read(path: str | Path, *, pairs: bool = False, labels: str | None = None) ->
     Raises:
         ValueError, OSError: naming the file and the line.
     """
-    path = Path(path)
-    _check_kind(path, ".txt", ".tsv", ".jsonl")
-    if labels is not None and path.suffix != ".jsonl":
+    kind = _kind(path, None, "txt", "tsv", "jsonl")
+    if labels is not None and kind != "jsonl":
         raise ValueError(f"labels: {path} has none; expected a .jsonl file with {labels!r}")
     found: list[tuple[Any, ...]] = []
     for where, line in filled_lines(path):
-        if path.suffix != ".jsonl":
+        if kind != "jsonl":
             found.append(_parts(where, line, pairs))
             continue
         values = parsed(where, line)
@@ -134,9 +134,14 @@ def _span_of(where: str, answer: Any, context: str) -> tuple[int, int] | None:
     return start, start + len(text)
 
 
-def _check_kind(path: Path, *kinds: str) -> None:
-    if path.suffix not in kinds:
-        raise ValueError(f"{path}: expected a file that ends in {', '.join(kinds)}")
+def _kind(path: str | Path, kind: str | None, *kinds: str) -> str:
+    """What a file has, by its name if `kind` is None; the first of `kinds` for stdin."""
+    if kind is not None and kind not in kinds:
+        raise ValueError(f"input_format: expected {', '.join(kinds)}, got {kind!r}")
+    found = kind or (kinds[0] if str(path) == "-" else Path(path).suffix.removeprefix("."))
+    if found not in kinds:
+        raise ValueError(f"{path}: expected a file that ends in {', '.join(f'.{each}' for each in kinds)}")
+    return found
 
 
 def _parts(where: str, line: str, pair: bool) -> tuple[str, ...]:
@@ -147,7 +152,7 @@ def _parts(where: str, line: str, pair: bool) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _objects(path: Path, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _objects(path: str | Path, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The texts of some keys of the object in each line; empty lines are left out."""
     for where, line in filled_lines(path):
         yield _texts(where, parsed(where, line), names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import os
 import re
@@ -245,6 +246,33 @@ def test_predictions_are_those_of_the_training(trained, table, predict, tmp_path
     assert list(fastbert.predict("csv", trained, iter(SENTENCES), device="cpu")) == again
 
 
+def test_stdin_is_read_as_it_comes(trained, models, predict, tmp_path, monkeypatch, capsys):
+    def piped(task, model, text, *more):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return predict(task, model, "-", *more)
+
+    file = tmp_path / "texts.txt"
+    file.write_text("".join(f"{text}\n" for text in SENTENCES))
+    found = predict("csv", trained, file)
+    assert piped("csv", trained, file.read_text()) == found
+    objects = "".join(json.dumps({"review": text}) + "\n" for text in SENTENCES)
+    assert piped("csv", trained, objects, "--input-format", "jsonl") == found
+    file = file.rename(tmp_path / "texts.log")
+    assert predict("csv", trained, file, "--input-format", "txt", "--progress") == found
+    rows = [{"question": question, "context": context} for question, context in SQUAD]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    assert piped("squad", "squad", lines) == list(
+        fastbert.predict("squad", models / "squad", SQUAD, device="cpu")
+    )
+    # One chunk is answered before the next is read
+    monkeypatch.setattr(predicting, "CHUNK", 2)
+    read = []
+    given = (read.append(text) or text for text in SENTENCES)
+    answers = fastbert.predict("csv", trained, given, device="cpu")
+    next(answers)
+    assert len(read) == 2
+
+
 def test_an_output_file_is_whole_and_not_replaced(trained, predict, tmp_path, capsys):
     lines, output = tmp_path / "texts.txt", tmp_path / "out.jsonl"
     lines.write_text("the cat\n\nthe dog\n")
@@ -414,6 +442,11 @@ MISTAKES = [
     ("finetune glue --model x --data {place} --output x", "expected one of the folders CoLA, SST-2"),
     ("finetune rte --model {models}/encoder --data {data} --output {place}/out", "has no train file of rte"),
     (f"{PREDICT} --columns", "--columns: csv does not take it; its options: --text, --pair"),
+    (f"{PREDICT} --input-format json", "input_format: expected txt, csv, tsv, jsonl, got 'json'"),
+    (
+        "predict swag --model {models}/swag --input x --input-format csv",
+        "input_format: expected None for the task's official files, got 'csv'",
+    ),
     (f"{PREDICT} --max-length 300", "max_length: the model reads at most 256 tokens, got 300"),
     (f"{PREDICT} --batch-tokens 0", "batch_tokens: expected an integer >= 1, got 0"),
     (f"{PREDICT} --pair x", "in.txt, line 1: expected two texts with a tab between, found 1"),
