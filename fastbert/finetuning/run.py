@@ -20,29 +20,28 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
-from fastbert.finetuning.encoded import Encoded, has_segments, outputs
+from fastbert.finetuning.encoded import has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
 from fastbert.finetuning.heads import Head
 from fastbert.finetuning.result import Result, Run
 from fastbert.finetuning.settings import STABLE, Settings
+from fastbert.finetuning.splits import Splits
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import NAMES, options_of, task_of
 from fastbert.finetuning.trained import asked
-from fastbert.models.config import EncoderConfig
-from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training import checkpoints
 from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
 from fastbert.training.parallel import Parallel
 
 RESULTS, INTERMEDIATE, LAST, FEATURES = "results.json", "intermediate", "last", "features"
+# settings that `predict_only` takes
+AGAIN = ("max_length", "dtype")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -77,7 +76,7 @@ def finetune(
 
     Args:
         task: a name of `fastbert.finetuning.tasks`, or a task.
-        model: a HuggingFace directory, or a name on the hub; `predict_only` does without.
+        model: a HuggingFace directory, or a name on the hub; None with `predict_only`.
         data: the directory of the task's official files.
         output: the directory to write; a run that is there resumes.
         lr: one learning rate or several; None is the task's default.
@@ -87,7 +86,7 @@ def finetune(
             OUTPUT/intermediate; all runs begin with its best model.
         predict_only: train nothing: write the prediction files of the model in `output` again and score them,
             by the dev and test files that `data` has. Options of the task, max_length and dtype are by
-            default those of the training; other settings are not used.
+            default those of the training; `model` must be None, and other settings are refused.
         parallel: the processes; None: those of torchrun, or this one.
         say: callback for messages, one line at a time.
         progress: whether to show a progress bar; None: if stderr is a terminal.
@@ -109,6 +108,11 @@ def finetune(
     output, data = Path(output), Path(data)
     with contextlib.ExitStack() as held:
         if predict_only:
+            unused = {**form, **settings, "model": model, "lr": lr, "intermediate": intermediate}
+            unused |= {"restarts": restarts if restarts != 1 else None, "stable": stable or None}
+            for name, value in unused.items():
+                if value is not None and name not in AGAIN:
+                    raise ValueError(f"{name}: expected none with predict_only, which trains nothing")
             made, best, result = _recalled(task, output, settings, options)
             parallel = parallel or _own_processes(held)
             return _predict_again(made, best, result, data, parallel, say if parallel.is_first else _silent)
@@ -157,31 +161,6 @@ def _grid(settings: dict[str, Any], lr: float | Sequence[float] | None, restarts
     return [replaced(one, seed=one.seed + restart) for one in firsts for restart in range(restarts)]
 
 
-class _Tokens:
-    """Makes tokens of the examples of splits, for one model.
-
-    Attributes:
-        counts: split -> `Task.counts`.
-    """
-
-    def __init__(self, task: Task, place: Path, max_length: int, say: Callable[[str], None]) -> None:
-        self.task, self.max_length, self.say = task, max_length, say
-        self.config = EncoderConfig.from_pretrained(place)
-        self.tokenizer = load_tokenizer(place)
-        self.counts: dict[str, dict[str, int]] = {}
-
-    def split(self, name: str, examples: Any, labelled: bool = False) -> Split:
-        """The examples of a split and their tokens; says what was left out, cut or mended."""
-        found = self.task.encode(examples, self.tokenizer, self.max_length, labelled)
-        _check_fits(found, self.config, self.tokenizer)
-        self.counts[name] = self.task.counts(examples, found)
-        # The first count is the number of examples, also if it is 0
-        shown = {key: n for i, (key, n) in enumerate(self.counts[name].items()) if n or i == 0}
-        words = ", ".join(f"{n:,} {key.replace('_', ' ')}" for key, n in shown.items())
-        self.say(f"{name}: {words}" + f" to {self.max_length} tokens" * ("sequences_cut" in shown))
-        return Split(examples, found)
-
-
 def _train(
     task: Task,
     head: Head,
@@ -198,12 +177,12 @@ def _train(
     for kind in ("train", "dev"):
         if not splits[kind]:
             raise ValueError(f"data: {data} has no {kind} file of {task.name}")
-    tokens = _Tokens(task, place, grid[0].max_length, say)
+    tokens = Splits(task, place, grid[0].max_length, say)
     learned = task.read(data, splits["train"][0])
     task.adopt(tokens.config)
-    train = tokens.split("train", learned, True)
+    train = tokens.of("train", learned, True)
     dev, tests = (
-        {name: tokens.split(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
+        {name: tokens.of(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
     )
     base = task.constant(train.examples, dev[splits["dev"][0]].examples)
     described = {
@@ -292,7 +271,7 @@ def _recalled(
     if made.name != stored["task"]:
         raise ValueError(f"task: {output} was trained on {stored['task']}, got {made.name}")
     made.recall(stored)
-    given = {name: settings[name] for name in ("max_length", "dtype") if name in settings}
+    given = {name: settings[name] for name in AGAIN if name in settings}
     return made, Settings(**{**stored["best"], **given}), Result.from_dict(stored, output)
 
 
@@ -302,9 +281,9 @@ def _predict_again(
     splits = task.splits(data)
     if not splits["dev"] and not splits["test"]:
         raise ValueError(f"data: {data} has no dev file and no test file of {task.name}")
-    tokens = _Tokens(task, result.output, best.max_length, say)
+    tokens = Splits(task, result.output, best.max_length, say)
     dev, tests = (
-        {name: tokens.split(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
+        {name: tokens.of(name, task.read(data, name)) for name in splits[kind]} for kind in ("dev", "test")
     )
     result = replaced(result, counts={**result.counts, **tokens.counts})
 
@@ -356,19 +335,6 @@ def _check_output(output: Path, model: Path) -> None:
     known = any((output / name).is_dir() for name in ("runs", INTERMEDIATE))
     if output.is_dir() and any(output.iterdir()) and not known:
         raise ValueError(f"output: expected a new directory or one of fine-tuning, got {output}")
-
-
-def _check_fits(examples: Encoded, config: EncoderConfig, tokenizer: Tokenizer) -> None:
-    """Refuse tokens that the model does not know, and sequences longer than its positions."""
-    if (most := int(examples.ids.max())) >= config.vocab_size:
-        token = tokenizer.id_to_token(most)
-        raise ValueError(
-            f"model: knows {config.vocab_size} tokens, but its tokenizer makes {token!r} with id {most}"
-        )
-    if (longest := int(np.diff(examples.starts).max())) > config.max_tokens:
-        raise ValueError(
-            f"max_length: expected at most {config.max_tokens} for this model, got {longest} tokens"
-        )
 
 
 def _finished(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -426,9 +426,14 @@ MISTAKES = [
     (f"{FINETUNE} --restarts 0", "restarts: expected an integer >= 1, got 0"),
     (f"{FINETUNE} --reinit 9", "reinit: the model has 2 layers, got 9"),
     (f"{FINETUNE} --freeze --reinit 1", "freeze: a frozen encoder has no use for reinit"),
+    (f"{FINETUNE} --predict-only", "model: expected none with predict_only, which trains nothing"),
     (
-        f"{FINETUNE} --predict-only",
-        "output: expected a directory that finetune has written, found no {place}/out",
+        "finetune csv --data {data} --output {place}/out --predict-only",
+        "that finetune has written, found no {place}/out/results.json",
+    ),
+    (
+        "finetune csv --data {data} --output {place}/out --predict-only --restarts 2",
+        "restarts: expected none with predict_only",
     ),
     ("finetune rte --data x --output x", "--model: is required for a training"),
     (f"{FINETUNE} --null-threshold x", "--null-threshold: expected auto or a number, got 'x'"),
