@@ -233,8 +233,14 @@ def add_predict(commands: Any) -> None:
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add = command.add_argument_group("options of some tasks").add_argument
-    add("--text", metavar="NAME", help="csv and GLUE: the column or key of texts; default: GLUE's, or text")
-    add("--pair", metavar="NAME", help="csv and GLUE: that of second texts; default: GLUE's, or none")
+    add(
+        "--text",
+        metavar="NAME",
+        help="csv, GLUE: the column or key of texts; default: as trained, GLUE's, or text",
+    )
+    add(
+        "--pair", metavar="NAME", help="csv, GLUE: that of second texts; default: as trained, GLUE's, or none"
+    )
     add("--columns", action="store_true", default=None, help="ner: the input has CoNLL's columns")
     _add_shared(add)
 
@@ -245,7 +251,7 @@ def _add_shared(add: Any) -> None:
         "--doc-stride",
         type=int,
         metavar="N",
-        help="squad, squad2: context tokens between the starts of two windows (default 128)",
+        help="squad, squad2: context tokens between the starts of two windows; default: 128, or as trained",
     )
     add(
         "--null-threshold",
@@ -254,4 +260,9 @@ def _add_shared(add: Any) -> None:
         help='squad2: "" is the answer where no answer scores so much more than the best text; default: '
         "auto, the threshold of the best F1 on the dev file",
     )
-    add("--context", type=int, metavar="N", help="ner: tokens of the document on each side (default 64)")
+    add(
+        "--context",
+        type=int,
+        metavar="N",
+        help="ner: tokens of the document on each side; default: 64, or as trained",
+    )
