@@ -92,6 +92,7 @@ class Keys:
     chunk_size_feed_forward: int
     fixed_heads: list[str] | list[list[str]] | None
     pruned_heads: dict[int, list[int]] | None
+    right_to_left: bool
     intermediate_sizes: list[int] | None
     output_hidden_states: bool
     output_attentions: bool
@@ -262,6 +263,8 @@ def _refuse_other_mathematics(config: Keys) -> None:
             raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
     if config.is_decoder not in (None, False, True):
         raise TypeError(f"config is_decoder: expected a boolean, got {config.is_decoder!r}")
+    if type(config.right_to_left) is not bool:
+        raise TypeError(f"config right_to_left: expected a boolean, got {config.right_to_left!r}")
     if config.is_decoder and not config.family.may_be_causal:
         raise ValueError(
             f"config is_decoder: True is not supported; transformers' {config.model_type} is never causal"

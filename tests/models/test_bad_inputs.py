@@ -48,6 +48,7 @@ CONFIG = [
         position_embedding_type="relative_key"),
     config("decoder", ValueError, r"is_decoder: True is not supported; transformers' albert is never causal",
         model_type="albert", is_decoder=True),
+    config("direction", TypeError, r"right_to_left: expected a boolean, got 1", right_to_left=1),
     config("cross-attention", ValueError, r"add_cross_attention: True is not", add_cross_attention=True),
     config("negative-hidden", ValueError, r"hidden_size: expected an integer >= 1, got -32", hidden_size=-32),
     config("layers-as-text", TypeError, r"num_hidden_layers: expected an integer, got '12'",
