@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.checkpoint.files import CONFIG, digest, own_tag, read_json
+from fastbert.checkpoint.files import digest, own_tag, read_json
 from fastbert.finetuning.encoded import Encoded, has_segments
 from fastbert.finetuning.heads import BiLstm, Head, Mix
 from fastbert.finetuning.settings import Settings
@@ -87,12 +87,11 @@ class Tagger(nn.Module):
     Args:
         config: the encoder's.
         layers: a key of `LAYERS`.
-        place: the encoder's directory.
     """
 
-    def __init__(self, config: EncoderConfig, layers: str, place: Path) -> None:
+    def __init__(self, config: EncoderConfig, layers: str) -> None:
         super().__init__()
-        self.config, self.place, self.layers = config, place, layers
+        self.config, self.layers = config, layers
         count = len(range(config.num_hidden_layers + 1)[LAYERS[layers]])
         self.mix = Mix(count) if layers.endswith("-sum") else None
         width, dropout_p = config.hidden_size, config.hidden_dropout_prob
@@ -129,11 +128,8 @@ class Tagger(nn.Module):
         return {"kind": NerFeatures.name, "layers": self.layers}
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the encoder, if it is not there, and the tagger's head.safetensors and head.json."""
-        if not (folder / CONFIG).is_file():
-            encoder = _encoder(self.place, "cpu")
-            encoder.config.id2label, encoder.config.label2id = self.config.id2label, self.config.label2id
-            encoder.save_pretrained(folder)
+        """Write head.safetensors and head.json; `NerFeatures.complete` writes the encoder."""
+        folder.mkdir(parents=True, exist_ok=True)
         write_head(folder, dict(self.named_parameters()), self.form())
 
 
@@ -182,12 +178,21 @@ class NerFeatures(Ner):
         """The tagger with its first weights; a trained tagger's own if tags and layers are the same."""
         config = EncoderConfig.from_pretrained(place)
         names = config.id2label
-        config.id2label = dict(enumerate(self.classes))
-        config.label2id = {name: i for i, name in config.id2label.items()}
-        tagger = Tagger(config, self.chosen, place)
+        self._name_classes(config)
+        tagger = Tagger(config, self.chosen)
         if names == config.id2label and (place / FORM).is_file() and read_json(place / FORM) == tagger.form():
             fill(dict(tagger.named_parameters()), place)
         return tagger
+
+    def _name_classes(self, config: EncoderConfig) -> None:
+        config.id2label = dict(enumerate(self.classes))
+        config.label2id = {name: i for i, name in config.id2label.items()}
+
+    def complete(self, place: Path, output: Path) -> None:
+        """Write the encoder, which no run has changed, with the names of the tags."""
+        encoder = _encoder(place, "cpu")
+        self._name_classes(encoder.config)
+        encoder.save_pretrained(output)
 
     def load(self, place: Path, device: torch.device | str | None) -> Tagger:
         """A trained tagger, without its encoder."""
@@ -199,7 +204,7 @@ class NerFeatures(Ner):
         if self.layers not in (None, form["layers"]):
             raise ValueError(f"layers: the tagger in {place} reads {form['layers']}, got {self.layers}")
         self.layers = form["layers"]
-        tagger = Tagger(EncoderConfig.from_pretrained(place), self.chosen, place)
+        tagger = Tagger(EncoderConfig.from_pretrained(place), self.chosen)
         fill(dict(tagger.named_parameters()), place)
         return tagger.to(device).eval()
 

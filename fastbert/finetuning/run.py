@@ -5,6 +5,7 @@
       dev/, test/           the official prediction files of the best model
       runs/lr-…-seed-…/     each run: log.jsonl, results.json, and while it is trained its checkpoints;
                             the best run also has its models of the best and the last epoch, best/ and last/
+      runs/features/        hidden states that all runs of `ner-features` read; removed at the end
 
 The same call resumes where it was interrupted. Runs share no state, so their order changes nothing.
 """
@@ -250,6 +251,7 @@ def _train(
                     "expected that grid, or another output"
                 )
             shutil.copytree(best, output, dirs_exist_ok=True)
+            task.complete(place, output)
             result.draw()
     dtype = DTYPES[result.best.settings.dtype]
     result = _predicted(task, result, dev, tests, dtype, parallel, say, prepared)

@@ -63,6 +63,14 @@ class Task(ABC):
         """The model of a run, with its first weights, on the CPU in float32."""
         return trained.first(self.head, place, settings, self.classes, self.labels, head)
 
+    def complete(self, place: Path, output: Path) -> None:  # noqa: B027 - most tasks have written all
+        """Write what the model of a run lacks.
+
+        Args:
+            place: the directory of the model that the run began with.
+            output: the directory of the best model.
+        """
+
     def load(self, place: Path, device: torch.device | str | None) -> Any:
         """A trained model. Raises ValueError if it has no head for the task."""
         return trained.load(self.head, place, device, self.name)
