@@ -71,12 +71,10 @@ def fit(
         segments: whether the model takes token types.
         config: what the result depends on; a run that is there already must have the same.
         finish: writes a tokenizer's files into a model's directory.
-        parallel: the processes; fsdp is refused, because the first process scores by itself.
+        parallel: the processes; not fsdp, because the first process scores by itself.
         batch_tokens: most tokens of a micro-batch, unless an example is longer.
         options: of `Trainer`.
     """
-    if parallel.kind == "fsdp":
-        raise ValueError("parallel: expected none or ddp for fine-tuning, got fsdp")
     size, count = settings.batch_size, len(train)
     steps = max(1, math.ceil(settings.epochs * count / size))
     every = min(steps, math.ceil(count / size)) if dev else steps

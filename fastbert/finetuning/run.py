@@ -124,6 +124,8 @@ def finetune(
         grid = _grid({**made.defaults, **(STABLE if stable else {}), **settings}, lr, restarts)
         made.check(grid[0], head)
         parallel = parallel or _own_processes(held)
+        if parallel.kind == "fsdp":
+            raise ValueError("parallel: expected none or ddp for fine-tuning, got fsdp")
         say = say if parallel.is_first else _silent
         if intermediate is not None:
             kind, folder = intermediate
