@@ -211,12 +211,20 @@ def _ends(x: Tensor, packing: Packing, last: bool) -> Tensor:
 
 
 def states_of(encoder: Any, inputs: Inputs) -> Tensor:
-    """The last hidden states of another model's inputs, (rows, hidden), in the order of the inputs."""
+    """The last hidden states of another model's inputs, (rows, hidden), in the order of the inputs.
+
+    Raises:
+        ValueError: the inputs are the other model's embeddings.
+    """
+    if inputs.input_ids is None:
+        raise ValueError("inputs_embeds: expected input_ids with beside, which has embeddings of its own")
     if not encoder.config.right_to_left:
         return encoder.encode_inputs(inputs, None, False, False, False)[0]
     ends = inputs.packing.cu_seqlens.long()
     sequence, position = positions_of(ends, inputs.position_ids.shape[0])
     order = ends[1:][sequence] - 1 - position
-    given = {name: getattr(inputs, name) for name in ("input_ids", "token_type_ids", "inputs_embeds")}
-    backward = replace(inputs, **{name: None if t is None else t[order] for name, t in given.items()})
+    types = inputs.token_type_ids
+    backward = replace(
+        inputs, input_ids=inputs.input_ids[order], token_type_ids=None if types is None else types[order]
+    )
     return encoder.encode_inputs(backward, None, False, False, False)[0][order]

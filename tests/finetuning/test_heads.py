@@ -111,9 +111,10 @@ def transformers_loss(model, folder, task, inputs):
         logits.append(x[0])
         vectors.append(last)
     labels = {k: torch.from_numpy(v) for k, v in inputs.items() if k in ("labels", "start_positions")}
-    if task == "cola":
+    if task in ("cola", "swag"):
         pooled = F.linear(torch.cat(vectors), *model.bert.pooler.dense.parameters()).tanh()
-        return F.cross_entropy(F.linear(pooled, *model.classifier.parameters()), labels["labels"]), encoder
+        scores = F.linear(pooled, *model.classifier.parameters()).reshape(len(labels["labels"]), -1)
+        return F.cross_entropy(scores, labels["labels"]), encoder
     if task == "ner":
         scores = F.linear(torch.cat(logits), *model.classifier.parameters())
         return F.cross_entropy(scores, labels["labels"], ignore_index=IGNORED), encoder
@@ -127,7 +128,7 @@ def transformers_loss(model, folder, task, inputs):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("task", ["cola", "ner", "squad2"])
+@pytest.mark.parametrize("task", ["cola", "swag", "ner", "squad2"])
 def test_losses_and_gradients_are_those_of_sequences_alone(tmp_path, begun, models, task, form):
     own = of_task(task)
     examples = own.read(written(task, tmp_path / "data", 9, 3), "train")
@@ -167,6 +168,9 @@ def test_a_batch_that_is_padded_equals_the_packed_one(tmp_path, begun, models):
     padded = nn.utils.rnn.pad_sequence(ids, True)
     mask = torch.arange(7) < torch.tensor([[7], [4]])
     torch.testing.assert_close(model(padded, mask).logits, packed, rtol=1e-9, atol=1e-9)
+    embeds = model.get_input_embeddings()(padded)
+    with pytest.raises(ValueError, match=r"^inputs_embeds: expected input_ids with beside"):
+        model(inputs_embeds=embeds)
 
 
 @pytest.fixture(scope="module")
