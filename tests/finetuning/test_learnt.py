@@ -1,0 +1,122 @@
+"""Tasks about real text are learnt by a real model, from the official files.
+
+The scores are of these tasks alone. They say nothing of the official data whose format the tasks have.
+"""
+
+import statistics
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fastbert.finetuning.run import finetune
+from fastbert.finetuning.tasks import task_of
+from fastbert.tasks import squad_answers
+from tests.support import real_tasks, text_tasks
+
+SEEDS = 3
+
+
+class How(NamedTuple):
+    """How a task is learnt: examples to train on and to score, and settings; options are the task's."""
+
+    train: int
+    dev: int
+    epochs: int
+    lr: float
+    batch_size: int = 16
+    max_length: int = 64
+    options: Mapping[str, int] = MappingProxyType({})
+
+
+TASKS = {
+    "cola": How(1000, 300, 3, 1e-4),
+    "stsb": How(600, 300, 2, 2e-4, batch_size=8),
+    "mrpc": How(400, 300, 2, 2e-4),
+    "rte": How(400, 300, 2, 2e-4),
+    "qnli": How(900, 300, 2, 1e-4),
+    # many contexts have two windows
+    "squad2": How(500, 150, 4, 2e-4, batch_size=8, options={"doc_stride": 24, "max_query": 16}),
+    "swag": How(240, 150, 2, 1e-4, batch_size=8),
+    "ner": How(300, 110, 3, 3e-4, options={"context": 16}),
+}
+# task of `real_tasks` -> the task that reads its files, how it is learnt, and a score that it reaches
+REAL = {
+    "reuters": ("csv", How(0, 0, 2, 1e-4, batch_size=32, max_length=128), 0.95),
+    "sentiment": ("csv", How(0, 0, 2, 1e-4, batch_size=32), 0.6),
+    "mrpc": ("mrpc", How(0, 0, 3, 1e-4, batch_size=32, max_length=96), 0.81),
+}
+ONCE = {
+    "mrpc": How(240, 80, 2, 2e-4, batch_size=8, max_length=40),
+    "stsb": How(240, 80, 3, 3e-4, batch_size=8, max_length=40),
+    "rte": TASKS["rte"],
+    "ner": TASKS["ner"],
+}
+
+
+@pytest.fixture
+def two_threads():
+    """A test that has the machine to itself uses two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(task, model, data, output, how, **more):
+    """The result, and the score of one answer for all."""
+    own = task_of(task, **how.options)
+    settings = {name: getattr(how, name) for name in ("epochs", "lr", "batch_size", "max_length")}
+    result = finetune(own, model, data, output, progress=False, **settings, **more)
+    dev = own.read(data, "dev")
+    base = own.constant(own.read(data, "train"), dev)
+    if base is None:
+        base = squad_answers.evaluate(dev, {question.id: "" for question in dev})["f1"] / 100
+    return result, base
+
+
+def scores(result):
+    """The score of each seed after the last epoch."""
+    return [run.evaluations[-1]["dev"][result.metric] for run in result.runs]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("task", TASKS)
+def test_is_learnt_better_than_from_random_weights(tmp_path, minilm, task, capsys):
+    how = TASKS[task]
+    data = text_tasks.written(task, tmp_path / "data", how.train, how.dev)
+    result, base = trained(task, minilm, data, tmp_path / "run", how, restarts=SEEDS)
+    random, _ = trained(task, minilm, data, tmp_path / "random", how, restarts=SEEDS, random_init=True)
+    means = [statistics.mean(scores(each)) for each in (result, random)]
+    spreads = [statistics.stdev(scores(each)) for each in (result, random)]
+    with capsys.disabled():
+        print(
+            f"\n{task}: {means[0]:.3f} ± {spreads[0]:.3f}, random weights {means[1]:.3f} ± {spreads[1]:.3f}, "
+            f"one answer for all {base:.3f}"
+        )
+    assert means[0] > (1 + base) / 2
+    assert means[0] > means[1]
+
+
+@pytest.mark.sweep_of("ner", "rte")
+@pytest.mark.parametrize("task", ONCE)
+def test_one_seed_learns(tmp_path, minilm, task):
+    how = ONCE[task]
+    data = text_tasks.written(task, tmp_path / "data", how.train, how.dev)
+    result, base = trained(task, minilm, data, tmp_path / "run", how)
+    assert scores(result)[0] > (1 + base) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("corpus", REAL)
+def test_a_real_task_is_learnt(tmp_path, minilm, corpus, capsys):
+    task, how, least = REAL[corpus]
+    getattr(real_tasks, corpus)(tmp_path)
+    result, base = trained(task, minilm, tmp_path, tmp_path / "run", how)
+    with capsys.disabled():
+        print(f"\n{corpus}: {result.runs[0].evaluations[-1]['dev']}, one answer for all {base:.3f}")
+    assert scores(result)[0] > max(base, least)
