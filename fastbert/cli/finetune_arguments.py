@@ -111,7 +111,7 @@ def add_finetune(commands: Any) -> None:
     add(
         "--model",
         metavar="DIR",
-        help="a HuggingFace directory, or a name on the hub; required for a training",
+        help="a HuggingFace directory, or a name on the hub; default: none, as --predict-only accepts",
     )
     add("--data", required=True, metavar="DIR", help="the folder of the task's official files")
     add("--output", required=True, metavar="DIR", help="the folder of the trained model; glue: one per task")

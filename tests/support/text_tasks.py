@@ -158,7 +158,7 @@ def cola(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def stsb(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text has some of the words of the first; their share is the score."""
+    """The second text has some words of its pair's first text; their share is the score."""
     rows: Rows = []
     for i, passage in enumerate(given):
         text, rest = words(first_of(passage)), words(first_of(another(draw, given, i)))
@@ -171,7 +171,7 @@ def stsb(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def mrpc(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text has the clauses of the first in another order, or is another sentence."""
+    """The second text has the first text's clauses in another order, or is another sentence."""
     rows: Rows = []
     for i, passage in enumerate(given):
         parts = clauses(passage if i % 3 else another(draw, given, i))
