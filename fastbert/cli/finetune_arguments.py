@@ -129,7 +129,7 @@ def add_finetune(commands: Any) -> None:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast (default fp32)")
     add("--freeze", action="store_true", default=None, help="train the head and the pooler alone")
     add("--random-init", action="store_true", default=None, help="begin with random weights")
-    add("--intermediate", metavar="DIR", help="train on these data before, for the same kind of files")
+    add("--intermediate", metavar="DIR", help="data to train on before; default: none")
     add(
         "--intermediate-task",
         choices=TASKS,
@@ -139,7 +139,11 @@ def add_finetune(commands: Any) -> None:
     add("--head-mix", action="store_true", default=None, help="the head reads a learned mix of all layers")
     add("--head-layers", type=int, metavar="N", help="new layers on top of the model (default 0)")
     add("--head-bilstm", action="store_true", default=None, help="a BiLSTM between the model and the head")
-    add("--beside", metavar="DIR", help="a second model, which the head reads too and which is trained too")
+    add(
+        "--beside",
+        metavar="DIR",
+        help="a second model that the head reads and that learns too; default: none",
+    )
     add("--workers", type=int, default=0, metavar="N", help="processes that make batches (default 0)")
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
@@ -151,11 +155,15 @@ def add_finetune(commands: Any) -> None:
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add = command.add_argument_group("steadier and better").add_argument
     add("--stable", action="store_true", default=None, help="20 epochs, batch 16, lr 2e-5, eps 1e-6")
-    add("--optimizer", choices=("adamw", "adamw-google"), help="-google: without correction of bias")
+    add(
+        "--optimizer",
+        choices=("adamw", "adamw-google"),
+        help="-google: without correction of bias (default adamw)",
+    )
     add("--weight-decay", type=float, metavar="X", help="of AdamW (default 0.01)")
     text = "weights decay to the checkpoint's, not to 0"
     add("--decay-to-start", action="store_true", default=None, help=text)
-    text = "in place of dropout: the probability that a weight is the checkpoint's, such as 0.7"
+    text = "in place of dropout: the probability of a checkpoint's weight, such as 0.7 (default 0)"
     add("--mixout", type=float, metavar="P", help=text)
     add("--mixout-mask", choices=("column", "element"), help="draws per input or per weight (default column)")
     add(

@@ -180,7 +180,7 @@ def mrpc(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def rte(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text is a clause of the first, or of another sentence."""
+    """The second text is a clause of its pair's first text, or of another sentence."""
     rows: Rows = []
     for i, passage in enumerate(given):
         parts = clauses(passage if i % 2 else another(draw, given, i))
