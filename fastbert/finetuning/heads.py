@@ -40,7 +40,7 @@ class Head:
 
     Attributes:
         head_mix: whether a learned mix of all layers, the embedding output included.
-        head_layers: new encoder layers on top of the encoder.
+        head_layers: new encoder layers on top of the encoder; `layer_decay` counts them as its own.
         head_bilstm: whether two bidirectional LSTM layers on top, as wide together as the model.
         beside: the directory of a second encoder of the same family and tokenizer. Its last layer is
             concatenated, and it is trained too.
