@@ -35,6 +35,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.sentences.tokenizer import load_tokenizer
 
 WEIGHTS, FORM = "head.safetensors", "head.json"
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
 
 
 def asked(head: Head, place: Path) -> Head:
@@ -164,7 +165,9 @@ def load(kind: Any, place: Path, device: torch.device | str | None, task: str) -
         model = kind.from_pretrained(place, device=device)
     missing = f"model: {place} has no trained head for {task}; fastbert finetune trains one"
     if not (place / FORM).is_file():
-        if model.load_report.missing:
+        # Heads for texts and for tokens have equal names and shapes
+        named = [name for name in model.config.architectures or () if name.endswith(_HEADS)]
+        if model.load_report.missing or (named and not named[0].endswith(model.task)):
             raise ValueError(missing)
         return model
     form = read_json(place / FORM)

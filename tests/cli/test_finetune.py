@@ -472,6 +472,7 @@ MISTAKES = [
     ),
     ("predict squad --model {models}/csv --input x --null-threshold 1", "--null-threshold: squad does not"),
     ("predict csv --model {models}/encoder --input {place}/in.txt", "has no trained head for csv"),
+    ("predict ner --model {models}/csv --input {place}/in.txt", "has no trained head for ner"),
     ("predict ner --model {models}/ner --input {place}/conll.txt", "has CoNLL's columns, which only"),
     ("predict race --model {models}/swag --input {place}", "no .txt in {place}/middle"),
 ]
