@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import statistics
 
 import pytest
 
@@ -177,8 +178,10 @@ def test_the_best_of_a_grid_is_kept(grid):
         for kind in ("best", "last")
     ]
     assert names[0] == names[1] > {"model.safetensors", "config.json", "vocab.txt"}
-    lines = grid.table().splitlines()
-    assert sum(" mean " in line for line in lines) == 2
+    for lr in GRID["lr"]:
+        own = [100 * run.score for run in grid.runs if run.settings.lr == lr]
+        mean = f"  lr {lr:g}: mean {statistics.mean(own):.1f} ± {statistics.stdev(own):.1f}"
+        assert mean in grid.table().splitlines()
 
 
 def test_a_restart_equals_the_run_alone(tmp_path, dropping, data, grid):

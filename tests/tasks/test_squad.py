@@ -220,6 +220,7 @@ def test_version_1_has_one_answer_to_train_on(tmp_path):
     ("content", "message"),
     (
         ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
         (r'{"data": "\ud800"}', "a text has half of a surrogate pair"),
         ([], "expected an object with 'data'"),
         ({"data": []}, "expected one question at least"),
