@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -168,6 +169,8 @@ def test_the_best_of_a_grid_is_kept(grid):
     assert len(scores) == 4
     assert len({(run.settings.lr, run.settings.seed) for run in grid.runs}) == 4
     assert grid.best is grid.runs[scores.index(max(scores))]
+    equal = replace(grid, runs=[grid.best, replace(grid.best)])
+    assert equal.best is equal.runs[0]
     kept = [path.parent.parent.name for path in files(grid.output / "runs") if path.suffix == ".safetensors"]
     assert kept == [grid.best.settings.name] * 2
     assert (grid.output / "model.safetensors").read_bytes() == (
