@@ -480,6 +480,7 @@ def test_of_a_pair_the_longer_text_loses_tokens(tmp_path, model):
     own, data = task_of("mrpc"), written("mrpc", tmp_path / "data", 8, 8)
     examples, tokenizer = own.read(data, "dev"), load_tokenizer(model)
     encoded = own.encode(examples, tokenizer, 9, False)
+    assert encoded.ids[:4].tolist() == tokenizer.encode(examples.texts[0]).ids[:4]
     # three tokens are left of each
     assert {tuple(types) for types in np.split(encoded.types, encoded.starts[1:-1])} == {(0,) * 5 + (1,) * 4}
     # RoBERTa's four special tokens

@@ -11,16 +11,18 @@ from safetensors.torch import load_file, save_file
 
 from fastbert.finetuning import fit as fit_module
 from fastbert.finetuning import run as run_module
-from fastbert.finetuning.encoded import Encoded, Source, outputs
+from fastbert.finetuning.encoded import Encoded, Source, has_segments, outputs
 from fastbert.finetuning.fit import TaskLosses
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import decayed_groups, first_model
 from fastbert.finetuning.tasks import task_of
+from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training import checkpoints
 from fastbert.training.loop import _seed
 from fastbert.training.stream import Stream
+from tests.support.hf_models import hf_config
 from tests.support.rule_tasks import quick, tiny_model, written
 
 STEPS, BATCH = 20, 8
@@ -299,6 +301,9 @@ def test_hashes_tell_examples_apart():
 def test_outputs_are_in_the_order_of_the_examples(model, task, batch_tokens):
     own = task_of(task)
     trained = begun(model, task, classes=["O", "B-PER", "I-PER"] if task == "ner" else None).train()
+    for part in trained.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.5
     examples = ragged(LENGTHS, 4 if task == "swag" else 1)
     found = outputs(trained, examples, own.fields, batch_tokens=batch_tokens)
     assert trained.training
@@ -310,6 +315,20 @@ def test_outputs_are_in_the_order_of_the_examples(model, task, batch_tokens):
             with torch.no_grad():
                 alone.append(trained(**packed(examples, [number]))[name].numpy())
         np.testing.assert_allclose(rows, np.concatenate(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_outputs_have_the_dtype_of_autocast(model):
+    exact, half = (
+        outputs(begun(model), ragged(LENGTHS), dtype=dtype)[0] for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert (exact != half).any()
+    np.testing.assert_allclose(half, exact, atol=0.1)
+
+
+def test_which_models_take_token_types():
+    kinds = hf_config("bert"), hf_config("roberta", type_vocab_size=1), hf_config("distilbert")
+    configs = [EncoderConfig.from_dict(config.to_dict()) for config in kinds]
+    assert [has_segments(config) for config in configs] == [True, False, False]
 
 
 def test_outputs_that_are_not_finite(model):
