@@ -21,6 +21,7 @@ from fastbert.finetuning.tasks import NAMES, task_of
 from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import squad, squad_answers
+from fastbert.tasks.files import Texts
 from fastbert.tasks.ner import Sentence
 from fastbert.tasks.published import PUBLISHED
 from fastbert.tasks.squad import Answer, Question
@@ -138,9 +139,9 @@ def test_prediction_files(learnt, task):
             if task == "stsb":
                 said, labels = ([float(value) for value in side] for side in (said, labels))
             if path.stem in ("dev", "dev_matched"):
-                assert own.scores(own.read(data, path.stem)._replace(labels=labels), said) == next(
-                    iter(result.scores.values())
-                )
+                examples = own.read(data, path.stem)
+                assert labels == examples.labels
+                assert own.scores(examples, said) == next(iter(result.scores.values()))
     if "test/submission.zip" in found:
         with zipfile.ZipFile(result.output / "test" / "submission.zip") as archive:
             names = sorted(archive.namelist())
@@ -214,14 +215,15 @@ def test_predicted_answers_are_scored_as_reported(learnt):
     assert found["f1"] == pytest.approx(100 * result.best.score)
 
 
-@pytest.mark.parametrize(("threshold", "answered"), [("auto", "abc"), (6.5, "abcd"), (0.0, "")])
+@pytest.mark.parametrize(("threshold", "answered"), [("auto", "abcd"), (5.5, "abc"), (0.0, "")])
 def test_a_test_file_has_the_threshold_of_the_dev_file(tmp_path, threshold, answered):
-    """By the dev file, questions with odds of 5 have an answer, and with odds of 7 none."""
+    """By the dev file's F1, questions with odds of 6 have an answer; by its exact match, of 5 only."""
     own = task_of("squad2", null_threshold=threshold)
-    for split, odds in (("dev", [5.0, 5.0, 7.0]), ("test", [4.0, 4.5, 5.0, 6.0, 8.0])):
+    for split, odds in (("dev", [5.0, 6.0, 7.0]), ("test", [4.0, 4.5, 5.0, 6.0, 8.0])):
         names = "abcde"[: len(odds)]
-        gold = {name: (Answer("cat", 4),) if split == "dev" and name != "c" else () for name in names}
-        questions = [Question(name, "what ?", "the cat", gold[name]) for name in names]
+        texts = {"a": "cat", "b": "cat sat"} if split == "dev" else {}
+        gold = {name: (Answer(texts[name], 4),) if name in texts else () for name in names}
+        questions = [Question(name, "what ?", "the cat sat", gold[name]) for name in names]
         questions = squad.Questions(questions, labelled=split == "dev")
         answers, nbest = dict.fromkeys(names, "cat"), {name: [] for name in names}
         said = squad_answers.Predictions(answers, nbest, dict(zip(names, odds, strict=True)))
@@ -313,6 +315,15 @@ def test_another_start_has_rows_of_that_start_only(tmp_path, model, task, change
         task, model, written(task, tmp_path / "data", 16, 8), tmp_path / "run", epochs=1, **changes
     )
     assert [line for line in result.table().splitlines() if "published" in line] == [f"  {row}"]
+
+
+def test_scores_of_classes_that_are_not_balanced():
+    own = Table()
+    own.classes = ["a", "b", "c"]
+    train, dev = (Texts([""] * 4, [""] * 4, None, list(labels)) for labels in ("bbac", "aabc"))
+    # F1 is 2/3 of a, 1/2 of b and 0 of c
+    assert own.scores(dev, list("abbb")) == {"accuracy": 0.5, "macro_f1": pytest.approx(7 / 18)}
+    assert own.constant(train, dev) == 0.25
 
 
 # -- kinds that are not learnt above -------------------------------------------------------------------------

@@ -375,6 +375,24 @@ def test_a_run_that_has_learnt_nothing_has_failed(tmp_path, monkeypatch, model, 
     assert ("failed" in result.table()) is failed
 
 
+def test_the_model_of_the_first_best_epoch_is_saved(tmp_path, monkeypatch, model):
+    data, save = written("csv", tmp_path / "data", 24, 12), fit_module.save
+    scores, epochs, saved = [0.2, 0.4, 0.4, 0.1], [], []
+
+    def scored(*arguments):
+        epochs.append(len(epochs) + 1)
+        return {"accuracy": scores[len(epochs) - 1], "macro_f1": 0.0}
+
+    def kept(trained, folder):
+        saved.append(epochs[-1])
+        save(trained, folder)
+
+    monkeypatch.setattr(fit_module, "_scored", scored)
+    monkeypatch.setattr(fit_module, "save", kept)
+    quick("csv", model, data, tmp_path / "run", epochs=4)
+    assert saved == [1, 2]
+
+
 def test_predictions_have_the_dtype_of_the_scores(tmp_path, model):
     """The outputs of a model in bf16 differ from those in fp32, in which the file was written once."""
     data = written("stsb", tmp_path / "data", 64, 24)
