@@ -151,8 +151,8 @@ def test_models(tmp_path, model, data):
         quick("csv", bare, data, tmp_path / "run")
     with pytest.raises(ValueError, match=r"^model: knows 20 tokens, but its tokenizer makes "):
         quick("csv", tiny_model(tmp_path / "small", vocab_size=20), data, tmp_path / "run")
-    short = tiny_model(tmp_path / "short", max_position_embeddings=4)
-    with pytest.raises(ValueError, match=r"^max_length: expected at most 4 for this model, got 7 tokens"):
+    short = tiny_model(tmp_path / "short", max_position_embeddings=6)
+    with pytest.raises(ValueError, match=r"^max_length: expected at most 6 for this model, got 7 tokens"):
         quick("csv", short, data, tmp_path / "run")
     with pytest.raises((ValueError, OSError), match=r"nowhere"):
         quick("csv", tmp_path / "nowhere", data, tmp_path / "run")
@@ -174,7 +174,9 @@ def test_outputs_that_hold_something_else(tmp_path, model, data):
         with pytest.raises(ValueError, match=r"^output: expected "):
             quick("csv", copy, data, tmp_path / output)
     (tmp_path / "empty").mkdir()
-    quick("csv", copy, data, tmp_path / "empty", epochs=0.1)
+    trained = quick("csv", copy, data, tmp_path / "empty", epochs=0.1).output
+    with pytest.raises(ValueError, match=r"^output: expected another directory than the model's"):
+        quick("csv", trained, data, trained)
 
 
 def test_fsdp(tmp_path, model, data):

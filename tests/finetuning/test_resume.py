@@ -11,6 +11,7 @@ import pytest
 from fastbert.finetuning import run as run_module
 from fastbert.finetuning.settings import Settings, Smart
 from fastbert.finetuning.spans import Squad
+from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import TrainingError
 from tests.support.killed import killed
 from tests.support.rule_tasks import digests, files, quick, stopped, tiny_model, written
@@ -157,6 +158,14 @@ GRID = {"lr": [1e-5, 2e-3], "restarts": 2, "epochs": 2, "batch_size": 8}
 @pytest.fixture(scope="module")
 def grid(memory, dropping, data):
     return quick("csv", dropping, data, memory / "grid", **GRID)
+
+
+def test_a_tokenizer_in_one_file_is_copied(tmp_path, model, data):
+    copy = shutil.copytree(model, tmp_path / "model")
+    load_tokenizer(copy).save(str(copy / "tokenizer.json"))
+    (copy / "vocab.txt").unlink()
+    output = quick("csv", copy, data, tmp_path / "run", epochs=0.1).output
+    assert (output / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes()
 
 
 def test_near_learning_rates_have_folders_of_their_own():

@@ -109,6 +109,8 @@ def test_results_are_those_of_the_saved_model(learnt, task):
     assert content["task"] == task
     assert content["metric"] == result.metric == own.metric
     assert content["scores"] == result.scores
+    first = "dev_matched" if task == "mnli" else "dev"
+    assert result.best.score == max(entry[first][own.metric] for entry in result.best.evaluations)
     assert content["best"] == content["runs"][0]["settings"]
     assert content["runs"][0]["evaluations"] == result.best.evaluations
     model = own.head.from_pretrained(result.output)
