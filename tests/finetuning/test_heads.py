@@ -1,6 +1,7 @@
 """Heads that read more than the last layer: against plain torch and transformers, and from files to files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -277,3 +278,6 @@ def test_a_model_that_shares_its_layers_gets_no_new_ones(tmp_path, data):
     given = Settings(lr=1e-3, epochs=1, batch_size=8, max_length=32)
     with pytest.raises(ValueError, match=r"^head_layers: expected 0, because albert shares its layers"):
         task_of("csv").first(tmp_path / "albert", given, Head(head_layers=1))
+    for change in ({"reinit": 1}, {"layer_decay": 0.9}):
+        with pytest.raises(ValueError, match=r"^model: albert shares its layers"):
+            task_of("csv").first(tmp_path / "albert", replace(given, **change), Head())
