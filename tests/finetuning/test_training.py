@@ -382,6 +382,11 @@ def test_a_run_that_has_learnt_nothing_has_failed(tmp_path, monkeypatch, model, 
     assert ("failed" in result.table()) is failed
 
 
+def test_the_score_is_that_of_the_first_split():
+    entry = {"step": 1, "dev_matched": {"accuracy": 0.5}, "dev_mismatched": {"accuracy": 0.9}}
+    assert fit_module.score_of(task_of("mnli"), entry) == 0.5
+
+
 def test_the_model_of_the_first_best_epoch_is_saved(tmp_path, monkeypatch, model):
     data, save = written("csv", tmp_path / "data", 24, 12), fit_module.save
     scores, epochs, saved = [0.2, 0.4, 0.4, 0.1], [], []
