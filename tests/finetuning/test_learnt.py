@@ -33,24 +33,25 @@ class How(NamedTuple):
 
 TASKS = {
     "cola": How(1000, 300, 3, 1e-4),
-    "stsb": How(600, 300, 2, 2e-4, batch_size=8),
+    "stsb": How(600, 200, 4, 1e-4, batch_size=8),
     "mrpc": How(400, 300, 2, 2e-4),
     "rte": How(400, 300, 2, 2e-4),
     "qnli": How(900, 300, 2, 1e-4),
     # many contexts have two windows
     "squad2": How(500, 150, 4, 2e-4, batch_size=8, options={"doc_stride": 24, "max_query": 16}),
     "swag": How(240, 150, 2, 1e-4, batch_size=8),
-    "ner": How(300, 110, 3, 3e-4, options={"context": 16}),
+    "ner": How(300, 110, 5, 2e-4, batch_size=8, options={"context": 16}),
 }
-# task of `real_tasks` -> the task that reads its files, how it is learnt, and a score that it reaches
+# Task of `real_tasks` -> the task that reads its files, how it is learnt, and a score that it reaches.
+# On Reuters R8 Karl and Scherp 2022 (arXiv 2211.16878) have 0.982 with BERT and 0.980 with DistilBERT.
 REAL = {
-    "reuters": ("csv", How(0, 0, 2, 1e-4, batch_size=32, max_length=128), 0.95),
-    "sentiment": ("csv", How(0, 0, 2, 1e-4, batch_size=32), 0.6),
-    "mrpc": ("mrpc", How(0, 0, 3, 1e-4, batch_size=32, max_length=96), 0.81),
+    "reuters": ("csv", How(0, 0, 1, 1e-4, max_length=96), 0.95),
+    "sentiment": ("csv", How(0, 0, 1, 1e-4), 0.6),
+    "mrpc": ("mrpc", How(0, 0, 2, 1e-4, max_length=96), 0.81),
 }
 ONCE = {
-    "mrpc": How(240, 80, 2, 2e-4, batch_size=8, max_length=40),
-    "stsb": How(240, 80, 3, 3e-4, batch_size=8, max_length=40),
+    "mrpc": How(240, 80, 2, 1e-4, batch_size=8, max_length=40),
+    "qnli": How(320, 80, 2, 1e-4, batch_size=8, max_length=40),
     "rte": TASKS["rte"],
     "ner": TASKS["ner"],
 }

@@ -158,7 +158,7 @@ def cola(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def stsb(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text has some words of its pair's first text; their share is the score."""
+    """The second text keeps some words of its pair; their share is the score."""
     rows: Rows = []
     for i, passage in enumerate(given):
         text, rest = words(first_of(passage)), words(first_of(another(draw, given, i)))
@@ -171,7 +171,7 @@ def stsb(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def mrpc(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text has the first text's clauses in another order, or is another sentence."""
+    """The second text has the clauses of the first in another order, or is another sentence."""
     rows: Rows = []
     for i, passage in enumerate(given):
         parts = clauses(passage if i % 3 else another(draw, given, i))
@@ -180,7 +180,7 @@ def mrpc(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def rte(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text is a clause of its pair's first text, or of another sentence."""
+    """The second text has the same clauses in another order, or is another sentence."""
     rows: Rows = []
     for i, passage in enumerate(given):
         parts = clauses(passage if i % 2 else another(draw, given, i))
@@ -190,10 +190,11 @@ def rte(folder: Path, split: str, given: list[Passage], draw: random.Random) -> 
 
 
 def qnli(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """Whether the sentence documents the name in the question."""
+    """Whether the sentence documents the name in the question; if not, it is of another module."""
     rows: Rows = []
     for i, passage in enumerate(given):
-        other = passage if i % 2 else another(draw, given, i)
+        far = [each for each in given if each.module != passage.module]
+        other = passage if i % 2 else draw.choice(far)
         label = "entailment" if i % 2 else "not_entailment"
         name = re.sub(r"_+|(?<=[a-z])(?=[A-Z])", " ", passage.name).strip()
         rows.append([i, f"What does {name} do?", first_of(other), label])
