@@ -158,7 +158,7 @@ def cola(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def stsb(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text keeps some words of its pair; their share is the score."""
+    """The two texts have some words in common; their share is the score."""
     rows: Rows = []
     for i, passage in enumerate(given):
         text, rest = words(first_of(passage)), words(first_of(another(draw, given, i)))
@@ -180,7 +180,7 @@ def mrpc(folder: Path, split: str, given: list[Passage], draw: random.Random) ->
 
 
 def rte(folder: Path, split: str, given: list[Passage], draw: random.Random) -> None:
-    """The second text has the same clauses in another order, or is another sentence."""
+    """The second text is a clause cut from its sentence, or from another sentence."""
     rows: Rows = []
     for i, passage in enumerate(given):
         parts = clauses(passage if i % 2 else another(draw, given, i))
