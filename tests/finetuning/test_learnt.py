@@ -37,7 +37,7 @@ TASKS = {
     "mrpc": How(400, 300, 2, 2e-4),
     "rte": How(400, 300, 2, 2e-4),
     "qnli": How(900, 300, 2, 1e-4),
-    # many contexts have two windows
+    # one context in five has two windows
     "squad2": How(500, 150, 4, 2e-4, batch_size=8, options={"doc_stride": 24, "max_query": 16}),
     "swag": How(240, 150, 2, 1e-4, batch_size=8),
     "ner": How(300, 110, 5, 2e-4, batch_size=8, options={"context": 16}),
