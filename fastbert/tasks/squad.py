@@ -185,6 +185,11 @@ def windows(
     for name, value in (("max_query", max_query), ("doc_stride", doc_stride)):
         if value < 1:
             raise ValueError(f"{name}: expected 1 or more, got {value}")
+    if room < 1:
+        raise ValueError(
+            f"max_query: {max_query} leaves no context tokens; expected at most {max_query + room - 1} with "
+            f"max_length {max_length}"
+        )
     if doc_stride > room:
         raise ValueError(
             f"doc_stride: {doc_stride} leaves context tokens unread; expected at most {room}, which is "

@@ -199,6 +199,7 @@ def test_tasks():
         ("squad2", {"doc_stride": 0}, "^doc_stride: "),
         ("squad2", {"doc_stride": 128, "max_query": 10}, "^doc_stride: "),
         ("squad2", {"max_query": 0, "doc_stride": 8}, "^max_query: "),
+        ("squad2", {"doc_stride": 8}, "^max_query: 64 leaves no context tokens; expected at most 28"),
         ("squad2", {"null_threshold": "best"}, "^null_threshold: expected 'auto' or a finite number"),
         ("squad2", {"null_threshold": NAN}, "^null_threshold: "),
         ("ner", {"context": -1}, "^context: "),
