@@ -102,20 +102,6 @@ def test_is_learnt_better_than_from_random_weights(tmp_path, minilm, task, capsy
     assert means[0] > means[1]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_threads")
-def test_features_tag_no_better_than_the_fine_tuned_model(tmp_path, minilm, capsys):
-    how = TASKS["ner"]
-    data = text_tasks.written("ner", tmp_path / "data", how.train, how.dev)
-    tuned, base = trained("ner", minilm, data, tmp_path / "tuned", how, restarts=SEEDS)
-    how = how._replace(epochs=8, lr=1e-3)
-    features, _ = trained("ner-features", minilm, data, tmp_path / "features", how, restarts=SEEDS)
-    means = [statistics.mean(scores(each)) for each in (features, tuned)]
-    with capsys.disabled():
-        print(f"\nner: features {means[0]:.3f}, fine-tuned {means[1]:.3f}")
-    assert (1 + base) / 2 < means[0] < means[1] + 0.01
-
-
 @pytest.mark.sweep_of("ner", "rte")
 @pytest.mark.parametrize("task", ONCE)
 def test_one_seed_learns(tmp_path, minilm, task):
