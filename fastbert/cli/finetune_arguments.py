@@ -166,22 +166,15 @@ def add_finetune(commands: Any) -> None:
     text = "in place of dropout: the probability of a checkpoint's weight, such as 0.7 (default 0)"
     add("--mixout", type=float, metavar="P", help=text)
     add("--mixout-mask", choices=("column", "element"), help="draws per input or per weight (default column)")
-    add(
-        "--freelb",
-        nargs="?",
-        const=True,
-        type=_numbers("FreeLB"),
-        metavar="K,LR,INIT,BALL",
-        help="adversarial training in K passes per step (default 3,0.1,1,null)",
-    )
-    add(
-        "--smart",
-        nargs="?",
-        const=True,
-        type=_numbers("Smart"),
-        metavar="WEIGHT,LR,NOISE,MOMENTUM",
-        help="smoothness beside the loss, in three forwards per step (default 1,1e-3,1e-5,0)",
-    )
+    for kind, values, text in (
+        ("FreeLB", "K,LR,INIT,BALL", "adversarial training in K passes per step (default 3,0.1,1,null)"),
+        (
+            "Smart",
+            "WEIGHT,LR,NOISE,MOMENTUM",
+            "smoothness beside the loss, in three forwards per step (default 1,1e-3,1e-5,0)",
+        ),
+    ):
+        add(f"--{kind.lower()}", nargs="?", const=True, type=_numbers(kind), metavar=values, help=text)
     add = command.add_argument_group("options of some tasks").add_argument
     add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
     add("--text", metavar="NAME", help="csv: the column of texts (default text)")

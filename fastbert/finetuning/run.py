@@ -83,8 +83,9 @@ def finetune(
         lr: one learning rate or several; None is the task's default.
         restarts: runs per learning rate, with the seeds `seed`, `seed` + 1, …
         stable: whether the defaults are `settings.STABLE`: 20 epochs with a small rate.
-        intermediate: (task, data) to fine-tune on before, with the defaults of that task, into
-            OUTPUT/intermediate; all runs begin with its best model.
+        intermediate: (task, data) to fine-tune on before, into OUTPUT/intermediate; all runs begin with its
+            best model. It has the defaults of its task, but for seed, dtype and max_length, and for the
+            options of the task if it is the same.
         predict_only: train nothing: write the prediction files of the model in `output` again and score them,
             by the dev and test files that `data` has. Options of the task, max_length and dtype are by
             default those of the training; `model` must be None, and other settings are refused.
@@ -132,7 +133,8 @@ def finetune(
             if kind not in NAMES:
                 raise ValueError(f"intermediate: expected a task of {', '.join(NAMES)}, got {kind!r}")
             say(f"intermediate: {kind}")
-            own = {"seed": grid[0].seed, "dtype": grid[0].dtype}
+            own = {name: settings[name] for name in ("seed", "dtype", "max_length") if name in settings}
+            own |= options if kind == made.name else {}
             shown: dict[str, Any] = {"say": say, "progress": progress, "workers": workers}
             first = finetune(kind, model, folder, output / INTERMEDIATE, parallel=parallel, **own, **shown)
             model = first.output

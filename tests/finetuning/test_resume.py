@@ -233,7 +233,8 @@ def test_an_intermediate_task(tmp_path, dropping, data):
     given = {**OPTIONS, "intermediate": ("cola", before), "stable": True, "seed": 3}
     result = quick("csv", dropping, data, tmp_path / "run", **given)
     first = result.output / "intermediate"
-    assert json.loads((first / "results.json").read_text())["best"]["seed"] == 3
+    best = json.loads((first / "results.json").read_text())["best"]
+    assert (best["seed"], best["max_length"]) == (3, 32)
     alone = quick("csv", first, data, tmp_path / "alone", **{**OPTIONS, "stable": True, "seed": 3})
     assert alone.runs == result.runs
     assert result.best.settings.eps == 1e-6
@@ -241,6 +242,14 @@ def test_an_intermediate_task(tmp_path, dropping, data):
     before_again = digests(result.output)
     quick("csv", dropping, data, tmp_path / "run", **given)
     assert digests(result.output) == before_again
+
+
+def test_an_intermediate_stage_of_the_same_task_has_its_options(tmp_path, dropping):
+    data, before = (written("squad2", tmp_path / str(i), 8, 8, seed=i) for i in range(2))
+    given = {"max_query": 10, "doc_stride": 8, "epochs": 0.1}
+    result = quick("squad2", dropping, data, tmp_path / "run", intermediate=("squad2", before), **given)
+    stored = json.loads((result.output / "intermediate" / "results.json").read_text())
+    assert (stored["options"]["max_query"], stored["options"]["doc_stride"]) == (10, 8)
 
 
 def test_close_learning_rates_have_folders_of_their_own(tmp_path, dropping, data):
