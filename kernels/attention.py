@@ -213,7 +213,7 @@ def attention_fwd_with(
     places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_fwd` with a given config, for the tuner and the tests."""
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, _, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
     seed = seed if dropout_p > 0 else None
@@ -276,7 +276,7 @@ def attention_fwd_with(
         threshold_bits(dropout_p),
         1.0 / (1.0 - dropout_p),
         HEAD_DIM=headdim,
-        CAUSAL=causal,
+        CAUSAL=inputs.causal,
         FOLDED=folded,
         BIAS_HAS_ROWS=bias is not None and bias.shape[2] > 1,
         SPLIT=config.split,

@@ -232,7 +232,7 @@ def attention_bwd_with(
     places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_bwd` with given configs, for the tuner and the tests."""
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, _, bias, gate, dropout_p, seed, offset = inputs
     need_dq, need_dk, need_dv, need_dbias, need_dgate = need
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
@@ -260,7 +260,7 @@ def attention_bwd_with(
     firsts = dict(zip(HEIGHTS, sections(total, batch, max_seqlen), strict=False))
     shared = {
         "HEAD_DIM": headdim,
-        "CAUSAL": causal,
+        "CAUSAL": inputs.causal,
         "BIAS_HAS_ROWS": bias is not None and bias.shape[2] > 1,
         "BLOCK_D": max(16, triton.next_power_of_2(headdim)),
     }

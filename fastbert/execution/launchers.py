@@ -20,7 +20,7 @@ from fastbert.layers.linear import joined_weights
 from fastbert.layers.modules import is_plain
 from fastbert.ops import checks, linear_norm
 from fastbert.ops.attention_checks import check_bias, check_lengths
-from fastbert.ops.attention_inputs import AttentionInputs
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionInputs
 from fastbert.ops.attention_places import checked_table
 from fastbert.ops.layer_norm import NARROW, LayerNormInputs
 from fastbert.ops.linear import forward_of
@@ -187,7 +187,15 @@ def _layer(layer, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]
     qkv = product(x, qkv_weight, qkv_bias, None, None, False)[0]
     q, k, v = qkv.view(rows, 3, form.nheads, form.head_dim).unbind(1)
     inputs = AttentionInputs(
-        *(q, k, v, batch.cu_seqlens, batch.max_seqlen, form.head_dim**-0.5, batch.causal),
+        *(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            form.head_dim**-0.5,
+            CAUSAL if batch.causal else EVERYWHERE,
+        ),
         *(known.bias, None, 0.0, None, 0),
     )
     attend = dispatch.launcher("attention_fwd", device, dtype)

@@ -2,7 +2,7 @@ r"""Multi-head self-attention over packed sequences of any lengths, with additiv
 
 Forward, for each sequence and head, in float32 (float64 for float64 input):
 
-    S = softmax_scale * q kᵀ + bias            causal: key j is seen by query i only where j <= i
+    S = softmax_scale * q kᵀ + bias       window (l, r): query i sees key j only where i - l <= j <= i + r
     P = softmax(S) of each row,  lse = log Σ_j exp S_ij,  D = dropout(P)
     out = gate * D v
 
@@ -11,6 +11,9 @@ Backward, with dO = gate * dout and delta = rowsum(dout ∘ out) (= rowsum(P ∘
     dv = Dᵀ dO,  dP = dropout'(dO vᵀ),  dS = P ∘ (dP - delta)
     dq = softmax_scale * dS k,  dk = softmax_scale * dSᵀ q
     dbias = Σ dS over the broadcast dimensions,  dgate = Σ_rows rowsum(dout ∘ (D v))
+
+`causal` is the window with r = 0. If k and v have fewer heads than q, each serves several neighbouring
+heads of q, and dk and dv are the sums over those.
 
 P is recomputed from lse. Nothing of size seqlen² is saved but dropout's bits, one per probability, and only
 for the devices and dtypes in `fastbert.ops.dropout.SAVED_ON`. Otherwise backward draws them again.
@@ -25,25 +28,34 @@ sequences are legal.
 Dropout bits: `fastbert.ops.dropout`, plane = head, row = row of the query in the packed layout, column =
 position of the key within its sequence. Neither max_seqlen nor the layout changes them. Saved bits are int32
 (nheads, total, ceil(max_seqlen / 32)): bit i of word w of a row belongs to key 32 w + i. Bits outside a
-sequence, and bits of pairs that `causal` forbids, are unspecified.
+sequence, and bits of pairs that the window forbids, are unspecified.
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1; backward as in Dao et al. 2022,
 "FlashAttention", sec. 3.1; gate: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?",
-eq. 1.
+eq. 1; window: Beltagy, Peters, Cohan 2020, "Longformer", sec. 3.1; fewer heads of k and v: Ainslie et al.
+2023, "GQA", sec. 2.2.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.attention_checks import check_bias, check_lengths, check_operands, check_qkv, checked_scale
+from fastbert.ops.attention_checks import (
+    check_bias,
+    check_lengths,
+    check_operands,
+    check_qkv,
+    checked_scale,
+    checked_window,
+)
 from fastbert.ops.attention_grid import bits_shape, from_grid, grid_mask, keep_mask, to_grid
-from fastbert.ops.attention_inputs import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_inputs import AttentionInputs, AttentionNeeds, Window
 from fastbert.ops.attention_places import Places, check_table, checked_table
 from fastbert.ops.dropout import SAVED_ON
 from fastbert.runtime import dispatch
@@ -61,6 +73,7 @@ def attention_ref(
     gate: Tensor | None = None,
     dropout_p: float = 0.0,
     keep_mask: Tensor | None = None,
+    window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, probs) in plain PyTorch, differentiable in q, k, v, bias and gate through out and probs.
 
@@ -75,11 +88,12 @@ def attention_ref(
             raise TypeError("max_seqlen: expected an int with cu_seqlens, got None")
         q, k, v = (to_grid(t, cu_seqlens, max_seqlen) for t in (q, k, v))
     q, k, v = (t.to(compute).transpose(1, 2) for t in (q, k, v))  # (batch, nheads, S, headdim)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     seqlen = q.shape[2]
     scores = q @ k.transpose(-1, -2) * scale
     if bias is not None:
         scores = scores + bias.to(compute)
-    allowed = grid_mask(cu_seqlens, q.shape[0], seqlen, causal, q.device)
+    allowed = grid_mask(cu_seqlens, q.shape[0], seqlen, checked_window(causal, window), q.device)
     scores = scores.masked_fill(~allowed, -math.inf)
     top = scores.detach().amax(-1, keepdim=True) if seqlen > 0 else scores.new_zeros((*scores.shape[:3], 1))
     top = top.masked_fill(top.isneginf(), 0.0)  # no allowed key: exp(-inf - 0) = 0 rather than NaN
@@ -107,8 +121,10 @@ _FORWARD_OF_TRAINING, _BACKWARD = "attention_fwd training", "attention_bwd train
 
 def _grouped(args: tuple[Any, ...]) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
     """(inputs, return_probs, save_bits, places) of the custom op's arguments."""
-    return_probs, save_bits, *more = args[_INPUTS:]
-    return AttentionInputs(*args[:_INPUTS]), return_probs, save_bits, more[0] if more else None
+    inputs, (return_probs, save_bits, *more) = AttentionInputs(*args[:_INPUTS]), args[_INPUTS:]
+    if type(inputs.window) is not Window:
+        inputs = inputs._replace(window=Window(*inputs.window))
+    return inputs, return_probs, save_bits, more[0] if more else None
 
 
 @torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
@@ -119,7 +135,7 @@ def attention_fwd(
     cu_seqlens: Tensor,
     max_seqlen: int,
     softmax_scale: float,
-    causal: bool,
+    window: Sequence[int],
     bias: Tensor | None,
     gate: Tensor | None,
     dropout_p: float,
@@ -138,8 +154,9 @@ def attention_fwd(
     broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths. `training` means
     that backward follows: the backend is then the one that serves backward.
     """
+    sides = checked_window(False, tuple(window))
     inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, sides, bias, gate, dropout_p, seed, offset
     )
     check_operands(inputs)
     check_table(places, cu_seqlens, max_seqlen, q)
@@ -172,7 +189,7 @@ def attention_bwd(
     cu_seqlens: Tensor,
     max_seqlen: int,
     softmax_scale: float,
-    causal: bool,
+    window: Sequence[int],
     bias: Tensor | None,
     gate: Tensor | None,
     dropout_p: float,
@@ -188,13 +205,14 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dgate), each of shape (0,) where not needed.
 
-    dq, dk and dv are contiguous, in q's dtype (a backend's own may be side by side where q, k and v are,
-    each with their strides); dbias has bias' shape, dgate is (nheads,), both in float32
-    (float64 for float64). `dout` is contiguous. `keep_bits` are those that forward saved; with None they are
-    drawn again.
+    dq, dk and dv are contiguous, of the shapes of q, k and v and in q's dtype (a backend's own may be side by
+    side where q, k and v are, each with their strides); dbias has bias' shape, dgate is (nheads,), both in
+    float32 (float64 for float64). `dout` is contiguous. `keep_bits` are those that forward saved; with None
+    they are drawn again.
     """
+    sides = checked_window(False, tuple(window))
     inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, sides, bias, gate, dropout_p, seed, offset
     )
     check_operands(inputs)
     check_table(places, cu_seqlens, max_seqlen, q)
@@ -214,10 +232,10 @@ def attention_bwd(
 
 
 @attention_bwd.register_fake
-def _(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, *rest):
+def _(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, *rest):
     need = AttentionNeeds(*rest[4:9])
     return (
-        *(q.new_empty(q.shape if needed else (0,)) for needed in need[:3]),
+        *(q.new_empty(t.shape if needed else (0,)) for t, needed in zip((q, k, v), need[:3], strict=True)),
         lse.new_empty(bias.shape if need.dbias else (0,)),
         lse.new_empty(gate.shape if need.dgate else (0,)),
     )
@@ -232,21 +250,21 @@ def _compiled_bwd(dout, inputs, out, lse, keep_bits, need, places):
 
 
 def _setup_context(ctx, inputs: AttentionInputs, save_bits, places, output):
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = inputs
     out, lse, _probs, keep_bits = output
     keep_bits = keep_bits if save_bits else None
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places)
     ctx.set_materialize_grads(False)
-    ctx.options = max_seqlen, softmax_scale, causal, dropout_p, offset
+    ctx.options = max_seqlen, softmax_scale, window, dropout_p, offset
 
 
 def _backward(launch, ctx, dout):
     if dout is None:
         return (None,) * 15
     q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places = ctx.saved_tensors
-    max_seqlen, softmax_scale, causal, dropout_p, offset = ctx.options
+    max_seqlen, softmax_scale, window, dropout_p, offset = ctx.options
     inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset
     )
     wanted = ctx.needs_input_grad
     need = AttentionNeeds(*wanted[:3], *wanted[7:9])
@@ -297,6 +315,7 @@ def attention(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window: tuple[int, int] | None = None,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -309,8 +328,9 @@ def attention(
     """gate * dropout(softmax(softmax_scale * q kᵀ + bias)) v, per head and per sequence.
 
     Args:
-        q, k, v: one shape and one dtype (float32, bfloat16, float16 or float64). Packed: (total, nheads,
-            headdim). Padded: (batch, seqlen, nheads, headdim); every position is a token. Views of one
+        q, k, v: one dtype (float32, bfloat16, float16 or float64). Packed: (total, nheads, headdim). Padded:
+            (batch, seqlen, nheads, headdim); every position is a token. k and v may have fewer heads, a
+            divisor kv_heads of nheads; head h of q reads their head h // (nheads // kv_heads). Views of one
             packed qkv tensor are read in place. Under autocast they are cast to its dtype, as
             scaled_dot_product_attention does (float64 is not).
         cu_seqlens: int32 (batch + 1,): 0, then the end of each sequence, not beyond `total`. None = padded
@@ -319,6 +339,8 @@ def attention(
         max_seqlen: packed layout only: at least the longest length; S below. The padded layout's S is seqlen.
         softmax_scale: headdim ** -0.5 by default.
         causal: whether a query sees only keys up to its own position.
+        window: (left, right): a query sees only keys from `left` positions before its own to `right` after
+            it, both inclusive. -1 on a side is no limit. `causal` makes `right` 0. None = no limits.
         bias: added to the scores: (nheads, S, S) or (batch, nheads, S, S), any float dtype, -inf allowed.
             Dimensions of size 1 broadcast. Differentiable. Cells past a sequence's length are not read.
         gate: (nheads,), any float dtype: a factor per head's output (a soft head mask). Differentiable.
@@ -355,14 +377,13 @@ def attention(
             raise ValueError(f"max_seqlen: expected None with the padded layout (4-D q), got {max_seqlen!r}")
         batch, max_seqlen = q.shape[:2]
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * max_seqlen
-        q, k, v = (t.reshape(batch * max_seqlen, nheads, headdim) for t in (q, k, v))
+        q, k, v = (t.reshape(batch * max_seqlen, *t.shape[2:]) for t in (q, k, v))
     else:
         cu_seqlens, max_seqlen = check_lengths(cu_seqlens, max_seqlen, q)
         batch = cu_seqlens.shape[0] - 1
     table = checked_table(places, None if padded else cu_seqlens, max_seqlen, q)
     softmax_scale = checked_scale(softmax_scale, headdim)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected a bool, got {causal!r}")
+    seen = checked_window(causal, window, None if torch.compiler.is_compiling() else max_seqlen)
     bias = check_bias(bias, batch, nheads, max_seqlen, q)
     if gate is not None:
         checks.float_tensor("gate", gate, q)
@@ -377,14 +398,14 @@ def attention(
     )
     save_bits = differentiable and dropout_p > 0 and q.dtype in SAVED_ON.get(q.device.type, ())
     inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, seen, bias, gate, dropout_p, seed, offset
     )
     if return_probs and differentiable:
         keep = (
             None if seed is None else keep_mask(seed, offset, cu_seqlens[:-1], nheads, max_seqlen, dropout_p)
         )
         with torch.autocast(q.device.type, enabled=False):
-            out, lse, probs = attention_ref(*inputs[:9], dropout_p, keep)
+            out, lse, probs = attention_ref(*inputs[:6], False, bias, gate, dropout_p, keep, seen)
     elif torch.compiler.is_compiling():
         out, lse, probs, _ = attention_fwd(*inputs, return_probs, save_bits, table, differentiable)
         lse, probs = lse.detach(), probs.detach()

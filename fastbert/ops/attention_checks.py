@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.attention_inputs import AttentionInputs
+from fastbert.ops.attention_inputs import EVERYWHERE, AttentionInputs, Window
 
 
 def check_operands(inputs: AttentionInputs) -> None:
@@ -16,7 +16,7 @@ def check_operands(inputs: AttentionInputs) -> None:
     q, k, v, cu_seqlens, max_seqlen, _, _, bias, gate, dropout_p, seed, offset = inputs
     check_qkv(q, k, v, cu_seqlens)
     for name, t in (("q", q), ("k", k), ("v", v)):
-        checks.operand(name, t, q.shape, checks.FLOATS, q, strided=True)
+        checks.operand(name, t, q.shape if name == "q" else k.shape, checks.FLOATS, q, strided=True)
     check_lengths(cu_seqlens, max_seqlen, q)
     check_bias(bias, cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, q)
     if bias is not None and bias.dim() != 4:
@@ -28,7 +28,7 @@ def check_operands(inputs: AttentionInputs) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    """One shape and one dtype; the layout that `cu_seqlens` asks for."""
+    """One dtype, one shape but for the number of heads of k and v, the layout that `cu_seqlens` asks for."""
     dims = 4 if cu_seqlens is None else 3
     if q.dim() != dims or q.shape[-1] == 0 or q.shape[-2] == 0:
         layout = (
@@ -40,7 +40,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Non
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {t.dtype}")
-        checks.shape(name, t, q.shape)
+        if t.shape != q.shape:
+            wanted = (*q.shape[:-2], (t if name == "k" else k).shape[-2:-1].numel(), q.shape[-1])
+            checks.shape(name, t, wanted)
+    if k.shape[-2] != q.shape[-2] and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
+        raise ValueError(
+            f"k: expected a number of heads that divides the {q.shape[-2]} of q, got {k.shape[-2]}"
+        )
 
 
 def check_lengths(cu_seqlens: Tensor | None, max_seqlen: int | None, q: Tensor) -> tuple[Tensor, int]:
@@ -71,6 +77,23 @@ def checked_scale(softmax_scale: float | None, headdim: int) -> float:
     if not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: expected a finite number, got {softmax_scale!r}")
     return float(softmax_scale)
+
+
+def checked_window(causal: bool, window: tuple[int, int] | None, seqlen: int | None = None) -> Window:
+    """The window of both arguments. A side that reaches over all of `seqlen` tokens, if given, is -1."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected a bool, got {causal!r}")
+    if window is None:
+        return Window(right=0) if causal else EVERYWHERE
+    if not isinstance(window, tuple) or len(window) != 2 or any(type(side) is not int for side in window):
+        raise TypeError(f"window: expected two ints (left, right), got {window!r}")
+    if min(window) < -1:
+        raise ValueError(f"window: expected sides of at least 0, or -1 for no limit, got {window!r}")
+    left, right = window
+    right = 0 if causal else right
+    if seqlen is not None:
+        left, right = (-1 if side > 0 and side >= seqlen - 1 else side for side in (left, right))
+    return Window(left, right)
 
 
 def check_bias(bias: Tensor | None, batch: int, nheads: int, seqlen: int, q: Tensor) -> checks.TensorOrNone:

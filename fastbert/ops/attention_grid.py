@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastbert.ops.attention_inputs import AttentionInputs, Window
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import lanes_of, philox_blocks, threshold
 
 
@@ -33,7 +35,7 @@ def from_grid(grid: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def grid_mask(
-    cu_seqlens: Tensor | None, batch: int, seqlen: int, causal: bool, device: torch.device
+    cu_seqlens: Tensor | None, batch: int, seqlen: int, window: Window, device: torch.device
 ) -> Tensor:
     """Which (query, key) pairs of a dense grid are real and allowed: bool (batch or 1, 1, seqlen, seqlen)."""
     position = torch.arange(seqlen, device=device)
@@ -42,9 +44,38 @@ def grid_mask(
     else:
         real = position < cu_seqlens.diff().unsqueeze(1)  # (batch, seqlen)
         allowed = (real.unsqueeze(2) & real.unsqueeze(1)).unsqueeze(1)
-    if causal:
-        allowed = allowed & (position <= position.unsqueeze(1))
-    return allowed
+    outside = outside_window(seqlen, window, device)
+    return allowed if outside is None else allowed & ~outside
+
+
+def outside_window(seqlen: int, window: Window, device: torch.device) -> TensorOrNone:
+    """Which (query, key) pairs the window forbids: bool (seqlen, seqlen), or None if it forbids none."""
+    left, right = window
+    if left < 0 and right < 0:
+        return None
+    pairs = torch.ones((seqlen, seqlen), dtype=torch.bool, device=device)
+    later = pairs.triu(right + 1) if right >= 0 else None
+    if left < 0:
+        return later
+    earlier = pairs.tril(-left - 1)
+    return earlier if later is None else earlier | later
+
+
+def with_all_heads(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with keys and values repeated for each head of q, if they have fewer."""
+    q, k, v = inputs[:3]
+    if k.shape[1] == q.shape[1]:
+        return inputs
+    each = q.shape[1] // k.shape[1]
+    return inputs._replace(k=k.repeat_interleave(each, 1), v=v.repeat_interleave(each, 1))
+
+
+def of_shared_heads(grad: Tensor, k: Tensor) -> Tensor:
+    """The gradient of k or v, (total, heads of k, headdim), from that of `with_all_heads`."""
+    if grad.dim() == 1 or grad.shape[1] == k.shape[1]:
+        return grad
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return grad.unflatten(1, (k.shape[1], -1)).sum(2, dtype=wide).to(grad.dtype)
 
 
 def keep_mask(

@@ -9,8 +9,21 @@ from torch import Tensor
 from fastbert.ops.checks import TensorOrNone
 
 
+class Window(NamedTuple):
+    """The keys a query sees: `left` before it to `right` after it, both inclusive; -1 is no limit."""
+
+    left: int = -1
+    right: int = -1
+
+
+EVERYWHERE, CAUSAL = Window(), Window(right=0)
+
+
 class AttentionInputs(NamedTuple):
-    """The arguments of forward that backward needs too; `bias` is 4-D, sizes of 1 broadcast."""
+    """The arguments of forward that backward needs too.
+
+    `bias` is 4-D, sizes of 1 broadcast. `k` and `v` may have fewer heads than `q`.
+    """
 
     q: Tensor
     k: Tensor
@@ -18,12 +31,22 @@ class AttentionInputs(NamedTuple):
     cu_seqlens: Tensor
     max_seqlen: int
     softmax_scale: float
-    causal: bool
+    window: Window
     bias: TensorOrNone
     gate: TensorOrNone
     dropout_p: float
     seed: TensorOrNone
     offset: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees all keys up to its own position, and no other."""
+        return self.window == CAUSAL
+
+    @property
+    def is_common(self) -> bool:
+        """Whether each head has keys of its own, and a query sees all of them or those up to itself."""
+        return self.k.shape[1] == self.q.shape[1] and self.window in (EVERYWHERE, CAUSAL)
 
 
 class AttentionNeeds(NamedTuple):

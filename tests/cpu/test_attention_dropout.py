@@ -9,6 +9,7 @@ import torch
 
 from fastbert.backends import cpu
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.ops.dropout import philox_keep
 from fastbert.runtime import loader
 from tests.support.cpu_attention import _C, OFFSET, SEED, backward, forward, own_dtype, randn
@@ -29,7 +30,7 @@ def test_dropout_bits(every_isa, seed, p):
     near = {"rtol": 1e-6 if dtype == torch.float32 else 2**-7, "atol": 0}
     unit = unit.unsqueeze(1).expand(-1, nheads, -1).contiguous()
     for offset in (0, 2**32 - 1):
-        rest = 1.0, False, None, None, p, seed, offset
+        rest = 1.0, EVERYWHERE, None, None, p, seed, offset
         inputs = AttentionInputs(q, q, unit, ends_of(lengths), n, *rest)
         out, lse, _, bits = cpu.attention_fwd(inputs, False, True)
         need = AttentionNeeds(False, False, True, False, False)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from fastbert.backends.aten import attention as aten_attention
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
+from fastbert.ops.attention_inputs import CAUSAL
 from tests.support.attention_inputs import DOUBLE, PLAIN, assert_near, assert_same, grads_of, qkv, serving
 from tests.support.inputs import ends_of
 
@@ -122,7 +123,7 @@ def test_grid_reads_nothing_on_the_host(dropout_p):
         q, k, v = (torch.empty(9, 2, 16, dtype=torch.bfloat16) for _ in range(3))
         bias, gate = torch.empty(3, 1, 1, 5), torch.empty(2)
         seed = torch.empty(1, dtype=torch.int64) if dropout_p else None
-        options = (cu_seqlens, 5, 0.25, True, bias, gate, dropout_p, seed, 0)
+        options = (cu_seqlens, 5, 0.25, CAUSAL, bias, gate, dropout_p, seed, 0)
         save = dropout_p > 0
         grid = AttentionInputs(q, k, v, *options)
         out, lse, probs, keep_bits = aten_attention._grid_fwd(grid, True, save)
@@ -130,7 +131,7 @@ def test_grid_reads_nothing_on_the_host(dropout_p):
         grads = aten_attention._grid_bwd(*args, None, needs)
         assert not save or aten_attention._grid_bwd(*args, keep_bits, needs)[0].shape == q.shape
         keep = keep_mask(seed, 0, cu_seqlens[:-1], 2, 5, dropout_p) if dropout_p else None
-        by_ref = attention_ref(q, k, v, *options[:6], dropout_p, keep)
+        by_ref = attention_ref(q, k, v, *options[:3], True, bias, gate, dropout_p, keep)
     assert (keep_bits.dtype, tuple(keep_bits.shape)) == (torch.int32, (2, 9, 1) if save else (0,))
     for result in ((out, lse, probs), by_ref):
         assert [tuple(t.shape) for t in result] == [(9, 2, 16), (2, 9), (3, 2, 5, 5)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.ops.dropout import keep_mask_2d, lanes_of, philox_blocks, philox_keep, philox_lanes, threshold
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
@@ -157,7 +158,7 @@ def test_every_attention_draws_the_golden_bits(seed, offset, p):
     unit = torch.cat([torch.eye(n)[:5], torch.eye(n)]).unsqueeze(1).repeat(1, 2, 1)
     seen = []
     for name, forward in kernels("attention", "attention_fwd"):
-        inputs = AttentionInputs(q, q, unit, ends, n, 1.0, False, None, None, p, where, offset)
+        inputs = AttentionInputs(q, q, unit, ends, n, 1.0, EVERYWHERE, None, None, p, where, offset)
         out, lse, _, bits = forward(inputs, False, True)
         assert bits.shape == (2, 21, 1), name
         dv = None

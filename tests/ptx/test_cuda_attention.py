@@ -13,6 +13,7 @@ import torch
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import attention as attention_args
+from fastbert.ops.attention_inputs import CAUSAL
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
@@ -542,7 +543,7 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert not serves(made((127, 128), 2, 64))
     assert not serves(made((128, 128, 0), 2, 64))
     assert not serves(made((255,), 2, 64))
-    assert not serves(inputs._replace(causal=True))
+    assert not serves(inputs._replace(window=CAUSAL))
     assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 128)))
     assert not serves(inputs._replace(**{n: getattr(inputs, n).float() for n in "qkv"}))
     for scale in (0.0, -1.0, math.nan):
@@ -570,7 +571,7 @@ def test_a_bias_is_for_the_other_kernel(emulated):
     assert "attention_hopper" in emulated.launches[-1].kernel
     fwd(inputs._replace(bias=torch.zeros(1, 1, 1, 128)), False, False)
     assert "attention_forward" in emulated.launches[-1].kernel
-    fwd(inputs._replace(causal=True), False, False)
+    fwd(inputs._replace(window=CAUSAL), False, False)
     assert "attention_forward" in emulated.launches[-1].kernel
 
 

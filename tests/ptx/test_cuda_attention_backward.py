@@ -13,6 +13,7 @@ from fastbert.backends import reference
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
 from fastbert.ops.attention import AttentionNeeds
+from fastbert.ops.attention_inputs import CAUSAL
 from fastbert.ops.attention_places import places_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases
@@ -342,7 +343,7 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert serves(inputs._replace(dropout_p=0.1, seed=SEED), NEEDS)
     for i in range(3):
         assert not serves(inputs, NEEDS._replace(**{NAMES[i]: False}))
-    assert not serves(inputs._replace(causal=True), NEEDS)
+    assert not serves(inputs._replace(window=CAUSAL), NEEDS)
     assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 9)), NEEDS)
     assert not serves(inputs._replace(gate=torch.ones(2)), NEEDS)
     for name in "qkv":

@@ -11,6 +11,7 @@ from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
 from fastbert.ops.attention_grid import keep_mask, unpack_bits
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of
@@ -30,14 +31,16 @@ def made(
     capacity=0,
     slack=0,
     p=0.0,
+    causal=False,
     device="cpu",
     **options,
 ) -> AttentionInputs:
     """Inputs whose q, k, v are views of one packed tensor; `options` replace the defaults."""
     q, k, v = randn(sum(lengths) + capacity, 3, nheads, headdim, dtype=dtype, seed=5).to(device).unbind(1)
     size, seed = max(lengths, default=0) + slack, SEED if p > 0 else None
+    window = CAUSAL if causal else EVERYWHERE
     inputs = AttentionInputs(
-        *(q, k, v, ends_of(lengths), size, headdim**-0.5, False, None, None, p, seed, 11)
+        *(q, k, v, ends_of(lengths), size, headdim**-0.5, window, None, None, p, seed, 11)
     )._replace(**options)
     return AttentionInputs(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs))
 
@@ -75,8 +78,8 @@ def forward_truth(inputs: AttentionInputs, sums: tuple[float, float] | None):
 
     `sums`: what sums in float32 may cost, relative to their terms and absolute.
     """
-    q, k, v, ends, size, scale, causal, bias, gate, p, _, _ = in_float64(inputs)
-    options = dict(softmax_scale=scale, causal=causal, bias=bias, dropout_p=p, keep_mask=drawn(inputs))
+    q, k, v, ends, size, scale, window, bias, gate, p, _, _ = in_float64(inputs)
+    options = dict(softmax_scale=scale, window=window, bias=bias, dropout_p=p, keep_mask=drawn(inputs))
     out, lse, _ = attention_ref(q, k, v, ends, size, gate=gate, **options)
     positive = None if gate is None else gate.abs()
     terms, *_ = attention_ref(q, k, v.abs(), ends, size, gate=positive, **options)

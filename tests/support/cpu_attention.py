@@ -10,6 +10,7 @@ from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
 from fastbert.ops.attention_grid import keep_mask
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 from fastbert.runtime import loader
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of
@@ -53,7 +54,8 @@ def inputs_of(
     """The operands of the op."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     longest, seed = max(lengths, default=0) + slack, SEED if p else None
-    return AttentionInputs(q, k, v, ends_of(lengths), longest, scale, causal, bias, gate, p, seed, OFFSET)
+    window = CAUSAL if causal else EVERYWHERE
+    return AttentionInputs(q, k, v, ends_of(lengths), longest, scale, window, bias, gate, p, seed, OFFSET)
 
 
 def forward(q, k, v, lengths, probs=False, **options):

@@ -29,6 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
@@ -131,7 +132,7 @@ def attention_inputs(
         t(batch + 1, dtype=I32),
         max_seqlen,
         scale,
-        causal,
+        CAUSAL if causal else EVERYWHERE,
         None if bias is None else t(*bias),
         t(nheads) if gate else None,
         dropout_p,

@@ -25,10 +25,14 @@ from fastbert.ops.attention_grid import (
     from_grid,
     grid_mask,
     keep_mask,
+    of_shared_heads,
+    outside_window,
     pack_bits,
     to_grid,
     unpack_bits,
+    with_all_heads,
 )
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS
@@ -50,7 +54,9 @@ def attention_fwd(
 ) -> tuple[Tensor, ...]:
     if inputs.q.device.type != "cpu":
         return _grid_fwd(inputs, return_probs, save_bits)
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = (
+        with_all_heads(inputs)
+    )
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
     out = q.new_empty(q.shape)
@@ -63,14 +69,15 @@ def attention_fwd(
     fused = flash is not None
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
         qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (q, k, v))
-        mask = _mask(bias, sequences, length, heads, causal, qs, fused)
+        mask = _mask(bias, sequences, length, heads, window, qs, fused)
         if flash is not None:
-            o, run_lse = flash(qs, ks, vs, 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale)
+            alone = mask is None and window == CAUSAL
+            o, run_lse = flash(qs, ks, vs, 0.0, alone, attn_mask=mask, scale=softmax_scale)
             if bias is not None:  # the kernel returns 0 for a wholly masked row
                 run_lse = run_lse.masked_fill(mask.isneginf().all(-1), -math.inf)
         else:
             keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
-            blocked = _future(length, qs) if causal else None
+            blocked = outside_window(length, window, q.device)
             o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, blocked, softmax_scale, keep, dropout_p)
             if return_probs:
                 probs[sequences, heads, :length, :length] = p
@@ -82,7 +89,7 @@ def attention_fwd(
         _run(out, rows, length, heads).copy_(o)
         _run(lse.t(), rows, length, heads).copy_(run_lse)
     if fused and not _finite_scores(q[: ends[-1]], k[: ends[-1]], bias, softmax_scale, compute):
-        _repair(out, lse, q, k, v, ends, softmax_scale, causal, bias, gate)
+        _repair(out, lse, q, k, v, ends, softmax_scale, window, bias, gate)
     if ends[-1] < total:
         out[ends[-1] :], lse[:, ends[-1] :] = 0, 0
     return out, lse, probs, keep_bits
@@ -99,7 +106,8 @@ def attention_bwd(
 ) -> tuple[Tensor, ...]:
     if inputs.q.device.type != "cpu":
         return _grid_bwd(dout, inputs, out, lse, keep_bits, need)
-    q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    given = with_all_heads(inputs)
+    q, k, v, cu_seqlens, _, softmax_scale, window, bias, gate, dropout_p, seed, offset = given
     (total, nheads, _), compute = q.shape, lse.dtype
     grads = dq, dk, dv = [q.new_empty(q.shape if needed else (0,)) for needed in need[:3]]
     dbias = lse.new_zeros(bias.shape if need.dbias else (0,))
@@ -107,8 +115,8 @@ def attention_bwd(
     ends = cu_seqlens.tolist()
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, False):
         do, qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (dout, q, k, v))
-        mask = _mask(bias, sequences, length, heads, causal, qs, False)
-        blocked = _future(length, qs) if causal else None
+        mask = _mask(bias, sequences, length, heads, window, qs, False)
+        blocked = outside_window(length, window, q.device)
         if keep_bits is None:
             keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
         else:
@@ -130,7 +138,7 @@ def attention_bwd(
     if ends[-1] < total:
         for grad in grads:
             grad[ends[-1] :] = 0
-    return dq, dk, dv, dbias, dgate
+    return dq, *(of_shared_heads(grad, inputs.k) for grad in (dk, dv)), dbias, dgate
 
 
 def _finite_scores(q, k, bias, softmax_scale, compute):
@@ -144,15 +152,15 @@ def _finite_scores(q, k, bias, softmax_scale, compute):
     return bool(most.isfinite())
 
 
-def _repair(out, lse, q, k, v, ends, softmax_scale, causal, bias, gate):
+def _repair(out, lse, q, k, v, ends, softmax_scale, window, bias, gate):
     """Replace the rows of out and lse on which the fused kernel and explicit products do not agree.
 
     All other rows keep their bits.
     """
     for sequences, rows, length, heads in _runs(ends, q.shape[1], q.dtype, False):
         qs, ks, vs = (_run(t, rows, length, heads).to(lse.dtype) for t in (q, k, v))
-        mask = _mask(bias, sequences, length, heads, causal, qs, False)
-        blocked = _future(length, qs) if causal else None
+        mask = _mask(bias, sequences, length, heads, window, qs, False)
+        blocked = outside_window(length, window, q.device)
         o, run_lse, _ = _explicit_fwd(qs, ks, vs, mask, blocked, softmax_scale, None, 0.0)
         if gate is not None:
             o = o * gate[heads].to(o.dtype).reshape(-1, 1, 1)
@@ -203,26 +211,22 @@ def _cut(bias, sequences, length, heads):
     return bias[:, :, :length, :length]
 
 
-def _mask(bias, sequences, length, heads, causal, like, fused) -> TensorOrNone:
+def _mask(bias, sequences, length, heads, window, like, fused) -> TensorOrNone:
     """What is added to a run's scores, 4-D or None.
 
-    The fused kernel takes a bias with the causal mask in it, and applies the mask itself without a bias.
+    The fused kernel takes a bias with the window in it. Without a bias it applies a causal mask itself.
     """
-    if bias is None:
+    if bias is None and (not fused or window in (EVERYWHERE, CAUSAL)):
         return None
-    mask = _cut(bias, sequences, length, heads).to(like.dtype)
+    mask = like.new_zeros(1, 1, 1, 1) if bias is None else _cut(bias, sequences, length, heads).to(like.dtype)
     if not fused:
         return mask
-    if causal:
-        mask = mask.masked_fill(_future(length, like), -math.inf)
+    outside = outside_window(length, window, like.device)
+    if outside is not None:
+        mask = mask.masked_fill(outside, -math.inf)
     elif mask.stride(-1) not in (0, 1):  # the fused kernel reads no other
         mask = mask.contiguous()
     return mask.expand(*mask.shape[:2], length, length)
-
-
-def _future(length, like):
-    """The scores that a causal mask hides, (length, length); to overwrite, since adding -inf keeps a NaN."""
-    return torch.ones((length, length), dtype=torch.bool, device=like.device).triu(1)
 
 
 def _keep(first_rows, seqlen, heads, dropout_p, seed, offset) -> TensorOrNone:
@@ -286,7 +290,9 @@ def _explicit_bwd(
 
 
 def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = (
+        with_all_heads(inputs)
+    )
     total, nheads, headdim = q.shape
     compute = compute_dtype(q)
     batch = cu_seqlens.shape[0] - 1
@@ -297,7 +303,7 @@ def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     for chunk in _chunks(batch, nheads, max_seqlen):
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
         qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (q, k, v))
-        mask, blocked = _grid_masks(ends, max_seqlen, causal, bias, chunk, compute)
+        mask, blocked = _grid_masks(ends, max_seqlen, window, bias, chunk, compute)
         keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
         o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, blocked, softmax_scale, keep, dropout_p)
         if return_probs:
@@ -319,7 +325,9 @@ def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
 
 
 def _grid_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = (
+        with_all_heads(inputs)
+    )
     total, nheads, headdim = q.shape
     compute = lse.dtype
     batch = cu_seqlens.shape[0] - 1
@@ -330,7 +338,7 @@ def _grid_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Attentio
     for chunk in _chunks(batch, nheads, max_seqlen):
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
         do, qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (dout, q, k, v))
-        mask, blocked = _grid_masks(ends, max_seqlen, causal, bias, chunk, compute)
+        mask, blocked = _grid_masks(ends, max_seqlen, window, bias, chunk, compute)
         if keep_bits is None:
             keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
         else:
@@ -352,7 +360,7 @@ def _grid_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Attentio
         from_grid(torch.cat(grad), cu_seqlens, total).to(q.dtype) if grad else q.new_empty(0)
         for grad in grads
     )
-    return dq, dk, dv, dbias, dgate
+    return dq, *(of_shared_heads(grad, inputs.k) for grad in (dk, dv)), dbias, dgate
 
 
 def _chunks(batch, nheads, max_seqlen):
@@ -363,9 +371,9 @@ def _chunks(batch, nheads, max_seqlen):
     return [slice(b, min(b + step, batch)) for b in range(0, batch, step)]
 
 
-def _grid_masks(ends, max_seqlen, causal, bias, chunk, compute):
+def _grid_masks(ends, max_seqlen, window, bias, chunk, compute):
     """(what is added to the dense scores or None, which of them are blocked)."""
-    blocked = ~grid_mask(ends, ends.shape[0] - 1, max_seqlen, causal, ends.device)
+    blocked = ~grid_mask(ends, ends.shape[0] - 1, max_seqlen, window, ends.device)
     if bias is None:
         return None, blocked
     return (bias[chunk] if bias.shape[0] > 1 else bias).to(compute), blocked

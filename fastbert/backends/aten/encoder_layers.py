@@ -7,7 +7,7 @@ from torch import Tensor
 from fastbert.backends.aten.attention import attention_fwd
 from fastbert.backends.aten.layer_norm import layer_norm_fwd
 from fastbert.backends.aten.linear import linear_fwd
-from fastbert.ops.attention_inputs import AttentionInputs
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionInputs
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.encoder_layers import LayersInputs, first_rows
 from fastbert.ops.layer_norm import LayerNormInputs
@@ -22,9 +22,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
 def encoder_layers_fwd(inputs: LayersInputs) -> list[Tensor]:
     x, stack, cu_seqlens, max_seqlen, bias, causal, first_only, states = inputs
     found = []
+    window = CAUSAL if causal else EVERYWHERE
     for number, w in enumerate(stack.layers):
         qkv = _product(x, w.qkv_weight, w.qkv_bias).view(-1, 3, w.nheads, w.headdim).unbind(1)
-        how = cu_seqlens, max_seqlen, w.headdim**-0.5, causal, bias, None, 0.0, None, 0
+        how = cu_seqlens, max_seqlen, w.headdim**-0.5, window, bias, None, 0.0, None, 0
         context = attention_fwd(AttentionInputs._make((*qkv, *how)), False, False)[0].flatten(1)
         if first_only and number == len(stack.layers) - 1:
             x, context = first_rows(x, cu_seqlens), first_rows(context, cu_seqlens)

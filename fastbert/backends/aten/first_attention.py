@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastbert.backends.aten.attention import attention_fwd
 from fastbert.ops.attention import AttentionInputs
+from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.first_attention import FirstAttentionInputs
 
@@ -72,7 +73,7 @@ def _by_attention(inputs: FirstAttentionInputs):
     queries = torch.zeros_like(k).index_add(0, starts, torch.where(filled[:, :, None], q, 0))
     gate = None if gate is None else gate.contiguous()
     all_rows = AttentionInputs(
-        queries, k, v, cu_seqlens, max_seqlen, softmax_scale, False, bias, gate, 0.0, None, 0
+        queries, k, v, cu_seqlens, max_seqlen, softmax_scale, EVERYWHERE, bias, gate, 0.0, None, 0
     )
     rows = attention_fwd(all_rows, False, False)[0].index_select(0, starts).flatten(1)
     return torch.where(filled, rows, 0)

@@ -1,7 +1,8 @@
 """`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
-The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
-go to the next backend, and so do backward and dropout in float32: its kernel is forward for inference.
+The kernels have heads of HEADDIMS, each with its own keys, and 16-byte accesses. Calls with other heads or
+alignments, `probs`, or a window that is not causal go to the next backend, and so do backward and dropout in
+float32: its kernel is forward for inference.
 Forward's kernels find their sequence in cu_seqlens; backward's kernels read a table of places if they get
 one.
 """
@@ -74,7 +75,7 @@ def attention_fwd(
 ) -> tuple[Tensor, ...]:
     q = inputs.q
     dtypes = dispatch.HALF if inputs.dropout_p > 0 else DTYPES
-    if return_probs or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
+    if return_probs or not inputs.is_common or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
         following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
         return following(inputs, return_probs, save_bits, places)
     return forward(inputs, save_bits, hopper_serves(inputs))
@@ -111,7 +112,7 @@ def attention_bwd(
     places: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     q = inputs.q
-    if not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
+    if not inputs.is_common or not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
         following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
         return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
-from fastbert.ops.attention_grid import bits_shape, keep_mask, pack_bits
+from fastbert.ops.attention_grid import bits_shape, keep_mask, of_shared_heads, pack_bits, with_all_heads
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS
@@ -22,7 +22,9 @@ DTYPES = FLOATS
 def attention_fwd(
     inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = (
+        with_all_heads(inputs)
+    )
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
     out = q.new_zeros(q.shape)
@@ -35,7 +37,7 @@ def attention_fwd(
         o, sequence_lse, p = attention_ref(
             *(q[rows].to(compute)[None], k[rows].to(compute)[None], v[rows].to(compute)[None]),
             softmax_scale=softmax_scale,
-            causal=causal,
+            window=window,
             bias=None if bias is None else _cut(bias, b, length),
             gate=gate,
             dropout_p=dropout_p,
@@ -60,7 +62,8 @@ def attention_bwd(
     need: AttentionNeeds,
     places: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    given = with_all_heads(inputs)
+    q, k, v, cu_seqlens, _, softmax_scale, window, bias, gate, dropout_p, seed, offset = given
     compute, nheads = lse.dtype, q.shape[1]
     dq, dk, dv = (q.new_zeros(q.shape if needed else (0,)) for needed in need[:3])
     dbias = lse.new_zeros(bias.shape if need.dbias else (0,))
@@ -72,7 +75,7 @@ def attention_bwd(
         p = attention_ref(
             *(qs.transpose(0, 1)[None], ks.transpose(0, 1)[None], vs.transpose(0, 1)[None]),
             softmax_scale=softmax_scale,
-            causal=causal,
+            window=window,
             bias=None if bias is None else _cut(bias, b, length),
         )[2][0]  # (nheads, length, length)
         dropped = p if keep is None else p * keep[0] / (1.0 - dropout_p)
@@ -93,7 +96,7 @@ def attention_bwd(
         if need.dbias:
             part = _cut(dbias, b, length)  # a view
             part += ds.unsqueeze(0).sum_to_size(part.shape)
-    return dq, dk, dv, dbias, dgate
+    return dq, *(of_shared_heads(grad, inputs.k) for grad in (dk, dv)), dbias, dgate
 
 
 def _sequences(cu_seqlens):

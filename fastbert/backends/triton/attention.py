@@ -19,12 +19,16 @@ def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
     return kernels("attention_places").attention_places(cu_seqlens, total, max_seqlen)
 
 
+def _takes(inputs: AttentionInputs) -> bool:
+    """Whether the kernels compute such calls. No BERT has wider heads; the kernels would spill."""
+    return inputs.is_common and inputs.q.shape[-1] <= kernels("attention").MAX_HEADDIM
+
+
 def attention_fwd(
     inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     module = kernels("attention")
-    # No BERT has wider heads; the kernel would spill.
-    backend = aten if inputs.q.shape[-1] > module.MAX_HEADDIM else module
+    backend = module if _takes(inputs) else aten
     return backend.attention_fwd(inputs, return_probs, save_bits, places)
 
 
@@ -37,6 +41,5 @@ def attention_bwd(
     need: AttentionNeeds,
     places: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    wide = inputs.q.shape[-1] > kernels("attention").MAX_HEADDIM
-    backend = aten if wide else kernels("attention_backward")
+    backend = kernels("attention_backward") if _takes(inputs) else aten
     return backend.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)

@@ -22,6 +22,7 @@ class AttentionCase(Case):
     Attributes:
         padded: (batch, seqlen, …) layout; the lengths must be equal.
         capacity: rows past cu_seqlens[-1].
+        kv_heads: heads of k and v; 0 means `nheads`.
         slack: how much max_seqlen exceeds the longest length.
         bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S) or "keys"
             (batch, 1, 1, S).
@@ -38,6 +39,8 @@ class AttentionCase(Case):
     capacity: int = 0
     slack: int = 0
     causal: bool = False
+    window: tuple[int, int] | None = None
+    kv_heads: int = 0
     bias: str = ""
     masked: bool = False
     gate: bool = False
@@ -49,10 +52,10 @@ class AttentionCase(Case):
 
     op = "attention"
     marks = (
-        "padded causal masked gate packed_qkv lse probs "
+        "padded causal masked gate packed_qkv lse probs window=window{} kv_heads=kv{} "
         "bias=bias_{} capacity=capacity{} slack=slack{} dropout_p=dropout sharpness=sharp{:g}"
     )
-    options = ("causal", "dropout_p")
+    options = ("causal", "window", "dropout_p")
     grad_inputs = ("q", "k", "v", "qkv", "bias", "gate")
 
     @property
@@ -78,9 +81,12 @@ class AttentionCase(Case):
         g, randn = draws(seed, dtype, device)
         rows = (len(self.lengths), self.lengths[0]) if self.padded else (self.total,)
         if self.packed_qkv:
-            tensors = {"qkv": randn(*rows, 3, self.nheads, self.headdim)}
+            tensors = {"qkv": randn(*rows, sum(self._heads), self.headdim)}
         else:
-            tensors = {name: randn(*rows, self.nheads, self.headdim) for name in "qkv"}
+            tensors = {
+                name: randn(*rows, heads, self.headdim)
+                for name, heads in zip("qkv", self._heads, strict=True)
+            }
             tensors["q"] *= self.sharpness
         return {
             **tensors,
@@ -89,6 +95,11 @@ class AttentionCase(Case):
             "gate": 1 + 0.5 * randn(self.nheads) if self.gate else None,
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
         }
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        """The numbers of heads of q, k and v."""
+        return self.nheads, *(self.kv_heads or self.nheads,) * 2
 
     def _bias(self, randn, g):
         if not self.bias:
@@ -106,7 +117,7 @@ class AttentionCase(Case):
     def _apart(self, qkv=None, **inputs):
         """Arguments of the op: q, k and v apart."""
         inputs["max_seqlen"] = None if self.padded else self.max_seqlen
-        return inputs if qkv is None else inputs | dict(zip("qkv", qkv.unbind(-3), strict=True))
+        return inputs if qkv is None else inputs | dict(zip("qkv", qkv.split(self._heads, -2), strict=True))
 
     def _pick(self, out, lse, probs):
         return (out, *((lse,) if self.lse else ()), *((probs,) if self.probs else ()))
@@ -147,13 +158,17 @@ class AttentionCase(Case):
     def _eager_batch(self, q, k, v, bias, gate, keep):
         """What an eager Transformers model runs, on (batch, seqlen, nheads, headdim)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = torch.matmul(q, k.transpose(-1, -2)) * self.headdim**-0.5
         if bias is not None:
             scores = scores + bias
-        if self.causal:
-            n = scores.shape[-1]
-            future = torch.ones((n, n), dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(future, -math.inf)
+        distance = torch.arange(scores.shape[-1], device=q.device)
+        distance = distance - distance[:, None]  # from the query to the key
+        left, right = self.window or (-1, -1)
+        if self.causal or right >= 0:
+            scores = scores.masked_fill(distance > (0 if self.causal else right), -math.inf)
+        if left >= 0:
+            scores = scores.masked_fill(distance < -left, -math.inf)
         lse = torch.logsumexp(scores.detach().float(), -1)
         empty = scores.isneginf().all(-1, keepdim=True)  # eager's NaN would be no yardstick
         probs = torch.softmax(scores.masked_fill(empty, 0.0), -1, dtype=torch.float32).to(q.dtype)
@@ -175,13 +190,14 @@ class AttentionCase(Case):
         dout = self.headdim**0.5 + 3.0  # norm of a row of randn
         base = 4 * torch.finfo(torch.float32).eps * (1 + q * k * scale) / (1.0 - self.dropout_p)
         ds = base * dout * v
+        summed = longest * (self.nheads // self._heads[1])  # over the queries of all heads
         floors = {
             "out": base * v,
             "lse": base,
             "probs": base,
             "dq": ds * scale * k,
-            "dk": ds * scale * q * longest**0.5,  # a sum over the queries
-            "dv": base * dout * longest**0.5,
+            "dk": ds * scale * q * summed**0.5,
+            "dv": base * dout * summed**0.5,
             "dbias": ds * len(self.lengths) ** 0.5,
             "dgate": base * dout * v * total**0.5,
         }
@@ -189,7 +205,13 @@ class AttentionCase(Case):
         return floors[name]
 
     def flops(self) -> int:
-        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        left, right = self.window or (-1, -1)
+        right = 0 if self.causal else right
+        pairs = 0
+        for n in self.lengths:
+            pairs += n * n
+            # keys that no query sees on a side with a limit: 1 + 2 + ... of them
+            pairs -= sum((n - 1 - side) * (n - side) // 2 for side in (left, right) if 0 <= side < n)
         return 4 * pairs * self.nheads * self.headdim
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -224,6 +246,12 @@ CASES = [
     AttentionCase((20, 20, 20, 7, 7), 2, 64),  # runs of equal length
     AttentionCase((50, 3, 29), 2, 64, causal=True, lse=True),
     AttentionCase((24, 24), 2, 32, padded=True, causal=True, bias="shared", masked=True),
+    AttentionCase((150, 9, 90), 2, 64, window=(16, 16), packed_qkv=True, lse=True),
+    AttentionCase((40, 23), 2, 32, window=(5, -1), bias="keys", masked=True, dropout_p=0.25, gate=True),
+    AttentionCase((70, 33), 2, 16, window=(9, 30), causal=True, bias="sequence", probs=True, lse=True),
+    AttentionCase((19, 19), 1, 64, padded=True, window=(0, 3)),
+    AttentionCase((200, 65), 6, 64, kv_heads=2, packed_qkv=True, lse=True),
+    AttentionCase((90, 11), 4, 32, kv_heads=1, window=(20, 12), bias="sequence", gate=True, dropout_p=0.1),
     AttentionCase((37, 12), 3, 32, bias="shared", slack=3, lse=True),  # relative positions
     AttentionCase((37, 12, 37), 3, 64, bias="sequence", masked=True, lse=True),
     AttentionCase((30, 11), 4, 64, gate=True),

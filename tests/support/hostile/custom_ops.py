@@ -9,6 +9,7 @@ import torch
 
 from fastbert.ops import attention as attention_op
 from fastbert.ops import attention_places as places_op
+from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.runtime import dispatch
 from tests.support.hostile.fences import fenced_outputs
 from tests.support.hostile.values import (
@@ -57,7 +58,7 @@ def attention_operands():
         "cu_seqlens": ints(*ENDS, dtype=INT32),
         "max_seqlen": LONGEST,
         "softmax_scale": 0.5,
-        "causal": False,
+        "window": EVERYWHERE,
         "bias": floats(*CELLS),
         "gate": floats(HEADS),
         **dropped(),
