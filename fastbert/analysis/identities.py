@@ -32,6 +32,7 @@ from fastbert.layers.packing import positions_of
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention, attention_bwd
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 
 MAX_BYTES = 256 << 20
 
@@ -135,7 +136,7 @@ class Probabilities:
             # only gradients that are not computed here would read `out`, so `k` fills its place
             dv = attention_bwd(
                 *(dout, self.q, self.k, self.k, self.k, lse, self.cu_seqlens, self.max_seqlen, self.scale),
-                *(self.causal, self._grid_bias(), None, 0.0, None, 0, None),
+                *(CAUSAL if self.causal else EVERYWHERE, self._grid_bias(), None, 0.0, None, 0, None),
                 *(False, False, True, False, False),
             )[2]
             found.append(dv[..., : part.shape[-1]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def checked_scale(softmax_scale: float | None, headdim: int) -> float:
     return float(softmax_scale)
 
 
-def checked_window(causal: bool, window: tuple[int, int] | None, seqlen: int | None = None) -> Window:
+def checked_window(causal: bool, window: Sequence[int] | None, seqlen: int | None = None) -> Window:
     """The window of both arguments. A side that reaches over all of `seqlen` tokens, if given, is -1."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected a bool, got {causal!r}")

@@ -73,7 +73,7 @@ def attention_fwd(
         if flash is not None:
             alone = mask is None and window == CAUSAL
             o, run_lse = flash(qs, ks, vs, 0.0, alone, attn_mask=mask, scale=softmax_scale)
-            if bias is not None:  # the kernel returns 0 for a wholly masked row
+            if bias is not None and mask is not None:  # the kernel returns 0 for a wholly masked row
                 run_lse = run_lse.masked_fill(mask.isneginf().all(-1), -math.inf)
         else:
             keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)

@@ -99,7 +99,8 @@ class AttentionCase(Case):
     @property
     def _heads(self) -> tuple[int, int, int]:
         """The numbers of heads of q, k and v."""
-        return self.nheads, *(self.kv_heads or self.nheads,) * 2
+        kv_heads = self.kv_heads or self.nheads
+        return self.nheads, kv_heads, kv_heads
 
     def _bias(self, randn, g):
         if not self.bias:
