@@ -34,6 +34,7 @@ OPS = (
     "linear_norm",
     "packing",
     "pooling",
+    "rotary",
 )
 # Ops without a backward.
 INFERENCE_ONLY = ("encoder_layers", "first_attention", "linear_int8", "linear_norm")
@@ -66,6 +67,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear_norm": ("aten", "reference"),
         "packing": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
+        "rotary": ("aten", "reference"),
     },
     # All of "cuda" was ranked by a count of bytes, before bench/results had a row of a GPU. What serves is
     # what a device's own self-checks find: on an H100 most as ranked, but LayerNorm's forward by `triton` (24
@@ -127,6 +129,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "packing": ("triton", "aten", "reference"),
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.
         "pooling": ("triton", "aten", "reference"),
+        "rotary": ("aten", "reference"),
     },
 }
 # Kinds of calls by their rows -> the most rows of each kind; calls with more rows have no such word.

@@ -19,7 +19,7 @@ import torch
 from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.runtime import dispatch, loader
 from tests.support.hostile.custom_ops import OPS, differ
-from tests.support.hostile.public_ops import PUBLIC, layer_call, layer_operands
+from tests.support.hostile.public_ops import PUBLIC, TABLES, layer_call, layer_operands
 from tests.support.hostile.values import DIM, HEADS, floats
 
 _C = loader.extension
@@ -72,6 +72,7 @@ def test_the_negative_bit_changes_nothing(name, make):
         "encoder_layer": [None],
         "encoder_layers": ["aten", "reference"],
         "pooling": ["aten", "reference"],
+        "rotary": ["aten", "reference"],
         "first_attention": ["aten", "reference"],
         "linear_norm": ["aten", "reference"],
     }
@@ -81,7 +82,7 @@ def test_the_negative_bit_changes_nothing(name, make):
             for operands in (base, lazy):
                 leaves = {
                     n: t.detach().requires_grad_()
-                    if isinstance(t, torch.Tensor) and t.is_floating_point()
+                    if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in TABLES
                     else t
                     for n, t in operands.items()
                 }
@@ -100,10 +101,12 @@ def test_the_negative_bit_changes_nothing(name, make):
 @needs_kernels
 @pytest.mark.parametrize("name", [name for name in LAZY if name not in INFERENCE_ONLY])
 def test_a_gradient_of_zero_without_memory(name):
-    for backend in ["aten", "reference"] if name == "pooling" else ["cpu", "aten", "reference"]:
+    for backend in ["aten", "reference"] if name in ("pooling", "rotary") else ["cpu", "aten", "reference"]:
         with dispatch.use_backend(backend):
             leaves = {
-                n: t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+                n: t.requires_grad_()
+                if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in TABLES
+                else t
                 for n, t in PUBLIC[name].args().items()
             }
             y = PUBLIC[name].function(**leaves)
@@ -180,6 +183,7 @@ FROM_FORWARD = {
     "linear_cross_entropy_bwd": ("dloss", "lse", "count", "logits"),
     "packing_bwd": ("x", "indices"),
     "pooling_bwd": ("dy", "y"),
+    "rotary_bwd": ("dy", "cos", "sin", "positions"),
 }
 
 

@@ -16,6 +16,7 @@ from fastbert.backends.aten import (
     linear_norm,
     packing,
     pooling,
+    rotary,
 )
 from fastbert.backends.aten.attention import attention_bwd, attention_fwd
 from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
@@ -33,6 +34,7 @@ from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.linear_norm import linear_norm_fwd
 from fastbert.backends.aten.packing import packing_bwd, packing_fwd
 from fastbert.backends.aten.pooling import pooling_bwd, pooling_fwd
+from fastbert.backends.aten.rotary import rotary_bwd, rotary_fwd
 
 DTYPES = {
     "attention": attention.DTYPES,
@@ -48,6 +50,7 @@ DTYPES = {
     "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
     "pooling": pooling.DTYPES,
+    "rotary": rotary.DTYPES,
 }
 
 __all__ = [
@@ -75,6 +78,8 @@ __all__ = [
     "packing_fwd",
     "pooling_bwd",
     "pooling_fwd",
+    "rotary_bwd",
+    "rotary_fwd",
 ]
 
 

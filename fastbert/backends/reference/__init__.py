@@ -19,6 +19,7 @@ from fastbert.backends.reference import (
     linear_norm,
     packing,
     pooling,
+    rotary,
 )
 from fastbert.backends.reference.attention import attention_bwd, attention_fwd
 from fastbert.backends.reference.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
@@ -36,6 +37,7 @@ from fastbert.backends.reference.linear_int8 import linear_int8_fwd
 from fastbert.backends.reference.linear_norm import linear_norm_fwd
 from fastbert.backends.reference.packing import packing_bwd, packing_fwd
 from fastbert.backends.reference.pooling import pooling_bwd, pooling_fwd
+from fastbert.backends.reference.rotary import rotary_bwd, rotary_fwd
 
 DTYPES = {
     "attention": attention.DTYPES,
@@ -51,6 +53,7 @@ DTYPES = {
     "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
     "pooling": pooling.DTYPES,
+    "rotary": rotary.DTYPES,
 }
 
 __all__ = [
@@ -78,6 +81,8 @@ __all__ = [
     "packing_fwd",
     "pooling_bwd",
     "pooling_fwd",
+    "rotary_bwd",
+    "rotary_fwd",
 ]
 
 

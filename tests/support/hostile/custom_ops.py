@@ -28,6 +28,7 @@ from tests.support.hostile.values import (
     WRONG_IDS,
     WRONG_INDICES,
     WRONG_LABELS,
+    WRONG_POSITIONS,
     bytes_of,
     floats,
     ints,
@@ -100,6 +101,10 @@ def loss_operands(*saved):
 
 def linear_loss_operands(*saved):
     return floats(4, 5), floats(5, 5), floats(5), ints(0, 2, -100, 1), *saved, 3, -100, 0.1, 2
+
+
+def rotary_operands():
+    return floats(4, 3, 5), floats(6, 2), floats(6, 2), ints(0, 1, 5, 0), False
 
 
 def ffn_operands(*between):
@@ -235,6 +240,8 @@ OPS = {
         ("hidden",),
         ("aten",),
     ),
+    "rotary_fwd": (rotary_operands, [*WRONG_POSITIONS, {"sin": floats(5, 2)}], ("x", "cos", "sin")),
+    "rotary_bwd": (rotary_operands, [*WRONG_POSITIONS, {"sin": floats(5, 2)}], ("dy", "cos", "sin")),
 }
 OPS = {name: Op(partial(named, name, values), *rest) for name, (values, *rest) in OPS.items()}
 

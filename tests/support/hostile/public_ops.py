@@ -22,7 +22,8 @@ from fastbert.ops.linear_int8 import panel_maker as int8_panels
 from fastbert.ops.linear_norm import linear_norm
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
-from tests.support.hostile.custom_ops import attention_operands, embedding_operands
+from fastbert.ops.rotary import rotary
+from tests.support.hostile.custom_ops import attention_operands, embedding_operands, rotary_operands
 from tests.support.hostile.values import (
     BATCH,
     BIASES,
@@ -37,10 +38,14 @@ from tests.support.hostile.values import (
     WRONG_IDS,
     WRONG_INDICES,
     WRONG_LABELS,
+    WRONG_POSITIONS,
     floats,
     ints,
     panels_size,
 )
+
+# floating-point operands without a gradient
+TABLES = ("cos", "sin")
 
 
 class Public(NamedTuple):
@@ -277,6 +282,17 @@ PUBLIC = {
         pooling,
         lambda: {"hidden": floats(TOTAL, 4), "cu_seqlens": ints(*ENDS), "mode": "max"},
         [({"cu_seqlens": ints(*ends)}, words) for ends, words in WRONG_ENDS if words == "cu_seqlens"],
+    ),
+    "rotary": Public(
+        rotary,
+        lambda: dict(zip(("x", "cos", "sin", "positions"), rotary_operands(), strict=False)),
+        [
+            *((row, "positions") for row in WRONG_POSITIONS),
+            ({"cos": floats(6, 3), "sin": floats(6, 3)}, "cos"),
+            ({"sin": floats(5, 2)}, "sin"),
+            ({"x": floats(1, 4, 3, 5)}, "positions"),
+            ({"x": floats(1, 7, 3, 5), "positions": None}, "cos"),
+        ],
     ),
 }
 

@@ -56,6 +56,7 @@ WRONG_INDICES = [
     *({"indices": ints(*bad)} for bad in ((1, 2, 2**62), (-(2**63), 2, 5))),
     {"total": 7},
 ]
+WRONG_POSITIONS = [{"positions": ints(0, bad, 5, 0)} for bad in (6, -1, 2**62, -(2**63))]
 
 BIAS_SHAPES = (
     (BATCH, HEADS, LONGEST, 2),
