@@ -185,6 +185,7 @@ void bind_layer_norm(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_model_watch(py::module_& m);
 void bind_packing(py::module_& m);
+void bind_rotary(py::module_& m);
 void bind_samples(py::module_& m);
 
 }  // namespace fastbert

@@ -69,5 +69,6 @@ PYBIND11_MODULE(_C, m) {
     bind_linear(m);
     bind_model_watch(m);
     bind_packing(m);
+    bind_rotary(m);
     bind_samples(m);
 }

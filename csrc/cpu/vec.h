@@ -3,6 +3,7 @@
 //   Vec            kLanes floats
 //   load(p, n)     the first n elements of float, bf16 or fp16 at p, widened; the lanes from n on are 0.
 //   store(p, v, n) the first n lanes, rounded to nearest even. Neither touches memory past p[n - 1].
+//   neighbours(v)  each lane's neighbour: lanes 2 i and 2 i + 1 exchanged
 //   first_of_pairs(v), second_of_pairs(v)  the lower or the upper bf16 of each lane's 32 bits, widened
 //   first(v, n)    lanes from n on set to 0
 //   kept(v, bits)  lanes whose bit is 0 set to 0

@@ -30,6 +30,7 @@ FASTBERT_INLINE Vec kept(Vec v, std::uint64_t bits) {
     const __m256i own = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), lane);
     return _mm256_and_ps(v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(own, lane)));
 }
+FASTBERT_INLINE Vec neighbours(Vec v) { return _mm256_permute_ps(v, 0xB1); }
 FASTBERT_INLINE float sum(Vec v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

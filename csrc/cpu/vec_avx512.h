@@ -23,6 +23,7 @@ FASTBERT_INLINE Vec first(Vec v, int n) { return n == kLanes ? v : _mm512_maskz_
 FASTBERT_INLINE Vec kept(Vec v, std::uint64_t bits) {
     return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), v);
 }
+FASTBERT_INLINE Vec neighbours(Vec v) { return _mm512_permute_ps(v, 0xB1); }
 FASTBERT_INLINE float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 
 FASTBERT_INLINE Vec load(const float* p, int n) {

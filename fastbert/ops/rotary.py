@@ -156,13 +156,11 @@ def rotary(
 
     Source: Su et al. 2021, sec. 3.2.
     """
-    _check("x", x, cos, sin, positions)
-    if positions is None:
-        positions = _counted(x)
-    shape = x.shape
+    positions, shape = _check("x", x, cos, sin, positions), x.shape
     if len(shape) == 4:
         x = x.reshape(shape[0] * shape[1], *shape[2:])
-    args = _strided(x), cos.contiguous(), sin.contiguous(), positions.reshape(-1), bool(interleaved)
+    tables = cos.contiguous(), sin.contiguous(), positions.reshape(-1).contiguous()
+    args = _strided(x), *tables, bool(interleaved)
     if torch.compiler.is_compiling():
         return rotary_fwd(*args).view(shape)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -170,7 +168,8 @@ def rotary(
     return dispatch.call("rotary_fwd", x, *args).view(shape)
 
 
-def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    """Check all arguments; returns the positions, those that None means if need be."""
     checks.float_tensor(name, x)
     if x.dim() not in (3, 4):
         raise ValueError(
@@ -195,10 +194,11 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | N
             raise ValueError(f"positions: expected one position per row of a packed {name}, got None")
         if x.shape[1] > cos.shape[0]:
             raise ValueError(f"cos: expected a row for each of {x.shape[1]} positions, got {cos.shape[0]}")
-        return
+        return _counted(x)
     checks.int_tensor("positions", positions, x)
     checks.shape("positions", positions, x.shape[:-2])
     checks.ids_in_range("positions", "position", positions, cos.shape[0], "tables")
+    return positions
 
 
 def _counted(x: Tensor) -> Tensor:

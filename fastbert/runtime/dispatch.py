@@ -67,7 +67,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear_norm": ("aten", "reference"),
         "packing": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
-        "rotary": ("aten", "reference"),
+        "rotary": ("cpu", "aten", "reference"),
     },
     # All of "cuda" was ranked by a count of bytes, before bench/results had a row of a GPU. What serves is
     # what a device's own self-checks find: on an H100 most as ranked, but LayerNorm's forward by `triton` (24

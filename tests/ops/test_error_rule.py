@@ -57,7 +57,7 @@ LARGE = {
 }
 # ops with kernels of their own: for pairs of bfloat16, for AVX-VNNI
 OWN = {"avx512_bf16": ("attention", "linear"), "avx2_vnni": ("linear_int8",)}
-COMPILED = ("attention", "linear", "cross_entropy", "embedding", "layer_norm", "linear_int8")
+COMPILED = ("attention", "linear", "cross_entropy", "embedding", "layer_norm", "linear_int8", "rotary")
 
 
 def ways(op: str) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from fastbert.backends.cpu import (
     linear_cross_entropy,
     linear_int8,
     packing,
+    rotary,
 )
 from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
@@ -35,6 +36,7 @@ from fastbert.backends.cpu.linear_cross_entropy import (
 )
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_panels
 from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
+from fastbert.backends.cpu.rotary import rotary_bwd, rotary_fwd
 from fastbert.backends.cpu.sizes import keeps_panels, sequence_blocks
 from fastbert.runtime import loader
 
@@ -48,6 +50,7 @@ DTYPES = {
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
     "linear_int8": linear_int8.DTYPES,
     "packing": packing.DTYPES,
+    "rotary": rotary.DTYPES,
 }
 
 __all__ = [
@@ -78,6 +81,8 @@ __all__ = [
     "packing_bwd",
     "packing_fwd",
     "reads_wide",
+    "rotary_bwd",
+    "rotary_fwd",
     "sequence_blocks",
 ]
 
