@@ -340,10 +340,11 @@ def layer_norm_fwd_with(
     config: Config, inputs: "LayerNormInputs", save: bool, rounded: bool = False
 ) -> tuple[Tensor, ...]:
     """`layer_norm_fwd` with a given config, for the tuner and the tests."""
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, _, return_sum = inputs
     rows, hidden = x.shape
     seed = seed if dropout_p > 0 else None
-    save_z = save and (residual is not None or x_bias is not None or seed is not None)
+    summed = residual is not None or x_bias is not None or seed is not None
+    save_z = (save or return_sum) and summed
     wide = hidden > FWD_ONE_BLOCK
     dtype = x.dtype if residual is None else residual.dtype
     y = torch.empty((rows, hidden), dtype=dtype, device=x.device)
@@ -400,7 +401,11 @@ def layer_norm_fwd_with(
 
 
 def layer_norm_bwd(
-    dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds", drounded: Tensor | None = None
+    dy: Tensor,
+    saved: "LayerNormSaved",
+    need: "LayerNormNeeds",
+    drounded: Tensor | None = None,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias); the contract of `fastbert.ops.layer_norm.layer_norm_bwd`."""
     rows, hidden = dy.shape
@@ -417,7 +422,7 @@ def layer_norm_bwd_with(
     drounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`layer_norm_bwd` with a given config, for the tuner and the tests."""
-    z, weight, mean, rstd, dropout_p, seed, offset = saved
+    z, weight, mean, rstd, dropout_p, seed, offset = saved[:7]
     need_dx, need_dweight, need_dxbias, need_dresidual, x_dtype = need
     x_dtype = x_dtype or z.dtype
     rows, hidden = dy.shape

@@ -1,4 +1,4 @@
-r"""LayerNorm with the residual sum, the bias of the linear before it and dropout in the same pass.
+r"""LayerNorm and RMSNorm with the residual sum, the bias of the linear before and dropout in the same pass.
 
 Forward, per row of `hidden` elements, in float32 (float64 for float64 input):
 
@@ -12,7 +12,11 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dresidual = dz,  dx = dropout'(dz),  dx_bias = Σ_rows dx
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
-`z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
+RMSNorm has no mean: rstd = 1 / sqrt(Σ z² / hidden + eps), y = z * rstd * weight, and backward is the same
+without the term mean(g). Where z is returned too, as layers that normalise first need it, its gradient is
+added to dz.
+
+`z` is rounded to the storage dtype only to be saved or returned; the statistics come from the unrounded sum.
 Where `x` is of half precision and `residual` in float32, as in training under autocast, y, z and dresidual
 are in float32 and dx is in `x`'s dtype: nothing is cast before or after. Then y can be returned once more,
 rounded to `x`'s dtype, for the products that follow; its gradient is added to dy in float32.
@@ -20,7 +24,8 @@ In narrow rows that rounding is not small compared with the deviation. So half-p
 `NARROW` columns are computed and saved in float32.
 `residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
 
-Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1.
+Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1;
+Zhang, Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
 """
 
 from __future__ import annotations
@@ -40,7 +45,12 @@ NARROW = 8
 
 
 class LayerNormInputs(NamedTuple):
-    """What forward computes from; `x` is (rows, hidden), in `residual`'s dtype or in half precision."""
+    """What forward computes from; `x` is (rows, hidden), in `residual`'s dtype or in half precision.
+
+    Attributes:
+        rms: whether the norm is RMSNorm.
+        return_sum: whether z is an output also where backward does not need it.
+    """
 
     x: Tensor
     weight: Tensor
@@ -51,10 +61,12 @@ class LayerNormInputs(NamedTuple):
     dropout_p: float = 0.0
     seed: TensorOrNone = None
     offset: int = 0
+    rms: bool = False
+    return_sum: bool = False
 
 
 class LayerNormSaved(NamedTuple):
-    """What backward computes from, besides dy."""
+    """What backward computes from, besides the gradients of forward's outputs; `mean` is empty for `rms`."""
 
     z: Tensor
     weight: Tensor
@@ -63,6 +75,7 @@ class LayerNormSaved(NamedTuple):
     dropout_p: float = 0.0
     seed: TensorOrNone = None
     offset: int = 0
+    rms: bool = False
 
 
 class LayerNormNeeds(NamedTuple):
@@ -78,6 +91,16 @@ class LayerNormNeeds(NamedTuple):
 def storage_dtype(inputs: LayerNormInputs) -> torch.dtype:
     """The dtype of y and z."""
     return inputs.x.dtype if inputs.residual is None else inputs.residual.dtype
+
+
+def summed(inputs: LayerNormInputs) -> bool:
+    """Whether z differs from x."""
+    return inputs.residual is not None or inputs.x_bias is not None or inputs.dropout_p > 0
+
+
+def stores_sum(inputs: LayerNormInputs, save: bool) -> bool:
+    """Whether forward returns z; elsewhere z is empty."""
+    return (save or inputs.return_sum) and summed(inputs)
 
 
 def own_dresidual(saved: LayerNormSaved, need: LayerNormNeeds) -> bool:
@@ -103,10 +126,11 @@ def layer_norm_ref(
     eps: float = 1e-12,
     dropout_p: float = 0.0,
     keep_mask: Tensor | None = None,
+    rms: bool = False,
 ) -> Tensor:
     """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32.
 
-    `keep_mask` (the shape of `x`, bool) says which elements dropout keeps; None keeps all.
+    `keep_mask` (the shape of `x`, bool) says which elements dropout keeps; None keeps all. `rms` is RMSNorm.
     """
     compute = checks.compute_dtype(x)
     z = x.to(compute)
@@ -116,7 +140,7 @@ def layer_norm_ref(
         z = z * keep_mask / (1.0 - dropout_p)
     if residual is not None:
         z = z + residual.to(compute)
-    centred = z - z.mean(-1, keepdim=True)
+    centred = z if rms else z - z.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = centred * rstd * weight.to(compute)
     if bias is not None:
@@ -142,27 +166,29 @@ def layer_norm_fwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    rms: bool,
+    return_sum: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, z, mean, rstd) for 2-D `x`; z, mean, rstd are empty where not saved (see the module)."""
+    """(y, z, mean, rstd) for 2-D `x`; z, mean, rstd are empty where not needed (see the module)."""
     hidden = checks.matrix("x", x)[1]
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         checks.operand(name, vector, (hidden,), (x.dtype, torch.float32), x)
     checks.operand("residual", residual, x.shape, (x.dtype,), x, strided=True)
     checks.dropout(dropout_p, seed, offset, x)
-    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset)
+    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum)
     return dispatch.call(_FORWARD_OF_TRAINING if save else "layer_norm_fwd", x, inputs, save)
 
 
 @layer_norm_fwd.register_fake
-def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum, save):
+    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum)
     stats = checks.compute_dtype(x)
-    sums = residual is not None or x_bias is not None or dropout_p > 0
     rows = x.shape[0] if save else 0
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(x.shape if save and sums else (0,)),
-        x.new_empty((rows,), dtype=stats),
+        x.new_empty(x.shape if stores_sum(inputs, save) else (0,)),
+        x.new_empty((0 if rms else rows,), dtype=stats),
         x.new_empty((rows,), dtype=stats),
     )
 
@@ -177,36 +203,40 @@ def layer_norm_bwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    rms: bool,
     need_dx: bool,
     need_dweight: bool,
     need_dxbias: bool,
     need_dresidual: bool,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dresidual, dweight, dbias, dx_bias).
+    """(dx, dresidual, dweight, dbias, dx_bias); `dsum` is the gradient of the returned z.
 
     A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` includes
     dbias. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
     """
     rows, hidden = checks.matrix("z", z)
     checks.operand("dy", dy, z.shape, (z.dtype,), z, strided=True)
+    checks.operand("dsum", dsum, z.shape, (z.dtype,), z, strided=True)
     checks.operand("weight", weight, (hidden,), (z.dtype, torch.float32), z)
-    for name, statistic in (("mean", mean), ("rstd", rstd)):
-        checks.operand(name, statistic, (rows,), (checks.compute_dtype(z),), z)
+    for name, statistic, count in (("mean", mean, 0 if rms else rows), ("rstd", rstd, rows)):
+        checks.operand(name, statistic, (count,), (checks.compute_dtype(z),), z)
     checks.dropout(dropout_p, seed, offset, z)
-    saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset)
+    saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset, rms)
     need = LayerNormNeeds(need_dx, need_dweight, need_dxbias, need_dresidual)
-    return dispatch.call(_BACKWARD, dy, dy, saved, need)
+    return dispatch.call(_BACKWARD, dy, dy, saved, need, *_present(None, dsum))
 
 
 @layer_norm_bwd.register_fake
-def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual):
+def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, rms, *needs_and_dsum):
+    need_dx, need_dweight, need_dxbias, need_dresidual = needs_and_dsum[:4]
     hidden = z.shape[1]
     return (
         z.new_empty(z.shape if need_dx else (0,)),
         z.new_empty(z.shape if need_dresidual and (dropout_p > 0 or not need_dx) else (0,)),
-        mean.new_empty((hidden if need_dweight else 0,)),
-        mean.new_empty((hidden if need_dweight else 0,)),
-        mean.new_empty((hidden if need_dxbias else 0,)),
+        rstd.new_empty((hidden if need_dweight else 0,)),
+        rstd.new_empty((hidden if need_dweight else 0,)),
+        rstd.new_empty((hidden if need_dxbias else 0,)),
     )
 
 
@@ -215,26 +245,27 @@ def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight,
 
 def _setup_context(ctx, inputs: LayerNormInputs, output):
     _y, z, mean, rstd = output[:4]
-    summed = inputs.residual is not None or inputs.x_bias is not None or inputs.dropout_p > 0
-    ctx.save_for_backward(z if summed else inputs.x, inputs.weight, mean, rstd, inputs.seed)
+    ctx.save_for_backward(z if summed(inputs) else inputs.x, inputs.weight, mean, rstd, inputs.seed)
     ctx.set_materialize_grads(False)
     ctx.dropout_p, ctx.offset, ctx.x_dtype = inputs.dropout_p, inputs.offset, inputs.x.dtype
     ctx.bias_dtype = None if inputs.bias is None else inputs.bias.dtype
     ctx.x_bias_dtype = None if inputs.x_bias is None else inputs.x_bias.dtype
+    ctx.rms = inputs.rms
 
 
-def _backward(launch: Callable[..., Any], ctx: Any, dy: Any, drounded: Any = None) -> tuple[Any, ...]:
-    if dy is None and drounded is None:
-        return (None,) * 10
-    if dy is None:
-        dy, drounded = drounded.float(), None
+def _backward(
+    launch: Callable[..., Any], ctx: Any, dy: Any, drounded: Any = None, dsum: Any = None
+) -> tuple[Any, ...]:
+    if dy is None and drounded is None and dsum is None:
+        return (None,) * 12
     z, weight, mean, rstd, seed = ctx.saved_tensors
-    saved = LayerNormSaved(z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset)
+    if dy is None:
+        dy, drounded = torch.zeros_like(z) if drounded is None else drounded.float(), None
+    saved = LayerNormSaved(z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset, ctx.rms)
     x, weight_wanted, bias, residual, x_bias = ctx.needs_input_grad[:5]
     need = LayerNormNeeds(x, weight_wanted or bias, x_bias, residual, ctx.x_dtype)
-    dx, dresidual, dweight, dbias, dx_bias = launch(
-        dy.contiguous(), saved, need, *(() if drounded is None else (drounded.contiguous(),))
-    )
+    more = (None if t is None else t.contiguous() for t in (drounded, dsum))
+    dx, dresidual, dweight, dbias, dx_bias = launch(dy.contiguous(), saved, need, *_present(*more))
     if not own_dresidual(saved, need):
         dresidual = dx
     grads = (
@@ -244,40 +275,54 @@ def _backward(launch: Callable[..., Any], ctx: Any, dy: Any, drounded: Any = Non
         dresidual if residual else None,
         checks.as_dtype(dx_bias, ctx.x_bias_dtype) if x_bias else None,
     )
-    return *grads, *(None,) * 5
+    return *grads, *(None,) * 7
+
+
+# Arguments after `save` and after `need` are passed only if they say something: a backend of a third party
+# need not have them.
 
 
 def _asked(rounded: bool) -> tuple[bool, ...]:
-    """The argument after `save`, passed only if True: a backend of a third party need not have it."""
     return (True,) if rounded else ()
 
 
+def _present(drounded: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dsum is None:
+        return () if drounded is None else (drounded,)
+    return drounded, dsum
+
+
 class LayerNormFunction(torch.autograd.Function):
-    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch.
+
+    Returns (y), with `rounded` y in `x`'s dtype behind it, and with `return_sum` z at the end.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # a separate setup_context would cost an inspect.signature at every call
         inputs, (save, rounded) = LayerNormInputs(*args[:-2]), args[-2:]
         key = inputs.x if inputs.residual is None else inputs.residual
         output = dispatch.call(_FORWARD_OF_TRAINING, key, inputs, save, *_asked(rounded))
         _setup_context(ctx, inputs, output)
-        return (output[0], output[4]) if rounded else output[0]
+        ctx.rounded = rounded
+        return output[0], *output[4:], *((output[1],) if inputs.return_sum else ())
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, drounded: Tensor | None = None) -> tuple[Any, ...]:
-        grads = _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy, drounded)
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
+        drounded, dsum = (*(() if ctx.rounded else (None,)), *more, None)[:2]
+        grads = _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy, drounded, dsum)
         return *grads, None
 
 
-def _compiled_bwd(dy, saved, need):
+def _compiled_bwd(dy, saved, need, _drounded=None, dsum=None):
     """The custom op, called as a backend's `layer_norm_bwd` is; z has x's dtype there."""
-    return layer_norm_bwd(dy, *saved, *need[:4])
+    return layer_norm_bwd(dy, *saved, *need[:4], dsum)
 
 
 layer_norm_fwd.register_autograd(
-    lambda ctx, dy, *_: _backward(_compiled_bwd, ctx, dy),
+    lambda ctx, dy, dsum, *_: _backward(_compiled_bwd, ctx, dy, None, dsum),
     setup_context=lambda ctx, inputs, output: _setup_context(ctx, LayerNormInputs(*inputs[:-1]), output),
 )
 
@@ -288,7 +333,7 @@ def _takes_both(x: Tensor, residual: Tensor) -> bool:
     return mixed and x.shape[-1] > NARROW and not torch.compiler.is_compiling()
 
 
-# --- public function ----------------------------------------------------------------------------------------
+# --- public functions ---------------------------------------------------------------------------------------
 
 
 def layer_norm(
@@ -303,7 +348,8 @@ def layer_norm(
     seed: Tensor | None = None,
     offset: int = 0,
     rounded: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_sum: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """LayerNorm(residual + dropout(x + x_bias)) over the last dimension, in one pass.
 
     Args:
@@ -320,15 +366,63 @@ def layer_norm(
         offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
         rounded: whether to return (y, y in `x`'s dtype) where `x` is of half precision and y is in float32;
             elsewhere the two are one tensor.
+        return_sum: whether to return (y, z), z = residual + dropout(x + x_bias) in y's dtype. The norm is
+            that of the unrounded sum. Without residual, x_bias and dropout z is `x` itself.
 
     Returns:
-        y of the shape of `x`. An input of no rows has an output of no rows.
+        y of the shape of `x`. An input of no rows has an output of no rows. With `rounded` and `return_sum`
+        (y, y in `x`'s dtype, z).
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
 
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization".
     """
+    inputs = LayerNormInputs(
+        x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, False, return_sum
+    )
+    return _norm(inputs, rounded)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+    rounded: bool = False,
+    return_sum: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """RMSNorm(residual + dropout(x + x_bias)) over the last dimension, in one pass: no mean and no bias.
+
+    Args:
+        x: (..., hidden), float32, bfloat16, float16 or float64.
+        weight: (hidden,), of any of these dtypes.
+        residual, x_bias, dropout_p, seed, offset: as in `layer_norm`.
+        eps: added to the mean of the squares, >= 0.
+        rounded, return_sum: as in `layer_norm`.
+
+    Returns:
+        y of the shape of `x`, or what `layer_norm` returns with `rounded` or `return_sum`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+
+    Source: Zhang, Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    inputs = LayerNormInputs(
+        x, weight, None, residual, x_bias, eps, dropout_p, seed, offset, True, return_sum
+    )
+    return _norm(inputs, rounded)
+
+
+def _norm(inputs: LayerNormInputs, rounded: bool) -> Tensor | tuple[Tensor, ...]:
+    """Both norms, of arguments as they came."""
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum = inputs
     checks.float_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
@@ -347,24 +441,33 @@ def layer_norm(
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     eps = checks.eps(eps)
     seed = checks.dropout(dropout_p, seed, offset, x)
-    shape, dtype = x.shape, x.dtype if residual is None else residual.dtype
+    given, shape, dtype = x, x.shape, x.dtype if residual is None else residual.dtype
     weight, bias, x_bias = (checks.norm_vector(v, dtype) for v in (weight, bias, x_bias))
     x, weight, bias, residual, x_bias = widened(x, x, weight, bias, residual, x_bias)
     x = checks.rows(x)
     twice = rounded and x.dtype != dtype and residual is not None and residual.dtype == dtype
     residual = None if residual is None else checks.rows(residual)
-    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset)
+    inputs = LayerNormInputs(
+        x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset, rms, return_sum
+    )
+    if return_sum and not summed(inputs):
+        inputs = inputs._replace(return_sum=False)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs[:5])
-    if twice and save:
-        return tuple(y.view(shape) for y in LayerNormFunction.apply(*inputs, save, True))
     if torch.compiler.is_compiling():
-        y = layer_norm_fwd(*inputs, save)[0]
+        y, z, *_ = layer_norm_fwd(*inputs, save)
+        more = [z]
     elif save:
-        y = LayerNormFunction.apply(*inputs, save, False)
+        y, *more = LayerNormFunction.apply(*inputs, save, twice)
     else:
         key = x if residual is None else residual
-        y, _, _, _, *more = dispatch.call("layer_norm_fwd", key, inputs, save, *_asked(twice))
-        if more:
-            return y.view(shape), more[0].view(shape)
+        y, z, _, _, *more = dispatch.call("layer_norm_fwd", key, inputs, save, *_asked(twice))
+        more.append(z)
     y = checks.as_dtype(y if len(shape) == 2 else y.view(shape), dtype)
-    return (y, y) if rounded else y
+    if not rounded and not return_sum:
+        return y
+    found = [y]
+    if rounded:
+        found.append(more[0].view(shape) if twice else y)
+    if return_sum:
+        found.append(checks.as_dtype(more[-1].view(shape), dtype) if inputs.return_sum else given)
+    return tuple(found)

@@ -177,7 +177,7 @@ FROM_FORWARD = {
     "cross_entropy_bwd": ("dloss", "lse", "count"),
     "embedding_bwd": ("z", "ln_weight", "mean", "rstd", "input_ids", "position_ids", "token_type_ids"),
     "feed_forward_bwd": ("x", "up_weight", "down_weight", "pre", "inner"),
-    "layer_norm_bwd": ("dy", "weight", "mean", "rstd"),
+    "layer_norm_bwd": ("dy", "weight", "mean", "rstd", "dsum"),
     "linear_bwd": ("x", "weight", "pre"),
     "linear_cross_entropy_bwd": ("dloss", "lse", "count", "logits"),
     "packing_bwd": ("x", "indices"),

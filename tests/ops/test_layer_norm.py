@@ -1,4 +1,4 @@
-"""`layer_norm`: gradients, compilation, layouts, autocast, dropout, bad inputs.
+"""`layer_norm` and `rms_norm`: gradients, compilation, layouts, autocast, dropout, bad inputs.
 
 On every backend that serves the CPU here; the Triton kernels have a file of their own.
 """
@@ -6,12 +6,14 @@ On every backend that serves the CPU here; the Triton kernels have a file of the
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import layer_norm, layer_norm_ref, rms_norm
 from tests.support.inputs import name, randn
 from tests.support.ops import HALF, assert_compiled_is_eager, pinned
 
@@ -80,6 +82,7 @@ def test_y_once_more_is_y_where_nothing_is_rounded(backend):
 def test_reference_is_what_pytorch_defines():
     x, w, b = (randn(*s, dtype=torch.float64) for s in ((5, 12), (12,), (12,)))
     torch.testing.assert_close(layer_norm_ref(x, w, b, eps=1e-5), F.layer_norm(x, (12,), w, b, 1e-5))
+    torch.testing.assert_close(layer_norm_ref(x, w, eps=1e-5, rms=True), F.rms_norm(x, (12,), w, 1e-5))
 
 
 def test_variance_survives_a_large_mean(backend):
@@ -94,14 +97,15 @@ def test_variance_survives_a_large_mean(backend):
 # PyTorch returns NaN or infinity, depending on how it splits the row
 @pytest.mark.parametrize("hidden", [8, 70, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_a_variance_that_overflows_is_infinite(backend, dtype, hidden):
+@pytest.mark.parametrize("rms", [False, True])
+def test_a_variance_that_overflows_is_infinite(backend, rms, dtype, hidden):
     """The row is then its bias. Other rows, and their part of the gradients, are as without it."""
     x, dy = randn(4, hidden).to(dtype), randn(4, hidden).neg().to(dtype)
     w, b = 1 + 0.1 * randn(hidden).to(dtype), randn(hidden).to(dtype)
 
     def run(rows):
         leaves = [t.clone().requires_grad_() for t in (rows, w, b)]
-        y = layer_norm(*leaves)
+        y = rms_norm(*leaves[:2], eps=1e-12) + leaves[2] if rms else layer_norm(*leaves)
         return y.detach(), *torch.autograd.grad(y, leaves, dy[: len(rows)])
 
     for magnitude in (1e20, 1e30):
@@ -134,7 +138,10 @@ def test_compiled_is_eager():
     seed = torch.tensor([5])
 
     def step(x, w, b, r, xb):
-        return layer_norm(x.transpose(0, 1), w, b, residual=r, x_bias=xb, dropout_p=0.2, seed=seed, offset=4)
+        dropped = {"dropout_p": 0.2, "seed": seed, "offset": 4}
+        y, z = layer_norm(x.transpose(0, 1), w, b, residual=r, x_bias=xb, **dropped, return_sum=True)
+        y, z = rms_norm(y, w, residual=z, eps=1e-6, return_sum=True)
+        return y * rms_norm(z, w, eps=1e-6)
 
     def inputs(tokens):
         return [randn(*s, grad=True) for s in ((4, tokens, 8), (8,), (8,), (tokens, 4, 8), (8,))]
@@ -160,6 +167,57 @@ def test_dtypes_of_activations_and_parameters(backend, autocast, x_dtype, w_dtyp
         torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "dtypes", [(d, d) for d in (torch.float32, *HALF)] + [(d, torch.float32) for d in HALF]
+)
+@pytest.mark.parametrize("hidden", [8, 33, 96])
+def test_the_sum_is_returned(backend, hidden, dtypes, dropout_p, rms):
+    """It is rounded once; y is the same without it, and its gradient passes the norm."""
+    x, r = (randn(6, hidden, dtype=d, grad=True) for d in dtypes)
+    w, xb, seed = randn(hidden, grad=True), randn(hidden, grad=True), torch.tensor([5])
+    leaves, dy, dsum = (x, r, w, xb), randn(6, hidden, dtype=dtypes[1]), randn(6, hidden, dtype=dtypes[1])
+    options = {"residual": r, "x_bias": xb, "dropout_p": dropout_p, "seed": seed, "eps": 1e-5}
+    norm = rms_norm if rms else layer_norm
+    alone, (y, z) = (norm(x, w, **options, return_sum=returned) for returned in (False, True))
+    assert torch.equal(y, alone)
+    kept = x.float() + xb
+    if dropout_p:
+        kept = kept * keep_mask_2d(seed, 0, 6, hidden, dropout_p) * (1 / (1 - dropout_p))
+    torch.testing.assert_close(z, (kept + r).to(dtypes[1]), rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        for a, e in zip(norm(x, w, **options, return_sum=True), (y, z), strict=True):
+            assert torch.equal(a, e)
+    grads = {
+        way: torch.autograd.grad(heads, leaves, given, retain_graph=True, allow_unused=True)
+        for way, heads, given in (("y", y, dy), ("sum", z, dsum), ("both", (y, z), (dy, dsum)))
+    }
+    for a, e in zip(grads["y"], torch.autograd.grad(alone, leaves, dy), strict=True):
+        assert torch.equal(a, e)
+    assert torch.equal(grads["sum"][1], dsum)
+    assert not grads["sum"][2].any()
+    for both, *each in zip(*(grads[way] for way in ("both", "y", "sum")), strict=True):
+        tolerance = 1e-5 if both.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(both, each[0] + each[1], rtol=tolerance, atol=3 * tolerance)
+
+
+def test_the_sum_of_x_alone_is_x(backend):
+    x, w = randn(3, 16, grad=True), randn(16)
+    for norm in (layer_norm, partial(rms_norm, eps=1e-6)):
+        y, z = norm(x, w, return_sum=True)
+        assert z is x
+        (dx,) = torch.autograd.grad((y, z), x, (torch.zeros(3, 16), torch.ones(3, 16)))
+        assert torch.equal(dx, torch.ones(3, 16))
+
+
+def test_rounded_and_sum(backend):
+    x, r, w = randn(3, 16).bfloat16(), randn(3, 16), randn(16)
+    y, rounded, z = layer_norm(x, w, residual=r, rounded=True, return_sum=True)
+    assert torch.equal(rounded, y.bfloat16())
+    assert torch.equal(z, x + r)
+
+
 X, W = torch.ones(2, 3), torch.ones(3)
 SEED = torch.tensor([1])
 DROPPED = {"dropout_p": 0.1, "seed": SEED}
@@ -181,5 +239,6 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
 def test_bad_inputs(change, error, message):
-    with pytest.raises(error, match=message):
-        layer_norm(**{"x": X, "weight": W, **change})
+    for norm in (layer_norm, partial(rms_norm, eps=1e-6))[: 1 + ("bias" not in change)]:
+        with pytest.raises(error, match=message):
+            norm(**{"x": X, "weight": W, **change})

@@ -11,7 +11,7 @@ from tests.support.hostile.custom_ops import OPS
 SHAPES = ("test_schema", "test_faketensor")
 BACKENDS = ("cpu", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("aten", "reference")))
 # operands that may be left out one by one; others belong together
-LEFT_OUT = ("bias", "gate", "residual", "x_bias", "ln_bias", "panels", "places", "keep_bits")
+LEFT_OUT = ("bias", "gate", "residual", "x_bias", "ln_bias", "dsum", "panels", "places", "keep_bits")
 
 
 def variants(name, base, schema):
@@ -24,6 +24,8 @@ def variants(name, base, schema):
         yield {needed: False}
         if name.endswith("_bwd"):
             yield dict.fromkeys(needs, False) | {needed: True}
+    if "rms" in base:
+        yield {"rms": True} | ({"mean": base["mean"][:0]} if "mean" in base else {})
     optional = {a.name for a in schema.arguments if str(a.type).startswith("Optional")}
     for left_out in optional & set(LEFT_OUT):
         if f"need_d{left_out}" not in base and base[left_out] is not None:

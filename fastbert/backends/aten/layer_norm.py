@@ -15,18 +15,22 @@ from fastbert.ops.layer_norm import (
     LayerNormSaved,
     own_dresidual,
     storage_dtype,
+    stores_sum,
+    summed,
 )
 
 DTYPES = FLOATS
 
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
+    if rms:
+        # PyTorch's own fused RMSNorm is not in every version that is served.
+        return reference.layer_norm_fwd(inputs, save, rounded)
     # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
     stats = compute_dtype(x)
-    summed = residual is not None or x_bias is not None or dropout_p > 0
     z = x
-    if summed:
+    if summed(inputs):
         z = x.to(stats)
         if x_bias is not None:
             z = z + x_bias
@@ -51,22 +55,26 @@ def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -
         mean[wrong], rstd[wrong] = row_mean, row_rstd
     dtype = storage_dtype(inputs)
     more = (y.to(x.dtype),) if rounded else ()
-    y = y.to(dtype)
-    if not save:
-        return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0), *more
-    return y, z.to(dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1), *more
+    stored = z.to(dtype) if stores_sum(inputs, save) else x.new_empty(0)
+    statistics = (mean.reshape(-1), rstd.reshape(-1)) if save else (mean.new_empty(0), mean.new_empty(0))
+    return y.to(dtype), stored, *statistics, *more
 
 
 def layer_norm_bwd(
-    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+    dy: Tensor,
+    saved: LayerNormSaved,
+    need: LayerNormNeeds,
+    drounded: Tensor | None = None,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    z, weight, mean, rstd, dropout_p, seed, offset = saved
-    if z.shape[1] <= NARROW:
+    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
+    if rms or z.shape[1] <= NARROW:
         # PyTorch's z * rstd - mean * rstd cancels where a narrow row makes rstd large.
-        return reference.layer_norm_bwd(dy, saved, need, drounded)
+        return reference.layer_norm_bwd(dy, saved, need, drounded, dsum)
     stats = compute_dtype(z)
     if drounded is not None:
         dy = dy + drounded
+    need_dz = need.dx or need.dx_bias or need.dresidual
     dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.to(stats),
         z.to(stats),
@@ -75,8 +83,10 @@ def layer_norm_bwd(
         rstd.unsqueeze(1),
         weight.to(stats),
         weight.new_zeros(weight.shape, dtype=stats),
-        [need.dx or need.dx_bias or need.dresidual, need.dweight, need.dweight],
+        [need_dz, need.dweight, need.dweight],
     )
+    if dsum is not None and need_dz:
+        dz = dz + dsum
     dx = dz
     if dropout_p > 0 and (need.dx or need.dx_bias):
         keep = keep_mask_2d(seed, offset, *z.shape, dropout_p=dropout_p).to(stats)

@@ -12,20 +12,24 @@ from fastbert.ops.layer_norm import (
     LayerNormSaved,
     own_dresidual,
     storage_dtype,
+    stores_sum,
 )
+from fastbert.runtime import dispatch
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
 
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
+    if rms:
+        following = dispatch.next_function("cpu", "layer_norm_fwd training", x.device, storage_dtype(inputs))
+        return following(inputs, save, rounded)
     # the kernel takes one dtype
     x_dtype, x = x.dtype, x.to(storage_dtype(inputs))
     rows, hidden = x.shape
-    summed = residual is not None or x_bias is not None or dropout_p > 0
     y = x.new_empty(rows, hidden)
-    z = x.new_empty((rows, hidden) if save and summed else 0)
+    z = x.new_empty((rows, hidden) if stores_sum(inputs, save) else 0)
     mean = x.new_empty(rows if save else 0, dtype=torch.float32)
     rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
@@ -41,9 +45,16 @@ def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -
 
 
 def layer_norm_bwd(
-    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+    dy: Tensor,
+    saved: LayerNormSaved,
+    need: LayerNormNeeds,
+    drounded: Tensor | None = None,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    z, weight, mean, rstd, dropout_p, seed, offset = saved
+    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
+    if rms or dsum is not None:
+        following = dispatch.next_function("cpu", "layer_norm_bwd training", z.device, z.dtype)
+        return following(dy, saved, need, drounded, dsum)
     if drounded is not None:
         dy = dy + drounded
     rows, hidden = z.shape

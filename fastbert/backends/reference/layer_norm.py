@@ -12,13 +12,14 @@ from fastbert.ops.layer_norm import (
     LayerNormSaved,
     own_dresidual,
     storage_dtype,
+    stores_sum,
 )
 
 DTYPES = FLOATS
 
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
     compute = compute_dtype(x)
     z = x.to(compute)
     if x_bias is not None:
@@ -27,33 +28,37 @@ def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -
         z = z * keep_mask_2d(seed, offset, *x.shape, dropout_p=dropout_p) / (1.0 - dropout_p)
     if residual is not None:
         z = z + residual.to(compute)
-    mean = z.mean(1)
-    centred = z - mean.unsqueeze(1)
+    mean = z.new_empty(0) if rms else z.mean(1)
+    centred = z if rms else z - mean.unsqueeze(1)
     rstd = (centred.square().mean(1) + eps).rsqrt()
     y = centred * rstd.unsqueeze(1) * weight.to(compute)
     if bias is not None:
         y = y + bias.to(compute)
-    empty = x.new_empty(0)
     dtype = storage_dtype(inputs)
     more = (y.to(x.dtype),) if rounded else ()
-    y = y.to(dtype)
-    if not save:
-        return y, empty, mean.new_empty(0), mean.new_empty(0), *more
-    summed = residual is not None or x_bias is not None or dropout_p > 0
-    return y, z.to(dtype) if summed else empty, mean, rstd, *more
+    stored = z.to(dtype) if stores_sum(inputs, save) else x.new_empty(0)
+    statistics = (mean, rstd) if save else (mean.new_empty(0), mean.new_empty(0))
+    return y.to(dtype), stored, *statistics, *more
 
 
 def layer_norm_bwd(
-    dy: Tensor, saved: LayerNormSaved, need: LayerNormNeeds, drounded: Tensor | None = None
+    dy: Tensor,
+    saved: LayerNormSaved,
+    need: LayerNormNeeds,
+    drounded: Tensor | None = None,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    z, weight, mean, rstd, dropout_p, seed, offset = saved
+    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
     compute = compute_dtype(z)
     dy, rstd = dy.to(compute), rstd.unsqueeze(1)
     if drounded is not None:
         dy = dy + drounded.to(compute)
-    x_hat = (z.to(compute) - mean.unsqueeze(1)) * rstd
+    x_hat = (z.to(compute) if rms else z.to(compute) - mean.unsqueeze(1)) * rstd
     g = dy * weight.to(compute)
-    dz = rstd * (g - g.mean(1, keepdim=True) - x_hat * (g * x_hat).mean(1, keepdim=True))
+    centred = g if rms else g - g.mean(1, keepdim=True)
+    dz = rstd * (centred - x_hat * (g * x_hat).mean(1, keepdim=True))
+    if dsum is not None:
+        dz = dz + dsum.to(compute)
     dx = dz
     if dropout_p > 0:
         dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p=dropout_p) / (1.0 - dropout_p)

@@ -11,18 +11,19 @@ from torch.nn import functional as F
 
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import NARROW
+from fastbert.ops.layer_norm import NARROW, rms_norm
 from fastbert.testing.error_rule import Case, Outputs, draws
 
 
-def steepness(z: torch.Tensor) -> float:
+def steepness(z: torch.Tensor, rms: bool = False) -> float:
     """What x_hat multiplies a rounding of `z` by: the largest 1 / std of a narrow row, and 1 of wide ones.
 
-    Rows without deviation do not count: there the subtraction of the mean is exact.
+    Rows without deviation do not count: there the subtraction of the mean is exact. For `rms` the deviation
+    is that from 0.
     """
     if z.shape[-1] > NARROW:
         return 1.0
-    std = z.double().std(-1, correction=0)
+    std = z.double().square().mean(-1).sqrt() if rms else z.double().std(-1, correction=0)
     return max([1.0, *(1.0 / std[std > 0]).tolist()])
 
 
@@ -36,7 +37,10 @@ def largest_x_hat(z: torch.Tensor) -> float:
 
 @dataclass(frozen=True, repr=False)
 class LayerNormCase(Case):
-    """`rows` x `hidden`, with the op's options; `half_x`: where all else is float32, `x` is in bfloat16."""
+    """`rows` x `hidden`, with the op's options.
+
+    `half_x`: where all else is float32, `x` is in bfloat16. `rms`: the op is `rms_norm`.
+    """
 
     rows: int
     hidden: int
@@ -46,16 +50,18 @@ class LayerNormCase(Case):
     bias: bool = True
     half_x: bool = False
     rounded: bool = False
+    rms: bool = False
+    return_sum: bool = False
 
     op = "layer_norm"
     shape = "{0.rows}x{0.hidden}"
-    marks = "residual x_bias dropout_p=dropout bias=no_bias half_x rounded"
+    marks = "residual x_bias dropout_p=dropout bias=no_bias half_x rounded rms return_sum=sum"
     options = ("dropout_p",)
     grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        return ("y", "rounded") if self.rounded else ("y",)
+        return "y", *(("rounded",) if self.rounded else ()), *(("sum",) if self.return_sum else ())
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
@@ -63,14 +69,17 @@ class LayerNormCase(Case):
         return {
             "x": randn(*shape).to(torch.bfloat16 if self.half_x and dtype == torch.float32 else dtype),
             "weight": 1 + 0.1 * randn(self.hidden),
-            "bias": 0.1 * randn(self.hidden) if self.bias else None,
+            "bias": 0.1 * randn(self.hidden) if self.bias and not self.rms else None,
             "residual": randn(*shape) if self.residual else None,
             "x_bias": 0.1 * randn(self.hidden) if self.x_bias else None,
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
         }
 
-    def call(self, **inputs: Any) -> Outputs:
-        return super().call(**inputs, offset=3, rounded=self.rounded)
+    def call(self, bias: Tensor | None = None, **inputs: Any) -> Outputs:
+        inputs |= {"offset": 3, "rounded": self.rounded, "return_sum": self.return_sum}
+        if self.rms:
+            return rms_norm(**inputs, eps=1e-12, dropout_p=self.dropout_p)
+        return super().call(bias=bias, **inputs)
 
     def _keep(self, x, seed):
         return keep_mask_2d(seed, 3, *x.shape, dropout_p=self.dropout_p) if self.dropout_p else None
@@ -93,19 +102,24 @@ class LayerNormCase(Case):
         x_bias: Tensor | None,
         seed: TensorOrNone,
     ) -> Outputs:
-        y = F.layer_norm(self._sum(x, residual, x_bias, seed), (self.hidden,), weight, bias, 1e-12)
-        return (y, y.to(x.dtype)) if self.rounded else y
+        z = self._sum(x, residual, x_bias, seed)
+        if self.rms:
+            y = F.rms_norm(z, (self.hidden,), weight, 1e-12)
+        else:
+            y = F.layer_norm(z, (self.hidden,), weight, bias, 1e-12)
+        return y, *((y.to(x.dtype),) if self.rounded else ()), *((z,) if self.return_sum else ())
 
     def oracle(self, x: Tensor, seed: TensorOrNone, **inputs: Any) -> Outputs:
-        y: Any = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed))
-        return (y, y) if self.rounded else y
+        y: Any = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed), rms=self.rms)
+        z = (self._sum(x, inputs["residual"], inputs["x_bias"], seed),) if self.return_sum else ()
+        return y, *((y,) if self.rounded else ()), *z
 
     def floor(self, inputs: dict[str, Any], name: str) -> float:
         eps = torch.finfo(torch.float32).eps
         z = self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed")))
         # twice for rstd * x_hat
         times = {"dx": 2, "dresidual": 2, "dx_bias": 2, "y": 1, "dweight": 1}
-        eps *= steepness(z) ** times.get(name, 0)
+        eps *= steepness(z, self.rms) ** times.get(name, 0)
         if name in ("dweight", "dbias", "dx_bias"):
             # sums over rows: a few roundings of their largest partial sum; dweight's terms have x_hat's size
             eps *= largest_x_hat(z) if name == "dweight" else 1.0
@@ -122,6 +136,10 @@ class LayerNormCase(Case):
 SMALL = [
     LayerNormCase(5, 96),
     LayerNormCase(3, 100, residual=True, x_bias=True, dropout_p=0.25),
+    # layers that normalise first
+    LayerNormCase(4, 96, residual=True, bias=False, return_sum=True),
+    LayerNormCase(5, 100, residual=True, x_bias=True, dropout_p=0.25, rms=True, return_sum=True),
+    LayerNormCase(4, 72, residual=True, half_x=True, rounded=True, rms=True, return_sum=True),
     # training under autocast: after the feed-forward, after attention
     LayerNormCase(4, 72, residual=True, x_bias=True, half_x=True),
     LayerNormCase(4, 72, residual=True, x_bias=True, dropout_p=0.1, half_x=True, rounded=True),
@@ -130,6 +148,8 @@ ON_GPU = [  # the blocks of base and large
     LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1),
     LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True),
     LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True, rounded=True),
+    LayerNormCase(33, 768, residual=True, bias=False, return_sum=True),  # ModernBERT
+    LayerNormCase(33, 768, residual=True, dropout_p=0.1, rms=True, return_sum=True),
 ]
 CASES = [
     *SMALL,
@@ -149,6 +169,17 @@ CASES = [
     LayerNormCase(9, 33, residual=True, x_bias=True, dropout_p=0.25, half_x=True),
     LayerNormCase(64, 768, residual=True, x_bias=True, half_x=True, rounded=True),
     LayerNormCase(3, 4099, residual=True, half_x=True, rounded=True),
+    LayerNormCase(64, 768, residual=True, bias=False, return_sum=True),
+    LayerNormCase(9, 33, x_bias=True, dropout_p=0.25, return_sum=True),
+    LayerNormCase(20, 2, residual=True, x_bias=True, return_sum=True),
+    LayerNormCase(3, 9001, residual=True, return_sum=True),
+    LayerNormCase(130, 31, rms=True, return_sum=True),  # the sum is x
+    LayerNormCase(9, 1, residual=True, rms=True),
+    LayerNormCase(16, 3, residual=True, x_bias=True, dropout_p=0.25, rms=True, return_sum=True),
+    LayerNormCase(64, 768, residual=True, x_bias=True, rms=True, return_sum=True),
+    LayerNormCase(9, 1152, residual=True, dropout_p=0.1, half_x=True, rms=True, return_sum=True),
+    LayerNormCase(3, 4099, residual=True, rms=True, return_sum=True),
+    LayerNormCase(3, 9001, x_bias=True, rms=True),
 ]
 
 

@@ -180,13 +180,13 @@ OPS = {
     "layer_norm_fwd": (
         lambda: (
             *(floats(4, 5), floats(5), floats(5), floats(4, 5), floats(5), 1e-5),
-            *(*dropped().values(), True),
+            *(*dropped().values(), False, True, True),
         ),
     ),
     "layer_norm_bwd": (
         lambda: (
             *(floats(4, 5), floats(4, 5), floats(5), floats(4), floats(4)),
-            *(*dropped().values(), *[True] * 4),
+            *(*dropped().values(), False, *[True] * 4, floats(4, 5)),
         ),
     ),
     "feed_forward_fwd": (lambda: (*ffn_operands(floats(7)), "gelu", True), [MISH], ("x", "down_weight")),

@@ -14,7 +14,7 @@ from fastbert.ops.encoder_layer import FusedLayer
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights, encoder_layers
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.first_attention import first_attention
-from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.ops.linear_int8 import linear_int8
@@ -202,6 +202,15 @@ PUBLIC = {
         lambda: {
             "x": floats(4, 5),
             **{n: floats(5) for n in ("weight", "bias", "x_bias")},
+            "residual": floats(4, 5),
+        },
+        [],
+    ),
+    "layer_norm, rms": Public(
+        lambda **operands: sum(rms_norm(**operands, eps=1e-6, return_sum=True)),
+        lambda: {
+            "x": floats(4, 5),
+            **{n: floats(5) for n in ("weight", "x_bias")},
             "residual": floats(4, 5),
         },
         [],
