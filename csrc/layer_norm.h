@@ -1,5 +1,6 @@
-// LayerNorm: the arguments, which are the same on the CPU and on a GPU. Contract: fastbert/ops/layer_norm.py.
-// Tensors of `dtype` are [rows, hidden] with a contiguous last dimension; strides are in elements.
+// LayerNorm and RMSNorm: the arguments, which are the same on the CPU and on a GPU. Contract:
+// fastbert/ops/layer_norm.py. Tensors of `dtype` are [rows, hidden] with a contiguous last dimension; strides
+// are in elements.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,7 @@ struct LayerNormFwd {
     std::int64_t x_stride, residual_stride;
     Param weight, bias, x_bias;  // bias, x_bias may be null
     double eps;
+    bool rms;
     DropoutArgs dropout;
     void *y, *z;         // contiguous; z may be null
     float *mean, *rstd;  // may be null
@@ -36,10 +38,11 @@ struct LayerNormFwd {
 struct LayerNormBwd {
     DType dtype;
     std::int64_t rows, hidden;
-    const void *dy, *z;
+    const void *dy, *dsum, *z;  // dsum, the gradient of the returned z, is contiguous and may be null
     std::int64_t dy_stride, z_stride;
     Param weight;
-    const float *mean, *rstd;
+    const float *mean, *rstd;  // RMSNorm has no mean
+    bool rms;
     DropoutArgs dropout;
     void *dx, *dresidual;              // contiguous; may be null
     float *dweight, *dbias, *dx_bias;  // may be null (dweight and dbias together)

@@ -21,7 +21,7 @@ void def_layer_norm_fwd(py::module_& m, const char* name,
                         const char* (*launch)(const LayerNormFwd&, Tail...)) {
     m.def(name, [launch](int dtype, std::int64_t rows, std::int64_t hidden, Address x, std::int64_t x_stride,
                          Address residual, std::int64_t residual_stride, Address weight, int weight_dtype,
-                         Address bias, int bias_dtype, Address x_bias, int x_bias_dtype, double eps,
+                         Address bias, int bias_dtype, Address x_bias, int x_bias_dtype, double eps, bool rms,
                          Address seed, std::uint32_t offset, std::uint32_t threshold, float scale, Address y,
                          Address z, Address mean, Address rstd, Tail... tail) {
         check_shape(rows, hidden);
@@ -36,6 +36,7 @@ void def_layer_norm_fwd(py::module_& m, const char* name,
                                 param(bias, bias_dtype),
                                 param(x_bias, x_bias_dtype),
                                 eps,
+                                rms,
                                 {pointer<const std::uint64_t>(seed), offset, threshold, scale},
                                 pointer(y),
                                 pointer(z),
@@ -53,21 +54,23 @@ template <class... Tail>
 void def_layer_norm_bwd(py::module_& m, const char* name,
                         const char* (*launch)(const LayerNormBwd&, Tail...)) {
     m.def(name, [launch](int dtype, std::int64_t rows, std::int64_t hidden, Address dy,
-                         std::int64_t dy_stride, Address z, std::int64_t z_stride, Address weight,
-                         int weight_dtype, Address mean, Address rstd, Address seed, std::uint32_t offset,
-                         std::uint32_t threshold, float scale, Address dx, Address dresidual, Address dweight,
-                         Address dbias, Address dx_bias, Tail... tail) {
+                         std::int64_t dy_stride, Address dsum, Address z, std::int64_t z_stride,
+                         Address weight, int weight_dtype, Address mean, Address rstd, bool rms, Address seed,
+                         std::uint32_t offset, std::uint32_t threshold, float scale, Address dx,
+                         Address dresidual, Address dweight, Address dbias, Address dx_bias, Tail... tail) {
         check_shape(rows, hidden);
         const LayerNormBwd args{dtype_of(dtype),
                                 rows,
                                 hidden,
                                 pointer(dy),
+                                pointer(dsum),
                                 pointer(z),
                                 dy_stride,
                                 z_stride,
                                 param(weight, weight_dtype),
                                 pointer<const float>(mean),
                                 pointer<const float>(rstd),
+                                rms,
                                 {pointer<const std::uint64_t>(seed), offset, threshold, scale},
                                 pointer(dx),
                                 pointer(dresidual),
@@ -77,7 +80,7 @@ void def_layer_norm_bwd(py::module_& m, const char* name,
         check_tail(tail...);
         check_rows("dy", args.dy, rows, hidden, dy_stride);
         check_rows("z", args.z, rows, hidden, z_stride);
-        check_given("mean", args.mean, rows);
+        if (!rms) check_given("mean", args.mean, rows);
         check_given("rstd", args.rstd, rows);
         run([&] { return launch(args, tail...); });
     });

@@ -1,7 +1,9 @@
-// LayerNorm of a run of rows, for one instruction set (see isa.h). Contract: fastbert/ops/layer_norm.py.
+// LayerNorm and RMSNorm of a run of rows, for one instruction set (see isa.h). Contract:
+// fastbert/ops/layer_norm.py.
 //
 // Math       z = residual + dropout(x + x_bias);  x_hat = (z - mean) rstd;  y = x_hat weight + bias
-//            dz = rstd (g - mean(g) - x_hat mean(g x_hat)), g = dy weight
+//            dz = rstd (g - mean(g) - x_hat mean(g x_hat)) + dsum, g = dy weight
+//            RMSNorm: x_hat = z rstd, without mean(g); rstd is that of the mean of z z
 // Tiling     Forward: one row at a time, with z in a float row in L1. Backward: four rows at a time, so that
 //            a column sum is loaded and stored once for four rows.
 // Precision  Widened to float on load, rounded once on store; statistics as in norm_rows.h.
@@ -34,8 +36,8 @@ void widen(const Param& param, float missing, float* out, std::int64_t hidden) {
     }
 }
 
-// z of one row into `row_z`, also rounded into z_out if wanted; returns the sum of z.
-template <class T>
+// z of one row into `row_z`, also rounded into z_out if wanted; returns the sum of z, or of its squares.
+template <class T, bool kRms>
 FASTBERT_INLINE float gather_row(const LayerNormFwd& args, const float* x_bias, std::int64_t row,
                                  const std::uint64_t* bits, float* row_z) {
     const std::int64_t hidden = args.hidden;
@@ -53,12 +55,12 @@ FASTBERT_INLINE float gather_row(const LayerNormFwd& args, const float* x_bias, 
         if (residual != nullptr) z = add(z, load(residual + j, n));
         if (z_out != nullptr) store(z_out + j, z, n);
         store(row_z + j, z, n);
-        total[k] = add(total[k], z);
+        total[k] = with_value<kRms>(total[k], z);
     });
     return sum4(total);
 }
 
-template <class T>
+template <class T, bool kRms>
 void forward_rows(const LayerNormFwd& args, const float* weight, const float* bias, const float* x_bias,
                   std::int64_t begin, std::int64_t end, float* scratch) {
     const std::int64_t hidden = args.hidden;
@@ -70,16 +72,15 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
         float total;
         if (sizeof(T) == sizeof(float) && !summed) {  // z is x itself
             z = static_cast<const float*>(args.x) + row * args.x_stride;
-            total = plain_sum(z, hidden);
+            total = plain_sum<kRms>(z, hidden);
         } else {
             if (bits != nullptr) draw_bits(args.dropout, row, hidden, bits);
-            total = gather_row<T>(args, x_bias, row, bits, scratch);
+            total = gather_row<T, kRms>(args, x_bias, row, bits, scratch);
         }
-        const Moments moments = moments_of(z, hidden, total, args.eps);
-        if (args.mean != nullptr) {
-            args.mean[row] = moments.mean + moments.correction;
-            args.rstd[row] = moments.rstd;
-        }
+        const Moments moments =
+            kRms ? rms_of(hidden, total, args.eps) : moments_of(z, hidden, total, args.eps);
+        if (!kRms && args.mean != nullptr) args.mean[row] = moments.mean + moments.correction;
+        if (args.rstd != nullptr) args.rstd[row] = moments.rstd;
         T* y = static_cast<T*>(args.y) + row * hidden;
         normalise(z, moments, weight, bias, hidden,
                   [&](std::int64_t j, int n, Vec v) __attribute__((always_inline)) { store(y + j, v, n); });
@@ -87,11 +88,12 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
 }
 
 // Rows [row, row + kRows): dx, dresidual, and column sums added to `partial`.
-template <class T, int kRows>
+template <class T, bool kRms, int kRows>
 FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weight, std::int64_t row,
                                     float* partial, std::uint64_t* bits) {
     const std::int64_t hidden = args.hidden, bit_words = padded(hidden) / 64;
     const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride;
+    const T* dsum = args.dsum == nullptr ? nullptr : static_cast<const T*>(args.dsum) + row * hidden;
     T* dx = args.dx == nullptr ? nullptr : static_cast<T*>(args.dx) + row * hidden;
     T* dresidual = args.dresidual == nullptr ? nullptr : static_cast<T*>(args.dresidual) + row * hidden;
     float* const dx_bias = args.dx_bias == nullptr ? nullptr : partial + 2 * padded(hidden);
@@ -100,10 +102,13 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
     if (dropout)
         for (int r = 0; r < kRows; ++r) draw_bits(args.dropout, row + r, hidden, bits + r * bit_words);
     const Vec keep_scale = broadcast(args.dropout.scale);
-    const NormRows<T> rows{
-        hidden,          args.z_stride,   static_cast<const T*>(args.z) + row * args.z_stride,
-        args.mean + row, args.rstd + row, weight};
-    norm_backward<kRows>(
+    const NormRows<T> rows{hidden,
+                           args.z_stride,
+                           static_cast<const T*>(args.z) + row * args.z_stride,
+                           kRms ? nullptr : args.mean + row,
+                           args.rstd + row,
+                           weight};
+    norm_backward<kRows, kRms>(
         rows,
         [&](int r, std::int64_t j, int n)
             __attribute__((always_inline)) { return load(dy + r * args.dy_stride + j, n); },
@@ -112,8 +117,9 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
         [&](std::int64_t j, int n, const Vec(&dz)[kRows]) __attribute__((always_inline)) {
             Vec dxb = zero();
             for (int r = 0; r < kRows; ++r) {
-                if (dresidual != nullptr) store(dresidual + r * hidden + j, dz[r], n);
                 Vec out = dz[r];
+                if (dsum != nullptr) out = add(out, load(dsum + r * hidden + j, n));
+                if (dresidual != nullptr) store(dresidual + r * hidden + j, out, n);
                 if (dropout) out = kept(mul(out, keep_scale), bits_at(bits + r * bit_words, j));
                 if (dx != nullptr) store(dx + r * hidden + j, out, n);
                 dxb = add(dxb, out);
@@ -122,25 +128,39 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
         });
 }
 
-template <class T>
+template <class T, bool kRms>
 void backward_rows(const LayerNormBwd& args, const float* weight, std::int64_t begin, std::int64_t end,
                    float* partial, float* scratch) {
     for (std::int64_t j = 0; j < 3 * padded(args.hidden); ++j) partial[j] = 0.0f;
     std::uint64_t* bits = reinterpret_cast<std::uint64_t*>(scratch);
     std::int64_t row = begin;
-    for (; row + 4 <= end; row += 4) backward_block<T, 4>(args, weight, row, partial, bits);
-    for (; row < end; ++row) backward_block<T, 1>(args, weight, row, partial, bits);
+    for (; row + 4 <= end; row += 4) backward_block<T, kRms, 4>(args, weight, row, partial, bits);
+    for (; row < end; ++row) backward_block<T, kRms, 1>(args, weight, row, partial, bits);
+}
+
+template <class T>
+void forward_as(const LayerNormFwd& args, const float* weight, const float* bias, const float* x_bias,
+                std::int64_t begin, std::int64_t end, float* scratch) {
+    const auto rows = args.rms ? forward_rows<T, true> : forward_rows<T, false>;
+    rows(args, weight, bias, x_bias, begin, end, scratch);
+}
+
+template <class T>
+void backward_as(const LayerNormBwd& args, const float* weight, std::int64_t begin, std::int64_t end,
+                 float* partial, float* scratch) {
+    const auto rows = args.rms ? backward_rows<T, true> : backward_rows<T, false>;
+    rows(args, weight, begin, end, partial, scratch);
 }
 
 void forward(const LayerNormFwd& args, const float* weight, const float* bias, const float* x_bias,
              std::int64_t begin, std::int64_t end, float* scratch) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return forward_rows<float>(args, weight, bias, x_bias, begin, end, scratch);
+            return forward_as<float>(args, weight, bias, x_bias, begin, end, scratch);
         case DType::kBFloat16:
-            return forward_rows<bf16>(args, weight, bias, x_bias, begin, end, scratch);
+            return forward_as<bf16>(args, weight, bias, x_bias, begin, end, scratch);
         case DType::kFloat16:
-            return forward_rows<fp16>(args, weight, bias, x_bias, begin, end, scratch);
+            return forward_as<fp16>(args, weight, bias, x_bias, begin, end, scratch);
     }
 }
 
@@ -148,11 +168,11 @@ void backward(const LayerNormBwd& args, const float* weight, std::int64_t begin,
               float* partial, float* scratch) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return backward_rows<float>(args, weight, begin, end, partial, scratch);
+            return backward_as<float>(args, weight, begin, end, partial, scratch);
         case DType::kBFloat16:
-            return backward_rows<bf16>(args, weight, begin, end, partial, scratch);
+            return backward_as<bf16>(args, weight, begin, end, partial, scratch);
         case DType::kFloat16:
-            return backward_rows<fp16>(args, weight, begin, end, partial, scratch);
+            return backward_as<fp16>(args, weight, begin, end, partial, scratch);
     }
 }
 

@@ -1,8 +1,10 @@
-// Rows of a LayerNorm, for one instruction set; shared by layer_norm_simd.cpp and embedding_simd.cpp.
+// Rows of a LayerNorm or an RMSNorm, for one instruction set; shared by layer_norm_simd.cpp and
+// embedding_simd.cpp.
 //
 // A row of z is stored in float, in L1. Precision: the variance takes two passes. The first computes the mean
 // m; the second also sums z - m, whose mean d corrects m (Chan, Golub, LeVeque 1983). So neither the rounding
-// of the first sum nor a mean far from 0 reaches the result.
+// of the first sum nor a mean far from 0 reaches the result. An RMSNorm subtracts nothing: its squares are
+// summed in the pass that computes z.
 #pragma once
 
 #include "layer_norm.h"
@@ -23,16 +25,29 @@ FASTBERT_INLINE std::uint64_t bits_at(const std::uint64_t* bits, std::int64_t co
     return bits[column >> 6] >> (column & 63);
 }
 
+// Adds to the first pass over a row: its sum, or of an RMSNorm the sum of its squares.
+template <bool kRms>
+FASTBERT_INLINE Vec with_value(Vec total, Vec z) {
+    return kRms ? fma(z, z, total) : add(total, z);
+}
+
+template <bool kRms>
 FASTBERT_INLINE float plain_sum(const float* z, std::int64_t hidden) {
     Vec total[4] = {zero(), zero(), zero(), zero()};
-    for_vectors(hidden, [&](std::int64_t j, int k, int n)
-                            __attribute__((always_inline)) { total[k] = add(total[k], load(z + j, n)); });
+    for_vectors(hidden, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
+        total[k] = with_value<kRms>(total[k], load(z + j, n));
+    });
     return sum4(total);
 }
 
 struct Moments {
-    float mean, correction, rstd;  // the mean is mean + correction
+    float mean, correction, rstd;  // the mean is mean + correction; 0 of an RMSNorm
 };
+
+FASTBERT_INLINE Moments rms_of(std::int64_t hidden, float square_sum, double eps) {
+    const double rstd = 1.0 / __builtin_sqrt(square_sum / static_cast<double>(hidden) + eps);
+    return {0.0f, 0.0f, static_cast<float>(rstd)};
+}
 
 FASTBERT_INLINE Moments moments_of(const float* z, std::int64_t hidden, float total, double eps) {
     const double inverse = 1.0 / static_cast<double>(hidden);
@@ -63,7 +78,8 @@ FASTBERT_INLINE void normalise(const float* z, const Moments& moments, const flo
     });
 }
 
-// The inputs of backward for kRows rows: z rounded to T, the statistics, and the widened weight.
+// The inputs of backward for kRows rows: z rounded to T, the statistics, and the widened weight. An RMSNorm
+// has no mean.
 template <class T>
 struct NormRows {
     std::int64_t hidden, z_stride;
@@ -72,17 +88,17 @@ struct NormRows {
 };
 
 // A row's means of g = dy weight and of g x_hat; upstream(r, column, n) is dy of row r.
-template <class T, class Upstream>
+template <bool kRms, class T, class Upstream>
 FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& upstream, float& mean_g,
                                float& mean_gx) {
     const T* z = rows.z + r * rows.z_stride;
-    const Vec centre = broadcast(rows.mean[r]), scale = broadcast(rows.rstd[r]);
+    const Vec centre = kRms ? zero() : broadcast(rows.mean[r]), scale = broadcast(rows.rstd[r]);
     Vec g_sum[4] = {zero(), zero(), zero(), zero()}, gx_sum[4] = {zero(), zero(), zero(), zero()};
     for_vectors(rows.hidden, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
         const Vec g =
             mul(upstream(r, j, n), load(rows.weight + j, n));  // 0 in the lanes past n: x_hat need not be
         const Vec x_hat = first(mul(sub(load(z + j, n), centre), scale), n);
-        g_sum[k] = add(g_sum[k], g);
+        if (!kRms) g_sum[k] = add(g_sum[k], g);
         gx_sum[k] = fma(g, x_hat, gx_sum[k]);
     });
     const double inverse = 1.0 / static_cast<double>(rows.hidden);
@@ -92,21 +108,22 @@ FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& u
 
 // Backward of kRows rows. Calls each(column, n, dz), with one vector of dz per row, if dz is needed. Adds the
 // sums of dy x_hat and of dy over the rows to dweight and dbias (both null: not wanted).
-template <int kRows, class T, class Upstream, class Each>
+template <int kRows, bool kRms = false, class T, class Upstream, class Each>
 FASTBERT_INLINE void norm_backward(const NormRows<T>& rows, const Upstream& upstream, float* dweight,
                                    float* dbias, bool need_dz, const Each& each) {
     float mean_g[kRows] = {}, mean_gx[kRows] = {};
     if (need_dz)
-        for (int r = 0; r < kRows; ++r) row_means(rows, r, upstream, mean_g[r], mean_gx[r]);
+        for (int r = 0; r < kRows; ++r) row_means<kRms>(rows, r, upstream, mean_g[r], mean_gx[r]);
     for_vectors(rows.hidden, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
         const Vec w = load(rows.weight + j, n);
         Vec dw = zero(), db = zero(), dz[kRows];
         for (int r = 0; r < kRows; ++r) {
             const Vec grad = upstream(r, j, n);
             const Vec scale = broadcast(rows.rstd[r]);
-            const Vec x_hat =
-                mul(sub(load(rows.z + r * rows.z_stride + j, n), broadcast(rows.mean[r])), scale);
-            dz[r] = mul(fnma(x_hat, broadcast(mean_gx[r]), sub(mul(grad, w), broadcast(mean_g[r]))), scale);
+            const Vec z = load(rows.z + r * rows.z_stride + j, n);
+            const Vec x_hat = mul(kRms ? z : sub(z, broadcast(rows.mean[r])), scale);
+            const Vec g = mul(grad, w);
+            dz[r] = mul(fnma(x_hat, broadcast(mean_gx[r]), kRms ? g : sub(g, broadcast(mean_g[r]))), scale);
             dw = fma(grad, x_hat, dw);
             db = add(db, grad);
         }

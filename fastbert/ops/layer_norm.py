@@ -217,7 +217,7 @@ def layer_norm_bwd(
     """
     rows, hidden = checks.matrix("z", z)
     checks.operand("dy", dy, z.shape, (z.dtype,), z, strided=True)
-    checks.operand("dsum", dsum, z.shape, (z.dtype,), z, strided=True)
+    checks.operand("dsum", dsum, z.shape, (z.dtype,), z)
     checks.operand("weight", weight, (hidden,), (z.dtype, torch.float32), z)
     for name, statistic, count in (("mean", mean, 0 if rms else rows), ("rstd", rstd, rows)):
         checks.operand(name, statistic, (count,), (checks.compute_dtype(z),), z)

@@ -261,7 +261,7 @@ def test_cuda_launch_without_a_device_raises_its_error():
     vectors = (memory.data_ptr(), 0) * 2 + (0, 0)
     with pytest.raises(RuntimeError, match=r"(?i)cuda|driver|device"):
         _C.cuda_layer_norm_fwd(
-            0, 1, 8, *row, *row, *vectors, 1e-5, 0, 0, 0, 1.0, *(4 * (memory.data_ptr(),)), 0, 0, 0, 0
+            0, 1, 8, *row, *row, *vectors, 1e-5, False, 0, 0, 0, 1.0, *(4 * (memory.data_ptr(),)), 0, 0, 0, 0
         )
 
 

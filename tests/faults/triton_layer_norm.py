@@ -73,7 +73,7 @@ FAULTS = (
     # launcher
     _fault("a tile too few", "(cdiv(rows, block_m), cdiv(hidden, block_n)),\n            x.device",
            "(max(1, rows // block_m), cdiv(hidden, block_n)),\n            x.device"),
-    _fault("z not saved for x_bias alone", "(residual is not None or x_bias is not None or seed is not None)", "(residual is not None or seed is not None)"),
+    _fault("z not saved for x_bias alone", "summed = residual is not None or x_bias is not None or seed is not None", "summed = residual is not None or seed is not None"),
     _fault("no dresidual without dropout, even where there is no dx", "(seed is not None or not need_dx or x_dtype != z.dtype)", "(seed is not None or x_dtype != z.dtype)"),
     _fault("sums start unset where there are no rows", "dy.new_zeros((hidden if", "dy.new_empty((hidden if"),
 )  # fmt: skip

@@ -14,7 +14,6 @@ from fastbert.ops.layer_norm import (
     storage_dtype,
     stores_sum,
 )
-from fastbert.runtime import dispatch
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
@@ -22,21 +21,18 @@ DTYPES = STORED
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
-    if rms:
-        following = dispatch.next_function("cpu", "layer_norm_fwd training", x.device, storage_dtype(inputs))
-        return following(inputs, save, rounded)
     # the kernel takes one dtype
     x_dtype, x = x.dtype, x.to(storage_dtype(inputs))
     rows, hidden = x.shape
     y = x.new_empty(rows, hidden)
     z = x.new_empty((rows, hidden) if stores_sum(inputs, save) else 0)
-    mean = x.new_empty(rows if save else 0, dtype=torch.float32)
+    mean = x.new_empty(rows if save and not rms else 0, dtype=torch.float32)
     rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     outputs = y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()
     _C.cpu_layer_norm_fwd(
         *(DTYPE_CODES[x.dtype], rows, hidden, x.data_ptr(), x.stride(0), *added),
-        *(*vector(weight), *vector(bias), *vector(x_bias), eps),
+        *(*vector(weight), *vector(bias), *vector(x_bias), eps, rms),
         *dropout(dropout_p, seed, offset),
         *outputs,
         torch.get_num_threads(),
@@ -52,9 +48,6 @@ def layer_norm_bwd(
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
-    if rms or dsum is not None:
-        following = dispatch.next_function("cpu", "layer_norm_bwd training", z.device, z.dtype)
-        return following(dy, saved, need, drounded, dsum)
     if drounded is not None:
         dy = dy + drounded
     rows, hidden = z.shape
@@ -64,9 +57,10 @@ def layer_norm_bwd(
     dbias = mean.new_empty(hidden if need.dweight else 0)
     dx_bias = mean.new_empty(hidden if need.dx_bias else 0)
     sizes = DTYPE_CODES[z.dtype], rows, hidden
+    upstream = dy.data_ptr(), dy.stride(0), 0 if dsum is None else dsum.data_ptr()
     _C.cpu_layer_norm_bwd(
-        *(*sizes, dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0)),
-        *(*vector(weight), mean.data_ptr(), rstd.data_ptr()),
+        *(*sizes, *upstream, z.data_ptr(), z.stride(0)),
+        *(*vector(weight), mean.data_ptr(), rstd.data_ptr(), rms),
         *dropout(dropout_p, seed, offset),
         *map(torch.Tensor.data_ptr, (dx, dresidual, dweight, dbias, dx_bias)),
         torch.get_num_threads(),

@@ -38,7 +38,7 @@ def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -
     with on(x.device):
         device.extension.cuda_layer_norm_fwd(
             *(DTYPE_CODES[dtype], rows, hidden, x.data_ptr(), x.stride(0), *added),
-            *(*vector(weight), *vector(bias), *vector(x_bias), eps),
+            *(*vector(weight), *vector(bias), *vector(x_bias), eps, rms),
             *dropout(dropout_p, seed, offset),
             *outputs,
             *(DTYPE_CODES[x.dtype], more[0].data_ptr() if more else 0),
@@ -67,10 +67,11 @@ def layer_norm_bwd(
     sizes = DTYPE_CODES[z.dtype], rows, hidden
     parts = device.extension.cuda_layer_norm_bwd_parts(*sizes, device.multiprocessors(z.device))
     partial = mean.new_empty((parts, 3, hidden) if need.dweight or need.dx_bias else 0)
+    upstream = dy.data_ptr(), dy.stride(0), 0 if dsum is None else dsum.data_ptr()
     with on(z.device):
         device.extension.cuda_layer_norm_bwd(
-            *(*sizes, dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0)),
-            *(*vector(weight), mean.data_ptr(), rstd.data_ptr()),
+            *(*sizes, *upstream, z.data_ptr(), z.stride(0)),
+            *(*vector(weight), mean.data_ptr(), rstd.data_ptr(), rms),
             *dropout(dropout_p, seed, offset),
             *(t.data_ptr() for t in (dx, dresidual, dweight, dbias, dx_bias, partial)),
             parts,

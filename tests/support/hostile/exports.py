@@ -75,7 +75,7 @@ FREE = {
     ("set_always_alone", (1,)),
     ("HostBatch", (2,)),
 }
-TOGETHER = {("cpu_embedding_fwd", (18,)), ("cpu_layer_norm_fwd", (21,))}  # rstd, which is not without mean
+TOGETHER = {("cpu_embedding_fwd", (18,))}  # rstd, which is not without mean
 
 
 def numbers(args, at=()):
