@@ -1,7 +1,8 @@
-"""LayerNorm with residual, bias and dropout in the same pass, forward and backward.
+"""LayerNorm and RMSNorm with residual, bias and dropout in the same pass, forward and backward.
 
 Math       z = residual + dropout(x + x_bias);  y = (z - mean) * rstd * weight + bias
-           dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat)), g = dy * weight;  dx = dropout'(dz)
+           dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dsum, g = dy * weight;  dx = dropout'(dz)
+           RMSNorm: x_hat = z * rstd, without mean(g); rstd is that of the mean of z * z
            dweight = Σ_rows dy * x_hat, dbias = Σ_rows dy, dx_bias = Σ_rows dx
 Tiling     A program owns BLOCK_M whole rows, so that a row is read once. Rows wider than *_ONE_BLOCK are cut
            into blocks of columns, and an earlier kernel finds each row's two means. In backward a program
@@ -10,8 +11,8 @@ Tiling     A program owns BLOCK_M whole rows, so that a row is read once. Rows w
 Precision  Loads in storage dtype, then float32, one rounding at the store. The variance is that of centred
            values (wide rows: merged block by block, Chan et al. 1979), never E[z²] - E[z]². The divisions and
            roots for mean and rstd are correctly rounded; there is one of each per row.
-Saved      z in storage dtype (only where it differs from x), mean, rstd. Dropout bits are drawn again in
-           backward: ten Philox rounds serve four elements and cost no memory.
+Saved      z in storage dtype (only where it differs from x), mean (not of RMSNorm), rstd. Dropout bits are
+           drawn again in backward: ten Philox rounds serve four elements and cost no memory.
 Files      layer_norm_backward.py: the kernels of backward. Here: those of forward, and the launches.
 Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
@@ -114,6 +115,7 @@ def _layer_norm_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SAVE_STATS: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """The rows of one tile. Where HIDDEN > BLOCK_N: one column block of them, with given mean and rstd."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -142,17 +144,23 @@ def _layer_norm_fwd_kernel(
     if z_ptr is not None:
         tl.store(z_ptr + rows[:, None] * z_stride + cols[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
     if HIDDEN <= BLOCK_N:
-        mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)  # [BLOCK_M]
-        centred = tl.where(col_mask[None, :], z - mean[:, None], 0.0)
+        if RMS:
+            centred = z
+        else:
+            mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)  # [BLOCK_M]
+            centred = tl.where(col_mask[None, :], z - mean[:, None], 0.0)
         var = tl.div_rn(tl.sum(centred * centred, 1), HIDDEN * 1.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
         if SAVE_STATS:
-            tl.store(mean_ptr + rows, mean, mask=row_mask)
+            if not RMS:
+                tl.store(mean_ptr + rows, mean, mask=row_mask)
             tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     else:
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
-        centred = z - mean[:, None]
+        if RMS:
+            centred = z
+        else:
+            centred = z - tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
     y = centred * rstd[:, None] * row_of(weight_ptr, cols, HIDDEN)
     if bias_ptr is not None:
         y += row_of(bias_ptr, cols, HIDDEN)
@@ -179,8 +187,12 @@ def _wide_fwd_stats_kernel(
     keep_scale,
     HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RMS: tl.constexpr,
 ):
-    """mean and rstd of one row: the mean and Σ(z - mean)² of its blocks, merged by Chan's rule."""
+    """mean and rstd of one row: the mean and Σ(z - mean)² of its blocks, merged by Chan's rule.
+
+    For RMSNorm rstd alone, of Σz².
+    """
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     mean = tl.zeros((1,), tl.float32)
     squares = tl.zeros((1,), tl.float32)
@@ -202,16 +214,20 @@ def _wide_fwd_stats_kernel(
             1,
             BLOCK_N,
         )
-        inside = (col_start + tl.arange(0, BLOCK_N) < HIDDEN)[None, :]
-        count = tl.minimum(HIDDEN - col_start, BLOCK_N).to(tl.float32)
-        share = count / (col_start + count)
-        block_mean = tl.sum(z, 1) / count
-        centred = tl.where(inside, z - block_mean[:, None], 0.0)
-        delta = block_mean - mean
-        mean += delta * share
-        squares += tl.sum(centred * centred, 1) + delta * delta * col_start * share
+        if RMS:
+            squares += tl.sum(z * z, 1)
+        else:
+            inside = (col_start + tl.arange(0, BLOCK_N) < HIDDEN)[None, :]
+            count = tl.minimum(HIDDEN - col_start, BLOCK_N).to(tl.float32)
+            share = count / (col_start + count)
+            block_mean = tl.sum(z, 1) / count
+            centred = tl.where(inside, z - block_mean[:, None], 0.0)
+            delta = block_mean - mean
+            mean += delta * share
+            squares += tl.sum(centred * centred, 1) + delta * delta * col_start * share
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HIDDEN * 1.0) + eps))
-    tl.store(mean_ptr + rows, mean)
+    if not RMS:
+        tl.store(mean_ptr + rows, mean)
     tl.store(rstd_ptr + rows, rstd)
 
 
@@ -340,7 +356,7 @@ def layer_norm_fwd_with(
     config: Config, inputs: "LayerNormInputs", save: bool, rounded: bool = False
 ) -> tuple[Tensor, ...]:
     """`layer_norm_fwd` with a given config, for the tuner and the tests."""
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, _, return_sum = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum = inputs
     rows, hidden = x.shape
     seed = seed if dropout_p > 0 else None
     summed = residual is not None or x_bias is not None or seed is not None
@@ -350,8 +366,8 @@ def layer_norm_fwd_with(
     y = torch.empty((rows, hidden), dtype=dtype, device=x.device)
     z = torch.empty_like(y) if save_z else y.new_empty((0,))
     more = (torch.empty_like(y, dtype=x.dtype),) if rounded else ()
-    mean = x.new_empty((rows if save or wide else 0,), dtype=torch.float32)
-    rstd = torch.empty_like(mean)
+    rstd = x.new_empty((rows if save or wide else 0,), dtype=torch.float32)
+    mean = rstd.new_empty((0,)) if rms else torch.empty_like(rstd)
     if rows > 0:
         (block_m, num_warps), block_n = config, columns(hidden, FWD_ONE_BLOCK)
         sources = (x, residual, x_bias)
@@ -370,6 +386,7 @@ def layer_norm_fwd_with(
                 *scalars,
                 HIDDEN=hidden,
                 BLOCK_N=block_n,
+                RMS=rms,
                 num_warps=num_warps,
             )
         launch(
@@ -393,6 +410,7 @@ def layer_norm_fwd_with(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             SAVE_STATS=save,
+            RMS=rms,
             num_warps=num_warps,
         )
     if not save:
@@ -411,7 +429,7 @@ def layer_norm_bwd(
     rows, hidden = dy.shape
     device = tuning.device_of(dy.device)
     config = bwd_config_for(tuning.bucket(rows), hidden, saved.dropout_p > 0, dy.dtype, device)
-    return layer_norm_bwd_with(config, dy, saved, need, drounded)
+    return layer_norm_bwd_with(config, dy, saved, need, drounded, dsum)
 
 
 def layer_norm_bwd_with(
@@ -420,9 +438,10 @@ def layer_norm_bwd_with(
     saved: "LayerNormSaved",
     need: "LayerNormNeeds",
     drounded: Tensor | None = None,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`layer_norm_bwd` with a given config, for the tuner and the tests."""
-    z, weight, mean, rstd, dropout_p, seed, offset = saved[:7]
+    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
     need_dx, need_dweight, need_dxbias, need_dresidual, x_dtype = need
     x_dtype = x_dtype or z.dtype
     rows, hidden = dy.shape
@@ -465,6 +484,7 @@ def layer_norm_bwd_with(
             rows,
             HIDDEN=hidden,
             BLOCK_N=block_n,
+            RMS=rms,
             num_warps=num_warps,
         )
     launch(
@@ -473,6 +493,7 @@ def layer_norm_bwd_with(
         dy.device,
         dy,
         drounded,
+        dsum,
         z,
         weight,
         mean,
@@ -492,6 +513,7 @@ def layer_norm_bwd_with(
         HIDDEN=hidden,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        RMS=rms,
         num_warps=num_warps,
     )
     if needed:

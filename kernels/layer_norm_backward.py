@@ -1,4 +1,4 @@
-"""The kernels of LayerNorm's backward; their mathematics, tiling and launch are in kernels/layer_norm.py."""
+"""The kernels of backward; their mathematics, tiling and launch are in kernels/layer_norm.py."""
 
 import triton
 import triton.language as tl
@@ -24,13 +24,15 @@ def _bwd_tile(
 
 
 @triton.jit
-def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr):
+def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, RMS: tl.constexpr = False):
     """The gradient of what was normalised. g = dy * weight, x_hat: [rows, columns]; rstd, the means: [rows].
 
-    A row of one number is always normalised to 0, so its gradient is 0. Compiled, g - g_mean would not be: it
-    may be one fma with g's product, which keeps the product's rounding, and rstd is large there.
+    LayerNorm always normalises a row of one number to 0, so its gradient is 0. Compiled, g - g_mean would not
+    be: it may be one fma with g's product, which keeps the product's rounding, and rstd is large there.
     """
-    if HIDDEN == 1:
+    if RMS:
+        centred = g - x_hat * gx_mean[:, None]
+    elif HIDDEN == 1:
         centred = g * 0.0  # a NaN stays one
     else:
         centred = g - g_mean[:, None] - x_hat * gx_mean[:, None]
@@ -41,6 +43,7 @@ def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr):
 def _layer_norm_bwd_kernel(
     dy_ptr,
     drounded_ptr,
+    dsum_ptr,
     z_ptr,
     weight_ptr,
     mean_ptr,
@@ -62,6 +65,7 @@ def _layer_norm_bwd_kernel(
     HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """Every num_programs-th row tile; this program's column sums go to its row of the partial sums.
 
@@ -80,7 +84,10 @@ def _layer_norm_bwd_kernel(
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
+        if RMS:
+            mean = tl.zeros((BLOCK_M,), tl.float32)
+        else:
+            mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         dy, x_hat = _bwd_tile(
             dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd, HIDDEN
@@ -92,7 +99,10 @@ def _layer_norm_bwd_kernel(
         else:
             g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
             gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN)
+        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN, RMS)
+        if dsum_ptr is not None:
+            dsum_at = dsum_ptr + rows[:, None] * HIDDEN + cols[None, :]
+            dz += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
         dx_at = rows[:, None] * dx_stride + cols[None, :]
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
@@ -105,7 +115,7 @@ def _layer_norm_bwd_kernel(
             dweight += dy * x_hat
             dbias += dy
         if dx_bias_ptr is not None:
-            # Rows after the last have rstd 0, so dz 0.
+            # Rows after the last have rstd and dsum 0, so dz 0.
             dx_bias += dz
     partial_at = program.to(tl.int64) * HIDDEN + cols
     if dweight_ptr is not None:
@@ -129,10 +139,14 @@ def _wide_bwd_means_kernel(
     n_rows,
     HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """mean(g) and mean(g * x_hat) of one row, summed block by block."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    mean = tl.load(mean_ptr + rows)
+    if RMS:
+        mean = tl.zeros((1,), tl.float32)
+    else:
+        mean = tl.load(mean_ptr + rows)
     rstd = tl.load(rstd_ptr + rows)
     g_sum = tl.zeros((1,), tl.float32)
     gx_sum = tl.zeros((1,), tl.float32)

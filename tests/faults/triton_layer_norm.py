@@ -14,8 +14,8 @@ FAULTS = (
     # masks and offsets
     _fault("column mask dropped from the load of x", "cols[None, :], mask=mask, other=0.0).to(tl.float32)\n    if x_bias",
            "cols[None, :], mask=(rows < n_rows)[:, None], other=0.0).to(tl.float32)\n    if x_bias"),
-    _fault("row mask dropped in backward", "mask = row_mask[:, None] & col_mask[None, :]\n        mean",
-           "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        mean", _BACKWARD),
+    _fault("row mask dropped in backward", "mask = row_mask[:, None] & col_mask[None, :]\n        if RMS",
+           "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        if RMS", _BACKWARD),
     _fault("int32 rows in forward", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
     _fault("int32 rows in backward", "tl.cast(tile, tl.int64) * BLOCK_M", "tile * BLOCK_M", _BACKWARD),
     _fault("stride of the residual forgotten", "rows[:, None] * residual_stride", "rows[:, None] * x_stride"),
@@ -37,8 +37,8 @@ FAULTS = (
     _fault("mean over the block, not the row", "mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)",
            "mean = tl.div_rn(tl.sum(z, 1), BLOCK_N * 1.0)"),
     _fault("mean not subtracted", "    y = centred * rstd", "    y = z * rstd"),
-    _fault("statistics from the rounded z", "    if HIDDEN <= BLOCK_N:\n        mean = tl.div_rn",
-           "    z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n    if HIDDEN <= BLOCK_N:\n        mean = tl.div_rn"),
+    _fault("statistics from the rounded z", "    if HIDDEN <= BLOCK_N:\n        if RMS",
+           "    z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n    if HIDDEN <= BLOCK_N:\n        if RMS"),
     _fault("x_hat rounded to storage dtype", "    y = centred * rstd[:, None] * ", "    y = (centred * rstd[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32) * "),
     # wide rows
     _fault("blocks merged without their distance", " + delta * delta * col_start * share", ""),
@@ -70,6 +70,16 @@ FAULTS = (
     _fault("wide means of the wrong half", "tl.load(means_ptr + n_rows + rows", "tl.load(means_ptr + rows", _BACKWARD),
     _fault("last partial sum lost", "mask=(p < n_partials)[:, None]", "mask=(p < n_partials - 1)[:, None]", _SUMS),
     _fault("partial sums share a row", "partial_at = program.to(tl.int64) * HIDDEN + cols", "partial_at = cols", _BACKWARD),
+    # RMSNorm and the returned sum
+    _fault("rms: mean subtracted", "        if RMS:\n            centred = z\n        else:\n            mean =", "        if RMS and False:\n            centred = z\n        else:\n            mean ="),
+    _fault("rms: squares of the last block alone", "            squares += tl.sum(z * z, 1)\n", "            squares = tl.sum(z * z, 1)\n"),
+    _fault("rms: mean of g subtracted", "centred = g - x_hat * gx_mean[:, None]\n    elif", "centred = g - g_mean[:, None] - x_hat * gx_mean[:, None]\n    elif", _BACKWARD),
+    _fault("rms: no gradient at hidden size 1", "    if RMS:\n        centred = g", "    if RMS and HIDDEN > 1:\n        centred = g", _BACKWARD),
+    _fault("rms: mean saved", "mean = rstd.new_empty((0,)) if rms else torch.empty_like(rstd)", "mean = torch.empty_like(rstd)"),
+    _fault("sum only where it is saved", "(save or return_sum) and summed", "save and summed"),
+    _fault("gradient of the sum forgotten", "        if dsum_ptr is not None:\n", "        if dsum_ptr is not None and HIDDEN < 0:\n", _BACKWARD),
+    _fault("gradient of the sum doubled", "            dz += tl.load(dsum_at,", "            dz += 2 * tl.load(dsum_at,", _BACKWARD),
+    _fault("gradient of the sum past the row", "dz += tl.load(dsum_at, mask=mask,", "dz += tl.load(dsum_at, mask=row_mask[:, None],", _BACKWARD),
     # launcher
     _fault("a tile too few", "(cdiv(rows, block_m), cdiv(hidden, block_n)),\n            x.device",
            "(max(1, rows // block_m), cdiv(hidden, block_n)),\n            x.device"),

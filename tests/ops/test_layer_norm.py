@@ -187,6 +187,8 @@ def test_the_sum_is_returned(backend, hidden, dtypes, dropout_p, rms):
         kept = kept * keep_mask_2d(seed, 0, 6, hidden, dropout_p) * (1 / (1 - dropout_p))
     torch.testing.assert_close(z, (kept + r).to(dtypes[1]), rtol=1e-6, atol=1e-6)
     with torch.no_grad():
+        # no sum is stored, so none is rounded
+        assert torch.equal(norm(x, w, **options), y)
         for a, e in zip(norm(x, w, **options, return_sum=True), (y, z), strict=True):
             assert torch.equal(a, e)
     grads = {

@@ -86,15 +86,29 @@ def call_layer_norm_all(kernels, dtype, hidden: int) -> None:
     layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
 
 
+def call_rms_norm_all(kernels, dtype, hidden: int) -> None:
+    """Launch RMSNorm, and its backward with the gradient of the sum."""
+    t = empty(dtype)
+    x, weight, rstd = t(TOKENS, hidden), t(hidden, dtype=FP32), t(TOKENS, dtype=FP32)
+    seed = t(1, dtype=I64)
+    inputs = LayerNormInputs(x, weight, None, x, weight, 1e-6, 0.1, seed, 3, True, True)
+    kernels.layer_norm_fwd(inputs, True)
+    saved = LayerNormSaved(x, weight, t(0, dtype=FP32), rstd, 0.1, seed, 3, True)
+    kernels.layer_norm_bwd(x, saved, LayerNormNeeds(True, True, True, True), None, x)
+
+
 def call_layer_norm_mixed(kernels, dtype, hidden: int) -> None:
-    """Launch LayerNorm of half precision beside a residual in float32, as in training under autocast."""
+    """Launch LayerNorm of half precision beside a residual in float32, as in training under autocast.
+
+    Backward takes the gradients of all outputs.
+    """
     t = empty(FP32)
     x, wide, weight = t(TOKENS, hidden, dtype=dtype), t(TOKENS, hidden), t(hidden)
     rstd, seed = t(TOKENS), t(1, dtype=I64)
     inputs = LayerNormInputs(x, weight, weight, wide, weight, 1e-12, 0.1, seed, 3)
     kernels.layer_norm_fwd(inputs, True, True)
     saved = LayerNormSaved(wide, weight, rstd, rstd, 0.1, seed, 3)
-    kernels.layer_norm_bwd(wide, saved, LayerNormNeeds(True, True, True, True, dtype), x)
+    kernels.layer_norm_bwd(wide, saved, LayerNormNeeds(True, True, True, True, dtype), x, wide)
 
 
 def call_layer_norm(config, dtype, rows: int, hidden: int, dropout_p: float, backward: bool) -> None:
@@ -282,11 +296,11 @@ def layer_norm_jobs(kernels, full: bool) -> Jobs:
         if full or (dtype == BF16 and (hidden == 768 or (arch == 90 and hidden in few))):
             call = partial(call_layer_norm_mixed, kernels, dtype, hidden)
             yield title(dtype, "float32", hidden, "all"), arch, call
-    calls = {"all": call_layer_norm_all, "plain": call_layer_norm_plain}
+    calls = {"all": call_layer_norm_all, "plain": call_layer_norm_plain, "rms": call_rms_norm_all}
     for arch, dtype, hidden, name in product(SHARED_LIMIT, (FP32, BF16, FP16), widths, calls):
         default = dtype == BF16 and hidden == 768
         if arch == 90:
-            default = name == "all" and hidden in (few if dtype == BF16 else (768,))
+            default = name != "plain" and hidden in (few if dtype == BF16 else (768,))
         if full or default:
             yield title(dtype, hidden, name), arch, partial(calls[name], kernels, dtype, hidden)
 

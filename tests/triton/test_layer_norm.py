@@ -94,9 +94,9 @@ def backward(module, dy, args, saved, needs=(True,) * 4):
 # --- the error rule -----------------------------------------------------------------------------------------
 
 
-def everything(rows: int, hidden: int) -> LayerNormCase:
-    """All options on."""
-    return LayerNormCase(rows, hidden, residual=True, x_bias=True, dropout_p=0.25)
+def everything(rows: int, hidden: int, **options: bool) -> LayerNormCase:
+    """All options on that concern the rows."""
+    return LayerNormCase(rows, hidden, residual=True, x_bias=True, dropout_p=0.25, **options)
 
 
 # Masks, the pairing of Philox lanes with columns, rows that share a tile: each width has its own edge.
@@ -106,6 +106,7 @@ def everything(rows: int, hidden: int) -> LayerNormCase:
 )
 def test_every_width(width):
     check(everything(3, width), DTYPES[width % 3])
+    check(everything(3, width, rms=True, return_sum=True), DTYPES[(width + 1) % 3])
     if width < 16:
         check(everything(3, width), torch.float32)
 
@@ -268,6 +269,8 @@ def fuzzed_cases(draw):
         x_bias=draw(st.booleans()),
         dropout_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
         bias=draw(st.booleans()),
+        rms=draw(st.booleans()),
+        return_sum=draw(st.booleans()),
     )
     return case, dtype, draw(st.integers(0, 2**20))
 

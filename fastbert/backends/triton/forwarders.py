@@ -11,8 +11,7 @@ from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops import packing
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
-from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved, storage_dtype
-from fastbert.runtime import dispatch
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 
 DTYPES = {
     "cross_entropy": STORED,
@@ -59,10 +58,6 @@ def embedding_bwd(
 
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    if inputs.rms:
-        key = inputs.x.device, storage_dtype(inputs)
-        following = dispatch.next_function("triton", "layer_norm_fwd training", *key)
-        return following(inputs, save, rounded)
     return kernels("layer_norm").layer_norm_fwd(inputs, save, rounded)
 
 
@@ -73,10 +68,7 @@ def layer_norm_bwd(
     drounded: Tensor | None = None,
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    if saved.rms or dsum is not None:
-        following = dispatch.next_function("triton", "layer_norm_bwd training", dy.device, dy.dtype)
-        return following(dy, saved, need, drounded, dsum)
-    return kernels("layer_norm").layer_norm_bwd(dy, saved, need, drounded)
+    return kernels("layer_norm").layer_norm_bwd(dy, saved, need, drounded, dsum)
 
 
 def linear_fwd(
