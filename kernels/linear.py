@@ -265,8 +265,9 @@ def linear_fwd(
     residual: Tensor | None,
     save: bool,
     panels: None = None,
+    gated: None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, pre): the contract of `fastbert.ops.linear.linear_fwd`. This backend has no panels."""
+    """(y, pre): the contract of `fastbert.ops.linear.linear_fwd`, without panels and gates."""
     out_features = weight.shape[0]
     aligned = fits_tensor_map(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(

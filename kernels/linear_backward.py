@@ -122,8 +122,9 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias): the contract of `fastbert.ops.linear.linear_bwd`."""
+    """(dx, dweight, dbias): the contract of `fastbert.ops.linear.linear_bwd`, without gates."""
     need_g = need_dx or need_dweight
     g, dbias = _activation_bwd(dy, pre, activation, need_g, need_dbias)
     return (

@@ -12,6 +12,11 @@ With Φ and φ the normal distribution and density, and σ the logistic function
 
 `None` means no activation wherever a name is expected.
 
+A gated activation (a gated linear unit) multiplies two halves of its columns, of which one is activated: with
+(a, b) the halves of z, "first" is act(a) b and "second" is a act(b). For the gradient dy of "first",
+
+    da = dy b act'(a),  db = dy act(a)
+
 To add an activation:
 
 1. an entry in `ACTIVATIONS` below, with the spellings of configs and of transformers' modules;
@@ -26,7 +31,7 @@ tests/ops/test_activation.py fails where one of the lists above differs from it,
 docs/add-an-activation.md has the rest.
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Ramachandran et al. 2017, "Searching for
-Activation Functions" (silu).
+Activation Functions" (silu); Shazeer 2020, "GLU Variants Improve Transformer" (gated).
 """
 
 from __future__ import annotations
@@ -152,9 +157,26 @@ SPELLINGS: dict[str, str] = {s: name for name, a in ACTIVATIONS.items() for s in
 # The name of a module's class, or of a function -> our name.
 MODULES: dict[str, str] = {m: name for name, a in ACTIVATIONS.items() for m in a.modules}
 
+# Which half of a gated activation's argument is activated: "first" is act(a) b, "second" is a act(b).
+GATES = ("first", "second")
 
-def activate_ref(z: Tensor, activation: str | None) -> Tensor:
-    """The activation of `z` in `z`'s own dtype, by its formula."""
+
+def halves(z: Tensor, gated: str) -> tuple[Tensor, Tensor]:
+    """(the half of the columns that is activated, the half that multiplies it): views of `z`."""
+    a, b = z.tensor_split(2, dim=-1)
+    return (a, b) if gated == "first" else (b, a)
+
+
+def joined(active: Tensor, other: Tensor, gated: str) -> Tensor:
+    """The tensor whose `halves` have these values."""
+    return torch.cat((active, other) if gated == "first" else (other, active), dim=-1)
+
+
+def activate_ref(z: Tensor, activation: str | None, gated: str | None = None) -> Tensor:
+    """The activation of `z`, gated or not, in `z`'s own dtype, by its formula."""
+    if gated is not None:
+        active, other = halves(z, gated)
+        return activate_ref(active, activation) * other
     return z if activation is None else ACTIVATIONS[activation].reference(z)
 
 
@@ -163,8 +185,19 @@ def slope_ref(z: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].slope(z)
 
 
-def activate_eager(z: Tensor, activation: str | None) -> Tensor:
-    """The activation of `z` by PyTorch's own function."""
+def gradient_ref(dy: Tensor, z: Tensor, activation: str, gated: str | None = None) -> Tensor:
+    """The gradient at `z` for the gradient `dy` of the activation, in their own dtype, by the formula."""
+    if gated is None:
+        return dy * slope_ref(z, activation)
+    active, other = halves(z, gated)
+    return joined(dy * other * slope_ref(active, activation), dy * activate_ref(active, activation), gated)
+
+
+def activate_eager(z: Tensor, activation: str | None, gated: str | None = None) -> Tensor:
+    """The activation of `z`, gated or not, by PyTorch's own functions."""
+    if gated is not None:
+        active, other = halves(z, gated)
+        return activate_eager(active, activation) * other
     return z if activation is None else ACTIVATIONS[activation].eager(z)
 
 
@@ -172,3 +205,27 @@ def check_activation(activation: str | None) -> None:
     """Raise ValueError unless `activation` is None or a name of `ACTIVATIONS`."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def activated_columns(columns: int, activation: str | None, gated: str | None, weight: str = "weight") -> int:
+    """How many columns the activation makes of so many: half of them where it is gated.
+
+    Args:
+        columns: the rows of the weight.
+        activation: None or a name of `ACTIVATIONS`.
+        gated: None or one of `GATES`.
+        weight: the argument that error messages name.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    check_activation(activation)
+    if gated is None:
+        return columns
+    if gated not in GATES:
+        raise ValueError(f"gated: expected None, 'first' or 'second', got {gated!r}")
+    if activation is None:
+        raise ValueError(f"activation: expected the name of one with gated={gated!r}, got None")
+    if columns % 2:
+        raise ValueError(f"{weight}: expected an even number of rows with gated={gated!r}, got {columns}")
+    return columns // 2

@@ -5,19 +5,23 @@ Forward, with x (rows, hidden), up_weight (inner, hidden), up_bias (inner,), dow
     pre = x @ up_weight.T + up_bias
     y = act(pre) @ down_weight.T
 
+A gated activation makes `inner` columns of pre's 2 inner: up_weight is (2 inner, hidden).
+
 The second product's bias belongs to what follows: `layer_norm` adds it in its own pass.
 
 Backward:
 
-    g = (dy @ down_weight) * act'(pre)
+    g = (dy @ down_weight) * act'(pre), gated as in fastbert/ops/activation.py
     dx = g @ up_weight,  dup_weight = g.T @ x,  dup_bias = Σ_rows g,  ddown_weight = dy.T @ act(pre)
 
 As one op, a backend can make g in the epilogue of the product before it: the gradient of act(pre) is neither
-written nor read. Where no backend does that, two calls of `linear` are as good, and `pays` is False.
+written nor read. Where no backend does that, as for gated activations, two calls of `linear` are as good, and
+`pays` is False.
 
 Products accumulate in float32 (float64 for float64); pre, act(pre) and g are kept in storage dtype.
 
-Source: Vaswani et al. 2017, sec. 3.3; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+Source: Vaswani et al. 2017, sec. 3.3; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Shazeer 2020,
+"GLU Variants Improve Transformer".
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.activation import activate_ref, check_activation
+from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.runtime import dispatch
 
 
@@ -48,23 +52,29 @@ class FeedForwardNeeds(NamedTuple):
 
 
 def feed_forward_ref(
-    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, activation: str
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    activation: str,
+    gated: str | None = None,
 ) -> Tensor:
     """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32."""
     compute = checks.compute_dtype(x)
     pre = x.to(compute) @ up_weight.to(compute).T
     if up_bias is not None:
         pre = pre + up_bias.to(compute)
-    return (activate_ref(pre, activation) @ down_weight.to(compute).T).to(x.dtype)
+    return (activate_ref(pre, activation, gated) @ down_weight.to(compute).T).to(x.dtype)
 
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
-def _check_activation(activation: str | None) -> None:
+def _inner_columns(columns: int, activation: str | None, gated: str | None) -> int:
+    """The columns of act(pre) for those of pre. Raises ValueError for an activation or gate unknown."""
     if activation is None:
         raise ValueError("activation: expected the name of one, got None: use `linear` twice")
-    check_activation(activation)
+    return activated_columns(columns, activation, gated, "up_weight")
 
 
 # What `dispatch` calls the passes of training: one backend serves both.
@@ -79,24 +89,28 @@ def feed_forward_fwd(
     down_weight: Tensor,
     activation: str,
     save: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, pre, act(pre)) for 2-D `x`; the last two are of shape (0,) where not saved."""
     hidden = checks.matrix("x", x)[1]
-    inner = checks.matrix("up_weight", up_weight)[0]
+    columns = checks.matrix("up_weight", up_weight)[0]
     out = checks.matrix("down_weight", down_weight)[0]
-    _check_activation(activation)
-    checks.operand("up_weight", up_weight, (inner, hidden), (x.dtype,), x, strided=True)
-    checks.operand("up_bias", up_bias, (inner,), (x.dtype,), x)
+    inner = _inner_columns(columns, activation, gated)
+    checks.operand("up_weight", up_weight, (columns, hidden), (x.dtype,), x, strided=True)
+    checks.operand("up_bias", up_bias, (columns,), (x.dtype,), x)
     checks.operand("down_weight", down_weight, (out, inner), (x.dtype,), x, strided=True)
     function = _FORWARD_OF_TRAINING if save else "feed_forward_fwd"
-    return dispatch.call(function, x, x, up_weight, up_bias, down_weight, activation, save)
+    return dispatch.call(function, x, x, up_weight, up_bias, down_weight, activation, save, gated)
 
 
 @feed_forward_fwd.register_fake
-def _(x, up_weight, up_bias, down_weight, activation, save):
-    rows, inner = x.shape[0], up_weight.shape[0]
-    shape = (rows, inner) if save else (0,)
-    return x.new_empty((rows, down_weight.shape[0])), x.new_empty(shape), x.new_empty(shape)
+def _(x, up_weight, up_bias, down_weight, activation, save, gated=None):
+    rows, columns = x.shape[0], up_weight.shape[0]
+    return (
+        x.new_empty((rows, down_weight.shape[0])),
+        x.new_empty((rows, columns) if save else (0,)),
+        x.new_empty((rows, _inner_columns(columns, activation, gated)) if save else (0,)),
+    )
 
 
 @torch.library.custom_op("fastbert::feed_forward_bwd", mutates_args=())
@@ -112,6 +126,7 @@ def feed_forward_bwd(
     need_dup_weight: bool,
     need_dup_bias: bool,
     need_ddown_weight: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dup_weight, dup_bias, ddown_weight), each of shape (0,) where not needed.
 
@@ -119,24 +134,39 @@ def feed_forward_bwd(
     none of the first three is, `inner` = act(pre) where ddown_weight is not.
     """
     rows, out = checks.matrix("dy", dy)
-    _check_activation(activation)
+    _inner_columns(0, activation, gated)
     need = FeedForwardNeeds(need_dx, need_dup_weight, need_dup_bias, need_ddown_weight)
     checks.operand("dy", dy, dy.shape, (dy.dtype,), dy)
-    known = next((t for t in (down_weight, pre, inner) if t is not None), None)
-    columns = () if known is None else known.shape[-1:]
+    times = 1 if gated is None else 2
+    columns = next((t.shape[-1:] for t in (down_weight, inner) if t is not None), ())
+    if not columns and pre is not None:
+        columns = tuple(n // times for n in pre.shape[-1:])
+    ahead = tuple(times * n for n in columns)
     checks.operand("down_weight", down_weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=need.g)
-    checks.operand("pre", pre, (rows, *columns), (dy.dtype,), dy, needed=need.g)
+    checks.operand("pre", pre, (rows, *ahead), (dy.dtype,), dy, needed=need.g)
     checks.operand("inner", inner, (rows, *columns), (dy.dtype,), dy, needed=need_ddown_weight)
     hidden = next((t.shape[-1:] for t in (up_weight, x) if t is not None), ())
-    checks.operand("up_weight", up_weight, (*columns, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
+    checks.operand("up_weight", up_weight, (*ahead, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
     checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
-    args = (dy, x, up_weight, down_weight, pre, inner, activation, need)
+    args = (dy, x, up_weight, down_weight, pre, inner, activation, need, gated)
     return dispatch.call(_BACKWARD, dy, *args)
 
 
 @feed_forward_bwd.register_fake
-def _(dy, x, up_weight, down_weight, pre, inner, activation, *need):
-    need_dx, need_dup_weight, need_dup_bias, need_ddown_weight = need
+def _(
+    dy,
+    x,
+    up_weight,
+    down_weight,
+    pre,
+    inner,
+    activation,
+    need_dx,
+    need_dup_weight,
+    need_dup_bias,
+    need_ddown_weight,
+    gated=None,
+):
     return (
         dy.new_empty((dy.shape[0], up_weight.shape[1]) if need_dx else (0,)),
         dy.new_empty((pre.shape[1], x.shape[1]) if need_dup_weight else (0,)),
@@ -149,7 +179,7 @@ def _(dy, x, up_weight, down_weight, pre, inner, activation, *need):
 
 
 def _setup_context(ctx, inputs, output):
-    x, up_weight, _up_bias, down_weight, activation, save = inputs
+    x, up_weight, _up_bias, down_weight, activation, save, gated = inputs
     _y, pre, inner = output
     need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
     ctx.save_for_backward(
@@ -160,15 +190,15 @@ def _setup_context(ctx, inputs, output):
         inner if save and need.ddown_weight else None,
     )
     ctx.set_materialize_grads(False)
-    ctx.activation = activation
+    ctx.activation, ctx.gated = activation, gated
 
 
 def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
     need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
-    grads = launch(dy.contiguous(), *ctx.saved_tensors, ctx.activation, need)
-    return *(g if needed else None for g, needed in zip(grads, need, strict=True)), None, None
+    grads = launch(dy.contiguous(), *ctx.saved_tensors, ctx.activation, need, ctx.gated)
+    return *(g if needed else None for g, needed in zip(grads, need, strict=True)), None, None, None
 
 
 class FeedForwardFunction(torch.autograd.Function):
@@ -188,7 +218,7 @@ class FeedForwardFunction(torch.autograd.Function):
 
 
 feed_forward_fwd.register_autograd(
-    lambda ctx, dy, *_: _backward(lambda *args: feed_forward_bwd(*args[:-1], *args[-1]), ctx, dy),
+    lambda ctx, dy, *_: _backward(lambda *args: feed_forward_bwd(*args[:-2], *args[-2], args[-1]), ctx, dy),
     setup_context=_setup_context,
 )
 
@@ -196,12 +226,13 @@ feed_forward_fwd.register_autograd(
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def pays(x: Tensor) -> bool:
+def pays(x: Tensor, gated: str | None = None) -> bool:
     """Whether `feed_forward` saves time over two calls of `linear` for tokens like `x`, in training.
 
-    It does in half precision on a GPU, and never in inference. `x` is (..., hidden).
+    It does in half precision on a GPU where the activation is not gated, and never in inference. `x` is
+    (..., hidden).
     """
-    return x.is_cuda and (checks.autocast_dtype(x) or x.dtype) in dispatch.HALF
+    return gated is None and x.is_cuda and (checks.autocast_dtype(x) or x.dtype) in dispatch.HALF
 
 
 def feed_forward(
@@ -210,15 +241,18 @@ def feed_forward(
     up_bias: Tensor | None,
     down_weight: Tensor,
     activation: str,
+    gated: str | None = None,
 ) -> Tensor:
     """act(x @ up_weight.T + up_bias) @ down_weight.T. Under autocast it casts as `F.linear` does.
 
     Args:
         x: (..., hidden), float32, bfloat16, float16 or float64.
-        up_weight: (inner, hidden), of `x`'s dtype outside autocast.
-        up_bias: (inner,) of `x`'s dtype outside autocast, or None.
+        up_weight: (inner, hidden), gated (2 inner, hidden), of `x`'s dtype outside autocast.
+        up_bias: as many numbers as `up_weight` has rows, of `x`'s dtype outside autocast, or None.
         down_weight: (out, inner), of `x`'s dtype outside autocast.
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or "tanh".
+        gated: "first" or "second": with (a, b) the two halves of the first product's columns, the second
+            product's argument is act(a) * b or a * act(b). None: it is act(a) of all columns.
 
     Returns:
         y (..., out). An input of no rows has an output of no rows.
@@ -235,13 +269,12 @@ def feed_forward(
         raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
     if up_weight.dim() != 2 or up_weight.shape[1] != x.shape[-1] or up_weight.shape[0] == 0:
         raise ValueError(f"up_weight: expected shape (inner, {x.shape[-1]}), got {tuple(up_weight.shape)}")
-    inner = up_weight.shape[0]
+    inner = _inner_columns(up_weight.shape[0], activation, gated)
     if down_weight.dim() != 2 or down_weight.shape[1] != inner or down_weight.shape[0] == 0:
         raise ValueError(f"down_weight: expected shape (out, {inner}), got {tuple(down_weight.shape)}")
-    _check_activation(activation)
     if up_bias is not None:
         checks.float_tensor("up_bias", up_bias, x)
-        checks.shape("up_bias", up_bias, (inner,))
+        checks.shape("up_bias", up_bias, up_weight.shape[:1])
     shape = (*x.shape[:-1], down_weight.shape[0])
     x, up_weight, up_bias, down_weight = checks.under_autocast(x, up_weight, up_bias, down_weight)
     checks.same_dtype("up_weight", up_weight, "x", x)
@@ -252,9 +285,9 @@ def feed_forward(
     tensors = (checks.rows(x), checks.rows(up_weight), up_bias, checks.rows(down_weight))
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
-        y = feed_forward_fwd(*tensors, activation, save)[0]
+        y = feed_forward_fwd(*tensors, activation, save, gated)[0]
     elif save:
-        y = FeedForwardFunction.apply(*tensors, activation, save)
+        y = FeedForwardFunction.apply(*tensors, activation, save, gated)
     else:
-        y = dispatch.call("feed_forward_fwd", x, *tensors, activation, save)[0]
+        y = dispatch.call("feed_forward_fwd", x, *tensors, activation, save, gated)[0]
     return y if len(shape) == 2 else y.view(shape)

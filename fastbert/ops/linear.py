@@ -5,7 +5,9 @@ Forward, with x (rows, in), weight (out, in), bias (out,):
     pre = x @ weight.T + bias
     y = act(pre) + residual
 
-Backward, with g = dy * act'(pre):
+A gated activation makes out / 2 columns of the `out` columns of pre.
+
+Backward, with g = dy * act'(pre), gated as in fastbert/ops/activation.py:
 
     dx = g @ weight,  dweight = g.T @ x,  dbias = Σ_rows g,  dresidual = dy
 
@@ -19,7 +21,7 @@ backward, in the storage dtype, only where there is an activation.
 them with `panel_maker` and keeps them (runtime/prepared.py); other backends read `weight`. A backend with
 panels has two more functions:
 
-    linear_panels(weight) -> panels
+    linear_panels(weight, gated=False) -> panels; gated: of a weight whose activation is gated
     keeps_panels(linear, rows) -> whether a product of that many rows should read kept panels, instead of
         making its own; linear: "linear" or "linear_int8"
 
@@ -28,19 +30,21 @@ has `reads_wide` takes such a weight and its bias, also in `linear_cross_entropy
 reads it, and dweight and dbias are float32, of sums that were never rounded. Its `linear_bwd` gets the weight
 whether or not dx is needed. For other backends the op casts, as PyTorch does.
 
-Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
+Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3; Shazeer 2020,
+"GLU Variants Improve Transformer".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.activation import activate_ref, check_activation
+from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.runtime import dispatch
 
 
@@ -50,28 +54,32 @@ def linear_ref(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    gated: str | None = None,
 ) -> Tensor:
     """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32."""
     compute = checks.compute_dtype(x)
     pre = x.to(compute) @ weight.to(compute).T
     if bias is not None:
         pre = pre + bias.to(compute)
-    y = activate_ref(pre, activation)
+    y = activate_ref(pre, activation, gated)
     if residual is not None:
         y = y + residual.to(compute)
     return y.to(x.dtype)
 
 
-def forward_of(activation: str | None, save: bool, rows: int) -> str:
+def forward_of(activation: str | None, save: bool, rows: int, gated: str | None = None) -> str:
     """The name of the call in `dispatch`: an activation, or few rows, may have a backend of their own."""
     if activation is None:
         return "linear_fwd"
-    return "linear_fwd activation training" if save else f"linear_fwd activation{dispatch.rows_kind(rows)}"
+    kind = "activation" if gated is None else "gated"
+    return f"linear_fwd {kind} training" if save else f"linear_fwd {kind}{dispatch.rows_kind(rows)}"
 
 
-def _backward_of(activation: str | None) -> str:
+def backward_of(activation: str | None, gated: str | None = None) -> str:
     """The name of the backward call."""
-    return "linear_bwd training" if activation is None else "linear_bwd activation training"
+    if activation is None:
+        return "linear_bwd training"
+    return "linear_bwd activation training" if gated is None else "linear_bwd gated training"
 
 
 # --- wide weights -------------------------------------------------------------------------------------------
@@ -125,22 +133,24 @@ def linear_fwd(
     activation: str | None,
     residual: Tensor | None,
     save: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, pre) for 2-D `x`; pre is empty, of shape (0,), without an activation or where not saved."""
     rows, depth = checks.matrix("x", x)
     out = checks.matrix("weight", weight)[0]
-    check_activation(activation)
+    columns = activated_columns(out, activation, gated)
     checks.operand("weight", weight, (out, depth), (x.dtype,), x, strided=True)
     checks.operand("bias", bias, (out,), (x.dtype,), x)
-    checks.operand("residual", residual, (rows, out), (x.dtype,), x, strided=True)
-    function = forward_of(activation, save, rows)
-    return dispatch.call(function, x, x, weight, bias, activation, residual, save)
+    checks.operand("residual", residual, (rows, columns), (x.dtype,), x, strided=True)
+    function = forward_of(activation, save, rows, gated)
+    return dispatch.call(function, x, x, weight, bias, activation, residual, save, None, gated)
 
 
 @linear_fwd.register_fake
-def _(x, weight, bias, activation, residual, save):
+def _(x, weight, bias, activation, residual, save, gated=None):
     shape = (x.shape[0], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape if save and activation is not None else (0,))
+    columns = activated_columns(weight.shape[0], activation, gated)
+    return x.new_empty(x.shape[0], columns), x.new_empty(shape if save and activation is not None else (0,))
 
 
 @torch.library.custom_op("fastbert::linear_bwd", mutates_args=())
@@ -153,13 +163,15 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), each empty where not needed.
 
     `x` is None where dweight is not needed, `weight` where dx is not, `pre` without an activation.
     """
-    rows, out = checks.matrix("dy", dy)
-    check_activation(activation)
+    rows, columns = checks.matrix("dy", dy)
+    out = columns if gated is None else 2 * columns
+    activated_columns(out, activation, gated)
     checks.operand("dy", dy, dy.shape, (dy.dtype,), dy)
     if x is not None or need_dweight:
         columns = () if x is None else x.shape[-1:]
@@ -167,14 +179,15 @@ def linear_bwd(
     if weight is not None or need_dx:
         columns = () if weight is None else weight.shape[-1:]
         checks.operand("weight", weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=True)
-    checks.operand("pre", pre, dy.shape, (dy.dtype,), dy, needed=activation is not None)
+    checks.operand("pre", pre, (rows, out), (dy.dtype,), dy, needed=activation is not None)
     needs = need_dx, need_dweight, need_dbias
-    return dispatch.call(_backward_of(activation), dy, dy, x, weight, pre, activation, *needs)
+    return dispatch.call(backward_of(activation, gated), dy, dy, x, weight, pre, activation, *needs, gated)
 
 
 @linear_bwd.register_fake
-def _(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
-    rows, out = dy.shape
+def _(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated=None):
+    rows, columns = dy.shape
+    out = columns if gated is None else 2 * columns
     return (
         dy.new_empty((rows, weight.shape[1]) if need_dx else (0,)),
         dy.new_empty((out, x.shape[1]) if need_dweight else (0,)),
@@ -186,7 +199,7 @@ def _(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, _bias, activation, _residual, save = inputs
+    x, weight, _bias, activation, _residual, save, gated = inputs
     need = ctx.needs_input_grad
     ctx.save_for_backward(
         x if need[1] else None,
@@ -194,12 +207,12 @@ def _setup_context(ctx, inputs, output):
         output[1] if save and activation is not None else None,
     )
     ctx.set_materialize_grads(False)
-    ctx.activation = activation
+    ctx.activation, ctx.gated = activation, gated
 
 
 def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
     need_dx, need_dweight, need_dbias, _, need_dresidual, _ = ctx.needs_input_grad[:6]
     dx = dweight = dbias = None
     if need_dx or need_dweight or need_dbias:
@@ -208,7 +221,7 @@ def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
         if is_wide(weight, dy) and not reads_wide(dy.device, dy.dtype):
             weight = weight.to(dy.dtype)
         dx, dweight, dbias = launch(
-            dy.contiguous(), x, weight, pre, ctx.activation, need_dx, need_dweight, need_dbias
+            dy.contiguous(), x, weight, pre, ctx.activation, need_dx, need_dweight, need_dbias, ctx.gated
         )
     return (
         dx if need_dx else None,
@@ -216,6 +229,7 @@ def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
         dbias if need_dbias else None,
         None,
         dy if need_dresidual else None,
+        None,
         None,
     )
 
@@ -226,15 +240,16 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call(forward_of(args[3], args[5], args[0].shape[0]), args[0], *args)
-        inputs = args[:-1]  # without `panels`
+        x, activation, save, gated = args[0], args[3], args[5], args[7]
+        output = dispatch.call(forward_of(activation, save, x.shape[0], gated), x, *args)
+        inputs = (*args[:6], gated)  # without `panels`
         _setup_context(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @checks.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
-        function = _backward_of(ctx.activation)
+        function = backward_of(ctx.activation, ctx.gated)
         return *_backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy), None
 
 
@@ -244,16 +259,21 @@ linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), 
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def panel_maker(device: torch.device, dtype: torch.dtype, rows: int = 0) -> Callable[[Tensor], Tensor] | None:
+def panel_maker(
+    device: torch.device, dtype: torch.dtype, rows: int = 0, gated: bool = False
+) -> Callable[[Tensor], Tensor] | None:
     """The function that makes panels of a weight for the backend that serves such `x`.
 
-    None where that backend has no panels, or keeps none for that many rows.
+    Panels of a weight serve either gated calls or the rest, as `gated` says. None where that backend has no
+    panels, or keeps none for that many rows.
     """
     found = dispatch.serving_functions(("linear_panels", "keeps_panels"), ("linear",), device, dtype)
     if found is None:
         return None
     make_panels, keeps_panels = found
-    return make_panels if keeps_panels("linear", rows) else None
+    if not keeps_panels("linear", rows):
+        return None
+    return partial(make_panels, gated=True) if gated else make_panels
 
 
 def linear(
@@ -263,6 +283,7 @@ def linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> Tensor:
     """act(x @ weight.T + bias) + residual, in one op. Under autocast it casts as `F.linear` does.
 
@@ -271,13 +292,15 @@ def linear(
         weight: (out, in), of `x`'s dtype outside autocast.
         bias: (out,) of `x`'s dtype outside autocast, or None.
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
-        residual: (..., out), or None. Where its dtype differs from the product's, the sum is promoted, as `+`
-            does.
+        residual: of the result's shape, or None. Where its dtype differs from the product's, the sum is
+            promoted, as `+` does.
         panels: made of `weight` by `panel_maker(…)`, in the product's dtype, for the backend that serves this
             call; or None. Not used under torch.compile.
+        gated: "first" or "second": with (a, b) the two halves of the product's columns, the activation's
+            result is act(a) * b or a * act(b), of out / 2 columns. None: it is act(a) of all columns.
 
     Returns:
-        y (..., out). An input of no rows has an output of no rows.
+        y (..., out), gated (..., out / 2). An input of no rows has an output of no rows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -291,8 +314,7 @@ def linear(
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
     out = weight.shape[0]
-    check_activation(activation)
-    shape = (*x.shape[:-1], out)
+    shape = (*x.shape[:-1], activated_columns(out, activation, gated))
     if bias is not None:
         checks.float_tensor("bias", bias, x)
         checks.shape("bias", bias, (out,))
@@ -306,7 +328,7 @@ def linear(
     if panels is not None:
         checks.same_dtype("panels", panels, "x", x)
     if residual is not None and residual.dtype != x.dtype:
-        return linear(x, weight, bias, activation, panels=panels) + residual
+        return linear(x, weight, bias, activation, panels=panels, gated=gated) + residual
 
     x, weight = checks.rows(x), checks.rows(weight)
     residual = None if residual is None else checks.rows(residual)
@@ -314,9 +336,10 @@ def linear(
     save = grad and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
     args = (x, weight, bias, activation, residual, save)
     if torch.compiler.is_compiling():
-        y = linear_fwd(*args)[0]
+        y = linear_fwd(*args, gated)[0]
     elif save or (grad and residual is not None and residual.requires_grad):
-        y = LinearFunction.apply(*args, panels)
+        y = LinearFunction.apply(*args, panels, gated)
     else:
-        y = dispatch.call(forward_of(activation, save, x.shape[0]), x, *args, panels)[0]
+        function = forward_of(activation, save, x.shape[0], gated)
+        y = dispatch.call(function, x, *args, panels, gated)[0]
     return y if len(shape) == 2 else y.view(shape)

@@ -34,8 +34,8 @@ class PackedLinear(LinearCase):
     """The weight is given as panels, as in inference, also where a gradient is wanted."""
 
     def call(self, x, weight, bias, residual):
-        panels = panel_maker(x.device, x.dtype)(weight.detach())
-        return linear(x, weight, bias, self.activation, residual, panels=panels)
+        panels = panel_maker(x.device, x.dtype, gated=self.gated is not None)(weight.detach())
+        return linear(x, weight, bias, self.activation, residual, panels, self.gated)
 
 
 class PackedInt8(LinearInt8Case):
@@ -52,6 +52,7 @@ LARGE = {
     "linear": [
         LinearCase(200, 801, 200, "gelu", residual=True),
         LinearCase(350, 64, 40, "silu", bias=False),
+        LinearCase(350, 1100, 330, "gelu", gated="first"),
     ],
     "linear_int8": [LinearInt8Case(250, 200, 130, "gelu")],
 }

@@ -61,6 +61,17 @@ def test_nothing_is_saved_without_gradients(backend):
     torch.testing.assert_close(y, by_two(*tensors))
 
 
+def test_a_gate_is_two_calls_of_linear(backend):
+    x, up, bias, down = inputs(inner=8, out=5)
+    down = down[:, :4]
+    y = feed_forward(x, up, bias, down, "silu", "second")
+    left, right = F.linear(x, up, bias).chunk(2, dim=-1)
+    expected = F.linear(left * F.silu(right), down)
+    torch.testing.assert_close(y, expected)
+    for a, e in zip(*(torch.autograd.grad(t.sum(), (x, up, bias)) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
 def test_no_bias(backend):
     x, up, _, down = inputs()
     y = feed_forward(x, up, None, down, "gelu")
@@ -83,9 +94,14 @@ def test_autocast_casts_as_linear_does(dtype):
 
 def test_compiled_is_eager():
     # none of the numbers of rows is the size of another dimension
-    assert_compiled_is_eager(
-        lambda x, *weights: 3 * feed_forward(x.sin(), *weights, "gelu"), inputs, (5, 8, 13)
-    )
+    for gated, inner in ((None, 7), ("first", 14)):
+        assert_compiled_is_eager(
+            lambda x, up, bias, down, gated=gated: (
+                3 * feed_forward(x.sin(), up, bias, down[:, :7], "gelu", gated)
+            ),
+            lambda rows, inner=inner: inputs(rows, inner=inner),
+            (5, 8, 13),
+        )
 
 
 # --- the layer's choice -------------------------------------------------------------------------------------
@@ -154,7 +170,9 @@ def test_pays_on_a_gpu_in_half_precision():
     fake = torch._subclasses.FakeTensorMode()
     with fake:
         for dtype in DTYPES:
-            assert pays(torch.empty(3, 4, dtype=dtype, device="cuda")) == (dtype in dispatch.HALF)
+            x = torch.empty(3, 4, dtype=dtype, device="cuda")
+            assert pays(x) == (dtype in dispatch.HALF)
+            assert not pays(x, "first")
 
 
 def test_pays_by_the_dtype_that_autocast_chooses(monkeypatch):

@@ -12,7 +12,7 @@ from fastbert import testing
 from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.ops import linear as op
-from fastbert.ops.activation import ACTIVATIONS, activate_eager, activate_ref, slope_ref
+from fastbert.ops.activation import ACTIVATIONS, GATES, activate_eager, activate_ref, slope_ref
 from fastbert.ops.linear import linear, linear_ref, panel_maker
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import LinearCase
@@ -92,13 +92,29 @@ def test_reference_is_what_pytorch_defines(activation):
     torch.testing.assert_close(linear_ref(x, w, b, activation), activate_eager(F.linear(x, w, b), activation))
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_compiled_is_eager(activation):
+@pytest.mark.parametrize("gated", GATES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_is_what_pytorch_defines(backend, activation, gated):
+    """In float64 by formula; by every backend forward and backward."""
+    x, w, b = (randn(*s, dtype=torch.float64, grad=True) for s in ((6, 5), (8, 5), (8,)))
+    left, right = F.linear(x, w, b).chunk(2, dim=-1)
+    own = activate_eager(left, activation) * right, left * activate_eager(right, activation)
+    expected = own[GATES.index(gated)]
+    torch.testing.assert_close(linear_ref(x, w, b, activation, gated=gated), expected)
+    y = linear(*(t.float() for t in (x, w, b)), activation, gated=gated)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    for a, e in zip(*(torch.autograd.grad(t.sum(), (x, w, b)) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [(None, None), ("gelu", None), ("gelu", "second")])
+def test_compiled_is_eager(activation, gated):
     def step(x, w, b, r):
-        return linear(x.transpose(0, 1), w, b, activation, r)  # a producer that permutes
+        return linear(x.transpose(0, 1), w, b, activation, r, gated=gated)  # a producer that permutes
 
     def inputs(tokens):
-        return [randn(*s, grad=True) for s in ((6, tokens, 5), (4, 5), (4,), (tokens, 6, 4))]
+        shapes = (6, tokens, 5), (4, 5), (4,), (tokens, 6, 2 if gated else 4)
+        return [randn(*s, grad=True) for s in shapes]
 
     assert_compiled_is_eager(step, inputs)
 
@@ -106,7 +122,8 @@ def test_compiled_is_eager(activation):
 @pytest.mark.parametrize("autocast", HALF, ids=name)
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype):
+@pytest.mark.parametrize("gated", [None, "first"])
+def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype, gated):
     x, b = randn(3, 6, dtype=x_dtype, grad=True), randn(4, dtype=w_dtype)
     w = randn(4, 6, dtype=w_dtype, grad=True)
     with torch.autocast("cpu", autocast):
@@ -114,7 +131,8 @@ def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype):
             with pytest.raises(TypeError, match="weight: expected x's dtype"):
                 linear(x, w, b)
             return
-        y, expected = linear(x, w, b, "gelu"), F.gelu(F.linear(x, w, b))
+        y = linear(x, w, b, "gelu", gated=gated)
+        expected = activate_eager(F.linear(x, w, b), "gelu", gated)
     assert y.dtype == expected.dtype == autocast
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-3)
     for a, e, leaf in zip(
@@ -201,8 +219,8 @@ def test_a_residual_of_another_dtype_is_promoted(backend):
 def test_nothing_needless_is_computed_for_frozen_inputs(noted, trainable, expected):
     from fastbert.backends import aten
 
-    def asked(dy, x, weight, pre, activation, *need):
-        return need, x is not None, weight is not None
+    def asked(dy, x, weight, pre, activation, *need, gated=None):
+        return need[:3], x is not None, weight is not None
 
     seen = noted(aten, "linear_bwd", asked)
     tensors = {"x": randn(3, 6), "w": randn(4, 6), "b": randn(4), "r": randn(3, 4)}
@@ -227,25 +245,29 @@ def test_pre_is_saved_only_for_an_activation_and_a_gradient(backend):
     assert module.linear_fwd(x, w, None, "gelu", None, False)[1].shape == (0,)
     assert module.linear_fwd(x, w, None, None, None, True)[1].shape == (0,)
     torch.testing.assert_close(module.linear_fwd(x, w, None, "gelu", None, True)[1], x @ w.T)
+    assert module.linear_fwd(x, w, None, "gelu", None, False, None, "first")[1].shape == (0,)
+    torch.testing.assert_close(module.linear_fwd(x, w, None, "gelu", None, True, None, "first")[1], x @ w.T)
 
 
 # --- packed weights -----------------------------------------------------------------------------------------
 
 
-def test_packed_changes_nothing(backend):
+@pytest.mark.parametrize("gated", [None, "first"])
+def test_packed_changes_nothing(backend, gated):
     """With and without gradients, bias and a residual that promotes. Panels of other backends are ignored."""
     for dtype in (torch.float32, torch.bfloat16):
         x, w, b = (randn(*s, dtype=dtype, grad=True) for s in ((2, 20, 24), (70, 24), (70,)))
-        pack = panel_maker(x.device, dtype)
+        pack = panel_maker(x.device, dtype, gated=gated is not None)
         packed = torch.zeros(3, dtype=dtype) if pack is None else pack(w.detach())
         assert (pack is None) == (backend != "cpu")
-        for residual in (None, randn(2, 20, 70, dtype=dtype), randn(2, 20, 70)):
-            y, expected = (linear(x, w, b, "gelu", residual, panels=p) for p in (packed, None))
+        out = 35 if gated else 70
+        for residual in (None, randn(2, 20, out, dtype=dtype), randn(2, 20, out)):
+            y, expected = (linear(x, w, b, "gelu", residual, p, gated) for p in (packed, None))
             assert torch.equal(y, expected)
             for a, e in zip(*(torch.autograd.grad(t.sum(), (x, w, b)) for t in (y, expected)), strict=True):
                 assert torch.equal(a, e)
             with torch.no_grad():
-                assert torch.equal(linear(x, w, b, "gelu", residual, packed), expected)
+                assert torch.equal(linear(x, w, b, "gelu", residual, packed, gated), expected)
 
 
 def test_packed_is_of_the_dtype_of_the_product():
@@ -284,6 +306,18 @@ BAD = [
     ({"weight": W[:0]}, ValueError, r"weight: .*got \(0, 3\)"),
     ({"bias": torch.ones(3)}, ValueError, r"bias: expected shape \(4,\), got \(3,\)"),
     ({"activation": "swish"}, ValueError, "activation: expected None or one of gelu, .*got 'swish'"),
+    ({"activation": "gelu", "gated": "both"}, ValueError, "gated: expected None, 'first' or .*got 'both'"),
+    ({"gated": "first"}, ValueError, "activation: expected the name of one with gated='first', got None"),
+    (
+        {"weight": W[:3], "activation": "gelu", "gated": "second"},
+        ValueError,
+        "weight: expected an even number of rows with gated='second', got 3",
+    ),
+    (
+        {"activation": "gelu", "gated": "first", "residual": torch.ones(2, 4)},
+        ValueError,
+        r"residual: expected shape \(2, 2\), got \(2, 4\)",
+    ),
     ({"residual": torch.ones(4)}, ValueError, r"residual: expected shape \(2, 4\), got \(4,\)"),
     ({"weight": W.bfloat16()}, TypeError, "weight: expected x's dtype torch.float32, got torch.bfloat16"),
     ({"bias": B.double()}, TypeError, "bias: expected x's dtype torch.float32, got torch.float64"),

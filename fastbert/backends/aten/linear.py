@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastbert.ops.activation import activate_eager, slope_ref
+from fastbert.ops.activation import activate_eager, halves, joined, slope_ref
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 from fastbert.runtime.processor import amd_family
 
@@ -52,13 +52,18 @@ def linear_fwd(
     residual: Tensor | None,
     save: bool,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     if _widened(x.shape[0], x.dtype, x.device):
         y = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     else:
         y = F.linear(x, weight, bias)
     pre = x.new_empty(0)
-    if activation is not None:
+    if gated is not None:
+        if save:
+            pre = y
+        y = gate(y, activation, gated)
+    elif activation is not None:
         if save:
             pre, y = y, torch.empty_like(y)
         _activate(pre if save else y, y, activation)
@@ -76,8 +81,12 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    g = dy if activation is None else _dact(dy, pre, activation)
+    if gated is not None:
+        g = gate_bwd(dy, pre, activation, gated)
+    else:
+        g = dy if activation is None else _dact(dy, pre, activation)
     dbias = g.sum(0) if need_dbias else dy.new_empty(0)
     if _widened(dy.shape[0], dy.dtype, dy.device):
         g = g.float()
@@ -106,6 +115,26 @@ def _activate(pre, y, activation):
         torch.tanh(pre, out=y)
     else:
         y.copy_(activate_eager(pre, activation))
+
+
+def gate(pre: Tensor, activation: str | None, gated: str) -> Tensor:
+    """The gated activation of `pre`."""
+    active, other = halves(pre, gated)
+    return _activated(active, activation).mul_(other)
+
+
+def gate_bwd(dy: Tensor, pre: Tensor, activation: str | None, gated: str) -> Tensor:
+    """The gradient at `pre` of a gated activation."""
+    active, other = halves(pre, gated)
+    return joined(_dact(dy * other, active, activation), dy * _activated(active, activation), gated)
+
+
+def _activated(z, activation):
+    """act(z) of a strided `z`, as a new contiguous tensor."""
+    z = z.contiguous()
+    y = torch.empty_like(z)
+    _activate(z, y, activation)
+    return y
 
 
 def _is_far(pre):

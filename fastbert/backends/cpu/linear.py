@@ -87,7 +87,7 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None,
     return c
 
 
-def linear_panels(weight: Tensor, into: Tensor | None = None) -> Tensor:
+def linear_panels(weight: Tensor, into: Tensor | None = None, gated: bool = False) -> Tensor:
     return _panels(plain(weight).contiguous().t(), into)
 
 
@@ -103,7 +103,12 @@ def linear_fwd(
     residual: Tensor | None,
     save: bool,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if gated is not None:
+        pre = linear_fwd(x, weight, bias, None, None, False, panels)[0]
+        y = aten.gate(pre, activation, gated)
+        return y if residual is None else y.add_(residual), pre if save else x.new_empty(0)
     right = panels
     if panels is None:
         if x.shape[0] < _FEWEST_ROWS and weight.dtype == x.dtype:
@@ -129,7 +134,10 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if gated is not None:
+        dy, pre, activation = aten.gate_bwd(dy, pre, activation, gated), None, None
     rows, out = dy.shape
     stored = getattr(weight, "dtype", dy.dtype)
     if rows < _FEWEST_ROWS and stored == dy.dtype:

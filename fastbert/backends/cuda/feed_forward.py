@@ -60,8 +60,9 @@ def feed_forward_bwd(
     inner: TensorOrNone,
     activation: str,
     need: FeedForwardNeeds,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     backward = _by_kernels
     if need.g and (dy.shape[0] == 0 or not linear.in_chunks(dy, down_weight, pre)):
         backward = dispatch.next_function("cuda", "feed_forward_bwd training", dy.device, dy.dtype)
-    return backward(dy, x, up_weight, down_weight, pre, inner, activation, need)
+    return backward(dy, x, up_weight, down_weight, pre, inner, activation, need, gated)

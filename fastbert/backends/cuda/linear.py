@@ -1,7 +1,7 @@
 """`linear` by the `cuda` backend: csrc/cuda/linear.cu; contract in fastbert/ops/linear.py.
 
 A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride
-lies on none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
+lies on none, or `in` is no multiple of 8, backward also `out`. float32 and gated activations have no kernels.
 
 Where mma.sync has half of the tensor cores' rate (compute capability 9.0 to 11.x), backward's products are
 PyTorch's, and forward calls with many rows go to the next backend, except those that `hopper_product` takes.
@@ -21,6 +21,7 @@ from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import CODES
 from fastbert.ops.checks import TensorOrNone
+from fastbert.ops.linear import backward_of, forward_of
 from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
 from fastbert.runtime.streams import on
@@ -195,7 +196,12 @@ def linear_fwd(
     residual: Tensor | None,
     save: bool,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if gated is not None:
+        function = forward_of(activation, save, x.shape[0], gated)
+        following = dispatch.next_function("cuda", function, x.device, x.dtype)
+        return following(x, weight, bias, activation, residual, save, panels, gated)
     return linear_fwd_with(None, x, weight, bias, activation, residual, save)
 
 
@@ -231,9 +237,14 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    needs = need_dx, need_dweight, need_dbias
+    if gated is not None:
+        following = dispatch.next_function("cuda", backward_of(activation, gated), dy.device, dy.dtype)
+        return following(dy, x, weight, pre, activation, *needs, gated)
     plans = None, None
-    return linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+    return linear_bwd_with(plans, dy, x, weight, pre, activation, *needs)
 
 
 def linear_bwd_with(

@@ -26,8 +26,8 @@ def by_linear(
 
     Args:
         first, second: modules with the `linear_fwd` and `linear_bwd` of the two products.
-        inner_gradient: (dy, down_weight, pre, activation, need_dup_bias) -> (g, dup_bias); with None the two
-            `linear_bwd` make g.
+        inner_gradient: (dy, down_weight, pre, activation, need_dup_bias) -> (g, dup_bias); with None, and
+            where the activation is gated, the two `linear_bwd` make g.
     """
 
     def forward(
@@ -37,8 +37,9 @@ def by_linear(
         down_weight: Tensor,
         activation: str,
         save: bool,
+        gated: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inner, pre = first.linear_fwd(x, up_weight, up_bias, activation, None, save)
+        inner, pre = first.linear_fwd(x, up_weight, up_bias, activation, None, save, None, gated)
         y = second.linear_fwd(inner, down_weight, None, None, None, False)[0]
         return y, pre, inner if save else x.new_empty(0)
 
@@ -51,16 +52,19 @@ def by_linear(
         inner: Tensor | None,
         activation: str,
         need: FeedForwardNeeds,
+        gated: str | None = None,
     ) -> tuple[Tensor, ...]:
-        need_dinner = need.g and inner_gradient is None
+        make_g = None if gated else inner_gradient
+        need_dinner = need.g and make_g is None
         dinner, ddown_weight, _ = second.linear_bwd(
             dy, inner, down_weight if need_dinner else None, None, None, need_dinner, need.ddown_weight, False
         )
         if not need.g:
             return *(dy.new_empty(0) for _ in range(3)), ddown_weight
-        if inner_gradient is None:
-            return *first.linear_bwd(dinner, x, up_weight, pre, activation, *need[:3]), ddown_weight
-        g, dup_bias = inner_gradient(dy, down_weight, pre, activation, need.dup_bias)
+        if make_g is None:
+            grads = first.linear_bwd(dinner, x, up_weight, pre, activation, *need[:3], gated)
+            return *grads, ddown_weight
+        g, dup_bias = make_g(dy, down_weight, pre, activation, need.dup_bias)
         dx, dup_weight, _ = second.linear_bwd(g, x, up_weight, None, None, need.dx, need.dup_weight, False)
         return dx, dup_weight, dup_bias, ddown_weight
 

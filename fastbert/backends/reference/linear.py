@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastbert.ops.activation import activate_ref, slope_ref
+from fastbert.ops.activation import activate_ref, gradient_ref
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS
@@ -18,12 +18,13 @@ def linear_fwd(
     residual: Tensor | None,
     save: bool,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     compute = compute_dtype(x)
     pre = x.to(compute) @ weight.to(compute).T
     if bias is not None:
         pre = pre + bias.to(compute)
-    y = activate_ref(pre, activation)
+    y = activate_ref(pre, activation, gated)
     if residual is not None:
         y = y + residual.to(compute)
     return y.to(x.dtype), pre.to(x.dtype) if save and activation is not None else x.new_empty(0)
@@ -38,11 +39,12 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     compute, dtype = compute_dtype(dy), dy.dtype
     g = dy.to(compute)
     if activation is not None:
-        g = g * slope_ref(pre.to(compute), activation)
+        g = gradient_ref(g, pre.to(compute), activation, gated)
     return (
         (g @ weight.to(compute)).to(dtype) if need_dx else dy.new_empty(0),
         (g.T @ x.to(compute)).to(dtype) if need_dweight else dy.new_empty(0),

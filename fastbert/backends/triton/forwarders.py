@@ -12,6 +12,8 @@ from fastbert.ops import packing
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.linear import backward_of, forward_of
+from fastbert.runtime import dispatch
 
 DTYPES = {
     "cross_entropy": STORED,
@@ -79,8 +81,13 @@ def linear_fwd(
     residual: Tensor | None,
     save: bool,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return kernels("linear").linear_fwd(x, weight, bias, activation, residual, save, panels)
+    launch = kernels("linear").linear_fwd
+    if gated is not None:
+        function = forward_of(activation, save, x.shape[0], gated)
+        launch = dispatch.next_function("triton", function, x.device, x.dtype)
+    return launch(x, weight, bias, activation, residual, save, panels, gated)
 
 
 def linear_bwd(
@@ -92,9 +99,13 @@ def linear_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = kernels("linear_backward").linear_bwd
-    return backward(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+    if gated is not None:
+        function = backward_of(activation, gated)
+        backward = dispatch.next_function("triton", function, dy.device, dy.dtype)
+    return backward(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated)
 
 
 def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:

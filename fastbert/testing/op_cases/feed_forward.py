@@ -15,7 +15,7 @@ from fastbert.testing.error_rule import Case, Outputs, draws
 
 @dataclass(frozen=True, repr=False)
 class FeedForwardCase(Case):
-    """(rows, hidden) through (inner, hidden) and (out, inner)."""
+    """(rows, hidden) through (inner, hidden), gated (2 inner, hidden), and (out, inner)."""
 
     rows: int
     hidden: int
@@ -23,24 +23,31 @@ class FeedForwardCase(Case):
     out: int
     activation: str = "gelu"
     bias: bool = True
+    gated: str | None = None
 
     op = "feed_forward"
     shape = "{0.rows}x{0.hidden}x{0.inner}x{0.out}-{0.activation}"
-    marks = "bias=no_bias"
-    options = ("activation",)
+    marks = "gated={} bias=no_bias"
+    options = ("activation", "gated")
     grad_inputs = ("x", "up_weight", "up_bias", "down_weight")
+
+    @property
+    def columns(self) -> int:
+        """The first product's."""
+        return 2 * self.inner if self.gated else self.inner
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
         return {
             "x": randn(self.rows, self.hidden),
-            "up_weight": randn(self.inner, self.hidden, scale=self.hidden**-0.5),
-            "up_bias": randn(self.inner, scale=0.5) if self.bias else None,
+            "up_weight": randn(self.columns, self.hidden, scale=self.hidden**-0.5),
+            "up_bias": randn(self.columns, scale=0.5) if self.bias else None,
             "down_weight": randn(self.out, self.inner, scale=self.inner**-0.5),
         }
 
     def eager(self, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor) -> Outputs:
-        return F.linear(activate_eager(F.linear(x, up_weight, up_bias), self.activation), down_weight)
+        pre = F.linear(x, up_weight, up_bias)
+        return F.linear(activate_eager(pre, self.activation, self.gated), down_weight)
 
     def floor(self, inputs: dict[str, Any], name: str) -> float:
         """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
@@ -48,8 +55,10 @@ class FeedForwardCase(Case):
         x, up, down = inputs["x"], inputs["up_weight"], inputs["down_weight"]
         pre = 1 + (x.norm(dim=1).max() * up.norm(dim=1).max()).item()
         g = 1 + self.out**0.5 * down.norm(dim=0).max().item()
+        if self.gated:
+            g, pre = g * pre, pre * pre
         size = {
-            "dx": g * self.inner**0.5 * up.norm(dim=0).max().item(),
+            "dx": g * self.columns**0.5 * up.norm(dim=0).max().item(),
             "dup_weight": g * self.rows,
             "dup_bias": g * self.rows,
             "ddown_weight": pre * self.rows,
@@ -57,11 +66,11 @@ class FeedForwardCase(Case):
         return eps * (1 + size.get(name, pre * self.inner**0.5 * down.norm(dim=1).max().item()))
 
     def flops(self) -> int:
-        return 2 * self.rows * self.inner * (self.hidden + self.out)
+        return 2 * self.rows * (self.columns * self.hidden + self.inner * self.out)
 
     def bytes(self, dtype: torch.dtype) -> int:
         elements = self.rows * (self.hidden + 2 * self.inner + self.out)
-        elements += self.inner * (self.hidden + self.out + self.bias)
+        elements += self.columns * (self.hidden + self.bias) + self.inner * self.out
         return elements * dtype.itemsize
 
 
@@ -83,6 +92,8 @@ CASES = [
     FeedForwardCase(33, 96, 192, 96, "silu", bias=False),
     FeedForwardCase(70, 64, 200, 136, "tanh"),
     FeedForwardCase(130, 31, 65, 33),  # no multiple of a vector or a tile
+    FeedForwardCase(40, 96, 144, 96, bias=False, gated="first"),
+    FeedForwardCase(33, 31, 65, 33, "silu", gated="second"),
 ]
 
 

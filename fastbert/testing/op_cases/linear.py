@@ -38,15 +38,21 @@ class LinearCase(ProductCase):
     activation: str | None = None
     bias: bool = True
     residual: bool = False
+    gated: str | None = None
 
     op = "linear"
-    marks = "activation={} bias=no_bias residual"
-    options = ("activation",)
+    marks = "activation={} gated={} bias=no_bias residual"
+    options = ("activation", "gated")
     grad_inputs = ("x", "weight", "bias", "residual")
 
     @property
     def kind(self) -> str:
-        return "activation" if self.activation else ""
+        return "gated" if self.gated else "activation" if self.activation else ""
+
+    @property
+    def columns(self) -> int:
+        """The result's."""
+        return self.out_features // 2 if self.gated else self.out_features
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
@@ -54,16 +60,21 @@ class LinearCase(ProductCase):
             "x": randn(self.rows, self.in_features),
             "weight": randn(self.out_features, self.in_features, scale=self.in_features**-0.5),
             "bias": randn(self.out_features, scale=0.5) if self.bias else None,
-            "residual": randn(self.rows, self.out_features) if self.residual else None,
+            "residual": randn(self.rows, self.columns) if self.residual else None,
         }
 
     def eager(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Outputs:
-        y = activate_eager(F.linear(x, weight, bias), self.activation)
+        y = activate_eager(F.linear(x, weight, bias), self.activation, self.gated)
         return y if residual is None else y + residual
 
     def floor(self, inputs: dict[str, Any], name: str) -> float:
-        """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
+        """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms.
+
+        A gate multiplies it by the other half.
+        """
         eps = torch.finfo(inputs["x"].dtype).eps
+        if self.gated:
+            eps *= 1 + self._largest(inputs)
         if name in ("dweight", "dbias"):  # sums over rows of products of two unit normals
             return eps * (1 + self.rows)
         x, weight = inputs["x"], inputs["weight"]
@@ -71,13 +82,24 @@ class LinearCase(ProductCase):
             return eps * (1 + self.out_features**0.5 * weight.norm(dim=0).max().item())
         return eps * (1 + (x.norm(dim=1).max() * weight.norm(dim=1).max()).item())
 
+    @staticmethod
+    def _largest(inputs: dict[str, Any]) -> float:
+        """The largest magnitude of the product and its bias."""
+        x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
+        wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        return wide.abs().max().item()
+
     def bytes(self, dtype: torch.dtype) -> int:
         rows, k, n = self.rows, self.in_features, self.out_features
-        elements = rows * k + n * k + rows * n * (1 + self.residual) + n * self.bias
+        elements = rows * k + n * k + rows * self.columns * (1 + self.residual) + n * self.bias
         return elements * dtype.itemsize
 
 
-SMALL = [LinearCase(5, 24, 40, "gelu"), LinearCase(3, 17, 9, residual=True)]
+SMALL = [
+    LinearCase(5, 24, 40, "gelu"),
+    LinearCase(3, 17, 9, residual=True),
+    LinearCase(6, 24, 48, "gelu", gated="first"),
+]
 # 128 to 32 of the largest tiles: one of these cases has them on every GPU of 19 to 204 multiprocessors. The
 # first is also deep enough for the `cuda` kernel of compute capability 9.0, and has a second tile for some
 # blocks.
@@ -102,6 +124,12 @@ CASES = [
     LinearCase(130, 31, 65, bias=False),  # no multiple of a vector or a tile
     LinearCase(48, 768, 768),  # BERT-base's projections
     LinearCase(16, 3072, 64, bias=False),  # the depth of its second product in the feed-forward
+    LinearCase(48, 768, 2304, "gelu", bias=False, gated="first"),  # ModernBERT-base's first product
+    LinearCase(33, 96, 192, "gelu_tanh", gated="second"),
+    LinearCase(33, 96, 170, "relu", residual=True, gated="second"),  # halves that are no whole panels
+    LinearCase(130, 31, 66, "silu", bias=False, residual=True, gated="first"),
+    LinearCase(20, 40, 130, "tanh", gated="first"),
+    LinearCase(1, 1, 2, "gelu", gated="second"),
 ]
 
 

@@ -232,6 +232,23 @@ PUBLIC = {
             ({"activation": None}, "activation"),
         ],
     ),
+    "feed_forward, gated": Public(
+        feed_forward,
+        lambda: {
+            "x": floats(40, 5),
+            "up_weight": floats(14, 5),
+            "up_bias": floats(14),
+            "down_weight": floats(3, 7),
+            "activation": "gelu",
+            "gated": "second",
+        },
+        [
+            ({"up_weight": floats(7, 5)}, "up_weight"),
+            ({"up_bias": floats(7)}, "up_bias"),
+            ({"down_weight": floats(3, 14)}, "down_weight"),
+            ({"gated": "third"}, "gated"),
+        ],
+    ),
     "linear": Public(
         linear,
         lambda: {
@@ -242,6 +259,18 @@ PUBLIC = {
             "residual": floats(40, 3),
         },
         [],
+    ),
+    "linear, gated": Public(
+        linear,
+        lambda: {
+            "x": floats(40, 5),
+            "weight": floats(6, 5),
+            "bias": floats(6),
+            "activation": "gelu",
+            "residual": floats(40, 3),
+            "gated": "first",
+        },
+        [({"gated": "third"}, "gated"), ({"activation": None}, "activation")],
     ),
     "linear_norm": Public(
         linear_norm,
