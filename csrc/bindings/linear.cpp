@@ -10,12 +10,23 @@
 namespace fastbert {
 namespace {
 
+Gate gate_of(int code) {
+    if (code < 0 || code > 2)
+        throw py::value_error("gate: expected code 0, 1 or 2, got " + std::to_string(code));
+    return static_cast<Gate>(code);
+}
+
+void check_halves(std::int64_t columns, bool gated) {
+    if (gated && columns % 2 != 0) refuse("columns", "an even number with a gate", columns);
+}
+
 void make_panels(int dtype, std::int64_t depth, std::int64_t columns, Address b, std::int64_t depth_stride,
-                 std::int64_t column_stride, Address panels, int threads) {
+                 std::int64_t column_stride, Address panels, int threads, bool gated) {
     check_shape(columns, depth);
+    check_halves(columns, gated);
     if (depth_stride != 1 && column_stride != 1) throw py::value_error("panels: expected one stride of 1");
-    const ToPanels args{dtype_of(dtype), depth,         columns,        pointer(b),
-                        depth_stride,    column_stride, pointer(panels)};
+    const ToPanels args{dtype_of(dtype), depth,         columns,         pointer(b),
+                        depth_stride,    column_stride, pointer(panels), gated};
     check_threads(threads);
     check_given("b", args.b, depth * columns);
     check_given("panels", args.panels, depth * columns);
@@ -27,7 +38,7 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
              std::int64_t row_stride, std::int64_t depth_stride, Address panels, Address b,
              std::int64_t b_stride, std::int64_t b_column_stride, Address bias, int bias_dtype,
              int activation, Address residual, std::int64_t residual_stride, Address c, Address pre,
-             int threads, int b_dtype, int c_dtype) {
+             int threads, int b_dtype, int c_dtype, int gate) {
     check_shape(rows, depth);
     check_shape(rows, columns);
     if ((row_stride != 1 && depth_stride != 1) || (panels == 0 && b_stride != 1 && b_column_stride != 1))
@@ -50,19 +61,24 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
                        pointer(c),
                        pointer(pre),
                        dtype_of(b_dtype) != dtype_of(dtype),
-                       dtype_of(c_dtype) != dtype_of(dtype)};
+                       dtype_of(c_dtype) != dtype_of(dtype),
+                       gate_of(gate)};
     for (const int other : {b_dtype, c_dtype})
         if (other != dtype && dtype_of(other) != DType::kFloat32)
             throw py::value_error("product: expected b and c of a's dtype or of float32");
     if (args.wide_c && (args.residual != nullptr || args.pre != nullptr))
         throw py::value_error("product: expected neither residual nor pre beside a wide c");
-    check_shape(columns, depth);
+    const bool gated = args.gate != Gate::kNone;
+    if (gated && args.wide_c) throw py::value_error("product: expected no gate beside a wide c");
+    const std::int64_t b_columns = gated ? 2 * columns : columns;
+    check_shape(rows, b_columns);
+    check_shape(b_columns, depth);
     check_threads(threads);
     check_given("a", args.a, rows);
     check_strides("a", {{rows, row_stride}, {depth, depth_stride}});
     if (args.panels == nullptr) {
-        check_given("b", args.b, depth * columns);
-        check_strides("b", {{depth, b_stride}, {columns, b_column_stride}});
+        check_given("b", args.b, depth * b_columns);
+        check_strides("b", {{depth, b_stride}, {b_columns, b_column_stride}});
     }
     if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
     check_given("c", args.c, rows);
@@ -70,14 +86,19 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
 }
 
 void activation_bwd(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
-                    int activation, Address g, Address dbias, int threads) {
+                    int activation, Address g, Address dbias, int threads, int gate) {
     check_shape(rows, columns);
-    const ActivationBwd args{
-        dtype_of(dtype),      rows, columns, pointer(dy), pointer(pre), activation_of(activation), pointer(g),
-        pointer<float>(dbias)};
+    const ActivationBwd args{dtype_of(dtype), rows,
+                             columns,         pointer(dy),
+                             pointer(pre),    activation_of(activation),
+                             pointer(g),      pointer<float>(dbias),
+                             gate_of(gate)};
+    const bool gated = args.gate != Gate::kNone;
+    if (gated) check_shape(rows, 2 * columns);
     check_threads(threads);
     check_given("dy", args.dy, rows);
-    check_given("pre", args.pre, args.activation == Activation::kNone ? 0 : rows);
+    check_given("pre", args.pre, args.activation == Activation::kNone && !gated ? 0 : rows);
+    check_given("g", args.g, gated ? rows : 0);
     run([&] { return cpu_linear_activation_bwd(args, threads); });
 }
 
@@ -239,11 +260,13 @@ void cuda_add_sums(int dtype, Address sums, std::int64_t parts, std::int64_t col
 void bind_linear(py::module_& m) {
     m.def(
         "cpu_linear_panels_size",
-        [](std::int64_t depth, std::int64_t columns) {
+        [](std::int64_t depth, std::int64_t columns, bool gated) {
             check_shape(columns, depth);
-            return panels_size(depth, columns);
+            check_halves(columns, gated);
+            return panels_size(depth, columns, gated);
         },
-        "Elements of the panels of a (depth x columns) matrix");
+        "Elements of the panels of a (depth x columns) matrix", py::arg("depth"), py::arg("columns"),
+        py::arg("gated") = false);
     m.def("cpu_linear_panels", &make_panels);
     m.def("cpu_linear_product", &product);
     m.def("cpu_linear_activation_bwd", &activation_bwd);

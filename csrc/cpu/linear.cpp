@@ -66,7 +66,7 @@ const char* cpu_linear_panels(const ToPanels& args, int threads) {
     const LinearKernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
-    parallel_for(ceil_div(args.columns, kPanel), args.columns * args.depth < kGrain ? 1 : threads,
+    parallel_for(panel_count(args.columns, args.gated), args.columns * args.depth < kGrain ? 1 : threads,
                  [&](std::int64_t panel, int) { simd->make_panel(args, panel); });
     return nullptr;
 }
@@ -78,8 +78,10 @@ const char* cpu_linear_product(const Product& args, int threads) {
     if (args.rows == 0) return nullptr;
     const bool floats = args.dtype == DType::kFloat32 || args.wide_c;
     expect_writes(args.c, args.rows * args.columns * (floats ? 4 : 2));
-    const std::int64_t panels = ceil_div(args.columns, kPanel);
-    const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
+    const bool gated = args.gate != Gate::kNone;
+    const std::int64_t all_columns = gated ? 2 * args.columns : args.columns;
+    const std::int64_t panels = panel_count(all_columns, gated);
+    const int team = args.rows * all_columns * args.depth < kGrain ? 1 : threads;
     // A few tasks per thread balance the threads, even where other work shares a core; tasks of one panel
     // where there are few panels (NOTES.md). A transposed a is gathered by every task that has its rows, so
     // these tasks take all columns.
@@ -97,7 +99,12 @@ const char* cpu_linear_product(const Product& args, int threads) {
     float* bias = nullptr;
     if (args.bias.data != nullptr) {
         bias = workspace.data();
-        for (std::int64_t j = 0; j < padded; ++j) bias[j] = j < args.columns ? widened(args.bias, j) : 0.0f;
+        const std::int64_t width = panel_columns(gated);
+        float* to = bias;
+        for (std::int64_t first = 0; to < bias + padded; first += width)
+            for (std::int64_t begin = 0; begin < all_columns; begin += args.columns)  // of each half
+                for (std::int64_t j = first; j < first + width; ++j)
+                    *to++ = j < args.columns ? widened(args.bias, begin + j) : 0.0f;
     }
     const std::int64_t tasks = row_blocks * ceil_div(padded, columns);
     parallel_for(tasks, team, [&](std::int64_t task, int worker) {
@@ -112,8 +119,7 @@ const char* cpu_linear_product(const Product& args, int threads) {
         }
         const std::int64_t next = std::min(task + team, tasks - 1) / row_blocks * columns;
         simd->product(args, bias, row, std::min(args.rows, row + rows), column,
-                      std::min(args.columns, column + columns), next,
-                      workspace.data() + padded + worker * scratch);
+                      std::min(padded, column + columns), next, workspace.data() + padded + worker * scratch);
     });
     return nullptr;
 }
@@ -124,7 +130,8 @@ const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads) {
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
     const std::int64_t step = std::max<std::int64_t>(16, ceil_div(args.rows, 128));
-    const std::int64_t chunks = ceil_div(args.rows, step), columns = args.columns;
+    const std::int64_t halves = args.gate == Gate::kNone ? 1 : 2;
+    const std::int64_t chunks = ceil_div(args.rows, step), columns = halves * args.columns;
     const Workspace workspace(args.dbias == nullptr ? 1 : std::max<std::int64_t>(1, chunks * columns));
     if (workspace.data() == nullptr) return kOutOfMemory;
     float* const partial = args.dbias == nullptr ? nullptr : workspace.data();

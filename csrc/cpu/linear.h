@@ -14,15 +14,25 @@ namespace fastbert {
 
 enum class Activation : int { kNone = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4, kTanh = 5 };
 
+// A gated activation multiplies the two halves of a product's columns: the first or the second is activated.
+enum class Gate : int { kNone = 0, kFirst = 1, kSecond = 2 };
+
 constexpr std::int64_t kPanel = 64;  // columns
+// Of a gated product a panel holds the same columns of both halves, so that one tile's epilogue has both.
+constexpr std::int64_t kHalfPanel = kPanel / 2;
+static inline constexpr std::int64_t panel_columns(bool gated) { return gated ? kHalfPanel : kPanel; }
+static inline constexpr std::int64_t panel_count(std::int64_t columns, bool gated) {
+    const std::int64_t width = panel_columns(gated);
+    return ((gated ? columns / 2 : columns) + width - 1) / width;
+}
 
 static inline constexpr std::int64_t even(std::int64_t depth) { return (depth + 1) / 2 * 2; }
 
 // Elements of b (depth x columns) in panels [columns / kPanel][even(depth)][kPanel], filled with zeros. In
 // bf16 a panel is [even(depth) / 2][kPanel][2]: the pairs {b[2 k][j], b[2 k + 1][j]} that vdpbf16ps
 // multiplies. The layout is the same for every instruction set.
-static inline constexpr std::int64_t panels_size(std::int64_t depth, std::int64_t columns) {
-    return (columns + kPanel - 1) / kPanel * kPanel * even(depth);
+static inline constexpr std::int64_t panels_size(std::int64_t depth, std::int64_t columns, bool gated) {
+    return panel_count(columns, gated) * kPanel * even(depth);
 }
 
 struct ToPanels {
@@ -31,15 +41,16 @@ struct ToPanels {
     const void* b;
     std::int64_t depth_stride, column_stride;  // one of them is 1
     void* panels;
+    bool gated;  // columns is even
 };
 
 struct Product {
-    DType dtype;  // of a, b, residual, c and pre
-    std::int64_t rows, columns, depth;
+    DType dtype;                        // of a, b, residual, c and pre
+    std::int64_t rows, columns, depth;  // columns: of c; with a gate b, bias and pre have twice as many
     const void* a;
     std::int64_t row_stride, depth_stride;   // of a; one of them is 1
     const void* panels;                      // b in panels; null: read b itself
-    const void* b;                           // (depth x columns)
+    const void* b;                           // (depth x its columns)
     std::int64_t b_stride, b_column_stride;  // of its rows and columns; one of them is 1
     Param bias;                              // data may be null
     Activation activation;
@@ -48,15 +59,17 @@ struct Product {
     void *c, *pre;  // contiguous; pre (the activation's argument) may be null
     bool wide_b;    // b, where it is not in panels, is float32, whatever dtype is, and is rounded to dtype
     bool wide_c;    // c is float32, whatever dtype is; pre and residual are null
+    Gate gate;      // none where wide_c
 };
 
 struct ActivationBwd {
     DType dtype;
-    std::int64_t rows, columns;
-    const void *dy, *pre;  // contiguous; pre is null without an activation
+    std::int64_t rows, columns;  // of dy; with a gate pre, g and dbias have twice as many columns
+    const void *dy, *pre;        // contiguous; pre is null without an activation
     Activation activation;
     void* g;       // dy * act'(pre), contiguous; may be null
     float* dbias;  // sum of g's rows, before rounding; may be null
+    Gate gate;
 };
 
 // All return nullptr, or the reason why they did nothing.
@@ -70,9 +83,9 @@ struct LinearKernels {
     void (*make_panel)(const ToPanels& args, std::int64_t panel);
     // Floats of scratch that one task of `rows` x `columns` needs.
     std::int64_t (*product_scratch)(const Product& args, std::int64_t rows, std::int64_t columns);
-    // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. bias (or null) is
-    // widened and padded. next_column is this thread's probable next column: the kernel prefetches its
-    // panel.
+    // Rows [row, row_end) of columns [column, column_end) of the panels, multiples of kPanel. bias (or null)
+    // is widened, in the order of the panels' columns. next_column is this thread's probable next column: the
+    // kernel prefetches its panel.
     void (*product)(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
                     std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch);
     // Rows [begin, end); their column sums go to partial (or null).

@@ -70,14 +70,14 @@ constexpr Tile kTiles[3][kTileRows] = {
     {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>},
     {tile<1, 4>, tile<2, 4>, tile<3, 4>, tile<4, 4>, tile<5, 4>, tile<6, 4>}};
 
-// Rows of b as a run of a panel: pairs of rows, with zeros after the last column and an odd last row. float
-// is rounded.
-template <class B>
+// Rows of b as the first kWidth columns of a run of a panel: pairs of rows, with zeros after the last column
+// and an odd last row. float is rounded.
+template <int kWidth, class B>
 void pair_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, Pair* out) {
     constexpr int kTwo = 2 * kLanes;
     for (std::int64_t k = 0; k < depth; k += 2, b += 2 * stride, out += kPanel) {
         const int odd_rows = k + 1 < depth;
-        for (int j = 0; j < kPanel; j += kTwo) {
+        for (int j = 0; j < kWidth; j += kTwo) {
             const int n = static_cast<int>(less(kTwo, columns - j));
             const __m512i first = load_two(b + j, n), second = load_two(b + stride + j, odd_rows ? n : 0);
             store(out + j, lower_pairs(first, second));
@@ -87,10 +87,10 @@ void pair_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t
 }
 
 // Columns of b, one stored after the other, as a run of a panel: see pair_rows.
-template <class B>
+template <int kWidth, class B>
 void pair_stored_columns(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns,
                          Pair* out) {
-    for (int j = 0; j < kPanel; j += kLanes)
+    for (int j = 0; j < kWidth; j += kLanes)
         for (std::int64_t k = 0; k < depth; k += 2 * kLanes) {
             __m512i block[kLanes];
             for (int i = 0; i < kLanes; ++i)
@@ -102,15 +102,23 @@ void pair_stored_columns(const B* b, std::int64_t stride, std::int64_t depth, st
         }
 }
 
-// A run of a panel from b, of type B.
-template <class B>
-void copy_run(const Product& args, std::int64_t k, std::int64_t j, std::int64_t depth, std::int64_t columns,
-              Pair* out) {
+// kWidth columns of a run of a panel, from row k and column j of b on, which is of type B.
+template <int kWidth, class B>
+void copy_columns(const Product& args, std::int64_t k, std::int64_t j, std::int64_t depth,
+                  std::int64_t columns, Pair* out) {
     const B* const b = static_cast<const B*>(args.b) + k * args.b_stride + j * args.b_column_stride;
     if (args.b_column_stride == 1)
-        pair_rows(b, args.b_stride, depth, columns, out);
+        pair_rows<kWidth>(b, args.b_stride, depth, columns, out);
     else
-        pair_stored_columns(b, args.b_column_stride, depth, columns, out);
+        pair_stored_columns<kWidth>(b, args.b_column_stride, depth, columns, out);
+}
+
+// A run of the panel that makes these columns of c.
+template <class B>
+void copy_run(const Product& args, std::int64_t k, Columns of, std::int64_t depth, Pair* out) {
+    if (args.gate == Gate::kNone) return copy_columns<kPanel, B>(args, k, of.begin, depth, of.count, out);
+    copy_columns<kHalfPanel, B>(args, k, of.begin, depth, of.count, out);
+    copy_columns<kHalfPanel, B>(args, k, args.columns + of.begin, depth, of.count, out + kHalfPanel);
 }
 
 // Rows of a one after the other, an odd depth filled with a zero.
@@ -216,7 +224,7 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
     const std::int64_t b_size = args.wide_b ? sizeof(float) : sizeof(bf16);
     const auto finish = finish_of<bf16>(args);
     for (std::int64_t j = column; j < column_end; j += kPanel) {
-        const std::int64_t columns = less(kPanel, args.columns - j);
+        const Columns of(args, j);
         for (std::int64_t k = 0; k < padded; k += kRunDepth) {
             const std::int64_t depth = less(kRunDepth, padded - k);
             const bool last = k + depth == padded;
@@ -232,11 +240,11 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
             } else {
                 const std::int64_t given = less(depth, args.depth - k);
                 if (args.wide_b)
-                    copy_run<float>(args, k, j, given, columns, run);
+                    copy_run<float>(args, k, of, given, run);
                 else
-                    copy_run<bf16>(args, k, j, given, columns, run);
+                    copy_run<bf16>(args, k, of, given, run);
                 next = static_cast<const char*>(args.b) +
-                       (next_k * args.b_stride + next_j * args.b_column_stride) * b_size;
+                       (next_k * args.b_stride + Columns(args, next_j).begin * args.b_column_stride) * b_size;
             }
             const std::int64_t count = (rows + kTileRows - 1) / kTileRows;
             const auto go = [&](auto ahead) __attribute__((always_inline)) {
@@ -248,7 +256,7 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
                     kTiles[ahead.kind()][n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c,
                                                 k > 0, ahead.from, ahead.step);
                     ahead.next(depth / 2);
-                    if (last) finish(args, bias, c, kPanel, row + i, n, j, columns);
+                    if (last) finish(args, bias, c, kPanel, row + i, n, j, of.count);
                 }
             };
             if (args.panels != nullptr) {

@@ -112,11 +112,11 @@ FASTBERT_INLINE Vec rounded(Vec v) {
     return load(narrow, kLanes);
 }
 
-// Rows of b, rounded to T, as a panel, with zeros after its last column.
-template <class T, class B>
+// Rows of b, rounded to T, as the first kWidth columns of a panel, with zeros after the last column of b.
+template <class T, int kWidth, class B>
 void copy_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
     for (std::int64_t k = 0; k < depth; ++k, b += stride, out += kPanel)
-        for (int j = 0; j < kPanel; j += kLanes) {
+        for (int j = 0; j < kWidth; j += kLanes) {
             const int n = static_cast<int>(less(columns - j, kLanes));
             Vec v = n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero();
             if constexpr (sizeof(B) > sizeof(T)) v = rounded<T>(v);
@@ -125,10 +125,10 @@ void copy_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t
 }
 
 // The same where the columns of b are stored one after the other.
-template <class T, class B>
+template <class T, int kWidth, class B>
 void copy_stored_columns(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns,
                          float* out) {
-    for (int j = 0; j < kPanel; j += kLanes)
+    for (int j = 0; j < kWidth; j += kLanes)
         for (std::int64_t k = 0; k < depth; k += kLanes) {
             const int n = static_cast<int>(less(kLanes, depth - k));
             Vec block[kLanes];
@@ -141,15 +141,23 @@ void copy_stored_columns(const B* b, std::int64_t stride, std::int64_t depth, st
         }
 }
 
-// `depth` rows of a panel, from row k and column j of b on, which is of type B.
-template <class T, class B>
-void copy_panel(const Product& args, std::int64_t k, std::int64_t j, std::int64_t depth, std::int64_t columns,
-                float* out) {
+// `depth` rows of kWidth columns of a panel, from row k and column j of b on, which is of type B.
+template <class T, int kWidth, class B>
+void copy_columns(const Product& args, std::int64_t k, std::int64_t j, std::int64_t depth,
+                  std::int64_t columns, float* out) {
     const B* const b = static_cast<const B*>(args.b) + k * args.b_stride + j * args.b_column_stride;
     if (args.b_column_stride == 1)
-        copy_rows<T>(b, args.b_stride, depth, columns, out);
+        copy_rows<T, kWidth>(b, args.b_stride, depth, columns, out);
     else
-        copy_stored_columns<T>(b, args.b_column_stride, depth, columns, out);
+        copy_stored_columns<T, kWidth>(b, args.b_column_stride, depth, columns, out);
+}
+
+// `depth` rows of the panel that makes these columns of c.
+template <class T, class B>
+void copy_panel(const Product& args, std::int64_t k, Columns of, std::int64_t depth, float* out) {
+    if (args.gate == Gate::kNone) return copy_columns<T, kPanel, B>(args, k, of.begin, depth, of.count, out);
+    copy_columns<T, kHalfPanel, B>(args, k, of.begin, depth, of.count, out);
+    copy_columns<T, kHalfPanel, B>(args, k, args.columns + of.begin, depth, of.count, out + kHalfPanel);
 }
 
 // A transposed a, tile after tile: each is [depth][height of the tile], one run of memory. Whole vectors are
@@ -199,16 +207,17 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                                    wide_a);
             }
             for (std::int64_t j = first; j < end; j += kPanel) {
-                const std::int64_t columns = less(kPanel, args.columns - j);
+                const Columns of(args, j);
                 const T* const stored = static_cast<const T*>(args.panels) + j * padded + k * kPanel;
                 const T* next = stored;
                 const float* panel = wide_b;
                 if (args.panels == nullptr) {
                     if (args.wide_b)
-                        copy_panel<T, float>(args, k, j, depth, columns, wide_b);
+                        copy_panel<T, float>(args, k, of, depth, wide_b);
                     else
-                        copy_panel<T, T>(args, k, j, depth, columns, wide_b);
-                    next = static_cast<const T*>(args.b) + k * args.b_stride + j * args.b_column_stride;
+                        copy_panel<T, T>(args, k, of, depth, wide_b);
+                    next =
+                        static_cast<const T*>(args.b) + k * args.b_stride + of.begin * args.b_column_stride;
                 } else {
                     if (j + kPanel < end)
                         next += kPanel * padded;
@@ -242,7 +251,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                         c_stride = width;
                         add_pass(buffer, n, k > 0, c, c_stride);
                     }
-                    if (k + step >= args.depth) finish(args, bias, c, c_stride, row + i, n, j, columns);
+                    if (k + step >= args.depth) finish(args, bias, c, c_stride, row + i, n, j, of.count);
                 }
             }
         }
@@ -264,23 +273,26 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
 // Lines of a panel are rows of b, or pairs of rows, whose two elements lie side by side (bf16). `Line` is a
 // type of that size: the 4 bytes of a pair are moved like those of a float.
 template <class T, class Line>
-void make_panel_of(const ToPanels& args, std::int64_t panel) {
-    constexpr int kRows = sizeof(Line) / sizeof(T);  // of b per line
-    const std::int64_t first = panel * kPanel, columns = less(kPanel, args.columns - first);
+constexpr int kRowsOfLine = sizeof(Line) / sizeof(T);  // rows of b
+
+// `width` columns of a panel: `columns` of b from `first` on, then zeros.
+template <class T, class Line>
+void make_columns(const ToPanels& args, std::int64_t first, std::int64_t columns, std::int64_t width,
+                  T* out) {
+    constexpr int kRows = kRowsOfLine<T, Line>;
     const std::int64_t lines = args.depth / kRows;  // complete ones
     const T* const b = static_cast<const T*>(args.b) + first * args.column_stride;
-    T* const out = static_cast<T*>(args.panels) + first * even(args.depth);
     const auto copy = [&](std::int64_t begin, std::int64_t end) {  // rows, element by element
         for (std::int64_t k = begin; k < end; ++k) {
             T* const line = out + k / kRows * kRows * kPanel + k % kRows;
             const bool given = k < args.depth;
-            for (std::int64_t j = 0; j < kPanel; ++j)
+            for (std::int64_t j = 0; j < width; ++j)
                 line[j * kRows] =
                     given && j < columns ? b[k * args.depth_stride + j * args.column_stride] : T{};
         }
     };
     if (args.column_stride == 1) return copy(0, even(args.depth));
-    for (std::int64_t j = 0; j < kPanel; j += kLanes) {
+    for (std::int64_t j = 0; j < width; j += kLanes) {
         for (std::int64_t k = 0; k < lines; k += kLanes) {
             const int n = static_cast<int>(less(kLanes, lines - k));
             Vec block[kLanes];
@@ -295,6 +307,17 @@ void make_panel_of(const ToPanels& args, std::int64_t panel) {
         }
     }
     copy(lines * kRows, even(args.depth));
+}
+
+template <class T, class Line>
+void make_panel_of(const ToPanels& args, std::int64_t panel) {
+    T* const out = static_cast<T*>(args.panels) + panel * kPanel * even(args.depth);
+    const std::int64_t width = panel_columns(args.gated), first = panel * width;
+    const std::int64_t half = args.gated ? args.columns / 2 : args.columns;
+    const std::int64_t columns = less(width, half - first);
+    make_columns<T, Line>(args, first, columns, width, out);
+    if (args.gated)
+        make_columns<T, Line>(args, half + first, columns, width, out + width * kRowsOfLine<T, Line>);
 }
 
 void make_panel(const ToPanels& args, std::int64_t panel) {
@@ -323,13 +346,42 @@ void activation_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64
     }
 }
 
+// The same for a gated activation; partial: the sums of g's columns.
+template <class T, Activation kind>
+void gate_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
+    const std::int64_t columns = args.columns;
+    // Where in a row of pre and g the activated half begins, and the other half.
+    const std::int64_t active = args.gate == Gate::kFirst ? 0 : columns, other = columns - active;
+    for (std::int64_t row = begin; row < end; ++row)
+        for (std::int64_t j = 0; j < columns; j += kLanes) {
+            const int n = static_cast<int>(less(columns - j, kLanes));
+            const T* const pre = static_cast<const T*>(args.pre) + 2 * row * columns + j;
+            T* const g = static_cast<T*>(args.g) + 2 * row * columns + j;
+            const Vec dy = load(static_cast<const T*>(args.dy) + row * columns + j, n);
+            const Vec z = load(pre + active, n);
+            const Vec dactive = activate_bwd<kind>(mul(dy, load(pre + other, n)), z, kIsFloat<T>);
+            const Vec dother = mul(dy, activate<kind>(z, kIsFloat<T>));
+            store(g + active, dactive, n);
+            store(g + other, dother, n);
+            if (partial == nullptr) continue;
+            const auto sum = [&](float* to, Vec v) { store(to, row == begin ? v : add(load(to, n), v), n); };
+            sum(partial + active + j, dactive);
+            sum(partial + other + j, dother);
+        }
+}
+
 template <class T>
 void activation_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
     constexpr decltype(&activation_bwd_of<T, Activation::kNone>) kKinds[] = {
         activation_bwd_of<T, Activation::kNone>,     activation_bwd_of<T, Activation::kGelu>,
         activation_bwd_of<T, Activation::kGeluTanh>, activation_bwd_of<T, Activation::kRelu>,
         activation_bwd_of<T, Activation::kSilu>,     activation_bwd_of<T, Activation::kTanh>};
-    kKinds[static_cast<int>(args.activation)](args, begin, end, partial);
+    constexpr decltype(&activation_bwd_of<T, Activation::kNone>) kGated[] = {
+        gate_bwd_of<T, Activation::kNone>,     gate_bwd_of<T, Activation::kGelu>,
+        gate_bwd_of<T, Activation::kGeluTanh>, gate_bwd_of<T, Activation::kRelu>,
+        gate_bwd_of<T, Activation::kSilu>,     gate_bwd_of<T, Activation::kTanh>};
+    const int kind = static_cast<int>(args.activation);
+    (args.gate == Gate::kNone ? kKinds : kGated)[kind](args, begin, end, partial);
 }
 
 void activation_bwd(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {

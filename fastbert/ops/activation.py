@@ -159,6 +159,8 @@ MODULES: dict[str, str] = {m: name for name, a in ACTIVATIONS.items() for m in a
 
 # Which half of a gated activation's argument is activated: "first" is act(a) b, "second" is a act(b).
 GATES = ("first", "second")
+# Their codes in the C++ kernels.
+GATE_CODES: dict[str | None, int] = {None: 0, "first": 1, "second": 2}
 
 
 def halves(z: Tensor, gated: str) -> tuple[Tensor, Tensor]:

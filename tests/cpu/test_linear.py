@@ -51,7 +51,7 @@ def gradient(dy, pre, activation, with_dbias=True):
     (rows, columns), g = dy.shape, torch.full_like(dy, float("nan"))
     dbias = torch.full((columns,), float("nan")) if with_dbias else None
     given = DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), CODES[activation]
-    _C.cpu_linear_activation_bwd(*given, g.data_ptr(), address(dbias), torch.get_num_threads())
+    _C.cpu_linear_activation_bwd(*given, g.data_ptr(), address(dbias), torch.get_num_threads(), 0)
     return g, dbias
 
 
@@ -659,7 +659,9 @@ def test_many_rows_make_panels_of_the_whole_weight(isa, dtype, rows, monkeypatch
 def check_many_rows(dtype, rows, whole, monkeypatch):
     """Whether forward makes panels, and backward rounds a wide weight; the bits are the same."""
     panels, product, made, wide = launcher._panels, launcher._product, [], []
-    monkeypatch.setattr(launcher, "_panels", lambda *args: made.append(1) or panels(*args))
+    monkeypatch.setattr(
+        launcher, "_panels", lambda *args, **options: made.append(1) or panels(*args, **options)
+    )
     x, weight, dy = randn(rows, 30, dtype=dtype), randn(20, 30, seed=1), randn(rows, 20, dtype=dtype, seed=2)
     narrow = weight.to(dtype)
     y = cpu.linear_fwd(x, weight, None, None, None, False)[0]
@@ -702,8 +704,8 @@ def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
 
 
 # dtype, rows, columns, depth, a, row stride, depth stride, packed, b, its strides, bias, its dtype,
-# activation, residual, its stride, c, pre, threads, dtype of b, dtype of c
-GOOD = (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1)
+# activation, residual, its stride, c, pre, threads, dtype of b, dtype of c, gate
+GOOD = (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -718,6 +720,7 @@ GOOD = (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1)
         (20, 2, "product: expected b and c of a's dtype or of float32"),
         (20, 3, "dtype: expected code 0, 1 or 2, got 3"),
         (20, 0, "product: expected neither residual nor pre beside a wide c"),
+        (21, 3, "gate: expected code 0, 1 or 2, got 3"),
     ),
 )
 def test_the_extension_refuses_what_would_crash(at, value, message):

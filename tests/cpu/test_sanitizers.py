@@ -19,7 +19,7 @@ TESTS = {
     "embedding": ["tests/cpu/test_embedding.py"],
     "encoder_layer": ["tests/execution/test_cpu.py", "tests/cpu/test_threads.py"],
     "layer_norm": ["tests/cpu/test_layer_norm.py"],
-    "linear": [f"tests/cpu/test_linear{part}.py" for part in ("", "_bf16", "_int8", "_prepared")],
+    "linear": [f"tests/cpu/test_linear{part}.py" for part in ("", "_bf16", "_gated", "_int8", "_prepared")],
     "packing": ["tests/cpu/test_packing.py"],
 }
 

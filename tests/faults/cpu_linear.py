@@ -55,7 +55,7 @@ FAULTS = (
     _fault("first row counted twice", "row == begin ? g : add(load(partial + j, n), g)", "row == begin ? add(g, g) : add(load(partial + j, n), g)"),
     _fault("bias gradient of the rows' last", "row == begin ? g : add(load(partial + j, n), g)", "g"),
     _fault("bias gradient of rounded g", "if (partial != nullptr) store(partial + j,", "if (args.g != nullptr) g = load(static_cast<T*>(args.g) + at + j, n);\n            if (partial != nullptr) store(partial + j,"),
-    _fault("last chunk of rows lost", "chunks = ceil_div(args.rows, step), columns = args.columns;", "chunks = (args.rows - 1) / step, columns = args.columns;", _TASKS),
+    _fault("last chunk of rows lost", "chunks = ceil_div(args.rows, step), columns", "chunks = (args.rows - 1) / step, columns", _TASKS),
     _fault("bias gradient in long float sums", "double sum = 0.0;", "float sum = 0.0f;", _TASKS),
     _fault("a row lost where there are 128 chunks", "std::min(args.rows, (chunk + 1) * step),\n                             partial", "std::min(args.rows, (chunk + 1) * step) - (chunk == 127),\n                             partial", _TASKS),
     _fault("chunks of rows too long", "std::max<std::int64_t>(16, ceil_div(args.rows, 128))", "std::max<std::int64_t>(4096, ceil_div(args.rows, 2))", _TASKS),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
-from fastbert.ops.activation import CODES
+from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.checks import TensorOrNone, as_dtype
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
@@ -54,21 +54,21 @@ def _strides(m: torch.Tensor) -> tuple[int, int]:
     return (m.stride(0), 1) if m.stride(1) == 1 or m.shape[1] == 1 else (1, m.stride(1))
 
 
-def _panels(b: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor:
+def _panels(b: torch.Tensor, panels: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
     """The (depth, columns) matrix `b`, one of its strides 1, in panels: a vector of the same dtype."""
     depth, columns = b.shape
-    panels = b.new_empty(_C.cpu_linear_panels_size(depth, columns)) if panels is None else panels
+    panels = b.new_empty(_C.cpu_linear_panels_size(depth, columns, gated)) if panels is None else panels
     matrix = address(b), *_strides(b)
     threads = torch.get_num_threads()
-    _C.cpu_linear_panels(DTYPE_CODES[b.dtype], depth, columns, *matrix, panels.data_ptr(), threads)
+    _C.cpu_linear_panels(DTYPE_CODES[b.dtype], depth, columns, *matrix, panels.data_ptr(), threads, gated)
     return panels
 
 
-def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None, stored=None):
-    """act(a @ b + bias) + residual; `a` (rows, depth) has one stride of 1.
+def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None, stored=None, gated=None):
+    """act(a @ b + bias) + residual, of `columns` columns; `a` (rows, depth) has one stride of 1.
 
-    `b` is a vector of panels, or (depth, columns) with one stride of 1, in `a`'s dtype or in float32.
-    `stored` is the result's dtype: `a`'s, or float32 without `residual` and `pre`.
+    `b` is a vector of panels, or a matrix with one stride of 1, in `a`'s dtype or in float32. `stored` is the
+    result's dtype: `a`'s, or float32 without `residual` and `pre`.
     """
     rows, depth = a.shape
     right = (address(b), 0, 0, 0) if b.dim() == 1 else (0, address(b), *_strides(b))
@@ -83,12 +83,20 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None,
         torch.get_num_threads(),
         DTYPE_CODES[b.dtype],
         DTYPE_CODES[c.dtype],
+        GATE_CODES[gated],
     )
     return c
 
 
 def linear_panels(weight: Tensor, into: Tensor | None = None, gated: bool = False) -> Tensor:
-    return _panels(plain(weight).contiguous().t(), into)
+    panels = _panels(plain(weight).contiguous().t(), into, gated)
+    return panels.view(_panels_shape(weight, gated))
+
+
+def _panels_shape(weight, gated):
+    """The shape of kept panels; with a gate it has two dimensions, because the size may be the same."""
+    size = _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0], gated)
+    return (2, size // 2) if gated else (size,)
 
 
 def reads_wide() -> bool:
@@ -105,24 +113,24 @@ def linear_fwd(
     panels: Tensor | None = None,
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if gated is not None:
-        pre = linear_fwd(x, weight, bias, None, None, False, panels)[0]
-        y = aten.gate(pre, activation, gated)
-        return y if residual is None else y.add_(residual), pre if save else x.new_empty(0)
-    right = panels
+    out, is_gated = weight.shape[0], gated is not None
     if panels is None:
         if x.shape[0] < _FEWEST_ROWS and weight.dtype == x.dtype:
-            return aten.linear_fwd(x, weight, bias, activation, residual, save)
+            return aten.linear_fwd(x, weight, bias, activation, residual, save, None, gated)
         whole = _reads_whole(x)
-        right = _panels(as_dtype(weight, x.dtype).t()) if whole else weight.t()
-    elif panels.shape != (_C.cpu_linear_panels_size(weight.shape[1], weight.shape[0]),):
+        right = _panels(as_dtype(weight, x.dtype).t(), gated=is_gated) if whole else weight.t()
+    elif panels.shape != _panels_shape(weight, is_gated):
+        maker = "panel_maker(…, gated=True)" if is_gated else "panel_maker(…)"
         raise ValueError(
-            f"panels: expected what panel_maker(…) makes of weight {tuple(weight.shape)}, "
+            f"panels: expected what {maker} makes of weight {tuple(weight.shape)}, "
             f"got shape {tuple(panels.shape)}"
         )
-    pre = x.new_empty((x.shape[0], weight.shape[0]) if save and activation is not None else 0)
-    y = _product(x, right, weight.shape[0], bias, activation, residual, pre if pre.numel() else None)
-    return y, pre
+    else:
+        right = panels.view(-1) if is_gated else panels
+    pre = x.new_empty((x.shape[0], out) if save and activation is not None else 0)
+    saved = pre if pre.numel() else None
+    columns = out // 2 if is_gated else out
+    return _product(x, right, columns, bias, activation, residual, saved, gated=gated), pre
 
 
 def linear_bwd(
@@ -136,22 +144,22 @@ def linear_bwd(
     need_dbias: bool,
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if gated is not None:
-        dy, pre, activation = aten.gate_bwd(dy, pre, activation, gated), None, None
-    rows, out = dy.shape
+    rows, columns = dy.shape
+    out = columns if gated is None else 2 * columns
     stored = getattr(weight, "dtype", dy.dtype)
     if rows < _FEWEST_ROWS and stored == dy.dtype:
-        return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
-    g = dy if activation is None else dy.new_empty(dy.shape)
+        return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated)
+    g = dy if activation is None else dy.new_empty(rows, out)
     dbias = dy.new_empty(out if need_dbias else 0, dtype=torch.float32)
     if need_dbias or activation is not None:
         _C.cpu_linear_activation_bwd(
-            *(DTYPE_CODES[dy.dtype], rows, out, dy.data_ptr()),
+            *(DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr()),
             0 if activation is None else pre.data_ptr(),
             CODES[activation],
             0 if activation is None else g.data_ptr(),
             dbias.data_ptr() if need_dbias else 0,
             torch.get_num_threads(),
+            GATE_CODES[gated],
         )
     # float32 needs neither widening nor pairs, and then copying for one product pays beside a slow MKL only
     by_mkl = dy.dtype == torch.float32
