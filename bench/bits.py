@@ -103,7 +103,7 @@ def drawn_model(draw: random.Random, what: str, dtype: torch.dtype) -> nn.Module
     if what == "int8":
         model.quantize("int8")
     if what == "replaced" and name not in ("distilbert", "albert", "mpnet"):
-        layer = model.layers()[0]
+        layer = model.layer_list()[0]
         layer.output.dense = Beside(layer.output.dense)
     return model
 

@@ -209,8 +209,8 @@ def _explain_model(model: Any) -> Explanation:
     fused, total = sum(row.fused for row in rows), len(rows)
     for name, module in own_models(root):
         reports.append(ModelReport(name, True, None, 0, 0, "own"))
-        executors += _executors(name, module, module.layers())
-        looked_at = [step.reason is None for step in survey(module.layers(), PackedLayer)]
+        executors += _executors(name, module, module.layer_list())
+        looked_at = [step.reason is None for step in survey(module.layer_list(), PackedLayer)]
         fused, total = fused + sum(looked_at), total + len(looked_at)
     if hasattr(model, "last_fallback"):
         executors = [_of_graphs(model, each) for each in executors]

@@ -197,7 +197,7 @@ def attention_statistics(
         ValueError: naming the argument, what came and what was expected.
     """
     config = model.config
-    n, layers = len(examples), len(model.base_model.layers())
+    n, layers = len(examples), len(model.base_model.layer_list())
     shape = n, layers, config.num_attention_heads
     found = {name: np.zeros(shape, np.float32) for name in (*_MEANS, "most_received")}
     to_kind = np.zeros((len(KINDS), *shape), np.float32)

@@ -61,7 +61,7 @@ def change(
     """
     check(model, against, examples)
     weights = _of_weights(model, against)
-    layers = len(model.base_model.layers())
+    layers = len(model.base_model.layer_list())
     n, heads = len(examples), model.config.num_attention_heads
     attention = np.zeros((n, layers, heads), np.float32)
     hidden = np.zeros((n, layers + 1), np.float32)
@@ -123,7 +123,7 @@ class _Compared(Observer):
 def _of_weights(model: PreTrainedModel, against: PreTrainedModel) -> np.ndarray:
     found = []
     for i, (one, other) in enumerate(
-        zip(model.base_model.layers(), against.base_model.layers(), strict=True)
+        zip(model.base_model.layer_list(), against.base_model.layer_list(), strict=True)
     ):
         apart, size = _distance(one, other)
         if not size:

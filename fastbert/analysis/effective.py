@@ -122,7 +122,7 @@ def effective_attention(
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    shape = len(examples), len(model.base_model.layers()), model.config.num_attention_heads
+    shape = len(examples), len(model.base_model.layer_list()), model.config.num_attention_heads
     found = EffectiveAttention(
         np.zeros(shape, np.float32),
         np.zeros(shape, np.int32),
@@ -130,7 +130,7 @@ def effective_attention(
         examples.lengths,
     )
     with at_rest(model), torch.inference_mode():
-        outputs = [_output(layer) for layer in model.base_model.layers()]
+        outputs = [_output(layer) for layer in model.base_model.layer_list()]
         for batch in batches(model, examples, batch_tokens):
             encode(model, batch, _Effective(examples, batch, outputs, found))
     return found

@@ -48,7 +48,7 @@ def hidden_states(
         raise ValueError(
             f"rows: expected ascending numbers from 0 to {len(examples.ids) - 1}, each at most once"
         )
-    shape = len(model.base_model.layers()) + 1, len(rows), model.config.hidden_size
+    shape = len(model.base_model.layer_list()) + 1, len(rows), model.config.hidden_size
     if path is None:
         found = torch.empty(shape, dtype=dtype)
     else:

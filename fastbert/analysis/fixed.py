@@ -224,7 +224,7 @@ def fixed_heads(
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     measure = Measure.of(model, examples, pooling)
-    shape = len(model.base_model.layers()), model.config.num_attention_heads
+    shape = len(model.base_model.layer_list()), model.config.num_attention_heads
     if assignment is None:
         plain = attention_statistics(model, examples, batch_tokens=batch_tokens)
         assignment = fitting(plain, causal=bool(model.config.is_decoder))

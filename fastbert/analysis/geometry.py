@@ -150,7 +150,7 @@ def _vectors(
     model: PreTrainedModel, examples: Examples, rows: np.ndarray, batch_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(hidden states of `rows`, (len(rows), layers + 1, hidden); IntraSim of all examples)."""
-    intra = np.empty((len(examples), len(model.base_model.layers()) + 1))
+    intra = np.empty((len(examples), len(model.base_model.layer_list()) + 1))
 
     def seen(batch: Batch, layer: int, hidden: Tensor) -> None:
         words = batch.on_device(examples.kinds == WORD)

@@ -122,7 +122,7 @@ def ablate(
     """
     check(unit, mode)
     measure = Measure.of(model, examples, pooling)
-    n, layers = len(measure), len(model.base_model.layers())
+    n, layers = len(measure), len(model.base_model.layer_list())
     units = 1 if unit == "layer" else model.config.num_attention_heads
     loss, score = (np.zeros((n, layers, units)) for _ in range(2))
     base_loss, base_score = np.zeros(n), np.zeros(n)
@@ -198,7 +198,7 @@ def _variants(
     batch_tokens: int,
 ) -> Iterator[tuple[np.ndarray, Tensor, Inputs]]:
     """(units, last hidden states, inputs) of the variants of one layer, as many at a time as fit."""
-    layers = model.base_model.layers()
+    layers = model.base_model.layer_list()
     steps, ablated = survey(layers), layers[layer]
     total = len(batch.rows)
     at_once = max(1, batch_tokens // total)
@@ -309,7 +309,7 @@ def importance(
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     measure = Measure.of(model, examples, pooling)
-    shape = len(measure), len(model.base_model.layers()), model.config.num_attention_heads
+    shape = len(measure), len(model.base_model.layer_list()), model.config.num_attention_heads
     found = np.zeros(shape)
     with at_rest(model), torch.enable_grad():
         for batch, numbers, labels in measure.batches(batch_tokens):
@@ -379,7 +379,7 @@ def pruning_curve(
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     measure = Measure.of(model, examples, pooling)
-    layers, heads = len(model.base_model.layers()), model.config.num_attention_heads
+    layers, heads = len(model.base_model.layer_list()), model.config.num_attention_heads
     order = np.asarray(order)
     if not np.array_equal(np.sort(order), np.arange(layers * heads)):
         raise ValueError(f"order: expected each of the {layers * heads} heads once, got {len(order)} numbers")

@@ -129,7 +129,7 @@ def links(
     if targets.tokens.max() > len(examples.ids) or targets.example.max() >= len(examples):
         raise ValueError(f"targets: expected targets of these {len(examples)} examples, got others")
     known, counts = np.unique(targets.example, return_counts=True)
-    shape = len(known), len(model.base_model.layers()), model.config.num_attention_heads
+    shape = len(known), len(model.base_model.layer_list()), model.config.num_attention_heads
     found = Links(known, np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32), counts, seed)
     pairs = _pairs_of(targets)
     shifts = _shifts(examples, targets, known, seed)

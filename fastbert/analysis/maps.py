@@ -71,7 +71,7 @@ def attention_maps(
     Raises:
         ValueError: the maps take more memory, or an argument is wrong; the message names the argument.
     """
-    count = len(model.base_model.layers())
+    count = len(model.base_model.layer_list())
     layers = list(range(count)) if layers is None else list(layers)
     if not 0 <= number < len(examples):
         raise ValueError(f"number: expected 0 to {len(examples) - 1}, an example's, got {number!r}")

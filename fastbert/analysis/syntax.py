@@ -170,7 +170,7 @@ def attention_by_label(
     starts, ends = _pieces(examples, sentences)
     groups = np.zeros((len(examples.ids), len(LABELS)), np.float32)
     groups[examples.words >= 0] = np.repeat(labels_of(sentences), ends - starts, axis=0)
-    shape = (len(LABELS), len(examples), len(model.base_model.layers()), model.config.num_attention_heads)
+    shape = (len(LABELS), len(examples), len(model.base_model.layer_list()), model.config.num_attention_heads)
     to_label, score = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
     with at_rest(model), torch.inference_mode():
         for batch in batches(model, examples, batch_tokens):
@@ -358,7 +358,7 @@ def parse(
     ordered = Counter(names[arc] for arc in arcs).most_common()
     relations = tuple(name for name, _ in sorted(ordered, key=lambda item: (-item[1], item[0])))
     index = {name: i for i, name in enumerate(relations)}
-    layers, nheads = len(model.base_model.layers()), model.config.num_attention_heads
+    layers, nheads = len(model.base_model.layer_list()), model.config.num_attention_heads
     found = Parsing(
         sentence=number[arcs],
         offset=heads[arcs] - 1 - word[arcs],

@@ -184,7 +184,7 @@ class GraphedTraining(GraphedModel):
             return HOOKED
         if (reason := model.gap()) is not None:
             return reason
-        if type(model.embeddings) is not Embeddings or any(m.is_called() for m in model.layers()):
+        if type(model.embeddings) is not Embeddings or any(m.is_called() for m in model.layer_list()):
             return "the embeddings or a layer have code of their own"
         if (reason := by_grid(model)) is not None:
             return reason

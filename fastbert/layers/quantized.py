@@ -356,7 +356,7 @@ def _replace(model: Any) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
     # A shared layer is replaced once
-    for layer in {id(layer): layer for layer in model.base_model.layers()}.values():
+    for layer in {id(layer): layer for layer in model.base_model.layer_list()}.values():
         for path in layer.form.names.linears:
             module, name = part(layer, path), f"{names[id(layer)]}.{path}"
             if isinstance(module, QuantizedLinear):

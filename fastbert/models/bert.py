@@ -66,7 +66,7 @@ class BertModel(PreTrainedModel):
                 f"config embedding_size: {config.embedding_width} differs from hidden_size "
                 f"{config.hidden_size}, and {config.model_type} has no projection between them"
             )
-        attach(self, family.layers, _layer_list(config, self.layer_class))
+        attach(self, family.layers, _layers_of(config, self.layer_class))
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if family.pooler and add_pooling_layer:
@@ -105,14 +105,14 @@ class BertModel(PreTrainedModel):
             reason = f"embeddings is a {type(self.embeddings).__name__}"
         if reason is None and watched(self._modules[stack]):
             reason = f"{stack} has hooks or another forward"
-        for i, layer in enumerate(self.layers() if reason is None else ()):
+        for i, layer in enumerate(self.layer_list() if reason is None else ()):
             if isinstance(layer, EncoderLayer) and (found := layer.gap()) is not None:
                 return f"layer {i}: {found}"
         if reason is None and self.has_pooler and pooler_gap(self, self.family):
             reason = "the pooler was replaced, or has hooks or another forward"
         return reason
 
-    def layers(self) -> list[Any]:
+    def layer_list(self) -> list[Any]:
         """The layers in execution order; a shared layer appears once per use.
 
         Raises:
@@ -378,7 +378,7 @@ class BertModel(PreTrainedModel):
                 )
 
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        embeddings, layers = self._modules["embeddings"], self.layers()
+        embeddings, layers = self._modules["embeddings"], self.layer_list()
         ours = isinstance(embeddings, Embeddings)
 
         def embed(seed: Tensor | None) -> Tensor:
@@ -417,7 +417,7 @@ class BertModel(PreTrainedModel):
         )
 
 
-def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
+def _layers_of(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
     inside, heads = config.family.group_layers, config.fixed_patterns()
     if inside is None:
         made = []

@@ -47,7 +47,7 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
     # The config refuses what is neither a name nor a row of names
     as_lists = [list(row) if isinstance(row, tuple) else row for row in patterns]
     config = type(model.config).from_dict(model.config.to_dict(), fixed_heads=as_lists)
-    layers = model.base_model.layers()
+    layers = model.base_model.layer_list()
     for i, layer in enumerate(layers):
         names = layer.form.names
         for path in (names.query, names.key):
@@ -59,7 +59,7 @@ def fix_heads(model: PreTrainedModel, patterns: Sequence[str] | Sequence[Sequenc
     found = copy.deepcopy(model)
     rows = config.fixed_patterns() or []
     done: set[nn.Module] = set()
-    for i, layer in enumerate(found.base_model.layers()):
+    for i, layer in enumerate(found.base_model.layer_list()):
         # a shared layer appears once per use
         if layer in done:
             continue

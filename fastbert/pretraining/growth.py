@@ -185,7 +185,7 @@ def newest_layers(model: PreTrainedModel, old: int) -> list[str]:
 def _layers(model: PreTrainedModel) -> list[str]:
     """The names of the layers in execution order; a shared layer appears once per use."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    return [names[layer] for layer in model.base_model.layers()]
+    return [names[layer] for layer in model.base_model.layer_list()]
 
 
 def _check(small: PreTrainedModel, large: PreTrainedModel) -> None:

@@ -66,7 +66,7 @@ def test_hidden_states_and_weights(texts):
 def test_no_change_is_relative_to_nothing(texts):
     one = copy.deepcopy(both("bert")[1])
     with torch.no_grad():
-        for parameter in one.base_model.layers()[2].parameters():
+        for parameter in one.base_model.layer_list()[2].parameters():
             parameter.zero_()
     with pytest.raises(ValueError, match="model: all weights of layer 2 are 0"):
         change(one, both("bert")[1], texts)

@@ -79,7 +79,7 @@ def losses_with_maps(theirs, examples, assignment):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_as_transformers_with_maps(labelled, family, tokens):
     theirs, ours = both(family)
-    layers = len(ours.base_model.layers())
+    layers = len(ours.base_model.layer_list())
     assignment = assignment_of(layers)
     found = fixed_heads(ours, labelled, assignment, batch_tokens=tokens)
     np.testing.assert_allclose(found.base_loss, losses(theirs, labelled), **CLOSE)

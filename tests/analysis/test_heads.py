@@ -71,7 +71,7 @@ def test_shared_prefixes_change_nothing(labelled, family, unit, tokens):
     """Every unit of BERT by a head mask through the whole model, and some units of other families."""
     ours = both(family)[1]
     found = ablate(ours, labelled, unit=unit, batch_tokens=tokens)
-    layers = len(ours.base_model.layers())
+    layers = len(ours.base_model.layer_list())
     assert found.loss.shape == (5, layers, 1 if unit == "layer" else HEADS)
     np.testing.assert_allclose(found.base_loss, losses(ours, labelled), **CLOSE)
     places = list(itertools.product(range(layers), range(found.loss.shape[2])))
@@ -192,7 +192,7 @@ def test_the_best_head_alone(labelled):
 def test_importance_is_the_central_difference(labelled, family):
     ours = both(family)[1]
     found = importance(ours, labelled).derivatives
-    layers = len(ours.base_model.layers())
+    layers = len(ours.base_model.layer_list())
     step = 1e-5
     for layer, head in ((0, 0), (1, 2), (layers - 1, 1)):
         sides = []

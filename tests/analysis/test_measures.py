@@ -101,7 +101,7 @@ def test_pairs_as_transformers(couples, family, pooling):
     for layer, head in PLACES if not family.startswith("albert") else ():
         expected = cosines(without_head(theirs, layer, head), couples, pooling)
         np.testing.assert_allclose(found.score[:, layer, head], expected, **CLOSE)
-    assert (found.score_name, found.loss.shape) == ("cosine", (5, len(ours.layers()), HEADS))
+    assert (found.score_name, found.loss.shape) == ("cosine", (5, len(ours.layer_list()), HEADS))
 
 
 def test_rated_pairs(rated):
@@ -147,7 +147,7 @@ def test_heads_out_one_by_one(asked, rated, couples, tokens):
 def test_importance_is_the_central_difference(asked, rated, couples):
     step = 1e-5
     for model, examples, how, loss in cases(asked, rated, couples):
-        layers = len(model.base_model.layers())
+        layers = len(model.base_model.layer_list())
         found = importance(model, examples, **how).derivatives
         assert found.shape == (5, layers, HEADS)
         for layer, head in ((0, 0), (1, 2), (layers - 1, 1)):

@@ -74,7 +74,7 @@ def test_no_team_where_a_gradient_or_a_hook_is_wanted(calls):
     assert not in_parallel(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
     seen = []
     with torch.no_grad():
-        handle = model.layers()[1].register_forward_hook(lambda *_: seen.append(list(calls)))
+        handle = model.layer_list()[1].register_forward_hook(lambda *_: seen.append(list(calls)))
         calls.clear()
         model(IDS)
         assert seen == [["open_team", "close_team"]]  # of the layer before
@@ -91,12 +91,12 @@ def test_a_layer_that_is_not_fused_lets_the_threads_go(calls, runtime):
             inside.append(in_parallel(runtime))
             return super().forward(x)
 
-    stock = model.layers()[1].intermediate.dense
+    stock = model.layer_list()[1].intermediate.dense
     other = Watched(stock.in_features, stock.out_features)
     other.load_state_dict(stock.state_dict())
     with torch.no_grad():
         wanted = model(IDS).last_hidden_state
-        model.layers()[1].intermediate.dense = other
+        model.layer_list()[1].intermediate.dense = other
         assert torch.allclose(model(IDS).last_hidden_state, wanted, atol=1e-6)
     assert inside == [False]
 
@@ -188,7 +188,7 @@ def test_a_forked_child_works_alone():
 
 def test_a_result_in_memory_of_the_caller_is_checked():
     model = tiny()
-    layer = model.layers()[0]
+    layer = model.layer_list()[0]
     x = torch.randn(6, 32)
     sequences = PackedBatch(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     with torch.no_grad():

@@ -109,7 +109,7 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, rows, lengths):
 @torch.no_grad()
 def test_layers_that_run_whole_and_op_by_op_have_blocks_of_their_own(monkeypatch):
     monkeypatch.setattr(sizes, "FUSED_ROWS", 20)
-    layer = model().layers()[0]
+    layer = model().layer_list()[0]
     x, ends = torch.randn(80, 32), torch.arange(0, 81, 10, dtype=torch.int32)
     call, (step,) = Call(PackedBatch(ends, 10), 0), survey([layer])
     for fused_layer, expected in (

@@ -94,7 +94,7 @@ EIGHT_BITS = [("bert", True), ("mpnet", True)]
 def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
     model, inputs = of(name).to(dtype), batch(name)
     model = model.quantize("int8") if int8 else model
-    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -104,7 +104,7 @@ def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
 @pytest.mark.parametrize("capacity", [0, 2])
 def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa: F811
     model = of("bert", hidden_size=192, num_attention_heads=3, intermediate_size=260)
-    layer = (model.quantize("int8") if int8 else model).layers()[0]
+    layer = (model.quantize("int8") if int8 else model).layer_list()[0]
     x = torch.randn(sum(lengths) + capacity, 2 * 192)[:, :192]  # rows that are not next to each other
     ends = ends_of(lengths)
     bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
@@ -123,7 +123,7 @@ def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa
 @pytest.mark.parametrize("int8", [False, True])
 def test_lengths_capacity_bias_and_gate(lengths, capacity, options, int8):
     model = of("bert").quantize("int8") if int8 else of("bert")
-    layer, longest = model.layers()[1], max(lengths)
+    layer, longest = model.layer_list()[1], max(lengths)
     cu_seqlens = ends_of(lengths)
     x = torch.randn(sum(lengths) + capacity, 2 * 48)[:, :48]  # rows that are not next to each other
     bias = gate = None
@@ -141,7 +141,7 @@ def test_lengths_capacity_bias_and_gate(lengths, capacity, options, int8):
 def test_missing_biases(missing, int8):
     model, inputs = of("bert"), batch("bert")
     with torch.no_grad():
-        for layer in model.layers():
+        for layer in model.layer_list():
             attention = layer.attention
             where = {
                 "query": [attention.self.query],
@@ -157,7 +157,7 @@ def test_missing_biases(missing, int8):
     if int8:
         model.quantize("int8")
     joined = int8 and missing == "query"  # three products if one of the three has no bias
-    assert_same_as_op_by_op(lambda: model(**inputs)[0], 0 if joined else len(model.layers()))
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], 0 if joined else len(model.layer_list()))
 
 
 CONFIGS = [{"intermediate_size": size} for size in (1, 96, 97, 300)]
@@ -169,11 +169,11 @@ CONFIGS += [{"hidden_act": name} for name in ("gelu", "gelu_new", "relu", "silu"
 def test_narrow_and_wide_inner_layers_and_activations(config, int8):
     model, inputs = of("bert", **config), batch("bert")
     model = model.quantize("int8") if int8 else model
-    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
 
 
 def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
-    layer = of("bert").layers()[0]
+    layer = of("bert").layer_list()[0]
     cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
     sequences = PackedBatch(cu_seqlens, 7)
     memory = torch.full((16, 64), float("nan"))
@@ -197,14 +197,14 @@ def test_layers_in_one_call(lengths, int8, threads):  # noqa: F811
     ends, longest = ends_of(lengths), max(lengths)
     x = torch.randn(sum(lengths), 2 * 48)[:, :48]
     before, bias = x.clone(), torch.randn(len(lengths), 3, longest, longest)
-    for number, layer in enumerate(model.layers()):
+    for number, layer in enumerate(model.layer_list()):
         layer.attention.output.LayerNorm.eps, layer.output.LayerNorm.eps = 0.3 / (1 + number), 0.01 * number
-    steps, call = survey(model.layers()), Call(PackedBatch(ends, longest, bias), 2)
+    steps, call = survey(model.layer_list()), Call(PackedBatch(ends, longest, bias), 2)
     stack = executor.kept([(step, executor.takes(step, x, call)) for step in steps])
     for count in (1, 2):
         torch.set_num_threads(count)
         expected = x
-        for layer in model.layers():
+        for layer in model.layer_list():
             expected = through(layer, expected, call.batch)
         assert stack.serves(call)
         assert torch.equal(executor.run(stack, x, call), expected)
@@ -235,18 +235,18 @@ def test_weights_are_prepared_once_and_again_when_one_changes(noted):
         first = model(**inputs)[0]
         assert torch.equal(model(**inputs)[0], first)
         assert len(made) == 3
-        for parameter in model.layers()[1].parameters():
+        for parameter in model.layer_list()[1].parameters():
             count = len(made)
             parameter.mul_(1.5)
             changed = model(**inputs)[0]
             assert len(made) == count + 1
             with op_by_op():
                 assert torch.equal(model(**inputs)[0], changed)
-        model.layers()[2].intermediate.dense = nn.Linear(48, 80)
+        model.layer_list()[2].intermediate.dense = nn.Linear(48, 80)
         changed = model(**inputs)[0]
         with op_by_op():
             assert torch.equal(model(**inputs)[0], changed)
-        model.layers()[2].output.LayerNorm.eps = 0.5
+        model.layer_list()[2].output.LayerNorm.eps = 0.5
         assert not torch.equal(model(**inputs)[0], changed)
     dispatch._resolved.clear()
 
@@ -257,7 +257,7 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
     ends, scratch, sizes = torch.tensor([0, 40], dtype=torch.int32), [], []
     with torch.no_grad():
         for inner, dtype in ((40, BF16), (40, FLOAT), (90, FLOAT), (40, FLOAT), (90, FP16), (300, FP16)):
-            layer = of("bert", intermediate_size=inner).to(dtype).layers()[0]
+            layer = of("bert", intermediate_size=inner).to(dtype).layer_list()[0]
             x, call = torch.randn(40, 48).to(dtype), Call(PackedBatch(ends, 40), 0, scratch=scratch)
             with fused_calls() as seen:
                 out = through(layer, x, call.batch, call=call)
@@ -311,7 +311,7 @@ def test_not_where_a_part_is_hooked_or_replaced(where):
     with torch.no_grad():
         expected = model(**inputs)[0]
         owner, _, name = where.rpartition(".")
-        layer = model.layers()[1]
+        layer = model.layer_list()[1]
         part = layer.get_submodule(where)
         handle = part.register_forward_hook(lambda *_: seen.append(1))
         assert fused_layers(model, inputs) == 2
@@ -346,7 +346,7 @@ def test_pins_hold(op):
 @pytest.mark.parametrize("int8", [False, True])
 def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypatch, noted, int8):
     model = of("bert").quantize("int8") if int8 else of("bert")
-    layer, made = model.layers()[0], noted(cpu, "encoder_layer_weights")
+    layer, made = model.layer_list()[0], noted(cpu, "encoder_layer_weights")
     monkeypatch.setattr(cpu_sizes, "FUSED_ROWS", 700)
     dispatch._resolved.clear()
     for rows, calls in (
@@ -377,7 +377,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
 
 
 def test_bad_input_is_named():
-    layer = of("bert").layers()[0]
+    layer = of("bert").layer_list()[0]
     _make, launch, _keeps = launchers(torch.device("cpu"), FLOAT, "linear")
     with torch.no_grad():
         x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -411,7 +411,7 @@ def test_bad_input_is_named():
 
 def test_weights_for_another_instruction_set_are_refused():
     module = loader.extension
-    layer, before = of("bert").layers()[0], module.cpu_isa()
+    layer, before = of("bert").layer_list()[0], module.cpu_isa()
     other = "avx2" if before != "avx2" else "none"
     x, sequences = torch.randn(6, 48), PackedBatch(torch.tensor([0, 6], dtype=torch.int32), 6)
     with torch.no_grad():

@@ -88,7 +88,7 @@ def test_every_family(name, what, served):
     }[what]
     for _ in range(3):
         actual, expected = check(served, model, inputs, **options)
-        assert served == [list(range(len(model.layers())))]
+        assert served == [list(range(len(model.layer_list())))]
         for one, other in zip(actual.hidden_states or (), expected.hidden_states or (), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
@@ -155,7 +155,7 @@ def test_a_shared_layer_that_runs_once_more(served):
     model = kept(served, of("albert"), batch("albert"))
     model.config.num_hidden_layers += 1
     check(served, model, batch("albert"))
-    assert served == [list(range(len(model.layers())))]
+    assert served == [list(range(len(model.layer_list())))]
 
 
 def first(model) -> nn.Module:
@@ -364,5 +364,5 @@ def test_a_plan_holds_while_a_graph_runs_the_layers(served, noted):
 def test_explain_says_why_not(monkeypatch):
     monkeypatch.setattr(op, "gap", lambda stack, device: "the moon is full")
     ends, x = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(4, 48, dtype=torch.float64)
-    (found,) = plan.explain(plan.survey(of("bert").layers()), x, Call(PackedBatch(ends, 4), 2))
+    (found,) = plan.explain(plan.survey(of("bert").layer_list()), x, Call(PackedBatch(ends, 4), 2))
     assert (found.executor, found.refused["gpu"]) == ("launchers", "the moon is full")

@@ -76,14 +76,14 @@ def both_ways(call):
 def test_every_family(name, dtype):
     model, inputs = of(name).to(dtype), batch(name)
     expected, actual, seen = both_ways(lambda: model(**inputs)[0])
-    assert len(seen) == len(model.layers())
+    assert len(seen) == len(model.layer_list())
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
 def test_causal(causal):
-    layer, x = of("bert").layers()[0], torch.randn(20, 48)
+    layer, x = of("bert").layer_list()[0], torch.randn(20, 48)
     ends = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
     sequences = PackedBatch(ends, 13, causal=causal)
     expected, actual, seen = both_ways(lambda: through(layer, x, sequences))
@@ -102,7 +102,7 @@ def test_product_and_norm_as_one_op(monkeypatch):
 
     monkeypatch.setattr(linear_norm_op, "pays", pays)
     monkeypatch.setattr(linear_layers, "joining_pays", pays)
-    layer, x = of("bert").layers()[0], torch.randn(9, 48)
+    layer, x = of("bert").layer_list()[0], torch.randn(9, 48)
     sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     expected, actual, seen = both_ways(lambda: through(layer, x, sequences))
     assert seen == [9]
@@ -168,7 +168,7 @@ CHANGES = {
 @pytest.mark.parametrize("when", ["before", "after a call"])
 @torch.no_grad()
 def test_what_a_layer_has_that_the_ops_must_see(change, when):
-    layer, x = of("bert", intermediate_size=64).layers()[0], torch.randn(9, 48)
+    layer, x = of("bert", intermediate_size=64).layer_list()[0], torch.randn(9, 48)
     seed = torch.tensor([5])
     sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9, seed=seed)
     if when == "after a call":
@@ -185,7 +185,7 @@ def test_what_a_layer_has_that_the_ops_must_see(change, when):
     "what", ["bias", "probs", "gate", "first only", "gradients", "autocast", "rows", "none"]
 )
 def test_what_a_call_has_that_the_ops_must_see(what):
-    layer, x = of("bert").layers()[0], torch.randn(9, 48)
+    layer, x = of("bert").layer_list()[0], torch.randn(9, 48)
     sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     options, scope = {}, contextlib.nullcontext()
     if what == "bias":
@@ -209,7 +209,7 @@ def test_what_a_call_has_that_the_ops_must_see(what):
 @torch.no_grad()
 def test_new_values_are_read():
     """Also of query, key and value, whose joined copy is derived again."""
-    layer, x = of("bert").layers()[0], torch.randn(9, 48)
+    layer, x = of("bert").layer_list()[0], torch.randn(9, 48)
     sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     with direct_calls() as seen:
         before = through(layer, x, sequences)
@@ -226,7 +226,7 @@ def test_new_values_are_read():
 @torch.no_grad()
 def test_a_wrong_batch_raises_as_from_the_op():
     """Also a batch that comes after a right one, and shares its lists."""
-    layer, x = of("bert").layers()[0], torch.randn(9, 48)
+    layer, x = of("bert").layer_list()[0], torch.randn(9, 48)
     right = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     wrong = {
         "cu_seqlens: expected int32": replace(right, cu_seqlens=torch.tensor([0, 9])),

@@ -127,7 +127,7 @@ def test_taps():
     g.check(**batch("bert"))
     with tapped(g.model, taps := Watching()):
         g.check(**batch("bert"), reason="taps are set")
-    assert taps.seen >= len(g.model.layers())
+    assert taps.seen >= len(g.model.layer_list())
     g.check(**batch("bert"))
     assert g.graphed.replays == 2
 

@@ -51,9 +51,9 @@ def test_dtypes_of_the_rest(bert):
             y = hidden(model)
             assert y.dtype == dtype
             alike(y, full, kept)
-        scale = after.layers()[0].intermediate.dense.scale
+        scale = after.layer_list()[0].intermediate.dense.scale
         assert scale.dtype == torch.float32
-        assert torch.equal(scale, copy.deepcopy(bert).quantize().layers()[0].intermediate.dense.scale)
+        assert torch.equal(scale, copy.deepcopy(bert).quantize().layer_list()[0].intermediate.dense.scale)
     with torch.autocast("cpu", torch.bfloat16):
         y = hidden(bert.quantize())
     alike(y, full, kept)
@@ -63,7 +63,7 @@ def test_twice_is_once(bert):
     bert.quantize("int8")
     expected = hidden(bert)
     parts = [m for m in bert.modules() if isinstance(m, QuantizedLinear)]
-    bert.layers()[0].output.dense.register_forward_hook(lambda *a: None)  # hooks are allowed from now on
+    bert.layer_list()[0].output.dense.register_forward_hook(lambda *a: None)  # hooks are allowed from now on
     assert bert.quantize("int8") is bert
     assert [m for m in bert.modules() if isinstance(m, QuantizedLinear)] == parts
     torch.testing.assert_close(hidden(bert), expected)
@@ -109,7 +109,7 @@ class Adapted(nn.Linear):
 @pytest.mark.parametrize("cls", ["AutoModel", "AutoModelForMaskedLM"])
 def test_what_cannot_be_quantised_is_refused_by_name(change, words, cls):
     model = ours("bert", cls)
-    change(model.base_model.layers()[1].attention.output.dense)
+    change(model.base_model.layer_list()[1].attention.output.dense)
     before = {n: type(m) for n, m in model.named_modules()}
     path = ("" if cls == "AutoModel" else r"bert\.") + r"encoder\.layer\.1\.attention\.output\.dense"
     with pytest.raises((TypeError, ValueError), match=f"^{path}.*{words}"):
@@ -173,7 +173,7 @@ def test_no_gradient_for_parts_only():
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, output.logits)
     model.requires_grad_(False)
-    model.bert.layers()[1].output.LayerNorm.requires_grad_(True)  # in the middle: layer 2 comes after it
+    model.bert.layer_list()[1].output.LayerNorm.requires_grad_(True)  # in the middle: layer 2 comes after it
     with pytest.raises(RuntimeError, match="x: requires a gradient"):
         model(**inputs)
     model.requires_grad_(False)

@@ -68,13 +68,13 @@ def test_round_trip_of_heads_dtypes_and_shards(dtype, tmp_path):
     assert loaded.dtype == dtype
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, expected)
-    assert loaded.roberta.layers()[0].output.dense.scale.dtype == torch.float32
+    assert loaded.roberta.layer_list()[0].output.dense.scale.dtype == torch.float32
     other = torch.float16 if dtype != torch.float16 else torch.bfloat16
     cast = fastbert.AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=other)
     assert cast.dtype == other
-    assert cast.roberta.layers()[0].output.dense.bias.dtype == other
+    assert cast.roberta.layer_list()[0].output.dense.bias.dtype == other
     assert torch.equal(
-        cast.roberta.layers()[0].output.dense.scale, model.roberta.layers()[0].output.dense.scale
+        cast.roberta.layer_list()[0].output.dense.scale, model.roberta.layer_list()[0].output.dense.scale
     )
     with torch.no_grad():
         assert (cast(**inputs).logits.float() - expected.float()).abs().max() < 0.2 * expected.abs().max()

@@ -32,7 +32,7 @@ def qkv(layer, x):
 
 def test_watched_parts_are_called(bert):
     bert.quantize()
-    expected, seen, layer = hidden(bert), [], bert.layers()[1]
+    expected, seen, layer = hidden(bert), [], bert.layer_list()[1]
     names = ["query", "key", "value", "attention_output", "intermediate", "output"]
     for which in names:
         dense = part(layer, getattr(layer.form.names, which))
@@ -46,7 +46,7 @@ def test_fused_and_called_parts_give_the_same(bert):
     bert.quantize()
     x = torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
     residual = torch.randn(7, 48, generator=torch.Generator().manual_seed(1))
-    fused, called = bert.layers()[0], copy.deepcopy(bert.layers()[0])
+    fused, called = bert.layer_list()[0], copy.deepcopy(bert.layer_list()[0])
     for module in called.modules():
         if isinstance(module, QuantizedLinear):
             hook(module)
@@ -70,7 +70,7 @@ def test_fused_and_called_parts_give_the_same(bert):
 
 @pytest.mark.parametrize("missing", [("query",), ("key", "value"), ("query", "key", "value")], ids=str)
 def test_query_key_and_value_without_a_bias(bert, missing):
-    own = bert.layers()[0].attention.self
+    own = bert.layer_list()[0].attention.self
     with torch.no_grad():
         for path in ("query", "key", "value"):
             if path in missing:
@@ -78,7 +78,7 @@ def test_query_key_and_value_without_a_bias(bert, missing):
     bert.quantize()
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
     parts = [module(x).reshape(5, 3, 16) for module in (own.query, own.key, own.value)]
-    for a, b in zip(qkv(bert.layers()[0], x), parts, strict=True):
+    for a, b in zip(qkv(bert.layer_list()[0], x), parts, strict=True):
         assert torch.equal(a, b)
 
 
@@ -92,7 +92,7 @@ def test_derived_weights_follow_the_integers(bert, change):
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.quantize()
-    query = bert.layers()[0].attention.self.query
+    query = bert.layer_list()[0].attention.self.query
     if change == "load_state_dict":
         bert.load_state_dict(other.state_dict())
     elif change == "copy":
@@ -100,7 +100,7 @@ def test_derived_weights_follow_the_integers(bert, change):
     elif change == "half":
         bert.half()
     else:
-        bert.layers()[0].attention.self.query = other.layers()[0].attention.self.key
+        bert.layer_list()[0].attention.self.query = other.layer_list()[0].attention.self.key
     after = hidden(bert)
     prepared.clear(bert)
     assert torch.equal(hidden(bert), after)

@@ -58,7 +58,7 @@ def test_every_layer_is_seen_once_and_nothing_changes(family):
     one = rows, HEADS, width // HEADS
     assert taps.seen == [
         each
-        for layer in range(len(model.layers()))
+        for layer in range(len(model.layer_list()))
         for each in (("qkv", layer, one, one, one), ("context", layer, one), ("inner", layer, (rows, inner)))
     ]
     torch.testing.assert_close(answer(model, inputs), expected, rtol=0, atol=0)
@@ -91,7 +91,7 @@ class Without(Taps):
 def test_a_context_that_is_replaced(family):
     """As a head mask does it."""
     model, inputs = double(family), batch(family)
-    layers = len(model.layers())
+    layers = len(model.layer_list())
     for layer, head in ((0, 2), (layers - 1, 1)):
         mask = torch.ones(layers, HEADS, dtype=torch.float64)
         mask[layer, head] = 0

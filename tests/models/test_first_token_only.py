@@ -66,7 +66,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 5e-6) -> None:
 
 
 def depth(model: BertModel) -> int:
-    return len(model.base_model.layers())
+    return len(model.base_model.layer_list())
 
 
 # -- the same rows as the whole layer's ----------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_gradients_equal_the_whole_models(name, checkpointing):
 
 def test_dropout_of_attention_draws_as_in_the_whole_layer():
     model, inputs = model_of("bert").train(), batch("bert")
-    for layer in model.layers():
+    for layer in model.layer_list():
         layer.attention.output.dropout.p = layer.output.dropout.p = 0.0
         layer.attention.self.dropout.p = 0.4
     found = []
@@ -245,7 +245,7 @@ def test_dropout_of_attention_draws_as_in_the_whole_layer():
 
 
 def test_dropout_after_attention_and_feed_forward_draws_by_the_rows_that_are_computed():
-    layer, lengths, site = model_of("bert").double().layers()[-1].train(), [7, 1, 20, 3], 4
+    layer, lengths, site = model_of("bert").double().layer_list()[-1].train(), [7, 1, 20, 3], 4
     layer.attention.self.dropout.p, layer.attention.output.dropout.p, layer.output.dropout.p = 0.0, 0.3, 0.6
     cu_seqlens = ends_of(lengths)
     x = torch.randn(sum(lengths), HIDDEN, dtype=torch.float64)

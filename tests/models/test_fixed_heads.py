@@ -66,7 +66,7 @@ def test_as_taps_on_the_whole_model(family):
     """Outputs and all gradients, to rounding: of queries and keys, those of learned heads."""
     original = copy.deepcopy(both(family)[1])
     shares = family.startswith("albert")
-    patterns = [ALIKE] * len(original.base_model.layers()) if shares else PATTERNS
+    patterns = [ALIKE] * len(original.base_model.layer_list()) if shares else PATTERNS
     fixed = fix_heads(original, ALIKE if shares else PATTERNS)
     ids, mask = padded()
     labels = torch.tensor([0, 2, 1])
@@ -88,7 +88,7 @@ def test_as_taps_on_the_whole_model(family):
         if p.grad is not None:
             torch.testing.assert_close(q.grad, p.grad[keep], rtol=1e-8, atol=1e-12, msg=name)
     # two weights and two biases of each layer; ALBERT's are shared
-    own = len(set(fixed.base_model.layers()))
+    own = len(set(fixed.base_model.layer_list()))
     assert smaller == 4 * own
 
 
@@ -233,9 +233,9 @@ def config_of(**kwargs):
 
 def test_a_new_model_has_fewer_rows():
     model = fastbert.BertModel(config_of(fixed_heads=PATTERNS))
-    rows = [layer.attention.self.query.weight.shape[0] for layer in model.layers()]
-    assert rows == [16, 32, 16] == [layer.attention.self.key.bias.shape[0] for layer in model.layers()]
-    assert all(layer.attention.self.value.weight.shape == (48, 48) for layer in model.layers())
+    rows = [layer.attention.self.query.weight.shape[0] for layer in model.layer_list()]
+    assert rows == [16, 32, 16] == [layer.attention.self.key.bias.shape[0] for layer in model.layer_list()]
+    assert all(layer.attention.self.value.weight.shape == (48, 48) for layer in model.layer_list())
     alike = fastbert.BertModel(config_of(fixed_heads=ALIKE))
     assert alike.config.fixed_patterns() == [(0, NAMES.index("start"), NAMES.index("next"))] * 3
     assert config_of().fixed_heads is None
@@ -284,7 +284,7 @@ def test_the_original_is_left_alone(whole):
     assert fixed.config.fixed_heads == PATTERNS
     assert fixed.base_model.config is fixed.config
     assert fixed.training
-    weights = [layer.attention.self.query.weight for layer in fixed.base_model.layers()]
+    weights = [layer.attention.self.query.weight for layer in fixed.base_model.layer_list()]
     assert [w.requires_grad for w in weights] == [True, False, True]
     for name, t in whole.state_dict().items():
         assert torch.equal(t, before[name])

@@ -71,7 +71,7 @@ def test_outputs(name, how):
     small, whole = pair(name)
     ids, mask = batch()
     if how == "module by module":
-        for layer in small.layers():
+        for layer in small.layer_list():
             layer.register_forward_hook(lambda *_: None)
     for options in CALLS.values():
         with dispatch.use_backend(**({"attention": "aten"} if how == "op by op" else {})):
@@ -131,20 +131,21 @@ def test_a_layer_without_heads_runs_op_by_op_and_says_why():
     call = Call(PackedBatch(torch.tensor([0, 5], dtype=torch.int32), 5), 3)
     with torch.no_grad():
         call.inference = True
-        found = explain(survey(small.layers()), torch.randn(5, 48), call)
+        found = explain(survey(small.layer_list()), torch.randn(5, 48), call)
     assert [served[:3] for served in found] == [(0, 0, "cpu"), (1, 2, "eager"), (3, 3, "cpu")]
     other = dataclasses.make_dataclass("Other", [("gated", bool, True)], bases=(LayerForm,), frozen=True)
     form = other(
-        *(getattr(small.layers()[0].form, name) for name in ("names", "stock", "nheads", "head_dim")), "gelu"
+        *(getattr(small.layer_list()[0].form, name) for name in ("names", "stock", "nheads", "head_dim")),
+        "gelu",
     )
-    step = survey(small.layers())[0]._replace(form=dataclasses.replace(form, gated=False))
+    step = survey(small.layer_list())[0]._replace(form=dataclasses.replace(form, gated=False))
     with torch.no_grad():
         assert cpu.takes(step, torch.randn(5, 48), call) == "it does not know layers with gated"
     assert (
         found[1].refused["cpu"]
         == "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
     )
-    assert part(small.layers()[1], "output.dense").in_features == 33
+    assert part(small.layer_list()[1], "output.dense").in_features == 33
 
 
 @pytest.mark.parametrize(
@@ -180,4 +181,7 @@ def test_a_layer_with_a_forward_of_its_own_is_called_for_all_rows():
     model = Own(fastbert.EncoderConfig(model_type="bert", max_position_embeddings=40, **SIZES)).eval()
     first, whole = (model(*batch(), first_token_only=only).last_hidden_state[:, 0] for only in (True, False))
     assert torch.equal(first, whole)
-    assert explain(survey(model.layers()), torch.randn(5, 48), Call(PackedBatch(None, 5), 3))[0][2] == "eager"
+    assert (
+        explain(survey(model.layer_list()), torch.randn(5, 48), Call(PackedBatch(None, 5), 3))[0][2]
+        == "eager"
+    )

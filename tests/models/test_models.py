@@ -153,7 +153,7 @@ def test_head_mask_silences_and_scales_heads(bert):
     # switching a head off equals zero columns in the output projection
     cut = copy.deepcopy(model)
     with torch.no_grad():
-        for layer, gate in zip(cut.layers(), gates, strict=True):
+        for layer, gate in zip(cut.layer_list(), gates, strict=True):
             layer.attention.output.dense.weight.mul_(gate.repeat_interleave(16)[None])
         expected = cut(**inputs).last_hidden_state
         close(model(**inputs, head_mask=gates).last_hidden_state[kept], expected[kept])
@@ -173,7 +173,7 @@ def test_a_layer_drops_where_transformers_does(name, monkeypatch):
     )
     with torch.no_grad():
         hf.train()(**batch(name))
-    layers = model.layers()
+    layers = model.layer_list()
     embedding, *inside = [p for p in sorted(seen) if p > 0]
     assert embedding == 0.1
     assert inside == [p for p in sorted(layers[0].train().dropout_rates() * len(layers)) if p > 0]

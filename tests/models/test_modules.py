@@ -562,7 +562,7 @@ def test_packed_tokens_head_masks_and_causal_calls_beside_a_hook(name):
     """What transformers does not have is compared with the model without a hook."""
     own, inputs = pair(name)[1], batch(name)
     hooked = copy.deepcopy(own)
-    hooked.layers()[1].register_forward_hook(lambda *_: None)
+    hooked.layer_list()[1].register_forward_hook(lambda *_: None)
     mask = inputs["attention_mask"].bool()
     ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
     calls = [inputs | {"head_mask": torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)}]

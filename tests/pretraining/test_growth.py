@@ -49,7 +49,7 @@ def test_layer_i_has_the_weights_of_layer_i_mod_l(family, task):
     small, large = model_of(family, task), deep(family, task, 3)
     before = copy.deepcopy(small.state_dict())
     grow(small, large)
-    ours, theirs = large.base_model.layers(), small.base_model.layers()
+    ours, theirs = large.base_model.layer_list(), small.base_model.layer_list()
     assert len(ours) == 3 * len(theirs)
     of_layers = set()
     for i, layer in enumerate(ours):
@@ -199,9 +199,9 @@ def test_moments_are_copied_as_the_weights_are(family):
 def test_new_layers_pooler_and_heads_train(family, task):
     """And backward ends at the lowest new layer."""
     model = deep(family, task)
-    old = len(model.base_model.layers()) // 2
+    old = len(model.base_model.layer_list()) // 2
     names = newest_layers(model, old)
-    layers = model.base_model.layers()
+    layers = model.base_model.layer_list()
     new = {id(p) for layer in layers[old:] for p in layer.parameters()}
     encoder = {id(p): n for n, p in model.base_model.named_parameters()}
     for name, parameter in model.named_parameters():

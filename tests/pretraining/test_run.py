@@ -487,7 +487,7 @@ def test_stages_go_on_where_the_one_before_ended(corpus):
         assert made[0].source is made[1].source
         assert made[2].source is made[3].source
         assert [stage.source.format.max_length for stage in made] == [24, 24, 48, 48]
-        assert [len(stage.build().model.base_model.layers()) for stage in made] == [1, 2, 2, 4]
+        assert [len(stage.build().model.base_model.layer_list()) for stage in made] == [1, 2, 2, 4]
 
 
 # --- packed sequences, static masks -------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def patterns(args: argparse.Namespace, model: PreTrainedModel, examples: Example
     """The five patterns, by thresholds or by the user's labels."""
     labels = None
     if args.annotations is not None:
-        limits = {"example": len(examples), "layer": len(model.base_model.layers())}
+        limits = {"example": len(examples), "layer": len(model.base_model.layer_list())}
         limits["head"] = model.config.num_attention_heads
         labels = read_patterns(args.annotations, PATTERNS, limits)
         check_labels(labels)

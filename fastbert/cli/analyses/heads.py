@@ -152,7 +152,7 @@ def fixed(args: argparse.Namespace, model: PreTrainedModel, examples: Examples) 
     """Loss and score with heads that attend by fixed patterns."""
     assignment = None
     if args.assignment is not None:
-        shape = len(model.base_model.layers()), model.config.num_attention_heads
+        shape = len(model.base_model.layer_list()), model.config.num_attention_heads
         limits = {"layer": shape[0], "head": shape[1]}
         named = annotations.read_patterns(args.assignment, patterns.NAMES, limits)
         assignment = np.zeros(shape, np.int8)

@@ -95,7 +95,7 @@ def whole(
         add(sections.change(found, seed=seed), of_change(args, found))
     found = effective.effective_attention(model, examples, **options)
     of_all, more, _ = of_effective(args, found, plain)
-    of_all["head width"] = model.base_model.layers()[0].form.head_dim
+    of_all["head width"] = model.base_model.layer_list()[0].form.head_dim
     add(sections.effective(found), (of_all, more))
     if len(geometry.words_in(examples, geometry.LEAST)):
         found = geometry.geometry(model, examples, seed=seed, **options)
@@ -200,9 +200,9 @@ def _of_model(
         "directory": name_of(args.model),
         "family": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "layers": len(model.base_model.layers()),
+        "layers": len(model.base_model.layer_list()),
         "heads": model.config.num_attention_heads,
-        "count": len(model.base_model.layers()) * model.config.num_attention_heads,
+        "count": len(model.base_model.layer_list()) * model.config.num_attention_heads,
         "hidden size": model.config.hidden_size,
         "texts": Path(args.input).name + (", pairs of texts" if args.pairs else ""),
         "lengths": {
