@@ -115,6 +115,12 @@ __all__ = [
     "MPNetForSequenceClassification",
     "MPNetForTokenClassification",
     "MPNetModel",
+    "ModernBertForMaskedLM",
+    "ModernBertForMultipleChoice",
+    "ModernBertForQuestionAnswering",
+    "ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification",
+    "ModernBertModel",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",
     "RobertaForQuestionAnswering",
@@ -226,6 +232,14 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         BertForQuestionAnswering,
         BertForSequenceClassification,
         BertForTokenClassification,
+    )
+    from fastbert.models.modernbert import (
+        ModernBertForMaskedLM,
+        ModernBertForMultipleChoice,
+        ModernBertForQuestionAnswering,
+        ModernBertForSequenceClassification,
+        ModernBertForTokenClassification,
+        ModernBertModel,
     )
     from fastbert.models.mpnet import (
         MPNetForMaskedLM,

@@ -87,4 +87,5 @@ def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
     }
 
 
-_CLASSES = {key: found for family in FAMILIES.values() for key, found in _classes(family).items()}
+_FUSED = [family for family in FAMILIES.values() if family.accelerated]
+_CLASSES = {key: found for family in _FUSED for key, found in _classes(family).items()}

@@ -33,7 +33,7 @@ from fastbert.layers import encoder
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
-from fastbert.models.encoder import tapped
+from fastbert.models.encoder import last_norm, tapped
 from fastbert.models.inputs import Inputs
 from fastbert.ops.attention_places import attention_places
 from fastbert.tasks.examples import Examples
@@ -219,6 +219,7 @@ def _variants(
             mixed = torch.where(out[:, None, :, None], other, context).flatten(0, 1)
             hidden = encoder.after_attention(ablated.form, ablated.parts(), hidden, mixed, sequences)
         hidden = run(steps[layer + 1 :], hidden, Call(sequences, len(layers) - 1))
+        hidden = last_norm(model.base_model, model.family, hidden, inputs.packing)
         yield some, hidden, inputs
 
 
@@ -234,7 +235,10 @@ def _repeated(
     if bias is not None and bias.shape[0] > 1:
         bias = bias.repeat(count, 1, 1, 1)
     places = attention_places(ends, packing.max_seqlen, total * count, dtype)
-    repeated = PackedBatch(ends, packing.max_seqlen, bias, causal=sequences.causal, places=places)
+    positions = None if sequences.positions is None else sequences.positions.repeat(count)
+    repeated = replace(
+        sequences, cu_seqlens=ends, bias=bias, seed=None, places=places, positions=positions, columns=None
+    )
     # its ids are no longer read
     inputs = replace(batch.inputs, packing=replace(packing, batch=packing.batch * count, cu_seqlens=ends))
     return repeated, inputs

@@ -31,7 +31,6 @@ from torch.nn import functional as F
 
 from fastbert.analysis.intervals import finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encoded
-from fastbert.layers.linear import apply_linear
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.next_sentence import BertForNextSentencePrediction
@@ -271,7 +270,7 @@ def _of_tokens(
 def _of_spans(
     model: BertForQuestionAnswering, hidden: Tensor, inputs: Inputs, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    scores, kept = inputs.packing.grid(_wide(apply_linear(model.qa_outputs, hidden)))
+    scores, kept = inputs.packing.grid(_wide(model.classes_of(model.family.spans, hidden)))
     if kept is not None:
         scores = scores.masked_fill(~kept[..., None], -torch.inf)
     scores, labels = scores.transpose(1, 2), labels.long()  # (batch, 2, seqlen) and (batch, 2)

@@ -89,11 +89,13 @@ class Names:
 def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:
     """The stored tensors under the module's own keys."""
     renamed: dict[str, Stored] = {}
+    # The encoder itself may have the name of a wrapper
+    wrappers = tuple(name for name in _WRAPPERS if name != names.stored_prefix)
     for key, item in stored.items():
         if key.endswith(_OLD_BUFFERS):
             continue
         bare = key
-        while bare.startswith(_WRAPPERS):
+        while bare.startswith(wrappers):
             bare = bare.split(".", 1)[1]
         if bare != key:
             names.wrappers.add(key.removesuffix(bare))

@@ -26,7 +26,8 @@ def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int,
         call: the call.
         fused: whether the layer runs as one `encoder_layer`, or else op by op.
     """
-    if call.batch.bias is not None or call.taps is not None or call.wants_attentions or not call.inference:
+    asks = call.batch.bias is not None or call.batch.columns is not None
+    if asks or call.taps is not None or call.wants_attentions or not call.inference:
         return []
     if fused not in call.blocks:
         call.blocks[fused] = sequence_blocks(call.batch.cu_seqlens, x, fused)
@@ -46,7 +47,10 @@ def by_blocks(
     for first, last in blocks:
         ends = batch.cu_seqlens[first : last + 1]
         rows = slice(int(ends[0]), int(ends[-1]))
-        found = run(x[rows], replace(batch, cu_seqlens=ends - ends[0]), y[rows])
+        own = replace(batch, cu_seqlens=ends - ends[0])
+        if batch.positions is not None:
+            own = replace(own, positions=batch.positions[rows])
+        found = run(x[rows], own, y[rows])
         if found.data_ptr() != y[rows].data_ptr():
             y[rows] = found
     return y

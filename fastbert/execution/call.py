@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.encoder import Asked
 from fastbert.layers.form import SITES, LayerForm, Parts
 from fastbert.layers.packing import Packing
 from fastbert.layers.taps import Taps
@@ -36,10 +36,14 @@ class Step(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """How to make the padded batch, for layers that are called on it, and its attention mask."""
+    """How to make the padded batch, for layers that are called on it, and its attention mask.
+
+    `grid` is what layers that rotate need: positions of all tokens, padding included, and tables.
+    """
 
     packing: Packing
     mask: Tensor | None
+    grid: PackedBatch | None = None
 
 
 @dataclass

@@ -28,13 +28,16 @@ def takes(step: Step, x: Tensor, call: Call) -> str | tuple[Any, ...]:
 
 def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
-    packing, padded_mask = cast(Padded, call.padded)
+    packing, padded_mask, grid = cast(Padded, call.padded)
     for step, _ in group:
         mask = padded_mask
         if mask is not None and step.form is not None:
             mask = step.form.of_own_heads(mask, 1)
         gate = call.asked(step).gate
-        layer = functools.partial(_on_grid, step.layer, packing, mask, gate, call.wants_attentions)
+        given: dict[str, Any] = {} if gate is None else {"gate": gate}
+        if step.form is not None and step.form.rotary is not None:
+            given["grid"] = grid
+        layer = functools.partial(_on_grid, step.layer, packing, mask, given, call.wants_attentions)
         x = call.keep(*recomputed(step, call, layer, x))
     return x
 
@@ -43,13 +46,12 @@ def _on_grid(
     layer: nn.Module,
     packing: Packing,
     mask: Tensor | None,
-    gate: Tensor | None,
+    given: dict[str, Any],
     wants_attentions: bool,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """(packed output of a layer that is called on the padded batch, packed probabilities or None)."""
     x, kept = packing.grid(hidden)
-    given = {} if gate is None else {"gate": gate}
     if not wants_attentions:
         return packing.from_grid(first_of(layer(x, mask, **given))), None
     y, probs = layer(x, mask, **given, output_attentions=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from fastbert.ops.attention_places import Places
+
+# The base of rotary positions -> (cosines, sines), each (positions, head_dim / 2); see `positions.py`
+Tables = Mapping[float, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,10 @@ class PackedBatch:
         causal: whether a token sees only tokens up to itself.
         places: where attention's kernels work, or None. `ops.attention_places` makes them once per call for
             this very tensor `cu_seqlens`.
+        positions: (total,) int64, the position of each token, for layers that rotate; None if none does.
+        tables: what such layers rotate by.
+        columns: (batch, S) int64, the padded column of each token, if kept tokens are not adjacent and layers
+            have windows, which count columns; else None.
     """
 
     cu_seqlens: Tensor
@@ -28,6 +36,9 @@ class PackedBatch:
     seed: Tensor | None = None
     causal: bool = False
     places: Places | None = None
+    positions: Tensor | None = None
+    tables: Tables | None = None
+    columns: Tensor | None = None
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""

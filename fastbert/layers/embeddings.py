@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +85,14 @@ def embed(
     x = word(input_ids) if inputs_embeds is None else inputs_embeds
     if segment is not None:
         x = x + segment(token_type_ids)
-    x = norm(x + position(position_ids))
-    if dropout_p > 0:
-        x = x * (keep_mask_2d(seed, 0, *x.shape, dropout_p).to(x.dtype) / (1.0 - dropout_p))
-    return x
+    return _dropped(norm(x + position(position_ids)), dropout_p, seed)
+
+
+def _dropped(x: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
+    if dropout_p == 0:
+        return x
+    assert seed is not None
+    return x * (keep_mask_2d(seed, 0, *x.shape, dropout_p).to(x.dtype) / (1.0 - dropout_p))
 
 
 # The modules of embeddings without segments, and with them.
@@ -150,9 +154,13 @@ class Embeddings(nn.Module):
 
     Args:
         config: the model's `EncoderConfig`.
+
+    Attributes:
+        dropped_by: name of the dropout.
     """
 
     _modules: dict[str, Any]
+    dropped_by: ClassVar[str] = "dropout"
 
     def __init__(self, config: Any):
         super().__init__()
@@ -171,7 +179,7 @@ class Embeddings(nn.Module):
 
     def dropout_rate(self) -> float:
         """The probability of the dropout module now; 0 if another module, which is called, replaces it."""
-        module = self._modules["dropout"]
+        module = self._modules[self.dropped_by]
         return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 
     def gap(self) -> str | None:
@@ -179,7 +187,7 @@ class Embeddings(nn.Module):
         if watched(self):
             return "embeddings has hooks or another forward"
         for name, module in self._modules.items():
-            if name == "dropout":
+            if name == self.dropped_by:
                 if not plain_dropout(module):
                     return "embeddings.dropout is not a plain dropout"
             elif (reason := changed(module)) is not None:
@@ -223,6 +231,44 @@ class Embeddings(nn.Module):
             return real.cumsum(1) * real + pad
         start = 0 if pad is None else pad + 1
         return torch.arange(start, start + x.shape[1], device=x.device)[None]
+
+
+class TokenEmbeddings(Embeddings):
+    """Word embeddings, LayerNorm, dropout: of a family whose layers know the positions.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    dropped_by = "drop"
+
+    def __init__(self, config: Any):
+        nn.Module.__init__(self)
+        self.tok_embeddings = table(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.norm = config.norm(config.hidden_size)
+        self.drop = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """As `Embeddings.forward`; `position_ids` and `token_type_ids` are not read."""
+        tokens, norm = self.tok_embeddings, self.norm
+        flat = input_ids is not None and input_ids.dim() == 1
+        if not (flat or (inputs_embeds is not None and inputs_embeds.dim() == 2)):
+            return self.drop(norm(tokens(input_ids) if inputs_embeds is None else inputs_embeds))
+        rate = self.dropout_rate()
+        if _is_plain_table(tokens) and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
+            bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+            how: Any = {"eps": norm.eps, "dropout_p": rate, "seed": seed, "offset": 0}
+            rows = {"inputs_embeds": inputs_embeds, "padding_idx": tokens.padding_idx}
+            return embedding(input_ids, tokens.weight, norm.weight, bias, **rows, **how)
+        x = norm(tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+        return _dropped(x, rate, seed)
 
 
 def relative_bias(

@@ -4,6 +4,8 @@
     a = LayerNorm(x + dropout(attention(q, k, v) Woᵀ + bo))
     y = LayerNorm(a + dropout(act(a Wiᵀ + bi) Wfᵀ + bf))
 
+A layer whose norms come before the blocks has the rest of its mathematics in `pre_norm.py`.
+
 `layer` is the whole of it, a function of a form (form.py, plain data), of parts (modules that hold the
 parameters) and of packed tokens (batch.py). A part that is no longer plain (LoRA, parametrized, hooked) is
 called itself, and the rest stays fused (linear.py). Attention's width, heads times their size, need not be
@@ -15,57 +17,31 @@ Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastbert.layers import packing
+from fastbert.layers import packing, pre_norm
+from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.form import SITES, LayerForm, Parts
+from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import (
     apply_joined,
     apply_linear,
+    apply_norm,
     dense_norm,
     feed_forward_norm,
     has_float_weight,
     split,
 )
 from fastbert.layers.patterns import Rows
+from fastbert.layers.positions import rotated, window_bias
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.first_attention import first_attention, pays
-
-
-class Asked(NamedTuple):
-    """What a caller asks of one layer.
-
-    Attributes:
-        gate: (nheads,) factor of each head's output, or None.
-        site: the number of the first of the layer's `SITES` dropout call sites.
-        first_only: whether to compute only the rows of `packing.starts`, the first token of each sequence.
-            The row of an empty sequence has no meaning. There must be a token, and `probabilities` must be
-            False.
-        probabilities: whether to return attention's probabilities too.
-        taps: sees what the layer computes inside, or None.
-        arrivals: keeps the counters of `ops.linear_norm` from layer to layer; None makes them where needed.
-    """
-
-    gate: Tensor | None = None
-    site: int = 1
-    first_only: bool = False
-    probabilities: bool = False
-    taps: Taps | None = None
-    arrivals: list[Tensor] | None = None
-
-    @property
-    def number(self) -> int:
-        """The layer's number, from 0 in execution order."""
-        return (self.site - 1) // SITES
-
-
-NOTHING_MORE = Asked()
 
 
 def layer(
@@ -80,7 +56,7 @@ def layer(
         context, probs = attend(form, parts, x, batch, asked)
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
-    if form.heads is None and form.nheads:
+    if form.heads is None and form.nheads and not form.packed:
         context = first_context(form, parts, x, starts, batch, asked)
     else:
         context = attend(form, parts, x, batch, asked)[0].index_select(0, starts)
@@ -91,23 +67,34 @@ def attend(
     form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked
 ) -> tuple[Tensor, Tensor | None]:
     """The output of self-attention, (total, nheads, headdim), and its probabilities or None."""
-    heads, taps, bias, gate = form.heads, asked.taps, batch.bias, asked.gate
+    heads, taps, gate, window = form.heads, asked.taps, asked.gate, form.window
+    seen = batch
+    if window is not None and (taps is not None or batch.columns is not None):
+        # Taps see all that hides keys as one bias
+        seen, window = replace(batch, bias=window_bias(batch, window)), None
+    bias = seen.bias
     if form.nheads == 0:
         longest = batch.max_seqlen
         none = x.new_empty(batch.cu_seqlens.shape[0] - 1, 0, longest, longest)
         return x.new_empty(x.shape[0], 0, form.head_dim), none if asked.probabilities else None
-    q, k, v = queries_keys_values(form, parts, x)
+    if form.pre_norm:
+        x = apply_norm(parts.attention_norm, x)
+    if form.packed:
+        qkv = apply_linear(parts.query, x)
+        q, k, v = rotated(form, qkv, batch)
+    else:
+        q, k, v = queries_keys_values(form, parts, x)
     if heads is not None and taps is not None and type(taps).qkv is not Taps.qkv:
         raise ValueError(
             "model: has heads with fixed patterns (config fixed_heads), which have no queries and keys to "
             "look at"
         )
     if heads is None and taps is not None:
-        q, k, v, bias = taps.qkv(asked.number, q, k, v, batch)
+        q, k, v, bias = taps.qkv(asked.number, q, k, v, seen)
     values = v
     if heads is not None:
         v, bias, gate = heads.of_learned(v, 1), heads.of_learned(bias, 1), heads.of_learned(gate, 0)
-    found = _attention(form, parts, q, k, v, batch, asked, bias, gate)
+    found = _attention(form, parts, q, k, v, batch, asked, bias, gate, window)
     context, probs = found if asked.probabilities else (found, None)
     if heads is not None:
         rows = Rows.of(batch.cu_seqlens, x.shape[0], batch.max_seqlen)
@@ -118,7 +105,7 @@ def attend(
     return context, probs
 
 
-def _attention(form, parts, q, k, v, batch, asked, bias, gate) -> Any:
+def _attention(form, parts, q, k, v, batch, asked, bias, gate, window=None) -> Any:
     """The output of the op `attention`, or (output, probabilities) if `asked` has them."""
     return attention(
         q,
@@ -128,6 +115,7 @@ def _attention(form, parts, q, k, v, batch, asked, bias, gate) -> Any:
         batch.max_seqlen,
         softmax_scale=form.head_dim**-0.5,
         causal=batch.causal,
+        window=window,
         bias=bias,
         gate=gate,
         dropout_p=parts.rates[0],
@@ -200,6 +188,8 @@ def after_attention(
         context: (rows, nheads, headdim) or (rows, nheads · headdim), the output of attention.
     """
     parts = parts.as_multiplied(form.names)
+    if form.pre_norm:
+        return pre_norm.after_attention(form, parts, x, context, batch, asked)
     following = parts.intermediate if parts.feed is None else None
     how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, following
     x, rounded = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers import encoder
+from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.encoder import NOTHING_MORE, Asked
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import all_plain
 from fastbert.layers.modules import attach, changed, is_hooked, part, plain_dropout, watched
@@ -121,11 +121,11 @@ class PackedLayer(nn.Module):
         return part(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     """An nn.Linear, without PyTorch's warning of weights without elements."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element")
-        return nn.Linear(inputs, outputs)
+        return nn.Linear(inputs, outputs, bias)
 
 
 class EncoderLayer(PackedLayer):
@@ -218,7 +218,7 @@ class EncoderLayer(PackedLayer):
                     return f"{'.'.join(path)} is gone"
             if type(module) not in PARTS or watched(module):
                 return f"{'.'.join(path)} was replaced, or has hooks or another forward"
-            if type(module) is SelfAttention and module.heads() != (
+            if isinstance(module, SelfAttention) and module.heads() != (
                 self.form.nheads,
                 self.form.head_dim,
                 self.form.head_dim**-0.5,
@@ -262,6 +262,7 @@ class EncoderLayer(PackedLayer):
         *,
         gate: Tensor | None = None,
         output_attentions: bool = False,
+        grid: PackedBatch | None = None,
     ) -> Any:
         """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
@@ -274,6 +275,7 @@ class EncoderLayer(PackedLayer):
             asked: what else is asked for; packed tokens only.
             gate: (nheads,) factor of each head's output, or None; padded batches only.
             output_attentions: whether to return (output, probabilities); padded batches only.
+            grid: what attention on a padded batch rotates by; see `PackedAttention`.
         """
         if isinstance(batch, PackedBatch):
             return encoder.layer(self.form, self.parts(), hidden, batch, asked)
@@ -282,7 +284,9 @@ class EncoderLayer(PackedLayer):
                 "model: layers with fixed heads (config fixed_heads) cannot be called module by module"
                 + (f", but {reason}" if (reason := self.gap()) else "")
             )
-        given = {} if gate is None else {"head_mask": gate}
+        given: dict[str, Any] = {} if gate is None else {"head_mask": gate}
+        if grid is not None:
+            given["grid"] = grid
         attended, probs = self.attend_by_modules(hidden, batch, **given)
         y = self.feed_by_modules(attended)
         return (y, probs) if output_attentions else y

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,18 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.layers.patterns import Heads
 from fastbert.layers.quantized import copy_of
 
+# Which half of a gated feed-forward block's outputs is activated
+Half = Literal["first", "second"]
 # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output
 SITES = 3
 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Dotted paths of the parts of one encoder layer, relative to the layer."""
+    """Dotted paths of the parts of one encoder layer, relative to the layer.
+
+    Query, key and value may be one linear layer, whose path then appears three times.
+    """
 
     query: str = "attention.self.query"
     key: str = "attention.self.key"
@@ -54,7 +59,7 @@ class StockLayer:
         name: transformers' class; None means the family's class_prefix and "Layer".
         containers: the modules in between, which the fused layer does not call.
         dropouts: the dropouts of attention probabilities, attention output and feed-forward output; None
-            where there is no dropout.
+            where there is no dropout. A pre-norm layer's last dropout is before the block's second product.
         activation: the activation of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.
         returns_tuple: whether the stock layer's output is (hidden,).
@@ -105,6 +110,12 @@ class LayerForm:
             the module's own code knows it.
         heads: which heads attend by fixed patterns, and so have no queries and keys; None if all learn.
         kept: which of the model's heads the layer has, ascending; None for all.
+        pre_norm: whether the norms come before the blocks, not after their residual sums.
+        packed: whether query, key and value are one linear layer with outputs (3, nheads, head_dim).
+        gated: which half of the feed-forward block's outputs is activated and multiplies the other half;
+            None if there are no halves.
+        window: how many tokens before and after its own a token sees, (left, right); None for all.
+        rotary: the base of the angles by which queries and keys are rotated; None if they are not rotated.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
     """
@@ -116,6 +127,11 @@ class LayerForm:
     activation: str | None
     heads: Heads | None = None
     kept: tuple[int, ...] | None = None
+    pre_norm: bool = False
+    packed: bool = False
+    gated: Half | None = None
+    window: tuple[int, int] | None = None
+    rotary: float | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

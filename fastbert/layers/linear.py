@@ -185,7 +185,7 @@ def _applied(kind: LinearKind | None, module: Any, x: Tensor, activation: str | 
     """act(module(x)), as `kind` multiplies; the module is called if `kind` is None."""
     if kind is None:
         return activate_eager(module(x), activation)
-    if _is_empty(module):
+    if is_empty(module):
         return activate_eager(_empty_product(module, x, module.bias), activation)
     return kind.product(x, module, [module], activation)
 
@@ -195,12 +195,12 @@ def all_plain(linears: list[nn.Module], norms: list[nn.Module]) -> bool:
     own = type(linears[0])
     return (
         own in LINEAR_KINDS
-        and all(is_plain(m, own) and not _is_empty(m) for m in linears)
+        and all(is_plain(m, own) and not is_empty(m) for m in linears)
         and all(is_plain(m, nn.LayerNorm) for m in norms)
     )
 
 
-def _is_empty(module: Any) -> bool:
+def is_empty(module: Any) -> bool:
     """Whether a plain linear layer has no inputs or no outputs: no head or no inner column is left."""
     return module.in_features == 0 or module.out_features == 0
 
@@ -259,7 +259,7 @@ def dense_norm(
     if fuse and dropout_p == 0.0 and (y := _joined_norm(dense, norm, x, residual, arrivals)) is not None:
         return y, None
     rounded = following is not None and takes_rounded(following, residual)
-    return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
+    return _add_norm(norm, *product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
 
 
 def feed_forward_norm(
@@ -282,21 +282,31 @@ def feed_forward_norm(
     `x`. `tap`, if given, replaces the tensor between the products.
     """
     rounded = x if rounded is None else rounded
-    if (
-        tap is None
-        and activation is not None
-        and pays(rounded)
-        and is_plain(up, nn.Linear)
-        and is_plain(down, nn.Linear)
-        and not _is_empty(up)
-        and _is_trained(rounded, up, down)
-    ):
+    if tap is None and joins_products(up, down, rounded, activation):
         y = feed_forward(rounded, up.weight, up.bias, down.weight, activation)
         return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse)[0]
     inner = apply_linear(up, rounded, activation)
     if tap is not None:
         inner = tap(inner)
     return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)[0]
+
+
+def joins_products(up: Any, down: Any, x: Tensor, activation: str | None) -> bool:
+    """Whether the op `feed_forward` computes both products of a feed-forward block, and is better."""
+    return (
+        activation is not None
+        and pays(x)
+        and is_plain(up, nn.Linear)
+        and is_plain(down, nn.Linear)
+        and not is_empty(up)
+        and _is_trained(x, up, down)
+    )
+
+
+def dropped(x: Tensor, dropout_p: float, seed: Tensor | None, offset: int) -> Tensor:
+    """Dropout of (rows, columns), its bits as in the ops."""
+    keep = keep_mask_2d(cast(Tensor, seed), offset, x.shape[0], x.shape[1], dropout_p)
+    return x * (keep.to(x.dtype) * (1.0 / (1.0 - dropout_p)))
 
 
 def takes_rounded(dense: nn.Module, x: Tensor) -> bool:
@@ -321,7 +331,7 @@ def _joined_norm(
     if not (
         not torch.compiler.is_compiling()
         and is_plain(dense, nn.Linear)
-        and not _is_empty(dense)
+        and not is_empty(dense)
         and is_plain(norm, nn.LayerNorm)
         and norm.weight is not None
         and dense.weight.dtype == residual.dtype == x.dtype
@@ -344,12 +354,12 @@ def _joined_norm(
     )
 
 
-def _product_and_bias(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def product_and_bias(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """(product, bias) whose sum is dense(x), the bias not added yet; None if there is nothing to add."""
     kind = kind_of(dense)
     if kind is None:
         return dense(x), None
-    if _is_empty(dense):
+    if is_empty(dense):
         return _empty_product(dense, x, None), dense.bias
     return kind.product(x, dense, [dense], with_bias=False), dense.bias
 
@@ -383,8 +393,7 @@ def _add_norm(
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:
-        keep = keep_mask_2d(cast(Tensor, seed), offset, x.shape[0], x.shape[1], dropout_p)
-        x = x * (keep.to(x.dtype) * (1.0 / (1.0 - dropout_p)))
+        x = dropped(x, dropout_p, seed, offset)
     y = norm(x + residual)
     return y, y if rounded else None
 

@@ -106,7 +106,7 @@ def plain_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
 def by_row(module: nn.Module) -> bool:
     """Whether the module treats each row by itself, so that it may be called without the padding."""
     kind = type(module)
-    if kind in (nn.Linear, nn.LayerNorm, nn.Embedding):
+    if kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Identity):
         return True
     if kind.__module__.startswith(_BY_ROW):
         return not any(map(watched, module.modules()))

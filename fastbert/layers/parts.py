@@ -6,6 +6,7 @@ below them. `AsMade` finds out whether nothing looks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.modules import watched
+from fastbert.layers.positions import rotated, window_bias
 from fastbert.ops.activation import activate_eager
 
 HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -153,6 +156,18 @@ class SelfAttention(Part):
         q, k, v = (
             self._modules[name](hidden_states).unflatten(-1, heads).transpose(1, 2) for name in self.inputs
         )
+        return self.attended(q, k, v, hidden_states, attention_mask, head_mask)
+
+    def attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        head_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, from query, key and value, each (batch, nheads, seqlen, head_dim)."""
         scores = q @ k.transpose(2, 3) * self.scaling
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
@@ -167,6 +182,64 @@ class SelfAttention(Part):
         if head_mask is not None:
             context = context * head_mask[:, None, None]
         return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
+
+
+class PackedAttention(SelfAttention):
+    """Self-attention whose query, key and value are one linear layer; it rotates, and may have a window.
+
+    Args:
+        form, steps: see `SelfAttention`.
+    """
+
+    def __init__(self, form: LayerForm, *steps: str):
+        super().__init__(form, *steps)
+        self.form = form
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        grid: PackedBatch | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `SelfAttention`.
+
+        Args:
+            grid: has the positions (batch · seqlen,) of all tokens, padding included, and the tables.
+        """
+        assert grid is not None
+        size, seqlen = hidden_states.shape[:2]
+        qkv = self._modules[self.inputs[0]](hidden_states).flatten(0, 1)
+        q, k, v = (t.unflatten(0, (size, seqlen)).transpose(1, 2) for t in rotated(self.form, qkv, grid))
+        if self.form.window is not None:
+            own = window_bias(replace(grid, max_seqlen=seqlen, bias=None, columns=None), self.form.window)
+            attention_mask = own if attention_mask is None else _both(attention_mask, own)
+        return self.attended(q, k, v, hidden_states, attention_mask, head_mask)
+
+
+def _both(mask: Tensor, bias: Tensor) -> Tensor:
+    """A mask of attention, bool (True = attend) or additive, and an additive bias as one."""
+    if mask.dtype != torch.bool:
+        return mask + bias.to(mask.dtype)
+    return mask & (bias == 0)
+
+
+class GatedPart(Part):
+    """A gated feed-forward block: down(dropout(act(a) · b)) with [a, b] = up(x).
+
+    Args:
+        up, act, steps: names of the children; the steps are called in order after the product.
+    """
+
+    def __init__(self, up: str, act: str, *steps: str):
+        super().__init__(*steps)
+        self.gate = up, act
+
+    def forward(self, hidden_states: Tensor, input_tensor: Any = None) -> Tensor:
+        """(batch, seqlen, hidden) -> (batch, seqlen, hidden)."""
+        up, act = (self._modules[name] for name in self.gate)
+        a, b = up(hidden_states).chunk(2, -1)
+        return super().forward(act(a) * b)
 
 
 def two(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -195,4 +268,4 @@ class Attention(Part):
         return super().forward(attended, hidden_states), probs
 
 
-PARTS = frozenset((Part, SelfAttention, Attention))
+PARTS = frozenset((Part, SelfAttention, Attention, PackedAttention, GatedPart))

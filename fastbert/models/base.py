@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers import quantized as quantization
+from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_checks import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
@@ -171,7 +172,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The word embeddings."""
-        return self.base_model.embeddings.word_embeddings
+        return part(self.base_model, self.family.word_table)
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the word embeddings; tied weights follow.
@@ -187,7 +188,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         width = self.get_input_embeddings().weight.shape[1]
         if isinstance(value, nn.Embedding) and value.embedding_dim != width:
             raise ValueError(f"value: expected rows of {width} numbers, got {value.embedding_dim}")
-        self.base_model.embeddings.word_embeddings = value
+        attach(self.base_model, self.family.word_table, value)
         self.tie_weights()
 
     def get_output_embeddings(self) -> nn.Module | None:

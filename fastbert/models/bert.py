@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, launched, table
 from fastbert.layers.encoder_layer import EncoderLayer
-from fastbert.layers.modules import attach, calls_all, part, watched
+from fastbert.layers.modules import attach, calls_all, changed, part, watched
 from fastbert.layers.parts import Activation
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
@@ -57,7 +57,8 @@ class BertModel(PreTrainedModel):
         super().__init__(config)
         config, family = self.config, self.family
         self.embeddings = self.embeddings_class(config)
-        self.add_module(family.layers.partition(".")[0], Stack(family.stock_model.stack_by_name))
+        if "." in family.layers:
+            self.add_module(family.layers.partition(".")[0], Stack(family.stock_model.stack_by_name))
         other_width = config.embedding_width != config.hidden_size
         if family.projection and (family.projection_always or other_width):
             attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
@@ -67,6 +68,8 @@ class BertModel(PreTrainedModel):
                 f"{config.hidden_size}, and {config.model_type} has no projection between them"
             )
         attach(self, family.layers, _layers_of(config, self.layer_class))
+        if family.final_norm:
+            attach(self, family.final_norm, config.norm(config.hidden_size))
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if family.pooler and add_pooling_layer:
@@ -96,7 +99,8 @@ class BertModel(PreTrainedModel):
 
     def gap(self) -> str | None:
         """Why some modules are called one by one on a padded batch; None if our ops run the whole model."""
-        stack = self.family.layers.partition(".")[0]
+        family = self.family
+        stack = family.layers.partition(".")[0]
         if (reason := calls_all()) is not None:
             return reason
         if isinstance(self.embeddings, Embeddings):
@@ -108,7 +112,9 @@ class BertModel(PreTrainedModel):
         for i, layer in enumerate(self.layer_list() if reason is None else ()):
             if isinstance(layer, EncoderLayer) and (found := layer.gap()) is not None:
                 return f"layer {i}: {found}"
-        if reason is None and self.has_pooler and pooler_gap(self, self.family):
+        if reason is None and family.final_norm and changed(part(self, family.final_norm)):
+            reason = f"{family.final_norm} was replaced, or has hooks or another forward"
+        if reason is None and self.has_pooler and pooler_gap(self, family):
             reason = "the pooler was replaced, or has hooks or another forward"
         return reason
 
@@ -122,7 +128,7 @@ class BertModel(PreTrainedModel):
         path = family.layers
         above = path.partition(".")[0]
         stack = self._modules[above]
-        if not isinstance(stack, Stack):
+        if not isinstance(stack, Stack if "." in path else nn.ModuleList):
             raise TypeError(
                 f"model: {above} was replaced by a {type(stack).__name__}, but this package never calls it; "
                 "replace single layers, or subclass the model"
@@ -393,6 +399,8 @@ class BertModel(PreTrainedModel):
                 return embeddings(*ids, seed)
             packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
             given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
+            if self.family.rotary:
+                del given["position_ids"]
             kept = packing.grid(ids[1])[1]
             if kept is not None and "input_ids" in given:
                 given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
@@ -424,6 +432,7 @@ def _layers_of(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.Module
         for number, (kept, size) in enumerate(zip(config.kept_heads(), config.inner_sizes(), strict=True)):
             # A family's own class may lack these arguments, so they are passed only if they matter
             own = {} if heads is None else {"heads": Heads(heads[number])}
+            own |= {"number": number} if config.family.rotary else {}
             own |= {} if kept is None else {"kept": kept}
             own |= {} if size == config.intermediate_size else {"inner": size}
             made.append(layer_class(config, **own))

@@ -10,9 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fastbert.checkpoint import files, hub
 from fastbert.layers.patterns import NAMES
-from fastbert.models import arguments
+from fastbert.models import arguments, config_rotary
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
 from fastbert.models.families import FAMILIES, family_of
 from fastbert.ops.activation import SPELLINGS
@@ -65,6 +67,8 @@ class EncoderConfig(Keys):
         values = {**DEFAULTS, **family.defaults}
         for key, value in kwargs.items():
             values[family.aliases.get(key, key)] = value
+        if family.rotary:
+            config_rotary.settle(values, kwargs)
         self.__dict__.update(values)
         self.model_type = model_type
         self._set_labels(num_labels, id2label, label2id)
@@ -112,6 +116,16 @@ class EncoderConfig(Keys):
         return SPELLINGS[self.hidden_act]
 
     @property
+    def head_activation(self) -> str:
+        """The activation of heads whose family names none, spelt likewise: the config's."""
+        return SPELLINGS[self.get("classifier_activation") or self.hidden_act]
+
+    def has_bias(self, path: str) -> bool:
+        """Whether the linear layer at a path of its layer, or of the model, has a bias."""
+        key = self.family.biases.get(path)
+        return key is None or bool(self.get(key))
+
+    @property
     def embedding_width(self) -> int:
         """Size of the embedding tables' rows: `embedding_size` if the family has one, else `hidden_size`."""
         return getattr(self, "embedding_size", None) or self.hidden_size
@@ -120,6 +134,18 @@ class EncoderConfig(Keys):
     def norm_eps(self) -> float:
         """eps of every LayerNorm."""
         return self.layer_norm_eps if self.family.norm_eps is None else self.family.norm_eps
+
+    def norm(self, width: int) -> nn.LayerNorm:
+        """A new LayerNorm as the config has it."""
+        return nn.LayerNorm(width, eps=self.norm_eps, bias=self.get("norm_bias", True))
+
+    def window(self, layer: int) -> tuple[int, int] | None:
+        """How many tokens before and after its own a token of the layer sees; None for all."""
+        return config_rotary.window(self, layer)
+
+    def theta(self, layer: int) -> float:
+        """The base of the angles by which the layer rotates queries and keys."""
+        return config_rotary.theta(self, layer)
 
     def fixed_patterns(self) -> list[tuple[int, ...]] | None:
         """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None if unset.
@@ -165,6 +191,10 @@ class EncoderConfig(Keys):
         }
         if self.family.pad_positions:
             values["pad_token_id"] = self.pad_token_id
+        if self.family.rotary:
+            values["layer_types"] = config_rotary.layer_types(self)
+            for key in ("global_rope_theta", "local_rope_theta", "local_attention"):
+                values[key] = self.get(key)
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)
         if patterns := self.fixed_patterns():
@@ -252,6 +282,9 @@ class EncoderConfig(Keys):
         spelt = self.family.spelt
         values = {spelt(k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
         values["id2label"] = {str(i): name for i, name in self.id2label.items()}
+        if self.family.rotary:
+            values["layer_types"] = config_rotary.layer_types(self)
+            values["rope_parameters"] = config_rotary.rope_parameters(self)
         return values
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -322,6 +355,8 @@ class EncoderConfig(Keys):
             alias = self.family.aliases.get(name)
             if alias is not None:
                 return self.__dict__[alias]
+            if self.family.rotary and name in ("layer_types", "rope_parameters"):
+                return getattr(config_rotary, name)(self)
             if name in _ABSENT:
                 return _ABSENT[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from fastbert.layers.patterns import BACKWARD, LEARNED, NAMES, SEPARATORS
+from fastbert.models import config_rotary
 from fastbert.models.families import Family, family_of
 from fastbert.ops.activation import SPELLINGS
 
@@ -54,6 +55,7 @@ _PROBABILITIES = (
     "classifier_dropout",
     "classifier_dropout_prob",
     "qa_dropout",
+    "mlp_dropout",
     "seq_classif_dropout",
     "summary_last_dropout",
 )
@@ -105,7 +107,10 @@ class Keys:
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses."""
+        """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses.
+
+        With rotary positions it is the length that the model is made for, and longer sequences are computed.
+        """
         return self.max_position_embeddings - self.first_position
 
     @property
@@ -151,6 +156,15 @@ def check_config(config: Keys) -> None:
             f"config hidden_act: unknown activation {config.hidden_act!r}; "
             f"expected one of {', '.join(SPELLINGS)}"
         )
+    act = config.__dict__.get("classifier_activation")
+    if act is not None and (not isinstance(act, str) or act not in SPELLINGS):
+        raise ValueError(
+            f"config classifier_activation: unknown activation {act!r}; "
+            f"expected one of {', '.join(SPELLINGS)}"
+        )
+    for key in ("norm_bias", *config.family.biases.values()):
+        if type(value := config.__dict__.get(key, True)) is not bool:
+            raise TypeError(f"config {key}: expected a boolean, got {value!r}")
     pad = config.pad_token_id
     if pad is not None and (not isinstance(pad, int) or not 0 <= pad < config.vocab_size):
         raise ValueError(
@@ -169,6 +183,8 @@ def check_config(config: Keys) -> None:
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise TypeError(f"config architectures: expected a list of class names, got {brief(named)}")
     _refuse_other_mathematics(config)
+    if config.family.rotary:
+        config_rotary.check(config)
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
@@ -179,6 +195,11 @@ def _check_fixed_heads(config: Keys) -> None:
     given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
     if given is None:
         return
+    if config.family.rotary:
+        raise ValueError(
+            f"config fixed_heads: expected None, as {config.model_type} has queries, keys and values in one "
+            "layer"
+        )
     rows = [given] if isinstance(given, (list, tuple)) and given and isinstance(given[0], str) else given
     if (
         not isinstance(rows, (list, tuple))

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastbert.execution.call import Call, Padded
+from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import Plan, plan_of
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
-from fastbert.layers.linear import apply_activated, apply_linear
+from fastbert.layers.linear import apply_activated, apply_linear, apply_norm
 from fastbert.layers.modules import calls_all, changed, part, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import Part, activation_of
+from fastbert.layers.positions import rotary_tables
 from fastbert.layers.taps import Taps
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
@@ -120,9 +122,14 @@ def run_encoder(
         if steps:
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
         bias = attention_bias(root, family, inputs, x.device)
-        padded = None if changed_one is None else Padded(packed, padded_mask(root, family, inputs, x, causal))
+        batch, padded = PackedBatch(*lengths, bias, seed, causal, places), None
+        if family.rotary:
+            batch = with_positions(batch, steps, inputs, x)
+        if changed_one is not None:
+            mask = padded_mask(root, family, inputs, x, causal)
+            padded = Padded(packed, mask, on_grid(batch, packed) if family.rotary else None)
         call = Call(
-            PackedBatch(*lengths, bias, seed, causal, places),
+            batch,
             len(steps) - 1,
             gates,
             want_states,
@@ -135,6 +142,10 @@ def run_encoder(
         if want_states:
             call.states.append(x)
         x = plan.run(x, call)
+        if family.final_norm is not None:
+            x = last_norm(root, family, x, None if skips else packed)
+            if want_states:
+                call.states[-1] = x
         return x, call.states, call.attentions
 
     if not inside:
@@ -144,6 +155,7 @@ def run_encoder(
         and not (want_attentions or want_states or taps is not None or around is not None)
         and hidden.shape[0] > 0
         and bool(steps)
+        and (family.final_norm is None or not changed(part(root, family.final_norm)))
         and steps[-1].parts is not None
         and steps[-1].layer.may_skip_rows()
     )
@@ -154,6 +166,47 @@ def run_encoder(
     if first_only:
         hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
     return hidden, states, attentions
+
+
+def with_positions(batch: PackedBatch, steps: list[Step], inputs: Inputs, x: Tensor) -> PackedBatch:
+    """The batch with what layers need that rotate queries and keys, or have windows."""
+    forms = [step.form for step in steps if step.form is not None]
+    sizes = {form.head_dim for form in forms}
+    thetas = {form.rotary for form in forms if form.rotary is not None}
+    tables = rotary_tables(thetas, sizes.pop(), inputs.table_rows, x) if thetas else {}
+    columns = columns_of(inputs.packing) if inputs.holes else None
+    return replace(batch, positions=inputs.position_ids, tables=tables, columns=columns)
+
+
+def on_grid(batch: PackedBatch, packed: Packing) -> PackedBatch:
+    """The batch with the positions of all tokens of the padded batch."""
+    assert batch.positions is not None
+    return replace(batch, positions=packed.grid(batch.positions)[0].flatten())
+
+
+def columns_of(packed: Packing) -> Tensor | None:
+    """(batch, max_seqlen): the padded column of each kept token, then those of masked ones."""
+    if packed.mask is None:
+        return None
+    order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
+    return order[:, : packed.max_seqlen]
+
+
+def last_norm(root: nn.Module, family: Family, x: Tensor, packed: Packing | None = None) -> Tensor:
+    """The norm after the last layer, if the family has one: (rows, hidden) -> (rows, hidden).
+
+    Args:
+        root, family: see `run_encoder`.
+        x: the output of the last layer.
+        packed: the places of the rows, for a norm that must be called on a padded batch; None if `x` has
+            the first token of each sequence alone.
+    """
+    if family.final_norm is None:
+        return x
+    norm = part(root, family.final_norm)
+    if packed is not None and (calls_all() or changed(norm)):
+        return packed.from_grid(norm(packed.grid(x)[0]))
+    return apply_norm(norm, x)
 
 
 def padded_mask(
@@ -308,9 +361,6 @@ def attention_bias(root: nn.Module, family: Family, inputs: Inputs, device: torc
     bias, packed = inputs.bias, inputs.packing
     if family.relative_bias is None or packed.max_seqlen == 0:
         return bias
-    positions = None
-    if inputs.holes and packed.mask is not None:
-        order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
-        positions = order[:, : packed.max_seqlen]
+    positions = columns_of(packed) if inputs.holes else None
     relative = relative_bias(part(root, family.relative_bias), packed.max_seqlen, device, positions)
     return relative if bias is None else bias + relative

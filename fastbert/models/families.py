@@ -19,6 +19,7 @@ from fastbert.layers.form import LayerNames, StockLayer
 from fastbert.models.paths import ClassifierHead, LMHead, StockModel
 
 _AFTER_POOLER = ClassifierHead(None, None, "classifier")
+_SPANS = ClassifierHead(None, None, "qa_outputs", dropout="")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Family:
         projection: path of the linear layer from the embedding to the hidden size; None if there is none.
         projection_always: whether it is there even if the two sizes are equal.
         layers: path of the list of layers.
+        word_table: path of the word embeddings.
+        final_norm: path of the norm after the last layer, or None.
+        rotary: whether layers rotate queries and keys by position, so that no table limits the positions, and
+            may see a window of tokens (`fastbert.models.config_rotary`).
+        biases: path of a linear layer, in a layer or a head -> the config key that says whether it has a
+            bias. The config key `norm_bias`, if there is one, says the same of all norms.
         relative_bias: path of the bucketed relative attention bias shared by all layers, or None.
         group_layers: name of a group's list of layers if layers come in groups of shared weights (ALBERT);
             else None.
@@ -45,6 +52,8 @@ class Family:
             and after the feed-forward block.
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
         own_heads: first parts of the keys of heads that only this family has.
+        tokens, spans: the heads of one label per token and of question answering.
+        accelerated: whether `fastbert.accelerate` fuses the layers of transformers' models.
         lm_head: paths of the masked-LM head.
         may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
@@ -57,6 +66,10 @@ class Family:
     lm_head: LMHead
     layer: LayerNames = field(default_factory=LayerNames)
     layers: str = "encoder.layer"
+    word_table: str = "embeddings.word_embeddings"
+    final_norm: str | None = None
+    rotary: bool = False
+    biases: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     pad_positions: bool = False
@@ -74,8 +87,9 @@ class Family:
     choice: ClassifierHead = _AFTER_POOLER
     next_sentence: str = ""  # path of the sentence-pair classifier, "" if the family has none
     next_sentence_dropout: tuple[str, str] | None = None  # path and config key of the dropout before it
-    token_dropout_key: str = "classifier_dropout"
-    qa_dropout_key: str | None = None
+    tokens: ClassifierHead = _AFTER_POOLER
+    spans: ClassifierHead = _SPANS
+    accelerated: bool = True
     own_heads: tuple[str, ...] = ()
     may_be_causal: bool = True
     stock_layer: StockLayer = field(default_factory=StockLayer)
@@ -86,6 +100,11 @@ class Family:
     def shared_layers(self) -> bool:
         """Whether layers come in groups of shared weights."""
         return self.group_layers is not None
+
+    @property
+    def counts_columns(self) -> bool:
+        """Whether attention depends on the padded columns of tokens, not on their order alone."""
+        return self.relative_bias is not None or self.rotary
 
     @property
     def stock_module(self) -> str:
@@ -100,16 +119,21 @@ class Family:
     @property
     def head_roots(self) -> set[str]:
         """First parts of the keys of the family's heads."""
-        paths = ["classifier", "qa_outputs", self.next_sentence, *self.own_heads]
+        paths = [self.next_sentence, *self.own_heads]
         paths += [self.lm_head.dense, self.lm_head.norm, self.lm_head.decoder, self.lm_head.bias]
-        for head in (self.classifier, self.choice):
+        for head in (self.classifier, self.choice, self.tokens, self.spans):
             paths += [head.dense, head.out]
         return {path.partition(".")[0] for path in paths if path}
 
     @property
     def known_head_roots(self) -> set[str]:
-        """First parts of the keys of all families' heads: a file may hold heads that its model lacks."""
-        return set().union(*(family.head_roots for family in FAMILIES.values()))
+        """First parts of the keys of all families' heads: a file may hold heads that its model lacks.
+
+        A head beside an encoder called "model" has names that any file may have, so it counts for its own
+        family alone.
+        """
+        others = (family for family in FAMILIES.values() if family.prefix != "model")
+        return self.head_roots.union(*(family.head_roots for family in others))
 
     @property
     def foreign_prefixes(self) -> set[str]:
@@ -120,11 +144,6 @@ class Family:
     def spelt(self, key: str) -> str:
         """A config key as the family's config.json spells it."""
         return next((theirs for theirs, ours in self.aliases.items() if ours == key), key)
-
-    @property
-    def word_table(self) -> str:
-        """Path of the word embeddings."""
-        return "embeddings.word_embeddings"
 
 
 _BERT_LM = LMHead(
@@ -139,6 +158,9 @@ _ROBERTA_LM = LMHead(
 )
 _ROBERTA_CLASSIFIER = ClassifierHead(
     "classifier.dense", "tanh", "classifier.out_proj", dropout="classifier.dropout", dropout_first=True
+)
+_MODERN_CLASSIFIER = ClassifierHead(
+    "head.dense", None, "classifier", act="head.act", dropout="drop", norm="head.norm"
 )
 _ROBERTA_DEFAULTS = dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
 _ROBERTA: dict[str, Any] = dict(
@@ -196,8 +218,8 @@ FAMILIES: dict[str, Family] = {
                 "pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"
             ),
             choice=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
-            token_dropout_key="hidden_dropout_prob",
-            qa_dropout_key="qa_dropout",
+            tokens=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
+            spans=ClassifierHead(None, None, "qa_outputs", dropout_key="qa_dropout"),
             positional={"": 2},
             stock_layer=StockLayer(
                 name="TransformerBlock",
@@ -304,7 +326,7 @@ FAMILIES: dict[str, Family] = {
             choice=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
             next_sentence="sop_classifier.classifier",
             next_sentence_dropout=("sop_classifier.dropout", "classifier_dropout_prob"),
-            token_dropout_key="classifier_dropout_prob",
+            tokens=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
             stock_layer=StockLayer(
                 containers=("attention",),
                 dropouts=("attention.attention_dropout", "attention.output_dropout", None),
@@ -352,7 +374,7 @@ FAMILIES: dict[str, Family] = {
                 dropout_key="hidden_dropout_prob",
             ),
             choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
-            token_dropout_key="hidden_dropout_prob",
+            tokens=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
             positional={"": 2},
             stock_layer=StockLayer(
                 containers=("attention", "attention.attn", "intermediate", "output"),
@@ -362,6 +384,86 @@ FAMILIES: dict[str, Family] = {
                 attention_drops_by_itself=False,
             ),
             stock_model=StockModel("BaseModelOutputWithPooling", tuple_keeps_none=True),
+        ),
+        Family(
+            "modernbert",
+            "model",
+            "ModernBert",
+            layer=LayerNames(
+                "attn.Wqkv",
+                "attn.Wqkv",
+                "attn.Wqkv",
+                "attn.Wo",
+                "attn_norm",
+                "mlp.Wi",
+                "mlp.Wo",
+                "mlp_norm",
+            ),
+            layers="layers",
+            word_table="embeddings.tok_embeddings",
+            final_norm="final_norm",
+            rotary=True,
+            biases={
+                "attn.Wqkv": "attention_bias",
+                "attn.Wo": "attention_bias",
+                "mlp.Wi": "mlp_bias",
+                "mlp.Wo": "mlp_bias",
+                "head.dense": "classifier_bias",
+                "decoder": "decoder_bias",
+            },
+            aliases=dict(
+                hidden_activation="hidden_act",
+                norm_eps="layer_norm_eps",
+                embedding_dropout="hidden_dropout_prob",
+                attention_dropout="attention_probs_dropout_prob",
+            ),
+            defaults=dict(
+                vocab_size=50368,
+                num_hidden_layers=22,
+                intermediate_size=1152,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                mlp_dropout=0.0,
+                classifier_dropout=0.0,
+                max_position_embeddings=8192,
+                layer_norm_eps=1e-5,
+                pad_token_id=50283,
+                bos_token_id=50281,
+                eos_token_id=50282,
+                cls_token_id=50281,
+                sep_token_id=50282,
+                norm_bias=False,
+                attention_bias=False,
+                mlp_bias=False,
+                decoder_bias=True,
+                classifier_bias=False,
+                classifier_pooling="cls",
+                classifier_activation="gelu",
+                local_attention=128,
+                global_attn_every_n_layers=3,
+                global_rope_theta=160_000.0,
+                local_rope_theta=10_000.0,
+                sparse_prediction=False,
+                sparse_pred_ignore_index=-100,
+            ),
+            may_be_causal=False,
+            segments=False,
+            pooler=None,
+            lm_head=LMHead("head.dense", "head.norm", "decoder", None, "head.act"),
+            classifier=_MODERN_CLASSIFIER,
+            choice=_MODERN_CLASSIFIER,
+            tokens=_MODERN_CLASSIFIER,
+            spans=_MODERN_CLASSIFIER,
+            accelerated=False,
+            positional={"": 2},
+            stock_layer=StockLayer(
+                name="ModernBertEncoderLayer",
+                containers=("attn", "mlp"),
+                dropouts=("attn.attention_dropout", "attn.out_drop", "mlp.drop"),
+                activation="mlp.act",
+                positional=("attention_mask", "position_embeddings"),
+            ),
+            stock_model=StockModel("BaseModelOutput"),
         ),
     )
 }
@@ -375,7 +477,6 @@ REFUSED: dict[str, str] = {
     "big_bird": "block-sparse attention",
     "mobilebert": "bottlenecks and stacked feed-forward blocks in each layer",
     "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
-    "modernbert": "rotary positions, gated feed-forward and pre-norm",
     "nomic_bert": "rotary positions and gated feed-forward",
     "roformer": "rotary positions",
     "funnel": "pools the sequence between blocks",

@@ -24,6 +24,7 @@ from torch._C._functorch import is_batchedtensor
 from fastbert.layers import packing
 from fastbert.layers.packing import Packing
 from fastbert.models.config import EncoderConfig
+from fastbert.models.config_checks import MAX_SIZE
 from fastbert.ops import checks
 from fastbert.runtime.loader import extension
 
@@ -46,7 +47,8 @@ class Inputs:
         first_masked: the first sequence that has kept tokens, but not at position 0; None if there is none,
             and under `torch.compile`.
         holes: whether the kept tokens of a sequence are not adjacent; under `torch.compile`, whether there is
-            a mask. False if the family's attention bias does not depend on it.
+            a mask. False if the family's attention does not depend on it.
+        last_position: the largest of the caller's position_ids, if positions are rotary; else None.
     """
 
     input_ids: Tensor | None
@@ -57,6 +59,12 @@ class Inputs:
     packing: Packing
     first_masked: int | None = None
     holes: bool = False
+    last_position: int | None = None
+
+    @property
+    def table_rows(self) -> int:
+        """How many positions a table needs."""
+        return self.packing.seqlen if self.last_position is None else self.last_position + 1
 
     @property
     def device(self) -> torch.device:
@@ -107,15 +115,19 @@ class Inputs:
                 _ids(name, ids, home)
                 checks.shape(name, ids, (total,))
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        last_position = None
         if torch.compiler.is_compiling():
             if max_seqlen is None:
                 raise ValueError("max_seqlen: expected an integer under torch.compile, got None")
+            last_position = _last_position(config, position_ids, {})
         else:
             looked_at: dict[str, Tensor | None] = {"lengths": lengths}
             if cu_seqlens.device == home:
                 looked_at |= dict(
                     input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids
                 )
+            elif config.family.rotary:
+                looked_at["position_ids"] = position_ids
             facts = _read_back(looked_at, cu_seqlens)
             first, last = facts["extra"][0], facts["extra"][-1]
             if first != 0 or last != total or facts["lengths"][0] < 0:
@@ -130,6 +142,7 @@ class Inputs:
             if position_ids is None:
                 _check_length(config, longest, source)
             _check_ranges(config, facts)
+            last_position = _last_position(config, position_ids, facts)
         cu_seqlens = packing.send(cu_seqlens, home)
         packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen, flat=True)
         if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
@@ -144,7 +157,8 @@ class Inputs:
                 position_ids = position_ids + config.first_position
         if token_type_ids is None and config.family.segments:
             token_type_ids = torch.zeros_like(position_ids)
-        return cls(input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed)
+        given = input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed
+        return cls(*given, last_position=last_position)
 
 
 def _check_lengths(cu_seqlens: object, max_seqlen: object, home: torch.device) -> None:
@@ -221,7 +235,7 @@ def packed_on_host(
         or device.type == "meta"
         or ids.dtype != torch.int64
         or ids.dim() != 2
-        or ids.shape[1] > config.max_tokens
+        or (ids.shape[1] > config.max_tokens and not config.family.rotary)
         or any(map(_is_zero, given))
         or any(map(_is_neg, given))
         or torch._C._are_functorch_transforms_active()
@@ -248,13 +262,17 @@ def packed_on_host(
     if tokens > total:
         parts = [part[:total] for part in parts]
     input_ids, position_ids, segments, *indices = parts
-    packed = Packing(batch, seqlen, cu_seqlens, seqlen)
+    packed, holes = Packing(batch, seqlen, cu_seqlens, seqlen), False
     if not whole and mask is not None:
         ends = memory[3 * tokens : 3 * tokens + words].view(torch.int32)[: batch + 1].tolist()
         longest = max(end - start for start, end in pairwise(ends))
         keep = packing.send(mask if mask.dtype == torch.bool else mask != 0, device)
         packed = replace(packed, max_seqlen=longest, indices=indices[0], mask=keep)
-    return Inputs(input_ids, position_ids, segments if config.family.segments else None, None, None, packed)
+        if config.family.counts_columns:
+            columns = memory[tokens : tokens + total]
+            holes = any(columns[e - 1] - columns[s] != e - 1 - s for s, e in pairwise(ends) if e > s)
+    own = segments if config.family.segments else None
+    return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
 
 
 def packed_inputs(config: EncoderConfig, device: torch.device, *given: Tensor | None) -> Inputs:
@@ -308,19 +326,21 @@ def check_inputs(
         position_ids = position_ids.expand(shape)
     mask, bias = _masks(config, attention_mask, batch, seqlen, home)
     lengths = first_masked = None
+    last_position = _last_position(config, position_ids, {}) if torch.compiler.is_compiling() else None
     holes = mask is not None and torch.compiler.is_compiling()
     if not torch.compiler.is_compiling() and batch:
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
         # The host has the lengths: do not wait for the rest
         if mask is not None and mask.device != home:
-            ids = {}
+            ids = {"position_ids": position_ids} if config.family.rotary else {}
         asked = []
         if mask is not None:
             asked = [mask.sum(1), mask[:, 0].long()]
-            if config.family.relative_bias is not None:
+            if config.family.counts_columns:
                 asked.append(packing.runs(mask))
         facts = _read_back(ids, torch.cat(asked) if asked else None)
         _check_ranges(config, facts)
+        last_position = _last_position(config, position_ids, facts)
         extra = facts["extra"]
         lengths, first_kept, in_runs = extra[:batch], extra[batch : 2 * batch], extra[2 * batch :]
         first_masked = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
@@ -343,6 +363,7 @@ def check_inputs(
         packed,
         first_masked,
         holes,
+        last_position,
     )
 
 
@@ -453,8 +474,17 @@ def _default_positions(
     return torch.arange(start, start + seqlen, device=device).expand(batch, seqlen)
 
 
+def _last_position(
+    config: EncoderConfig, position_ids: Tensor | None, facts: dict[str, list[int]]
+) -> int | None:
+    """See `Inputs`. Where values are not read it is the last position that the model is made for."""
+    if position_ids is None or not config.family.rotary:
+        return None
+    return facts.get("position_ids", (0, config.max_position_embeddings - 1))[1]
+
+
 def _check_length(config: EncoderConfig, longest: int, name: str) -> None:
-    if longest > config.max_tokens:
+    if not config.family.rotary and longest > config.max_tokens:
         raise ValueError(
             f"{name}: a sequence of {longest} tokens is longer than the {config.max_tokens} that "
             f"max_position_embeddings = {config.max_position_embeddings} allows"
@@ -482,6 +512,9 @@ def _check_ranges(config: EncoderConfig, facts: dict[str, list[int]]) -> None:
     )
     for name, what, size, key in tables:
         low, high = facts.get(name, (0, 0))
+        if name == "position_ids" and config.family.rotary:
+            # No table limits them
+            size = MAX_SIZE
         if low < 0 or high >= size:
             raise ValueError(
                 f"{name}: {what} {low if low < 0 else high} is outside [0, {size}), the range {key} allows"

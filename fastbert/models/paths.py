@@ -14,7 +14,8 @@ class LMHead:
     """Paths of a masked-LM head: act(dense(x)) -> norm -> decoder, the decoder tied to the word embeddings.
 
     `bias` is the path of the separate bias to which the decoder's bias is tied, or None. `act` is the path of
-    the activation module, or None if transformers has none. If `activation` is None, it is the config's.
+    the activation module, or None if transformers has none. If `activation` is None, it is the config's
+    (`EncoderConfig.head_activation`).
     """
 
     dense: str
@@ -27,12 +28,13 @@ class LMHead:
 
 @dataclass(frozen=True)
 class ClassifierHead:
-    """Paths of a sequence-classification head: [pooled or first token] -> (dense -> activation) -> out.
+    """Paths of a classification head: [pooled, first or each token] -> (dense -> activation -> norm) -> out.
 
-    If `dense` is None, the model's pooler comes first. `act` is the path of the activation module, or None if
-    transformers has none. `dropout` is the path of the dropout before `out`; `dropout_first` says whether it
-    runs before the dense layer too. `dropout_key` is its config key. `fixed` lists the config keys for which
-    the head supports a single value, with that value.
+    If `dense` is None, a head of sequences reads the model's pooler. `act` is the path of the activation
+    module, or None if transformers has none; if `activation` is None beside it, it is the config's. `norm` is
+    the path of the norm, or None. `dropout` is the path of the dropout before `out`, "" for none;
+    `dropout_first` says whether it runs before the dense layer too. `dropout_key` is its config key. `fixed`
+    lists the config keys for which the head supports a single value, with that value.
     """
 
     dense: str | None
@@ -43,6 +45,7 @@ class ClassifierHead:
     dropout_first: bool = False
     dropout_key: str = "classifier_dropout"
     fixed: dict[str, Any] = field(default_factory=dict)
+    norm: str | None = None
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ def grown_names(small: PreTrainedModel, large: PreTrainedModel) -> dict[str, str
         ValueError: `large` is of another class, width or shape, or its number of layers is no multiple.
     """
     _check(small, large)
+    if small.family.rotary:
+        raise ValueError(
+            f"small: the first layer of {small.config.model_type} has no norm before attention, so no other "
+            "layer can take its weights; expected a family whose layers are alike"
+        )
     old, new = _layers(small), _layers(large)
     if not old or len(new) % len(old):
         raise ValueError(f"large: expected a multiple of small's {len(old)} layers, got {len(new)}")

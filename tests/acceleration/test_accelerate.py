@@ -39,12 +39,12 @@ from tests.support.accelerated_models import (
     stock,
     submodule,
 )
-from tests.support.hf_models import FAMILY_NAMES, hf_config
+from tests.support.hf_models import BERT_LAYERS, hf_config
 
 # -- accelerate, restore, explain ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_model_stays_what_it_was(name):
     slow = stock(name, HEAD)
     fast = copy.deepcopy(slow)
@@ -75,7 +75,7 @@ def test_model_stays_what_it_was(name):
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_restore_gives_the_stock_model_back(name, dtype):
     slow = stock(name, HEAD)
     fast = fastbert.accelerate(copy.deepcopy(slow), dtype=dtype)
@@ -331,7 +331,7 @@ def test_other_versions_of_transformers_are_left_alone(monkeypatch):
 # -- copies, files, weights ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, None) for name in FAMILY_NAMES), ("bert", "int8")])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, None) for name in BERT_LAYERS), ("bert", "int8")])
 def test_saved_model_is_vanilla(name, dtype, tmp_path):
     slow, fast = build(name, HEAD)
     fastbert.accelerate(fast, dtype=dtype)
@@ -357,7 +357,7 @@ def test_saved_model_is_vanilla(name, dtype, tmp_path):
 @pytest.mark.parametrize(
     "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_a_twin_runs_its_own_weights(name, twin_of):
     slow, fast = build(name, HEAD)
     fastbert.accelerate(fast, unpad=False)

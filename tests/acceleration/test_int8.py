@@ -36,7 +36,7 @@ from tests.support.accelerated_models import (
     stock,
     submodule,
 )
-from tests.support.hf_models import FAMILY_NAMES, batch
+from tests.support.hf_models import BERT_LAYERS, batch
 from tests.support.quantized_models import alike
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def snapshot(model: nn.Module) -> dict[str, tuple]:
 # -- what is computed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_every_family_equals_our_own_model_quantised(name):
     slow, inputs = stock(name), padded(name)
     fast = fastbert.accelerate(copy.deepcopy(slow), dtype="int8", strict=True)

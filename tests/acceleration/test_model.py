@@ -21,7 +21,7 @@ from tests.support.accelerated_models import (
     same_gradients,
     same_outputs,
 )
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import BERT_LAYERS
 from tests.support.model_pairs import half_errors, native
 
 native_of = functools.cache(lambda *args, **config: native(pair(*args, **config)[0]))
@@ -31,7 +31,7 @@ MASKS = ("right", "holes", "left", "ones", "none", "empty-row")
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_families_give_the_stock_outputs(name, mask):
     slow, fast = pair(name)
     inputs = first_kept(name)
@@ -105,7 +105,7 @@ def test_chunked_feed_forward():
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_inputs_embeds_and_their_gradient(name):
     slow, fast, own = (copy.deepcopy(m).double() for m in (*pair(name), native(pair(name)[0])))
     inputs = first_kept(name)
@@ -227,7 +227,7 @@ def test_some_hidden_states_only():
             assert e is None or close(a[kept], e[kept]) is None
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_attention_probabilities_come_from_the_stock_layers(name):
     slow, fast = build(name, attention="eager")
     inputs = first_kept(name)

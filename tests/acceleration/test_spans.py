@@ -27,7 +27,7 @@ from tests.support.accelerated_models import (
     same_gradients,
     stock,
 )
-from tests.support.hf_models import FAMILY_NAMES, hf_config
+from tests.support.hf_models import BERT_LAYERS, hf_config
 from tests.support.model_pairs import native
 
 SPANS = transformers.AutoModelForQuestionAnswering
@@ -45,7 +45,7 @@ def asked(name: str = "bert", **kwargs) -> tuple[dict[str, torch.Tensor], dict[s
 # -- what a head returns -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_padding_gets_no_probability(name):
     slow, fast = pair(name, SPANS)
     inputs, labels = asked(name)
@@ -190,7 +190,7 @@ def in_training(name: str = "bert") -> list[nn.Module]:
     return [copy.deepcopy(m).double().train() for m in pair(name, SPANS)]
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_training_is_the_stock_models(name):
     slow, fast = in_training(name)
     inputs, labels = asked(name)

@@ -25,13 +25,13 @@ from tests.support.accelerated_models import (
     same_outputs,
     submodule,
 )
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import BERT_LAYERS
 from tests.support.model_pairs import native
 
 # -- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_hidden_states_keep_their_gradients(name):
     slow, fast = (copy.deepcopy(m).double().train() for m in pair(name))
     inputs = first_kept(name)

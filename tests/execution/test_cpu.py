@@ -24,7 +24,7 @@ from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
-from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+from tests.support.hf_models import BERT_LAYERS, batch, hf_config
 from tests.support.inputs import ends_of
 from tests.support.layer_calls import through
 
@@ -89,7 +89,7 @@ def assert_same_as_op_by_op(call, times: int) -> None:
 EIGHT_BITS = [("bert", True), ("mpnet", True)]
 
 
-@pytest.mark.parametrize(("name", "int8"), [*((name, False) for name in FAMILY_NAMES), *EIGHT_BITS])
+@pytest.mark.parametrize(("name", "int8"), [*((name, False) for name in BERT_LAYERS), *EIGHT_BITS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
     model, inputs = of(name).to(dtype), batch(name)

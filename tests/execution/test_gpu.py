@@ -25,7 +25,7 @@ from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import encoder_layers as op
 from fastbert.runtime import dispatch, prepared
-from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+from tests.support.hf_models import BERT_LAYERS, batch, hf_config
 
 
 def of(name: str, **overrides):
@@ -76,7 +76,7 @@ def check(served, model, inputs, **options):
     return actual, expected
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 @pytest.mark.parametrize("what", ["plain", "states", "first", "causal"])
 def test_every_family(name, what, served):
     model, inputs = of(name), batch(name)

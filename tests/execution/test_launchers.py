@@ -21,7 +21,7 @@ from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import linear_norm as linear_norm_op
 from fastbert.runtime import dispatch
-from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+from tests.support.hf_models import BERT_LAYERS, batch, hf_config
 from tests.support.layer_calls import through
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ def both_ways(call):
 # --- the same bits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
 def test_every_family(name, dtype):

@@ -12,12 +12,12 @@ import torch
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
-from tests.support.hf_models import FAMILY_NAMES, batch
+from tests.support.hf_models import BERT_LAYERS, batch
 
 # --- the same results ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", BERT_LAYERS)
 def test_equals_the_model(name):
     """Right and left padding, holes, a full row; every kind of arguments and of results."""
     g = Graphed(shared(name))

@@ -19,7 +19,7 @@ from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
 from fastbert.tasks.examples import Examples
 from tests.support.analysis import both
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import BERT_LAYERS
 from tests.support.pattern_maps import dense
 
 # 3 layers of 3 heads; between them every pattern that a config may have
@@ -45,7 +45,7 @@ def padded(seed=0):
     return ids, mask.long()
 
 
-@pytest.fixture(params=FAMILY_NAMES)
+@pytest.fixture(params=BERT_LAYERS)
 def family(request):
     return request.param
 

@@ -47,7 +47,8 @@ def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
     assert actual.last_hidden_state[~kept].eq(0).all()
     assert len(actual.hidden_states) == len(expected.hidden_states)
     for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
-        close(a[kept], e[kept])
+        # the sums that pre-norm layers pass on are not normed
+        close(a[kept], e[kept], 2e-5 * max(1.0, e[kept].std().item()))
     assert actual.hidden_states[-1] is actual.last_hidden_state
     pairs = (kept[:, None, :, None] & kept[:, None, None, :]).expand(
         -1, hf.config.num_attention_heads, -1, -1

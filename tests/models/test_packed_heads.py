@@ -14,7 +14,8 @@ from fastbert.models.config import EncoderConfig
 from tests.support.hf_models import FAMILY_NAMES
 from tests.support.model_pairs import CASES, build, close, inputs_for, labels_for, pair
 
-CAUSAL = [name for name in FAMILY_NAMES if name.split("-")[0] not in ("distilbert", "albert", "mpnet")]
+NEVER_CAUSAL = ("distilbert", "albert", "mpnet", "modernbert")
+CAUSAL = [name for name in FAMILY_NAMES if name.split("-")[0] not in NEVER_CAUSAL]
 
 
 def right_padded(name: str, task: str) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 
+from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.encoder import Asked
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import SITES
 from fastbert.models.config import EncoderConfig

@@ -12,7 +12,7 @@ import fastbert
 from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.growth import grow, grow_moments, grown_names, newest_layers, parse_growth
-from tests.support.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
+from tests.support.hf_models import BERT_LAYERS, batch, hf_config, hf_model
 
 
 def model_of(name: str, task: str = "", seed: int = 0, **changes) -> nn.Module:
@@ -44,7 +44,7 @@ def stack(root: nn.Module, path: str, times: int) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("task", ["", "ForMaskedLM", "ForSequenceClassification"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", BERT_LAYERS)
 def test_layer_i_has_the_weights_of_layer_i_mod_l(family, task):
     small, large = model_of(family, task), deep(family, task, 3)
     before = copy.deepcopy(small.state_dict())
@@ -71,7 +71,7 @@ def test_layer_i_has_the_weights_of_layer_i_mod_l(family, task):
     assert not {p.data_ptr() for p in new.values()} & {p.data_ptr() for p in old.values()}
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", BERT_LAYERS)
 def test_twice_the_layers_are_the_stack_applied_twice(family):
     """In float64: of our own stack to the bit, of transformers' stack to rounding."""
     changes = {"num_hidden_groups": 2, "inner_group_num": 2} if family == "albert-groups" else {}
@@ -195,7 +195,7 @@ def test_moments_are_copied_as_the_weights_are(family):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("task", ["", "ForMaskedLM", "ForSequenceClassification"])
-@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name != "albert"])
+@pytest.mark.parametrize("family", [name for name in BERT_LAYERS if name != "albert"])
 def test_new_layers_pooler_and_heads_train(family, task):
     """And backward ends at the lowest new layer."""
     model = deep(family, task)

@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import torch
 import transformers
+
+
+def _eager_in_own_dtype(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """ModernBERT's eager attention whose softmax is not rounded to float32."""
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    probs = torch.softmax(scores, -1, dtype=wide).to(query.dtype)
+    probs = torch.nn.functional.dropout(probs, dropout, module.training)
+    return (probs @ value).transpose(1, 2).contiguous(), probs
+
+
+def _rotated_in_own_dtype(half, q, k, cos, sin, unsqueeze_dim=1):
+    """ModernBERT's rotation, which does not round float64 queries and keys to float32."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return tuple((t.to(wide) * cos + half(t.to(wide)) * sin).to(t.dtype) for t in (q, k))
+
+
+def _masked_lm_loss_in_own_dtype(logits, labels, vocab_size, **kwargs):
+    """The loss whose logits are not rounded to float32."""
+    return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+@functools.cache
+def _make_modernbert_exact() -> None:
+    """Let the oracle compute in float64 where its weights are in float64."""
+    # A module-level import would import Triton before the tests choose its interpreter
+    from transformers.loss.loss_utils import LOSS_MAPPING
+    from transformers.models.modernbert import modeling_modernbert as modeling
+
+    LOSS_MAPPING["ForMaskedLM"] = _masked_lm_loss_in_own_dtype
+    modeling.eager_attention_forward = _eager_in_own_dtype
+    modeling.apply_rotary_pos_emb = functools.partial(_rotated_in_own_dtype, modeling.rotate_half)
+
 
 FAMILY_NAMES = (
     "bert",
@@ -19,7 +56,10 @@ FAMILY_NAMES = (
     "albert-groups",
     "ernie",
     "mpnet",
+    "modernbert",
 )
+# The families whose layers are of BERT's form, which every executor and `accelerate` know
+BERT_LAYERS = FAMILY_NAMES[:-1]
 PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 _SIZES = dict(
@@ -54,6 +94,15 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         return transformers.AlbertConfig(embedding_size=24, **sizes)
     if name == "albert-groups":
         return transformers.AlbertConfig(embedding_size=24, num_hidden_groups=2, inner_group_num=2, **sizes)
+    if name == "modernbert":
+        spelling = {
+            "hidden_dropout_prob": "embedding_dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "hidden_act": "hidden_activation",
+        }
+        small = {"local_attention": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        small |= {"cls_token_id": 1, "sep_token_id": 2, **{spelling.get(k, k): v for k, v in sizes.items()}}
+        return transformers.ModernBertConfig(**small)
     classes = {
         "bert": transformers.BertConfig,
         "roberta": transformers.RobertaConfig,
@@ -80,6 +129,8 @@ def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
 
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
+    if name == "modernbert":
+        _make_modernbert_exact()
     torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):
         model = auto.from_config(hf_config(name, **overrides)).eval()
@@ -99,6 +150,6 @@ def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> di
     if name in PAD_POSITIONS:
         ids = torch.where(mask.bool(), ids, 1)
     out = {"input_ids": ids, "attention_mask": mask}
-    if name not in ("distilbert", "mpnet"):
+    if name not in ("distilbert", "mpnet", "modernbert"):
         out["token_type_ids"] = torch.randint(0, 2, (batch_size, seqlen), generator=g)
     return out

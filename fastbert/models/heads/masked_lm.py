@@ -36,11 +36,11 @@ class MaskedLMModel(TaskModel):
         self.base_model._vocabulary_owner = type(self).__name__
         config, head = self.config, self.family.lm_head
         width = config.embedding_width
-        attach(self, head.dense, nn.Linear(config.hidden_size, width))
+        attach(self, head.dense, nn.Linear(config.hidden_size, width, config.has_bias(head.dense)))
         if head.act is not None:
-            attach(self, head.act, Activation(head.activation or config.activation_name))
-        attach(self, head.norm, nn.LayerNorm(width, eps=config.norm_eps))
-        attach(self, head.decoder, nn.Linear(width, config.vocab_size))
+            attach(self, head.act, Activation(head.activation or config.head_activation))
+        attach(self, head.norm, config.norm(width))
+        attach(self, head.decoder, nn.Linear(width, config.vocab_size, config.has_bias(head.decoder)))
         if head.bias is not None:
             owner, _, name = head.bias.rpartition(".")
             self.get_submodule(owner).register_parameter(name, nn.Parameter(torch.zeros(config.vocab_size)))
@@ -58,7 +58,9 @@ class MaskedLMModel(TaskModel):
     def vocabulary_parameters(self) -> list[str]:
         """Names of the parameters with one row per token of the vocabulary."""
         head = self.family.lm_head
-        own = [f"{head.decoder}.weight", f"{head.decoder}.bias", head.bias]
+        own = [f"{head.decoder}.weight", head.bias]
+        if getattr(self.head_part(head.decoder), "bias", None) is not None:
+            own.insert(1, f"{head.decoder}.bias")
         return super().vocabulary_parameters() + [name for name in own if name is not None]
 
     def get_output_embeddings(self) -> nn.Module:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastbert.layers.linear import apply_linear
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import TaskModel, without_masked
 from fastbert.models.labels import check_one_per_sequence, check_positions
@@ -28,16 +27,13 @@ class BertForQuestionAnswering(TaskModel):
     """
 
     task = "ForQuestionAnswering"
-    dropout: nn.Dropout
     __call__: SpanCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
         if self.num_labels != 2:
             raise ValueError(f"config num_labels: expected 2, start and end, got {self.num_labels}")
-        if self.family.qa_dropout_key is not None:
-            self.attach_dropout("dropout", self.family.qa_dropout_key)
-        self.qa_outputs = nn.Linear(self.config.hidden_size, 2)
+        self.attach_classifier(self.family.spans, 2)
         self.post_init()
 
     def forward(
@@ -83,8 +79,7 @@ class BertForQuestionAnswering(TaskModel):
             max_seqlen,
             causal,
         )
-        dropout = nn.Identity() if self.family.qa_dropout_key is None else self.dropout
-        logits = encoded.by_token(lambda x: apply_linear(self.qa_outputs, dropout(x)))
+        logits = encoded.by_token(lambda x: self.classes_of(self.family.spans, x))
         packing = encoded.inputs.packing
         padded, kept = packing.grid(logits)
         scores = [s.contiguous() for s in padded.unbind(-1)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.layers.linear import apply_activated, apply_linear
+from fastbert.layers.linear import apply_activated, apply_linear, apply_norm
 from fastbert.layers.modules import attach, calls_all, changed, part, watched
 from fastbert.layers.parts import Activation
 from fastbert.models.base import PreTrainedModel, class_of
@@ -26,6 +26,7 @@ from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
+from fastbert.ops.pooling import pooling
 
 if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
@@ -176,7 +177,7 @@ class TaskModel(PreTrainedModel):
     """
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)
-    reads_first_only: ClassVar[bool] = False
+    reads_first_only: bool = False
     around_classifier: str = ""
     __call__: LabelsCall
 
@@ -419,16 +420,21 @@ class TaskModel(PreTrainedModel):
         return self.base_model.pooled(encoded.inputs, encoded.hidden, encoded.first(), encoded.first_only)
 
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
-        """Create the layers of a head that reads one vector per sequence."""
+        """Create the layers of a head that reads one vector per sequence, or each token's."""
         hidden = self.config.hidden_size
+        if self.config.get("classifier_pooling") == "mean":
+            self.reads_first_only = False
         if "." in head.out:
             self.around_classifier = head.out.rpartition(".")[0]
             attach(self, self.around_classifier, FirstTokenHead(head))
         if head.dense is not None:
-            attach(self, head.dense, nn.Linear(hidden, hidden))
-        if head.act is not None and head.activation is not None:
-            attach(self, head.act, Activation(head.activation))
-        self.attach_dropout(head.dropout, head.dropout_key)
+            attach(self, head.dense, nn.Linear(hidden, hidden, self.config.has_bias(head.dense)))
+        if head.act is not None:
+            attach(self, head.act, Activation(head.activation or self.config.head_activation))
+        if head.norm is not None:
+            attach(self, head.norm, self.config.norm(hidden))
+        if head.dropout:
+            self.attach_dropout(head.dropout, head.dropout_key)
         attach(self, head.out, nn.Linear(hidden, classes))
 
     def classify(self, head: ClassifierHead, encoded: Encoded) -> Tensor:
@@ -437,14 +443,24 @@ class TaskModel(PreTrainedModel):
             encoded.first()  # raises if position 0 is masked
             return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])
         if head.dense is None:
-            x = self.pooled(encoded)
+            return self.classes_of(head, self.pooled(encoded))
+        if self.config.get("classifier_pooling") == "mean":
+            x = pooling(encoded.hidden, encoded.inputs.packing.cu_seqlens).to(encoded.hidden.dtype)
         else:
             x = encoded.first()
+        return self.classes_of(head, x)
+
+    def classes_of(self, head: ClassifierHead, x: Tensor) -> Tensor:
+        """(…, hidden) -> (…, classes), by the head's own layers."""
+        dropout = self.head_part(head.dropout) if head.dropout else nn.Identity()
+        if head.dense is not None:
             if head.dropout_first:
-                x = self.head_part(head.dropout)(x)
+                x = dropout(x)
             dense = self.head_part(head.dense)
             if head.act is None:
                 x = apply_linear(dense, x, head.activation)
             else:
                 x = apply_activated(dense, self.head_part(head.act), x)
-        return apply_linear(self.head_part(head.out), self.head_part(head.dropout)(x))
+        if head.norm is not None:
+            x = apply_norm(self.head_part(head.norm), x)
+        return apply_linear(self.head_part(head.out), dropout(x))

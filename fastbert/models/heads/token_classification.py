@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastbert.layers.linear import apply_linear
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.labels import check_classes
@@ -20,12 +19,10 @@ class BertForTokenClassification(TaskModel):
     """
 
     task = "ForTokenClassification"
-    dropout: nn.Dropout
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
-        self.attach_dropout("dropout", self.family.token_dropout_key)
-        self.classifier = nn.Linear(self.config.hidden_size, self.num_labels)
+        self.attach_classifier(self.family.tokens, self.num_labels)
         self.post_init()
 
     def check_labels(self, labels: Tensor, attention_mask: Tensor | None) -> None:
@@ -34,7 +31,7 @@ class BertForTokenClassification(TaskModel):
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Packed, and padded."""
-        logits = encoded.by_token(lambda x: apply_linear(self.classifier, self.dropout(x)))
+        logits = encoded.by_token(lambda x: self.classes_of(self.family.tokens, x))
         return logits, encoded.unpack(logits)
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:

@@ -1,0 +1,40 @@
+"""What a caller asks of one layer, besides its output."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fastbert.layers.form import SITES
+from fastbert.layers.taps import Taps
+
+
+class Asked(NamedTuple):
+    """What a caller asks of one layer.
+
+    Attributes:
+        gate: (nheads,) factor of each head's output, or None.
+        site: the number of the first of the layer's `SITES` dropout call sites.
+        first_only: whether to compute only the rows of `packing.starts`, the first token of each sequence.
+            The row of an empty sequence has no meaning. There must be a token, and `probabilities` must be
+            False.
+        probabilities: whether to return attention's probabilities too.
+        taps: sees what the layer computes inside, or None.
+        arrivals: keeps the counters of `ops.linear_norm` from layer to layer; None makes them where needed.
+    """
+
+    gate: Tensor | None = None
+    site: int = 1
+    first_only: bool = False
+    probabilities: bool = False
+    taps: Taps | None = None
+    arrivals: list[Tensor] | None = None
+
+    @property
+    def number(self) -> int:
+        """The layer's number, from 0 in execution order."""
+        return (self.site - 1) // SITES
+
+
+NOTHING_MORE = Asked()

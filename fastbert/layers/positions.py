@@ -1,0 +1,93 @@
+"""Where tokens are in their sequence: tables of rotary positions, and windows of sequences with holes.
+
+The angle of pair c of a head's columns at position p is p · theta^(-2c / head_dim). Its cosine and sine are
+computed in float32, as transformers computes them, also for float64 models.
+
+Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", sec. 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fastbert.layers.batch import PackedBatch, Tables
+from fastbert.layers.form import LayerForm
+from fastbert.ops import checks
+from fastbert.ops.rotary import rotary
+
+# Rows of the shortest table that is kept
+_FEWEST = 512
+# (theta, head_dim, device) -> its longest table yet, in float32
+_tables: dict[tuple[float, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def rotary_tables(thetas: Iterable[float], head_dim: int, rows: int, x: Tensor) -> Tables:
+    """The tables of some bases for positions 0 to `rows` - 1, on the device of `x`.
+
+    They are in float64 for float64 `x`, else in float32. Tables are kept, and made longer when longer texts
+    come.
+    """
+    found = {theta: _table(theta, head_dim, rows, x.device) for theta in thetas}
+    if x.dtype == torch.float64:
+        return {theta: (cos.double(), sin.double()) for theta, (cos, sin) in found.items()}
+    return found
+
+
+def _table(theta: float, head_dim: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # What a trace makes belongs to the trace
+    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
+        return _computed(theta, head_dim, rows, device)
+    key = theta, head_dim, device
+    found = _tables.get(key)
+    if found is None or found[0].shape[0] < rows:
+        # Autograd cannot save tensors that were made in inference mode
+        with torch.inference_mode(False):
+            longer = max(_FEWEST, 1 << (rows - 1).bit_length())
+            found = _tables[key] = _computed(theta, head_dim, longer, device)
+    return found
+
+
+def _computed(theta: float, head_dim: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = (1.0 / theta ** (pairs / head_dim)).to(device)
+    angles = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotated(form: LayerForm, qkv: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, each (total, nheads, head_dim), the first two rotated if the layer rotates.
+
+    Args:
+        form: the form of a packed layer.
+        qkv: (total, 3 · nheads · head_dim), the product of its linear layer.
+        batch: has the positions, and the tables of the layer's base.
+    """
+    nheads = form.nheads
+    both, v = qkv.view(qkv.shape[0], 3 * nheads, form.head_dim).split([2 * nheads, nheads], 1)
+    if form.rotary is not None:
+        assert batch.tables is not None
+        both = rotary(both, *batch.tables[form.rotary], batch.positions)
+    q, k = both.split(nheads, 1)
+    return q, k, v
+
+
+def window_bias(batch: PackedBatch, window: tuple[int, int]) -> Tensor:
+    """The batch's bias with minus infinity where a key is outside the query's window, counted in columns.
+
+    Args:
+        batch: without `columns` each sequence is counted from its own start.
+        window: see `LayerForm`.
+
+    Returns:
+        (batch or 1, nheads or 1, S, S).
+    """
+    columns = batch.columns
+    if columns is None:
+        columns = torch.arange(batch.max_seqlen, device=batch.cu_seqlens.device)[None]
+    distance = columns[:, None, :] - columns[:, :, None]  # key - query
+    outside = ((distance < -window[0]) | (distance > window[1]))[:, None]
+    inside = torch.zeros((), device=columns.device) if batch.bias is None else batch.bias
+    return torch.where(outside, float("-inf"), inside)

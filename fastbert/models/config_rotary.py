@@ -1,0 +1,154 @@
+"""Config keys of layers that rotate queries and keys, and may see a window of tokens; both spellings.
+
+transformers 4 writes `global_attn_every_n_layers`, `global_rope_theta` and `local_rope_theta`; transformers 5
+writes `layer_types` and `rope_parameters`. A config may have both if they agree, and is saved with both. It
+keeps the first spelling, and a list of `layer_types` only if no number says the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# layer type -> the key of its base in transformers 4
+_THETAS = {FULL: "global_rope_theta", SLIDING: "local_rope_theta"}
+POOLINGS = ("cls", "mean")
+
+
+def settle(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """Write the keys of `given` into `values`, a family's defaults and `given`, in this module's spelling.
+
+    Raises:
+        TypeError, ValueError: naming the key, what came and what was expected.
+    """
+    types, every = values.pop("layer_types", None), given.get("global_attn_every_n_layers")
+    if types is not None:
+        _check_types(types)
+        found = _every(types, [every] if every is not None else [values["global_attn_every_n_layers"]])
+        if every is not None and found != every:
+            raise ValueError(
+                f"config layer_types: {_brief(types)} differs from global_attn_every_n_layers = {every!r}, "
+                "another spelling of it; expected one of the two, or both alike"
+            )
+        if found is None:
+            values["layer_types"] = list(types)
+        else:
+            values["global_attn_every_n_layers"] = found
+    parameters, scaling = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
+    if scaling is not None:
+        _bases({FULL: scaling}, "rope_scaling")
+    for kind, theta in _bases(parameters, "rope_parameters").items():
+        key = _THETAS[kind]
+        if given.get(key, theta) != theta:
+            raise ValueError(
+                f"config {key}: {given[key]!r} differs from rope_theta = {theta!r} of "
+                f"rope_parameters.{kind}, another spelling of it; expected one of the two, or both alike"
+            )
+        values[key] = theta
+    if values["local_rope_theta"] is None:
+        values["local_rope_theta"] = values["global_rope_theta"]
+
+
+def layer_types(config: Any) -> list[str]:
+    """The type of each layer, FULL or SLIDING."""
+    own = config.__dict__.get("layer_types")
+    if own is not None:
+        return list(own)
+    every = config.global_attn_every_n_layers
+    return [SLIDING if i % every else FULL for i in range(config.num_hidden_layers)]
+
+
+def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """What the layers of each type rotate by, as transformers 5 spells it."""
+    return {k: {"rope_type": "default", "rope_theta": config.__dict__[key]} for k, key in _THETAS.items()}
+
+
+def window(config: Any, layer: int) -> tuple[int, int] | None:
+    """How many tokens before and after its own a token of the layer sees; None for all."""
+    half = config.local_attention // 2
+    return None if layer_types(config)[layer] == FULL else (half, half)
+
+
+def theta(config: Any, layer: int) -> float:
+    """The base of the layer's angles."""
+    return float(config.__dict__[_THETAS[layer_types(config)[layer]]])
+
+
+def check(config: Any) -> None:
+    """Check the keys of this module.
+
+    Raises:
+        TypeError, ValueError: naming the key, what came and what was expected.
+    """
+    own = config.__dict__.get("layer_types")
+    if own is not None:
+        _check_types(own)
+        if len(own) != config.num_hidden_layers:
+            raise ValueError(
+                f"config layer_types: expected one type per layer, {config.num_hidden_layers}, got {len(own)}"
+            )
+    for key, least in (("global_attn_every_n_layers", 1), ("local_attention", 0)):
+        value = config.__dict__.get(key)
+        if type(value) is not int or value < least:
+            raise ValueError(f"config {key}: expected an integer >= {least}, got {value!r}")
+    for key in _THETAS.values():
+        value = config.__dict__[key]
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"config {key}: expected a finite number > 0, got {value!r}")
+    if config.head_dim % 2:
+        raise ValueError(
+            f"config num_attention_heads: heads of {config.head_dim} columns cannot be rotated; expected an "
+            "even number"
+        )
+    if (pooling := config.__dict__.get("classifier_pooling")) not in POOLINGS:
+        raise ValueError(f"config classifier_pooling: expected 'cls' or 'mean', got {pooling!r}")
+    if (ignored := config.__dict__.get("sparse_pred_ignore_index", -100)) != -100:
+        raise ValueError(f"config sparse_pred_ignore_index: expected -100, got {ignored!r}")
+
+
+def _check_types(types: Any) -> None:
+    if not isinstance(types, (list, tuple)) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise ValueError(
+            f"config layer_types: expected a list of {FULL!r} and {SLIDING!r}, got {_brief(types)}"
+        )
+
+
+def _every(types: Any, first: list[int]) -> int | None:
+    """The n for which each n-th layer, from layer 0 on, is FULL and no other is; None if there is none."""
+    for n in (*first, *range(1, len(types) + 1)):
+        if all((kind == FULL) == (i % n == 0) for i, kind in enumerate(types)):
+            return n
+    return None
+
+
+def _bases(parameters: Any, key: str) -> dict[str, Any]:
+    """layer type -> its base, of those that `parameters` has.
+
+    Raises:
+        TypeError, ValueError: it scales the angles, or has another form.
+    """
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict) or not parameters.keys() <= {FULL, SLIDING}:
+        raise TypeError(f"config {key}: expected objects {FULL} and {SLIDING}, got {_brief(parameters)}")
+    found = {}
+    for kind, own in parameters.items():
+        where = f"config {key}" if key == "rope_scaling" else f"config {key}.{kind}"
+        if own is None:
+            continue
+        if not isinstance(own, dict):
+            raise TypeError(f"{where}: expected an object, got {_brief(own)}")
+        rope_type = own.get("rope_type", own.get("type", "default"))
+        if rope_type != "default":
+            raise ValueError(f"{where}: rope_type {rope_type!r} is not supported; expected 'default'")
+        if unknown := sorted(own.keys() - {"rope_type", "type", "rope_theta"}):
+            raise ValueError(f"{where}: {unknown[0]} is not supported; expected rope_type and rope_theta")
+        if "rope_theta" in own:
+            found[kind] = own["rope_theta"]
+    return found
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
