@@ -57,9 +57,9 @@ def minilm_directory() -> Path | None:
 
 
 def config_of(model: workloads.Model, **overrides: object) -> fastbert.EncoderConfig:
-    """BERT's configuration of this model's sizes."""
+    """The configuration of this model's sizes, of its family."""
     sizes = {
-        "model_type": "bert",
+        "model_type": model.family,
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
         "num_hidden_layers": model.layers,
@@ -69,6 +69,12 @@ def config_of(model: workloads.Model, **overrides: object) -> fastbert.EncoderCo
     return fastbert.EncoderConfig.from_dict({**sizes, **overrides})
 
 
+def encoder_of(config: fastbert.EncoderConfig) -> fastbert.AutoModel:
+    """Our encoder of a configuration, without a pooler, in fp32 and eval mode."""
+    options = {"add_pooling_layer": False} if config.model_type == "bert" else {}
+    return fastbert.AutoModel.from_config(config, **options).eval()
+
+
 def ours(model: workloads.Model) -> tuple[fastbert.AutoModel, str]:
     """(our encoder in fp32 and eval mode, where its weights are from)."""
     directory = minilm_directory() if model.name == "minilm" else None
@@ -76,7 +82,7 @@ def ours(model: workloads.Model) -> tuple[fastbert.AutoModel, str]:
         module = fastbert.AutoModel.from_pretrained(directory, dtype=torch.float32, add_pooling_layer=False)
         return module.eval(), "all-MiniLM-L6-v2"
     torch.manual_seed(0)
-    return fastbert.AutoModel.from_config(config_of(model), add_pooling_layer=False).eval(), "random"
+    return encoder_of(config_of(model)), "random"
 
 
 def theirs(config: fastbert.EncoderConfig, attention: str = "sdpa") -> torch.nn.Module:
@@ -85,9 +91,12 @@ def theirs(config: fastbert.EncoderConfig, attention: str = "sdpa") -> torch.nn.
     `attention` is what transformers calls attn_implementation: "sdpa", "eager", "flash_attention_2".
     """
     transformers = needed("transformers")
-    other = transformers.BertConfig.from_dict(config.to_dict())
+    given, own = transformers.CONFIG_MAPPING[config.model_type], config.to_dict()
+    other = given.from_dict({name: value for name, value in own.items() if name != "model_type"})
     other._attn_implementation = attention
-    return transformers.BertModel(other, add_pooling_layer=False).eval()
+    if config.model_type == "bert":
+        return transformers.BertModel(other, add_pooling_layer=False).eval()
+    return transformers.AutoModel.from_config(other, attn_implementation=attention).eval()
 
 
 class NotInstalled(RuntimeError):
@@ -130,12 +139,22 @@ def compile_cache() -> Iterator[Path]:
                 os.environ[name] = before
 
 
+def names_of(module: torch.nn.Module) -> tuple[str, ...]:
+    """The inputs that a model's family takes."""
+    return NAMES[:2] if module.config.model_type == "modernbert" else NAMES
+
+
+def taken(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs that the module takes."""
+    return {name: inputs[name] for name in names_of(module) if name in inputs}
+
+
 def torch_forward(module: torch.nn.Module) -> Forward:
     """Last hidden state by a PyTorch model."""
 
     def forward(inputs):
         with torch.inference_mode():
-            return module(**inputs).last_hidden_state
+            return module(**taken(module, inputs)).last_hidden_state
 
     return forward
 
@@ -146,22 +165,23 @@ def compiled_forward(module: torch.nn.Module) -> Forward:
 
     def forward(inputs):
         with torch.no_grad():  # freezing needs no_grad; inference mode is not enough
-            return compiled(**inputs).last_hidden_state
+            return compiled(**taken(module, inputs)).last_hidden_state
 
     return forward
 
 
-def arrays(inputs: dict[str, torch.Tensor]) -> dict:
+def arrays(inputs: dict[str, torch.Tensor], names: tuple[str, ...]) -> dict:
     """NumPy inputs of an exported model; the mask is always there."""
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-    return {name: (mask if name == "attention_mask" else inputs[name]).numpy() for name in NAMES}
+    return {name: (mask if name == "attention_mask" else inputs[name]).numpy() for name in names}
 
 
 def export(module: torch.nn.Module, folder: Path) -> Path:
     """The transformers model as ONNX, of dynamic batch and length."""
     needed("onnx"), needed("onnxscript")
     path = folder / "model.onnx"
-    example = {name: torch.ones(2, 16, dtype=torch.int64) for name in NAMES}  # one tensor would be one input
+    names = names_of(module)
+    example = {name: torch.ones(2, 16, dtype=torch.int64) for name in names}  # one tensor would be one input
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen")}
     with quiet(), torch.no_grad():
         torch.onnx.export(
@@ -169,11 +189,11 @@ def export(module: torch.nn.Module, folder: Path) -> Path:
             (),
             str(path),
             kwargs=example,
-            input_names=list(NAMES),
+            input_names=list(names),
             verbose=False,
             dynamo=True,
             output_names=["last_hidden_state"],
-            dynamic_shapes=dict.fromkeys(NAMES, axes),
+            dynamic_shapes=dict.fromkeys(names, axes),
         )
     return path
 
@@ -195,7 +215,8 @@ def onnxruntime_forward(path: Path, threads: int, int8: bool) -> Forward:
     # its threads spin within a run, but not after it beside whatever is measured next: docs/notes/others.md
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, arrays(inputs))[0])
+    names = tuple(each.name for each in session.get_inputs())
+    return lambda inputs: torch.from_numpy(session.run(None, arrays(inputs, names))[0])
 
 
 @functools.cache
@@ -225,12 +246,13 @@ def openvino_forward(path: Path, threads: int, precision: str) -> Forward:
     chosen = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
     if chosen != {"f32": "f32", "bf16": "bf16"}[precision]:
         raise RuntimeError(f"OpenVINO was asked for {precision} and computes in {chosen} on this processor")
+    names = tuple(each.get_any_name() for each in compiled.inputs)
     local = threading.local()  # a request serves one call at a time, so each calling thread has its own
 
     def forward(inputs):
         if not hasattr(local, "request"):
             local.request = compiled.create_infer_request()
-        return torch.from_numpy(local.request.infer(arrays(inputs))[0])
+        return torch.from_numpy(local.request.infer(arrays(inputs, names))[0])
 
     return forward
 
@@ -294,6 +316,6 @@ class Bank:
         return openvino_forward(path, self.threads, {"fp32": "f32", "bf16": "bf16"}[tag])
 
     def _ours(self, tag: str) -> fastbert.AutoModel:
-        module = fastbert.AutoModel.from_config(self.master.config, add_pooling_layer=False).eval()
+        module = encoder_of(self.master.config)
         module.load_state_dict(self.master.state_dict())
         return module.quantize("int8") if tag == "int8" else module.to(DTYPES[tag])

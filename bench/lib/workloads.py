@@ -8,6 +8,7 @@
 | `train` | 48 packs of 512 tokens |
 | `short` | 256 sentences of 16 to 64 tokens, 40 on average |
 | `1x128`, `1x512`, `8x128` | CPU: batch x length |
+| `long16`, `1x1024` | CPU: 16 texts of 128 to 1,024 tokens; one of 1,024 |
 | `ragged16`, `ragged64` | CPU: 16 or 64 lengths drawn from SQuAD v1.1 dev |
 
 Drawn lengths are a stratified sample: one window from each of n equally likely strata of the distribution,
@@ -36,6 +37,8 @@ FIXED = {
     "1x128": (128,),
     "1x512": (512,),
     "8x128": (128,) * 8,
+    "1x1024": (1024,),
+    "long16": tuple(128 + 896 * (7 * i % 16) // 15 for i in range(16)),
 }
 DRAWN = {"squad": 96, "ragged16": 16, "ragged64": 64}
 GROUPS = {"latency": ("latency-128", "latency-384")}
@@ -43,7 +46,11 @@ GROUPS = {"latency": ("latency-128", "latency-384")}
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes that set an encoder's cost."""
+    """The sizes that set an encoder's cost.
+
+    Attributes:
+        family: transformers' model_type, "bert" or "modernbert".
+    """
 
     name: str
     hidden: int
@@ -51,17 +58,30 @@ class Model:
     heads: int
     intermediate: int
     vocab: int = 30522
+    family: str = "bert"
 
     def gemms(self) -> dict[str, tuple[int, int]]:
         """The layer's products as name -> (out features, in features)."""
         h, f = self.hidden, self.intermediate
-        return {"qkv": (3 * h, h), "proj": (h, h), "ffn1": (f, h), "ffn2": (h, f)}
+        up = 2 * f if self.family == "modernbert" else f
+        return {"qkv": (3 * h, h), "proj": (h, h), "ffn1": (up, h), "ffn2": (h, f)}
+
+    def pairs(self, lengths: tuple[int, ...]) -> int:
+        """The pairs of a query and a key that it sees, in all layers together."""
+        everything = sum(n * n for n in lengths)
+        if self.family != "modernbert":
+            return self.layers * everything
+        # every third layer sees all tokens, the others 64 on each side
+        full = -(-self.layers // 3)
+        hidden = sum((n - 65) * (n - 64) for n in lengths if n > 65)
+        return self.layers * everything - (self.layers - full) * hidden
 
 
 BASE = Model("base", 768, 12, 12, 3072)
 LARGE = Model("large", 1024, 24, 16, 4096)
 TINY = Model("tiny", 64, 2, 2, 128, vocab=211)
-MODELS = {model.name: model for model in (BASE, LARGE, TINY)}
+MODERNBERT = Model("modernbert", 768, 22, 12, 1152, vocab=50368, family="modernbert")
+MODELS = {model.name: model for model in (BASE, LARGE, TINY, MODERNBERT)}
 
 
 @functools.cache
@@ -141,9 +161,8 @@ def rates(lengths: tuple[int, ...], flops: float, ms: float, floor: float | None
 
 def encoder_flops(lengths: tuple[int, ...], model: Model) -> int:
     """Floating-point operations of one forward on the real tokens: matrix products and attention only."""
-    h, f = model.hidden, model.intermediate
-    per_token = 2 * (4 * h * h + 2 * h * f)
-    return model.layers * (per_token * sum(lengths) + 4 * h * sum(n * n for n in lengths))
+    per_token = 2 * model.layers * sum(n * k for n, k in model.gemms().values())
+    return per_token * sum(lengths) + 4 * model.hidden * model.pairs(lengths)
 
 
 def training_flops(lengths: tuple[int, ...], model: Model, labelled: int) -> int:

@@ -11,10 +11,15 @@ from bench.gpu.engines import ENGINES as GPU_ENGINES
 from bench.lib import encoder, workloads
 from bench.lib.engines import ENGINES, MODELS
 
-WORKLOADS = {"cpu": ("1x128", "1x512", "8x128", "ragged16", "ragged64"), "cuda": ("full", "squad")}
+WORKLOADS = {
+    "cpu": ("1x128", "1x512", "1x1024", "8x128", "long16", "ragged16", "ragged64"),
+    "cuda": ("full", "squad"),
+}
+# of texts that BERT's positions do not reach
+LONG = ("1x1024", "long16")
 # device -> model -> what `make bench` has time for; --everything adds the rest
 SHORT = {
-    "cpu": {"base": ("8x128", "ragged16"), "minilm": ("8x128",)},
+    "cpu": {"base": ("8x128", "ragged16"), "minilm": ("8x128",), "modernbert": ("8x128",)},
     "cuda": {"base": ("full", "squad"), "large": ("full", "squad")},
 }
 CANDIDATES = {"cpu": ENGINES, "cuda": GPU_ENGINES}
@@ -28,7 +33,12 @@ def cases(device: str) -> Iterator[object]:
     """(model, workload, candidate), the workloads of one model together: its engines are built once."""
     for model, short in SHORT[device].items():
         for workload in WORKLOADS[device]:
+            if workload in LONG and MODELS[model].family == "bert":
+                continue
             for candidate in CANDIDATES[device]:
+                # no int8 of this family yet
+                if model == "modernbert" and candidate == "fastbert-int8":
+                    continue
                 rare = workload not in short or candidate.startswith(COMPILED)
                 rare = rare or (device == "cpu" and workload == "ragged16" and candidate in SLOW)
                 marks = [pytest.mark.long] if rare else []
@@ -45,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_encoder(in_turns, peak, engines, device, few, request, model, workload, candidate):
     option = request.config.getoption
     size = workloads.TINY if option("smoke") else MODELS[model]
-    slow = device.type == "cpu" and (model == "base" or workload.startswith("ragged"))
+    slow = device.type == "cpu" and (model != "minilm" or workload.startswith("ragged"))
     samples = few if slow else option("samples")
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
