@@ -12,8 +12,7 @@ Forward, per row t with the position p_t, per head, and per pair i < rotary_dim 
 Backward is the rotation by the negative angle, dx = rotary(dy) with -sin, and so is its own derivative's: the
 op is differentiated any number of times. The tables have no gradient.
 
-Computed in float32 (float64 for float64) and rounded once. The columns >= rotary_dim keep their bits. A row
-of y depends on nothing else in the batch.
+Computed in float32 (float64 for float64) and rounded once. A row of y depends on nothing else in the batch.
 
 Source: Su et al. 2021, "RoFormer", sec. 3.2; partial rotation: Black et al. 2022, "GPT-NeoX-20B", sec. 2.1.
 """
@@ -145,7 +144,7 @@ def rotary(
         positions: int32 or int64 in `x`'s shape without its last two dimensions: the position of each row in
             its sequence, in [0, max_positions). None with a 4-D `x` means 0 to seqlen - 1. The values of a
             CPU tensor are checked. On another device the check would wait for it. There our kernel reads no
-            memory for a position out of range, and its row is NaN.
+            memory for a position out of range, and the rotated columns of its row are NaN.
         interleaved: whether the pairs are the columns (2 i, 2 i + 1), not (i, i + rotary_dim / 2).
 
     Returns:

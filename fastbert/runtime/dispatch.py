@@ -129,7 +129,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "packing": ("triton", "aten", "reference"),
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.
         "pooling": ("triton", "aten", "reference"),
-        "rotary": ("aten", "reference"),
+        # One pass; aten writes and reads four float32 products of half the size.
+        "rotary": ("triton", "aten", "reference"),
     },
 }
 # Kinds of calls by their rows -> the most rows of each kind; calls with more rows have no such word.

@@ -36,6 +36,7 @@ OPS = {
     "linear_norm": {"_linear_norm_kernel", "_normalize_kernel"},
     "packing": {"_packing_fwd_kernel", "_packing_bwd_kernel"},
     "pooling": {"_pooling_fwd_kernel", "_pooling_bwd_kernel"},
+    "rotary": {"_rotary_kernel"},
 }
 
 

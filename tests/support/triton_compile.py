@@ -276,6 +276,13 @@ def call_pooling(kernels, dtype, width: int, mode: str) -> None:
     kernels.pooling_bwd(y, hidden, y, ends, mode)
 
 
+def call_rotary(kernels, dtype, heads: int, headdim: int, half: int, interleaved: bool, integer) -> None:
+    x = empty(dtype)(TOKENS, heads + heads // 2, headdim)[:, :heads]
+    table, positions = empty(FP32)(8192, half), empty(integer)(TOKENS)
+    kernels.rotary_fwd(x, table, table, positions, interleaved)
+    kernels.rotary_bwd(x, table, table, positions, interleaved)
+
+
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
@@ -524,12 +531,24 @@ def pooling_jobs(kernels, full: bool) -> Jobs:
             yield title(dtype, width, mode), arch, partial(call_pooling, kernels, dtype, width, mode)
 
 
+def rotary_jobs(kernels, full: bool) -> Jobs:
+    """By default ModernBERT-base's queries and keys in bfloat16, both pairings; `full`: dtypes and widths.
+
+    The widths are those of base models, of whole and partly rotated heads, and no power of two.
+    """
+    shapes = (24, 64, 32), (32, 128, 64), (24, 64, 16), (5, 80, 33), (1, 3, 1)
+    for arch, dtype, shape, interleaved in product(SHARED_LIMIT, (BF16, FP16, FP32), shapes, (False, True)):
+        if full or (dtype == BF16 and shape == shapes[0]):
+            name = title(dtype, by(*shape), "interleaved" if interleaved else "halves")
+            yield name, arch, partial(call_rotary, kernels, dtype, *shape, interleaved, I64 if full else I32)
+
+
 JOBS = {
     jobs.__name__.removesuffix("_jobs"): jobs
     for jobs in (
         *(attention_jobs, attention_backward_jobs, attention_places_jobs, cross_entropy_jobs, embedding_jobs),
         *(feed_forward_jobs, first_attention_jobs, layer_norm_jobs, linear_jobs, linear_backward_jobs),
-        *(linear_norm_jobs, packing_jobs, pooling_jobs),
+        *(linear_norm_jobs, packing_jobs, pooling_jobs, rotary_jobs),
     )
 }
 

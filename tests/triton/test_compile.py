@@ -111,6 +111,7 @@ GATES = {
     "linear_norm": product_of_few_rows,
     "packing": None,
     "pooling": None,
+    "rotary": None,
 }
 FULL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 

@@ -39,6 +39,7 @@ from tests.triton import (
     test_linear_norm,
     test_packing,
     test_pooling,
+    test_rotary,
 )
 
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -87,6 +88,18 @@ def pooled(hidden, cu_seqlens, dy=None):
         return ys
     pairs = zip(ys, test_pooling.MODES, strict=True)
     return [kernels.pooling_bwd(dy, hidden, y, cu_seqlens, mode) for y, mode in pairs]
+
+
+def rotated(x, cos, sin, positions, dy):
+    args = cos, sin, positions, True
+    kernels, x, dy = test_rotary.kernels, *(t.unflatten(1, (3, 8)) for t in (x, dy))
+    return kernels.rotary_fwd(x, *args), kernels.rotary_bwd(dy, *args)
+
+
+def rotary_args():
+    x, *tables = test_rotary.inputs_of(5, 3, 8, 3, BF16)
+    args = dict(zip(("cos", "sin", "positions"), tables, strict=True))
+    return {"x": x.flatten(1), **args, "dy": x.flip(0).flatten(1)}
 
 
 # launcher -> (its kernels, its arguments, the call, which of them are matrices)
@@ -172,6 +185,7 @@ LAUNCHERS = {
         pooled,
         ("hidden", "dy"),
     ),
+    "rotary": (test_rotary.kernels, rotary_args, rotated, ("x", "dy")),
 }
 # kernels whose results may have gaps too
 FAR_RESULTS = ("embedding", "layer_norm", "linear", "packing")
@@ -278,6 +292,7 @@ GRIDS = {
     "linear_backward": lambda k, _, rows, x: k._activation_bwd(x, x, "gelu", True, False),
     "packing": lambda k, _, rows, x: (k.packing_fwd(x, rows.long()), k.packing_bwd(x, rows.long(), 2**25)),
     "pooling": lambda k, _, rows, x: (k.pooling_fwd(x, rows, "mean"), k.pooling_bwd(x, x, x, rows, "mean")),
+    "rotary": lambda k, v, rows, x: k.rotary_fwd(x.unflatten(1, (4, 4)), x[:, :2], x[:, :2], rows, False),
 }
 
 

@@ -31,6 +31,8 @@ from fastbert.backends.triton.forwarders import (
     packing_fwd,
     pooling_bwd,
     pooling_fwd,
+    rotary_bwd,
+    rotary_fwd,
 )
 from fastbert.backends.triton.linear_cross_entropy import (
     linear_cross_entropy_bwd,
@@ -74,4 +76,6 @@ __all__ = [
     "packing_fwd",
     "pooling_bwd",
     "pooling_fwd",
+    "rotary_bwd",
+    "rotary_fwd",
 ]

@@ -23,6 +23,7 @@ DTYPES = {
     # nothing is computed
     "packing": packing.DTYPES,
     "pooling": STORED,
+    "rotary": STORED,
 }
 
 
@@ -122,3 +123,11 @@ def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
 
 def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     return kernels("pooling").pooling_bwd(dy, hidden, y, cu_seqlens, mode)
+
+
+def rotary_fwd(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    return kernels("rotary").rotary_fwd(x, cos, sin, positions, interleaved)
+
+
+def rotary_bwd(dy: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    return kernels("rotary").rotary_bwd(dy, cos, sin, positions, interleaved)
