@@ -40,9 +40,11 @@ def check_keys(
 
     # A head or a pooler may be missing as a whole
     fresh = []
-    for part in ("head", "sentence-pair head", "pooler"):
-        keys = [key for key in expected if names.part(key) == part]
-        if keys and all(key in missing for key in keys):
+    parts: dict[str | None, list[str]] = {}
+    for key in expected:
+        parts.setdefault(names.part(key), []).append(key)
+    for part, keys in parts.items():
+        if part is not None and all(key in missing for key in keys):
             fresh += keys
     refused = [key for key in missing if key not in fresh]
     if refused or unexpected:

@@ -83,7 +83,9 @@ class Names:
         if key.startswith(self.prefix):
             return "pooler" if self.is_pooler(key) else None
         pair = self.family.next_sentence
-        return "sentence-pair head" if pair and key.startswith(pair + ".") else "head"
+        if pair and key.startswith(pair + "."):
+            return "sentence-pair head"
+        return key.split(".")[0] if self.family.shares_head else "head"
 
 
 def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:

@@ -92,7 +92,7 @@ def _dropped(x: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
     if dropout_p == 0:
         return x
     assert seed is not None
-    return x * (keep_mask_2d(seed, 0, *x.shape, dropout_p).to(x.dtype) / (1.0 - dropout_p))
+    return x * (keep_mask_2d(seed, 0, x.shape[0], x.shape[1], dropout_p).to(x.dtype) / (1.0 - dropout_p))
 
 
 # The modules of embeddings without segments, and with them.

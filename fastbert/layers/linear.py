@@ -263,8 +263,8 @@ def dense_norm(
 
 
 def feed_forward_norm(
-    up: nn.Module,
-    down: nn.Module,
+    up: Any,
+    down: Any,
     norm: nn.Module,
     x: Tensor,
     activation: str | None,
@@ -283,7 +283,7 @@ def feed_forward_norm(
     """
     rounded = x if rounded is None else rounded
     if tap is None and joins_products(up, down, rounded, activation):
-        y = feed_forward(rounded, up.weight, up.bias, down.weight, activation)
+        y = feed_forward(rounded, up.weight, up.bias, down.weight, cast(str, activation))
         return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse)[0]
     inner = apply_linear(up, rounded, activation)
     if tap is not None:
@@ -291,7 +291,7 @@ def feed_forward_norm(
     return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)[0]
 
 
-def joins_products(up: Any, down: Any, x: Tensor, activation: str | None) -> bool:
+def joins_products(up: nn.Module, down: nn.Module, x: Tensor, activation: str | None) -> bool:
     """Whether the op `feed_forward` computes both products of a feed-forward block, and is better."""
     return (
         activation is not None

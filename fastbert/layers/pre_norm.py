@@ -14,7 +14,7 @@ Variants Improve Transformer"; Warner et al. 2024, "Smarter, Better, Faster, Lon
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ def after_attention(
     y, z = dense_sum_norm(parts.attention_output, parts.output_norm, context.flatten(1), x, *how)
     rate, up, down = parts.rates[2], parts.intermediate, parts.output
     if rate == 0.0 and asked.taps is None and joins_products(up, down, y, form.activation):
-        y = feed_forward(y, up.weight, up.bias, down.weight, form.activation, form.gated)
+        y = feed_forward(y, up.weight, up.bias, down.weight, cast(str, form.activation), form.gated)
         return z + (y if down.bias is None else y + down.bias)
     inner = apply_gated(parts.intermediate, y, form.activation, form.gated)
     if asked.taps is not None:
@@ -72,7 +72,8 @@ def dense_sum_norm(
     x, x_bias = product_and_bias(dense, x)
     if fuse and is_plain(norm, nn.LayerNorm):
         how: Any = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
-        return layer_norm(x, norm.weight, norm.bias, residual=residual, x_bias=x_bias, eps=norm.eps, **how)
+        how |= {"residual": residual, "x_bias": x_bias, "eps": norm.eps}
+        return cast(tuple[Tensor, Tensor], layer_norm(x, norm.weight, norm.bias, **how))
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:

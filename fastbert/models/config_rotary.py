@@ -25,16 +25,15 @@ def settle(values: dict[str, Any], given: dict[str, Any]) -> None:
     types, every = values.pop("layer_types", None), given.get("global_attn_every_n_layers")
     if types is not None:
         _check_types(types)
-        found = _every(types, [every] if every is not None else [values["global_attn_every_n_layers"]])
+        found = _every(types, [every or 3])
         if every is not None and found != every:
             raise ValueError(
                 f"config layer_types: {_brief(types)} differs from global_attn_every_n_layers = {every!r}, "
                 "another spelling of it; expected one of the two, or both alike"
             )
+        values["global_attn_every_n_layers"] = found
         if found is None:
             values["layer_types"] = list(types)
-        else:
-            values["global_attn_every_n_layers"] = found
     parameters, scaling = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
     if scaling is not None:
         _bases({FULL: scaling}, "rope_scaling")
@@ -90,6 +89,8 @@ def check(config: Any) -> None:
             )
     for key, least in (("global_attn_every_n_layers", 1), ("local_attention", 0)):
         value = config.__dict__.get(key)
+        if value is None and own is not None and least:
+            continue
         if type(value) is not int or value < least:
             raise ValueError(f"config {key}: expected an integer >= {least}, got {value!r}")
     for key in _THETAS.values():

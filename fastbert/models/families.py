@@ -107,6 +107,11 @@ class Family:
         return self.relative_bias is not None or self.rotary
 
     @property
+    def shares_head(self) -> bool:
+        """Whether heads share layers, so that a file of one head has a part of another head."""
+        return self.lm_head.dense == self.classifier.dense
+
+    @property
     def stock_module(self) -> str:
         """The module of transformers that has the family's classes."""
         return f"transformers.models.{self.module}.modeling_{self.module}"

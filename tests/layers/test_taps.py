@@ -87,7 +87,7 @@ class Without(Taps):
         return context
 
 
-@pytest.mark.parametrize("family", ["bert", "albert-groups", "mpnet", "distilbert"])
+@pytest.mark.parametrize("family", ["bert", "albert-groups", "mpnet", "distilbert", "modernbert"])
 def test_a_context_that_is_replaced(family):
     """As a head mask does it."""
     model, inputs = double(family), batch(family)

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 
 import pytest
 import torch
+import transformers
 
-from tests.support.hf_models import hf_model
-from tests.support.model_pairs import close, half_errors, kept_rows, native
+import fastbert
+from fastbert.execution.call import Call
+from fastbert.execution.plan import explain, survey
+from fastbert.layers import positions
+from fastbert.layers.batch import PackedBatch
+from fastbert.models.config import EncoderConfig
+from tests.support.accelerated_models import same_gradients
+from tests.support.hf_models import batch, hf_model
+from tests.support.model_pairs import (
+    build,
+    close,
+    half_errors,
+    inputs_for,
+    kept_rows,
+    labels_for,
+    native,
+    token_level,
+)
 
 # Around the window's edges: 64 tokens each side
 LENGTHS = (1, 64, 65, 129, 130, 131)
@@ -65,3 +83,204 @@ def test_error_is_no_larger_than_transformers_own(dtype, most):
     mine, theirs = half_errors((model, hf), dtype, [ragged((*LENGTHS, 300))])
     assert mine.mean() <= most * theirs.mean()
     assert mine.square().mean() <= most * theirs.square().mean()
+
+
+# --- the config ---------------------------------------------------------------------------------------------
+
+OLD = dict(global_attn_every_n_layers=2, global_rope_theta=50000.0, local_rope_theta=700.0)
+NEW = dict(
+    layer_types=["full_attention", "sliding_attention"] * 2,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+)
+
+
+@pytest.mark.parametrize("spelling", [OLD, NEW, OLD | NEW], ids=["old", "new", "both"])
+@torch.no_grad()
+def test_spellings_of_the_config(spelling, tmp_path):
+    """As transformers reads them (vllm-project/vllm#44040, keras-team/keras-hub#2518)."""
+    hf = hf_model("modernbert", num_hidden_layers=4, local_attention=16, **NEW).double()
+    hf.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written = {k: v for k, v in written.items() if k not in {*OLD, *NEW}} | spelling
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    model = fastbert.AutoModel.from_pretrained(tmp_path)
+    inputs = batch("modernbert")
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+    model.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {k: saved[k] for k in OLD | NEW} == OLD | NEW
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again", attn_implementation="eager")
+    assert all(torch.equal(t, again.state_dict()[k]) for k, t in hf.state_dict().items())
+    close(kept_rows(again, inputs), kept_rows(hf, inputs), 1e-12)
+
+
+def test_layers_of_a_config():
+    config = EncoderConfig("modernbert", **SIZES)
+    assert config.layer_types == ["full_attention", *["sliding_attention"] * 2, "full_attention"]
+    assert [config.window(i) for i in range(4)] == [None, (64, 64), (64, 64), None]
+    assert [config.theta(i) for i in range(4)] == [160000.0, 10000.0, 10000.0, 160000.0]
+    assert EncoderConfig.from_dict(config.to_dict(), num_hidden_layers=5).window(4) == (64, 64)
+    other = EncoderConfig("modernbert", **SIZES, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+    assert [other.window(i) for i in range(4)] == [(64, 64)] * 3 + [None]
+    assert EncoderConfig.from_dict(other.to_dict()) == other
+    assert EncoderConfig("modernbert", **SIZES, local_rope_theta=None).theta(1) == 160000.0
+    EncoderConfig("modernbert", **SIZES, reference_compile=True, repad_logits_with_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {**NEW, "global_attn_every_n_layers": 4},
+            "layer_types: .* differs from global_attn_every_n_layers = 4",
+        ),
+        ({**NEW, "local_rope_theta": 5.0}, r"local_rope_theta: 5\.0 differs from rope_theta = 700\.0"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked"]}, "layer_types: expected a list of"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types: expected one type per layer, 4, got 3"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling: rope_type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"rope_parameters\.full_attention: rope_type 'linear' is not supported",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            r"rope_parameters\.full_attention: partial_rotary_factor is not supported",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters: expected objects full_attention and"),
+        ({"global_rope_theta": 0}, "global_rope_theta: expected a finite number > 0"),
+        ({"local_attention": -2}, "local_attention: expected an integer >= 0"),
+        ({"num_attention_heads": 16}, "num_attention_heads: heads of 3 columns cannot be rotated"),
+        ({"classifier_pooling": "max"}, "classifier_pooling: expected 'cls' or 'mean'"),
+        ({"hidden_activation": "swiglu"}, "hidden_act: unknown activation"),
+        ({"classifier_activation": "x"}, "classifier_activation: unknown activation"),
+        ({"norm_bias": 1}, "norm_bias: expected a boolean"),
+        ({"fixed_heads": ["learned"] * 3}, "fixed_heads: expected None"),
+        ({"is_decoder": True}, "modernbert is never causal"),
+    ],
+)
+def test_bad_configs(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        EncoderConfig("modernbert", **{**SIZES, **given})
+
+
+def test_keys_that_do_not_match_are_refused(tmp_path):
+    """Not loaded as random weights (embeddings-benchmark/mteb#1862)."""
+    _, model = both()
+    state = model.state_dict()
+    state["layers.0.attn.Wqkv.bias"] = torch.zeros(144)
+    del state["layers.1.mlp.Wo.weight"]
+    words = r"missing keys: layers\.1\.mlp\.Wo\.weight; unexpected keys: layers\.0\.attn\.Wqkv\.bias"
+    with pytest.raises(fastbert.CheckpointError, match=words):
+        fastbert.ModernBertModel.from_pretrained(None, config=model.config, state_dict=state)
+
+
+def test_a_classifier_starts_from_the_masked_lm_head(tmp_path):
+    hf_model("modernbert", transformers.AutoModelForMaskedLM).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"no weights for classifier\.weight, classifier\.bias: freshly"):
+        model = fastbert.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert all(
+        torch.equal(model.state_dict()[k], t) for k, t in theirs.state_dict().items() if "classifier" not in k
+    )
+
+
+# --- forms of the layers ------------------------------------------------------------------------------------
+
+BIASES = dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)
+
+
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("ForMaskedLM", {**BIASES, "decoder_bias": False, "hidden_act": "silu"}),
+        ("ForSequenceClassification", {"classifier_pooling": "mean", "classifier_activation": "silu"}),
+        ("ForMultipleChoice", {"classifier_pooling": "mean"}),
+        ("ForTokenClassification", {**BIASES, "num_hidden_layers": 1}),
+        ("ForMaskedLM", {"sparse_prediction": True, "tie_word_embeddings": False}),
+    ],
+)
+def test_forms_and_heads_equal_transformers(task, config, tmp_path):
+    hf, model = (m.double() for m in build("modernbert", task, **config))
+    inputs = inputs_for("modernbert", task)
+    inputs["attention_mask"][..., 0] = 1
+    labels = labels_for(hf, inputs)
+    found, wanted = model(**inputs, **labels), hf(**inputs, **labels)
+    for out in (found, wanted):
+        out.loss.backward()
+    same_gradients(model, hf, 1e-9)
+    kept = inputs["attention_mask"].bool()
+    same = token_level(found.logits, kept)
+    close(found.logits[kept] if same else found.logits, wanted.logits[kept] if same else wanted.logits, 1e-9)
+    model.save_pretrained(tmp_path)
+    again = type(hf).from_pretrained(tmp_path)
+    assert all(torch.equal(t, again.state_dict()[k]) for k, t in hf.state_dict().items())
+
+
+def test_training_with_dropout_and_recomputing():
+    rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout"), 0.3)
+    model = native(hf_model("modernbert", **rates)).train()
+    inputs, grads = batch("modernbert"), []
+    for every in (0, 1):
+        if every:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(3)
+        model.zero_grad()
+        model(**inputs).last_hidden_state.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@torch.no_grad()
+def test_the_dropout_inside_the_feed_forward_block():
+    """The last sum is linear in what it drops, so that the mean over masks is the sum without dropout."""
+    model, states = native(hf_model("modernbert", num_hidden_layers=1, mlp_dropout=0.5)), []
+    model.final_norm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    ids = torch.randint(5, 120, (1, 20), generator=torch.Generator().manual_seed(0)).repeat(400, 1)
+    model.eval()(ids[:1])
+    model.train()(ids)
+    plain, dropped = states
+    error = (dropped.mean(0) - plain[0]) / (dropped.std(0) / 20)
+    assert dropped.std(0).mean() > 0.1
+    assert error.abs().mean() < 1.0
+    assert error.abs().max() < 6.0
+
+
+@torch.no_grad()
+def test_position_ids():
+    """They rotate and move no window; larger ones than the config's make the table longer."""
+    hf, model = (copy.deepcopy(m).double() for m in both(local_attention=16))
+    inputs = batch("modernbert")
+    given = torch.randint(0, 3000, (4, 40), generator=torch.Generator().manual_seed(1))
+    close(
+        kept_rows(model, {**inputs, "position_ids": given}),
+        kept_rows(hf, {**inputs, "position_ids": given}),
+        1e-9,
+    )
+    with pytest.raises(ValueError, match="position_ids: position -.* is outside"):
+        model(**inputs, position_ids=given - 3000)
+
+
+@torch.no_grad()
+def test_tables_grow_and_serve_both_modes():
+    positions._tables.clear()
+    model = native(hf_model("modernbert"))
+    with torch.inference_mode():
+        model(torch.full((1, 600), 7))
+    assert {t.shape[0] for pair in positions._tables.values() for t in pair} == {1024}
+    with torch.enable_grad():
+        model(torch.full((1, 5), 7)).last_hidden_state.sum().backward()
+    model(torch.full((1, 1025), 7))
+    assert {t.shape[0] for pair in positions._tables.values() for t in pair} == {2048}
+
+
+def test_executors_refuse_the_layers_by_name():
+    _, model = both()
+    call = Call(PackedBatch(torch.tensor([0, 5], dtype=torch.int32), 5), 3)
+    call.inference = True
+    found = explain(survey(model.layer_list()), torch.randn(5, 48), call)
+    assert [served[:3] for served in found] == [(0, 0, "eager"), (1, 2, "eager"), (3, 3, "eager")]
+    words = "it does not know layers with gated, packed, pre_norm, rotary, window"
+    assert found[1].refused["cpu"] == words

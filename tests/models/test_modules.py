@@ -36,12 +36,19 @@ from tests.support.accelerated_models import calls, first_kept, padded
 from tests.support.hf_models import batch
 from tests.support.model_pairs import CASES, SEQUENCE_TASKS, build, inputs_for, labels_for
 
-LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet")
+LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet", "modernbert")
 # Modules of heads, and ALBERT's groups, that have no code of their own here
 REFUSED = ("cls", "cls.predictions", "cls.predictions.transform", "lm_head", "classifier", "predictions")
-REFUSED += ("generator_predictions", "discriminator_predictions", "sequence_summary", "sop_classifier")
-# Modules of transformers that fastbert's models lack: nothing ever happens in them, or only the loss
-MISSING = ("sequence_summary.first_dropout", "mlm_loss_fct")
+REFUSED += (
+    "generator_predictions",
+    "discriminator_predictions",
+    "sequence_summary",
+    "sop_classifier",
+    "head",
+)
+# Modules of transformers that fastbert's models lack: nothing ever happens in them, or only the loss, or they
+# have no parameters (`rotary_emb`)
+MISSING = ("sequence_summary.first_dropout", "mlm_loss_fct", "rotary_emb")
 
 
 def pair(name: str, task: str = "Model", **config) -> tuple[nn.Module, nn.Module]:

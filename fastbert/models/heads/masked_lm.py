@@ -224,5 +224,11 @@ class BertForMaskedLM(MaskedLMModel):
             max_seqlen,
             causal,
         )
-        logits, loss = self.logits_and_loss(encoded, labels, count, output_logits, "logits")
+        if labels is not None and self.config.get("sparse_prediction"):
+            # As in transformers, the logits are those of the labelled tokens
+            hidden, labels = encoded.labelled(labels, count)
+            logits = self.lm_logits(hidden)[labels != IGNORED]
+            loss = cross_entropy(logits, labels[labels != IGNORED], ignore_index=IGNORED)
+        else:
+            logits, loss = self.logits_and_loss(encoded, labels, count, output_logits, "logits")
         return self._output(LogitsOutput, (loss, logits), encoded, return_dict)
