@@ -57,11 +57,11 @@ def passing_panels() -> Iterator[None]:
         _panels.kept = before
 
 
-def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
+def weight_panels(module: nn.Linear, x: Tensor, gated: bool = False) -> Tensor | None:
     """Panels of the module's weight for the serving backend, made at the first call and kept for inference.
 
     In `passing_panels` they are not kept. None in training, under torch.compile, and if the backend keeps no
-    panels for this many rows.
+    panels for this many rows. Panels for a gated product (`gated`) serve no other.
     """
     if module.training or torch.compiler.is_compiling():
         return None
@@ -69,7 +69,7 @@ def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     # Autocast does not cast float64
     if dtype != torch.float64:
         dtype = checks.autocast_dtype(x) or dtype
-    make_panels = linear_panel_maker(x.device, dtype, x.shape[:-1].numel())
+    make_panels = linear_panel_maker(x.device, dtype, x.shape[:-1].numel(), gated)
     if make_panels is None:
         return None
 
@@ -77,7 +77,7 @@ def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
         checks.float_tensor("weight", module.weight)
         return make_panels(module.weight.to(dtype).contiguous())
 
-    return prepared.derived(module, ("panels", dtype), (module.weight,), build, keep=_panels.kept)
+    return prepared.derived(module, ("panels", dtype, gated), (module.weight,), build, keep=_panels.kept)
 
 
 def float_product(

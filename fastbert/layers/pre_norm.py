@@ -102,7 +102,7 @@ def apply_gated(module: nn.Module, x: Tensor, activation: str | None, gated: Hal
     if gated is None:
         return apply_linear(module, x, activation)
     if _is_read(module):
-        panels = weight_panels(module, x)
+        panels = weight_panels(module, x, gated=True)
         return linear(x, module.weight, module.bias, activation, panels=panels, gated=gated)
     a, b = apply_linear(module, x).chunk(2, -1)
     if gated == "first":

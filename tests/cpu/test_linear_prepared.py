@@ -54,7 +54,7 @@ def module():
 
 
 def held(*dtypes):
-    return [("panels", dtype) for dtype in dtypes]
+    return [("panels", dtype, False) for dtype in dtypes]
 
 
 def of_bert(**overrides):
@@ -243,7 +243,7 @@ def test_train_drops_them():
     model = of_bert()
     hidden(model)
     assert prepared.remembered(model)
-    packed = weakref.ref(prepared._cache[model.layer_list()[0].output.dense][("panels", FLOAT)][1])
+    packed = weakref.ref(prepared._cache[model.layer_list()[0].output.dense][("panels", FLOAT, False)][1])
     model.train()
     assert prepared.remembered(model) == []
     gc.collect()
