@@ -120,7 +120,7 @@ def work(case: testing.Case, dtype: torch.dtype, inputs: dict, backward: bool) -
         return flops, 2 * case.rows * case.classes * element
     if case.op == "linear_cross_entropy":  # x, weight; dx, dweight
         return flops, 2 * (case.rows + case.classes) * case.in_features * element
-    # packing and pooling move in backward what they moved in forward, the other way
+    # packing, pooling and rotary move in backward what they moved in forward, the other way
     return flops, case.bytes(dtype)
 
 

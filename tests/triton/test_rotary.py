@@ -55,7 +55,7 @@ def test_strides(interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_position_outside_the_tables_reads_nothing(interleaved):
+def test_a_position_outside_the_tables_is_not_read(interleaved):
     """The sanitizer reports a read outside them. The row's rotated columns are NaN, all else is as before."""
     for integer in (torch.int32, torch.int64):
         x, cos, sin, positions = inputs_of(6, 3, 10, 4, integer=integer)
@@ -81,7 +81,7 @@ def test_a_nan_stays_in_its_pair():
         assert torch.equal(y, clean)
 
 
-def test_nothing_to_rotate():
+def test_no_rows_and_no_heads():
     x, *tables, positions = inputs_of(4, 2, 8, 4)
     assert kernels.rotary_fwd(x[:0], *tables, positions[:0], False).shape == (0, 2, 8)
     assert kernels.rotary_bwd(x[:, :0], *tables, positions, True).shape == (4, 0, 8)
