@@ -156,6 +156,8 @@ def rotary(
     Source: Su et al. 2021, sec. 3.2.
     """
     positions, shape = _check("x", x, cos, sin, positions), x.shape
+    if checks.plain_torch():
+        return rotary_ref(x, cos, sin, positions, interleaved)
     if len(shape) == 4:
         x = x.reshape(shape[0] * shape[1], *shape[2:])
     tables = cos.contiguous(), sin.contiguous(), positions.reshape(-1).contiguous()

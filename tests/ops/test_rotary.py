@@ -59,6 +59,16 @@ def test_backward_turns_back_and_differentiates_twice(backend, interleaved):
     torch.testing.assert_close(dx, x.detach(), rtol=1e-14, atol=1e-14)
 
 
+def test_forward_mode_and_vmap():
+    """The tangent is rotated as `x` is; a batch of packed rows is rotated row by row."""
+    x, cos, sin, positions = inputs_of().values()
+    y = rotary(x, cos, sin, positions)
+    _, tangent = torch.func.jvp(lambda t: rotary(t, cos, sin, positions), (x,), (x,))
+    torch.testing.assert_close(tangent, y, rtol=1e-6, atol=1e-6)
+    both = torch.func.vmap(lambda t: rotary(t, cos, sin, positions))(torch.stack((x, x)))
+    torch.testing.assert_close(both, torch.stack((y, y)), rtol=1e-6, atol=1e-6)
+
+
 def test_autocast_keeps_the_dtype(backend):
     for dtype in (torch.float32, torch.bfloat16):
         inputs = inputs_of(dtype)
