@@ -1,6 +1,7 @@
-// LayerNorm's forward on a GPU. Contract: fastbert/ops/layer_norm.py.
+// LayerNorm's and RMSNorm's forward on a GPU. Contract: fastbert/ops/layer_norm.py.
 //
 // Math       z = residual + dropout(x + x_bias);  x_hat = (z - mean) rstd;  y = x_hat weight + bias
+//            RMSNorm: the mean is 0, which no thread sums
 // Tiling     One row per warp (hidden <= 1024) or per block of 256 threads (hidden <= 8192), with z in
 //            registers and 16-byte loads. A looped kernel takes all other rows.
 // Precision  float. The variance takes two passes over registers; the second also corrects the mean.
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
     }
 
     const float inverse = 1.0f / static_cast<float>(args.hidden);
-    const float mean = row_sum<kThreads>(total, slots[0]) * inverse;
+    const float mean = args.rms ? 0.0f : row_sum<kThreads>(total, slots[0]) * inverse;
     float first = 0.0f, second = 0.0f;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
@@ -123,11 +124,11 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
             second += z[p][i] * z[p][i];
         }
     }
-    const float correction = row_sum<kThreads>(first, slots[1]) * inverse;
+    const float correction = args.rms ? 0.0f : row_sum<kThreads>(first, slots[1]) * inverse;
     const float rstd =
         rstd_of(row_sum<kThreads>(second, slots[2]), correction, inverse, static_cast<float>(args.eps));
-    if (args.mean != nullptr && thread == 0) {
-        args.mean[row] = mean + correction;
+    if (args.rstd != nullptr && thread == 0) {
+        if (!args.rms) args.mean[row] = mean + correction;
         args.rstd[row] = rstd;
     }
 
@@ -163,18 +164,18 @@ __global__ void __launch_bounds__(kRowThreads) forward_looped_kernel(LayerNormFw
     float total = 0.0f;
     for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) total += z_at(j);
     const float inverse = 1.0f / static_cast<float>(args.hidden);
-    const float mean = row_sum<kRowThreads>(total, slots[0]) * inverse;
+    const float mean = args.rms ? 0.0f : row_sum<kRowThreads>(total, slots[0]) * inverse;
     float first = 0.0f, second = 0.0f;
     for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
         const float centred = z_at(j) - mean;
         first += centred;
         second += centred * centred;
     }
-    const float correction = row_sum<kRowThreads>(first, slots[1]) * inverse;
+    const float correction = args.rms ? 0.0f : row_sum<kRowThreads>(first, slots[1]) * inverse;
     const float rstd =
         rstd_of(row_sum<kRowThreads>(second, slots[2]), correction, inverse, static_cast<float>(args.eps));
-    if (args.mean != nullptr && threadIdx.x == 0) {
-        args.mean[row] = mean + correction;
+    if (args.rstd != nullptr && threadIdx.x == 0) {
+        if (!args.rms) args.mean[row] = mean + correction;
         args.rstd[row] = rstd;
     }
     for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {

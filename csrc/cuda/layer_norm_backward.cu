@@ -1,6 +1,7 @@
-// LayerNorm's backward on a GPU. Contract: fastbert/ops/layer_norm.py.
+// LayerNorm's and RMSNorm's backward on a GPU. Contract: fastbert/ops/layer_norm.py.
 //
 // Math       dz = rstd (g - mean(g) - x_hat mean(g x_hat)), g = dy weight, x_hat = (z - mean) rstd
+//            RMSNorm: mean and mean(g) are 0. The gradient of the returned z, dsum, is added to dz.
 //            dx = dropout'(dz), dresidual = dz;  dweight = Σ dy x_hat, dbias = Σ dy, dx_bias = Σ dx over rows
 // Tiling     Eight columns per thread, as many threads as the row needs (hidden <= 4096). A block walks over
 //            rows in a grid-stride loop, with the next row's loads in flight and its column sums in
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
         const std::int64_t row = base + threadIdx.y;
         const bool inside = active && row < args.rows;
         float dy[kColumns], x_hat[kColumns];
-        const float mean = row < args.rows ? args.mean[row] : 0.0f,
+        const float mean = row < args.rows && !args.rms ? args.mean[row] : 0.0f,
                     rstd = row < args.rows ? args.rstd[row] : 0.0f;
         float mean_g = 0.0f, mean_gx = 0.0f;
 #pragma unroll
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
             }
         }
         pair_sum(mean_g, mean_gx, slots[turn]);
-        mean_g *= inverse;
+        mean_g = args.rms ? 0.0f : mean_g * inverse;
         mean_gx *= inverse;
         if (!inside) continue;
         float dz[kColumns];
@@ -126,6 +127,13 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
             sums[1][i] += dy[i];
         }
         const std::int64_t at = row * args.hidden + column;
+        if (args.dsum != nullptr) {
+            // Loaded late, where the registers of dy and x_hat are free.
+            float dsum[kColumns];
+            load_values<kColumns>(static_cast<const T*>(args.dsum) + at, dsum);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) dz[i] += dsum[i];
+        }
         if (args.dresidual != nullptr) store_values<kColumns>(static_cast<T*>(args.dresidual) + at, dz);
         if (args.dropout.seed != nullptr) drop<kColumns>(args.dropout, seed, row, column, dz);
         if (args.dx != nullptr) store_values<kColumns>(static_cast<X*>(args.dx) + at, dz);
@@ -181,7 +189,7 @@ __global__ void __launch_bounds__(kRowThreads)
     int turn = 0;
     for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
         const T* z = static_cast<const T*>(args.z) + row * args.z_stride;
-        const float mean = args.mean[row], rstd = args.rstd[row];
+        const float mean = args.rms ? 0.0f : args.mean[row], rstd = args.rstd[row];
         float mean_g = 0.0f, mean_gx = 0.0f;
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
             const float g = rounded_product(grad_at(row, j), load_param(args.weight, j));
@@ -189,12 +197,13 @@ __global__ void __launch_bounds__(kRowThreads)
             mean_gx += g * ((widen(z[j]) - mean) * rstd);
         }
         pair_sum(mean_g, mean_gx, slots[turn]);
-        mean_g *= inverse;
+        mean_g = args.rms ? 0.0f : mean_g * inverse;
         mean_gx *= inverse;
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
             const float grad = grad_at(row, j), x_hat = (widen(z[j]) - mean) * rstd;
             const float g = rounded_product(grad, load_param(args.weight, j));
-            const float dz = (g - mean_g - x_hat * mean_gx) * rstd;
+            float dz = (g - mean_g - x_hat * mean_gx) * rstd;
+            if (args.dsum != nullptr) dz += widen(static_cast<const T*>(args.dsum)[row * args.hidden + j]);
             const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;
             if (args.dresidual != nullptr) narrow(dz, static_cast<T*>(args.dresidual)[row * args.hidden + j]);
             if (args.dx != nullptr) narrow(dx, static_cast<X*>(args.dx)[row * args.hidden + j]);
@@ -252,8 +261,8 @@ const char* backward(const LayerNormBwd& args, float* partial, std::int64_t part
     const std::int64_t hidden = args.hidden;
     const bool vectors = hidden <= kBackwardHidden && hidden % kColumns == 0 &&
                          rows_aligned<T>(args.dy, args.dy_stride) && rows_aligned<T>(args.z, args.z_stride) &&
-                         aligned(args.weight) && cuda::aligned(args.dx) && cuda::aligned(args.dresidual) &&
-                         cuda::aligned(partial) && cuda::aligned(drounded);
+                         aligned(args.weight) && cuda::aligned(args.dsum) && cuda::aligned(args.dx) &&
+                         cuda::aligned(args.dresidual) && cuda::aligned(partial) && cuda::aligned(drounded);
     const dim3 grid(static_cast<unsigned>(parts));
     if (!vectors)
         return launch(backward_looped_kernel<T, X>, grid, dim3(kRowThreads), stream, args, drounded, partial);

@@ -22,8 +22,17 @@ FAULTS = (
     _fault("totals of no column not written", "    totals[y][x] = total;", "    if (column < hidden) totals[y][x] = total;", _BACKWARD),
     # reads beyond a tensor, of values that nothing uses
     _fault("a row past the last fetched", "if (!active || row >= args.rows) return;", "if (!active) return;", _BACKWARD),
-    _fault("a mean past the last read", "row < args.rows ? args.mean[row] : 0.0f", "args.mean[row]", _BACKWARD),
+    _fault("a mean past the last read", "row < args.rows && !args.rms ? args.mean[row]", "!args.rms ? args.mean[row]", _BACKWARD),
     _fault("partial sums of no column read", "    if (column < hidden)\n        for (std::int64_t part", "        for (std::int64_t part", _BACKWARD),
+    # RMSNorm and the returned sum
+    _fault("rms: mean subtracted", "args.rms ? 0.0f : row_sum<kThreads>(total", "row_sum<kThreads>(total"),
+    _fault("rms: its correction subtracted", "args.rms ? 0.0f : row_sum<kThreads>(first", "row_sum<kThreads>(first"),
+    _fault("rms looped: mean subtracted", "args.rms ? 0.0f : row_sum<kRowThreads>(total", "row_sum<kRowThreads>(total"),
+    _fault("rms: mean stored", "if (args.rstd != nullptr && thread == 0) {\n        if (!args.rms) ", "if (args.rstd != nullptr && thread == 0) {\n        "),
+    _fault("rms: mean read", "row < args.rows && !args.rms ?", "row < args.rows ?", _BACKWARD),
+    _fault("gradient of the sum forgotten", "for (int i = 0; i < kColumns; ++i) dz[i] += dsum[i];", ";", _BACKWARD),
+    _fault("gradient of the sum after dresidual", "if (args.dsum != nullptr) dz += widen(static_cast<const T*>(args.dsum)[row * args.hidden + j]);\n            const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;", "const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;\n            if (args.dsum != nullptr) dz += widen(static_cast<const T*>(args.dsum)[row * args.hidden + j]);", _BACKWARD),
+    _fault("gradient of the sum at any address", "cuda::aligned(args.dsum) && ", "", _BACKWARD),
     # addresses that 16-byte accesses cannot have
     _fault("rows of any address in registers", "return cuda::aligned(p) && (p == nullptr", "return (p == nullptr", _ROWS),
     _fault("rows of any stride in registers", "(p == nullptr || stride % kPack<T> == 0)", "(p == nullptr || stride != 0)", _ROWS),

@@ -42,9 +42,10 @@ def test_error_rule(emulated, case, dtype, how):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", WIDTHS)
 def test_every_width(emulated, hidden, dtype):
+    wanted = {"residual": True, "x_bias": True, "dropout_p": 0.25}
     for half_x in (False, True)[: 1 + (dtype == torch.float32)]:
-        case = LayerNormCase(5, hidden, residual=True, x_bias=True, dropout_p=0.25, half_x=half_x)
-        assert broken_rules(case, dtype) == []
+        assert broken_rules(LayerNormCase(5, hidden, **wanted, half_x=half_x), dtype) == []
+    assert broken_rules(LayerNormCase(5, hidden, **wanted, rms=True, return_sum=True), dtype) == []
 
 
 @pytest.mark.parametrize(("dtype", "p"), zip(DTYPES[1:], (0.25, 0.0), strict=True))
@@ -92,13 +93,14 @@ def test_every_kernel_is_launched(emulated):
     assert {launch.kernel for launch in emulated.launches} == ours
 
 
-def both_ways(backend, x, residual, dy, parameters=None, *, p=0.25):
+def both_ways(backend, x, residual, dy, parameters=None, dsum=None, *, p=0.25):
     """Forward and backward with everything wanted: y, z, mean, rstd and the five gradients."""
     hidden, seed = x.shape[1], SEED if p else None
     weight, bias, x_bias = parameters or (randn(hidden, seed=s) for s in (4, 5, 6))
     y, z, mean, rstd = layer_norm_fwd(backend, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
     need = LayerNormNeeds(True, True, True, True, x.dtype)
-    grads = backend.layer_norm_bwd(dy, LayerNormSaved(z, weight, mean, rstd, p, seed, 9), need)
+    saved = LayerNormSaved(z, weight, mean, rstd, p, seed, 9)
+    grads = backend.layer_norm_bwd(dy, saved, need, None, dsum)
     return y, z, mean, rstd, *grads
 
 
@@ -109,7 +111,7 @@ def test_any_order_of_warps_gives_the_same_bits(emulated, hidden):
     first = None
     for seed in range(20):
         emulated.seed = seed
-        results = both_ways(emulated.backend, x, residual, dy)
+        results = both_ways(emulated.backend, x, residual, dy, dsum=x)
         first = first or results
         assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True)), seed
 
@@ -143,15 +145,16 @@ def moved(tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("place", range(7))
 def test_addresses_that_16_byte_accesses_cannot_have(emulated, place, dtype):
     """Of each input in turn: the looped kernels take it, and sum in another order."""
     inputs = [randn(5, 264, dtype=dtype, seed=s) for s in (1, 2, 3)]
     inputs += [randn(264, dtype=dtype, seed=s) for s in (4, 5, 6)]
-    before = both_ways(emulated.backend, *inputs[:3], inputs[3:])
+    inputs.append(randn(5, 264, dtype=dtype, seed=7))
+    before = both_ways(emulated.backend, *inputs[:3], inputs[3:6], inputs[6])
     inputs[place] = moved(inputs[place])
     emulated.launches.clear()
-    after = both_ways(emulated.backend, *inputs[:3], inputs[3:])
+    after = both_ways(emulated.backend, *inputs[:3], inputs[3:6], inputs[6])
     assert any("looped" in launch.kernel for launch in emulated.launches)
     for a, b in zip(before, after, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 2**-6, atol=1e-2)

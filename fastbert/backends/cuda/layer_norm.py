@@ -15,7 +15,6 @@ from fastbert.ops.layer_norm import (
     storage_dtype,
     stores_sum,
 )
-from fastbert.runtime import dispatch
 from fastbert.runtime.streams import on
 
 DTYPES = STORED
@@ -23,14 +22,11 @@ DTYPES = STORED
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
-    if rms:
-        following = dispatch.next_function("cuda", "layer_norm_fwd training", x.device, storage_dtype(inputs))
-        return following(inputs, save, rounded)
     rows, hidden = x.shape
     dtype = storage_dtype(inputs)
     y = x.new_empty(rows, hidden, dtype=dtype)
     z = x.new_empty((rows, hidden) if stores_sum(inputs, save) else 0, dtype=dtype)
-    mean = x.new_empty(rows if save else 0, dtype=torch.float32)
+    mean = x.new_empty(rows if save and not rms else 0, dtype=torch.float32)
     rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
     more = (torch.empty_like(x, memory_format=torch.contiguous_format),) if rounded else ()
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
@@ -55,9 +51,6 @@ def layer_norm_bwd(
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
-    if rms or dsum is not None:
-        following = dispatch.next_function("cuda", "layer_norm_bwd training", z.device, z.dtype)
-        return following(dy, saved, need, drounded, dsum)
     rows, hidden = z.shape
     dx = z.new_empty((rows, hidden) if need.dx else 0, dtype=need.x_dtype)
     dresidual = z.new_empty((rows, hidden) if own_dresidual(saved, need) else 0)
