@@ -70,10 +70,11 @@ def our_call(case: testing.Case, inputs: dict) -> Callable:
     module = importlib.import_module(f"fastbert.ops.{case.op}")
     if not hasattr(module, "panel_maker"):
         return case.call
-    make_panels = module.panel_maker(inputs["x"].device, inputs["x"].dtype)
+    gate = {"gated": case.gated} if getattr(case, "gated", None) else {}
+    make_panels = module.panel_maker(inputs["x"].device, inputs["x"].dtype, **dict.fromkeys(gate, True))
     if make_panels is None:
         return case.call
-    options = {"activation": case.activation, "panels": make_panels(inputs["weight"])}
+    options = {"activation": case.activation, "panels": make_panels(inputs["weight"]), **gate}
     return functools.partial(getattr(module, case.op), **options)
 
 

@@ -211,7 +211,7 @@ def _rendered(node: object, annotated: bool = False) -> str:
 _CONTRACTS = {"attention": ("attention", "attention_grid", "attention_inputs", "attention_places")}
 _KERNELS = {
     "attention": ("attention", "attention_backward"),
-    "linear": ("linear", "linear_backward"),
+    "linear": ("linear", "linear_backward", "linear_gated"),
     "linear_cross_entropy": ("cross_entropy",),
 }
 

@@ -190,6 +190,14 @@ def call_linear(
     of_kernels("linear").linear_fwd_with(config, x, weight, *extras, save)
 
 
+def call_linear_gated(config, dtype, rows: int, in_features: int, columns: int, everything: bool) -> None:
+    t = empty(dtype)
+    x, weight = t(rows, in_features), t(2 * columns, in_features)
+    extras = (t(2 * columns), t(rows, columns)) if everything else (None, None)
+    given = x, weight, extras[0], "gelu", extras[1], everything, "first"
+    of_kernels("linear_gated").linear_fwd_with(config, *given)
+
+
 def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str | None) -> None:
     dy = empty(dtype)(rows, out_features)
     of_kernels("linear_backward").activation_bwd_with(config, dy, dy, activation, True, True)
@@ -446,6 +454,29 @@ def linear_jobs(kernels, full: bool) -> Jobs:
                 yield title(dtype, depth, by(*config[:3]), options), arch, call
 
 
+def linear_gated_jobs(kernels, full: bool) -> Jobs:
+    """The configs of the heuristic with GELU, bare or with everything, and the gradient's pass.
+
+    By default the largest tiles with everything; on sm_90 all tiles.
+    """
+    for arch, dtype, aligned in product(SHARED_LIMIT, (BF16, FP16, FP32), (True, False)):
+        ladder = kernels.linear.ladder(dtype, aligned, divmod(arch, 10))
+        ladder = ladder[-1:] if dtype == FP32 else ladder
+        for rung, everything in product(ladder, (True, False)):
+            usual = dtype == BF16 and aligned and everything
+            if full or (usual and (arch == 90 or rung == ladder[0])):
+                config = kernels.halved(rung)
+                depth = 768 if aligned else 771
+                call = partial(call_linear_gated, config, dtype, TOKENS, depth, 1152, everything)
+                kind = "all" if everything else "bare"
+                yield title(dtype, depth, by(*config[:3]), kind), arch, call
+    for arch, dtype, activation in product(SHARED_LIMIT, (BF16, FP16, FP32), ACTIVATIONS):
+        if full or (dtype == BF16 and activation == "gelu"):
+            dy, pre = empty(dtype)(TOKENS, 1152), empty(dtype)(TOKENS, 2304)
+            call = partial(kernels.gate_bwd, dy, pre, activation, True, True, "first")
+            yield title(dtype, "backward", activation), arch, call
+
+
 def embedding_jobs(kernels, full: bool) -> Jobs:
     """By default 768 columns in bfloat16, with everything, and on sm_90 the widest tokens."""
     widths = (16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 12000)
@@ -548,7 +579,7 @@ JOBS = {
     for jobs in (
         *(attention_jobs, attention_backward_jobs, attention_places_jobs, cross_entropy_jobs, embedding_jobs),
         *(feed_forward_jobs, first_attention_jobs, layer_norm_jobs, linear_jobs, linear_backward_jobs),
-        *(linear_norm_jobs, packing_jobs, pooling_jobs, rotary_jobs),
+        *(linear_gated_jobs, linear_norm_jobs, packing_jobs, pooling_jobs, rotary_jobs),
     )
 }
 

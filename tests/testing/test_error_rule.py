@@ -158,7 +158,8 @@ def test_a_backend_that_is_wrong_from_its_second_call_on_fails(monkeypatch):
 
 
 def test_an_id_names_what_is_not_at_its_default():
-    assert [case.id for case in testing.small_cases("linear")] == ["5x24x40-gelu", "3x17x9-residual"]
+    ids = [case.id for case in testing.small_cases("linear")]
+    assert ids == ["5x24x40-gelu", "3x17x9-residual", "6x24x48-gelu-first"]
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)

@@ -57,6 +57,12 @@ def product_of_tma(row: dict) -> None:
     assert plain or row[unit] > 0, row
 
 
+def gated_product(row: dict) -> None:
+    """As `product_of_tma`; the gradient's pass has no product."""
+    if row["kernel"] == "_linear_gated_fwd_kernel":
+        product_of_tma(row)
+
+
 def product_of_few_rows(row: dict) -> None:
     """Tensor cores: a generation's own for 64 rows, `mma.sync` for fewer."""
     if row["kernel"] == "_linear_norm_kernel":
@@ -108,6 +114,7 @@ GATES = {
     "layer_norm": None,
     "linear": product_of_tma,
     "linear_backward": None,
+    "linear_gated": gated_product,
     "linear_norm": product_of_few_rows,
     "packing": None,
     "pooling": None,

@@ -36,6 +36,7 @@ from tests.triton import (
     test_layer_norm,
     test_linear,
     test_linear_backward,
+    test_linear_gated,
     test_linear_norm,
     test_packing,
     test_pooling,
@@ -156,6 +157,18 @@ LAUNCHERS = {
         test_linear_backward.kernels,
         lambda: test_linear_backward.arguments(5, 24, 72),
         lambda dy, pre, **_: test_linear_backward.passed(dy, pre, "gelu"),
+        ("dy", "pre"),
+    ),
+    "linear_gated": (
+        test_linear_gated.kernels,
+        lambda: test_linear_gated.arguments(35, 40, 72, BF16),
+        lambda **args: test_linear_gated.kernels.linear_fwd(*args.values()),
+        ("x", "weight", "residual"),
+    ),
+    "linear_gated_backward": (
+        test_linear_gated.kernels,
+        lambda: test_linear_gated.backward_arguments(5, 72),
+        lambda **args: test_linear_gated.kernels.gate_bwd(*args.values()),
         ("dy", "pre"),
     ),
     "linear_norm": (

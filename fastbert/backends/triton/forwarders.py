@@ -12,8 +12,6 @@ from fastbert.ops import packing
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
-from fastbert.ops.linear import backward_of, forward_of
-from fastbert.runtime import dispatch
 
 DTYPES = {
     "cross_entropy": STORED,
@@ -84,11 +82,9 @@ def linear_fwd(
     panels: Tensor | None = None,
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    launch = kernels("linear").linear_fwd
     if gated is not None:
-        function = forward_of(activation, save, x.shape[0], gated)
-        launch = dispatch.next_function("triton", function, x.device, x.dtype)
-    return launch(x, weight, bias, activation, residual, save, panels, gated)
+        return kernels("linear_gated").linear_fwd(x, weight, bias, activation, residual, save, gated)
+    return kernels("linear").linear_fwd(x, weight, bias, activation, residual, save, panels)
 
 
 def linear_bwd(
@@ -102,11 +98,10 @@ def linear_bwd(
     need_dbias: bool,
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backward = kernels("linear_backward").linear_bwd
+    args = dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
     if gated is not None:
-        function = backward_of(activation, gated)
-        backward = dispatch.next_function("triton", function, dy.device, dy.dtype)
-    return backward(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated)
+        return kernels("linear_gated").linear_bwd(*args, gated)
+    return kernels("linear_backward").linear_bwd(*args)
 
 
 def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:

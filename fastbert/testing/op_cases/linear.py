@@ -109,6 +109,7 @@ ON_GPU = [
     LinearCase(1000, 200, 2000, "gelu", residual=True),
     LinearCase(700, 200, 2000),
     LinearCase(1000, 200, 1000, "gelu"),
+    *(LinearCase(rows, 200, 2000, "gelu", gated="first") for rows in (2000, 700)),
     # few rows, two of them as they are timed: small tiles, and the longer ring of the `cuda` kernel
     *(LinearCase(rows, 768, 3072, "gelu") for rows in (16, 32, 128)),
 ]
@@ -136,4 +137,9 @@ CASES = [
 def bench(lengths: tuple[int, ...]) -> list[LinearCase]:
     tokens = sum(lengths)
     attention = [LinearCase(tokens, 768, 2304), LinearCase(tokens, 768, 768, bias=False)]
-    return [*attention, LinearCase(tokens, 768, 3072, "gelu"), LinearCase(tokens, 3072, 768, bias=False)]
+    return [
+        *attention,
+        LinearCase(tokens, 768, 3072, "gelu"),
+        LinearCase(tokens, 3072, 768, bias=False),
+        LinearCase(tokens, 768, 2304, "gelu", bias=False, gated="first"),  # ModernBERT-base's
+    ]
