@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.activation import activate_ref, check_activation
+from fastbert.ops.activation import activate_eager, activate_ref, activated_columns, check_activation
 from fastbert.runtime import dispatch
 
 MOST_INPUTS = 65_536
@@ -58,7 +58,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def linear_int8_ref(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activation: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: str | None = None,
 ) -> Tensor:
     """Plain PyTorch on 2-D `x`; exact sums, the epilogue in float64 for float64 `x`, else in float32."""
     compute = checks.compute_dtype(x)
@@ -67,7 +72,7 @@ def linear_int8_ref(
     pre = acc.to(compute) * (step.to(compute) * scale.to(compute))
     if bias is not None:
         pre = pre + bias.to(compute)
-    return activate_ref(pre, activation).to(x.dtype)
+    return activate_ref(pre, activation, gated).to(x.dtype)
 
 
 # --- custom op: what torch.compile sees ---------------------------------------------------------------------
@@ -115,6 +120,7 @@ def linear_int8(
     bias: Tensor | None = None,
     activation: str | None = None,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> Tensor:
     """act(x @ (weight * scale).T + bias) with each row of x rounded to 8 bits, on integers.
 
@@ -127,10 +133,12 @@ def linear_int8(
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
         panels: made of `weight` by `panel_maker(…)` for the backend that serves this call; or None. Other
             backends work from `weight`.
+        gated: "first", "second" or None, as in `linear`. No backend has a kernel for it: PyTorch's functions
+            make it of the rounded product.
 
     Returns:
-        y (..., out) of `x`'s dtype. An input without rows has an output without rows; a row with NaN or
-        infinity has an output of NaN.
+        y (..., out), gated (..., out / 2), of `x`'s dtype. An input without rows has an output without rows;
+        a row with NaN or infinity has an output of NaN.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -153,7 +161,7 @@ def linear_int8(
         checks.shape("bias", bias, (out,))
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
-    check_activation(activation)
+    activated_columns(out, activation, gated)
     if panels is not None:
         _typed("panels", panels, torch.uint8, x)
     if torch.is_grad_enabled():
@@ -164,6 +172,8 @@ def linear_int8(
                     "trained. For inference call it under torch.no_grad(); to train, load the "
                     "floating-point checkpoint, train that, and quantise it afterwards"
                 )
+    if gated is not None:
+        return activate_eager(linear_int8(x, weight, scale, bias, None, panels), activation, gated)
     shape = x.shape
     (x,) = checks.under_autocast(x)
     if bias is not None:

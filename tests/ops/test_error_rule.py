@@ -43,7 +43,7 @@ class PackedInt8(LinearInt8Case):
 
     def call(self, x, weight, scale, bias):
         panels = linear_int8_panels(x.device, x.dtype)(weight)
-        return linear_int8(x, weight, scale, bias, self.activation, panels)
+        return linear_int8(x, weight, scale, bias, self.activation, panels, self.gated)
 
 
 PACKED = {"linear": PackedLinear, "linear_int8": PackedInt8}

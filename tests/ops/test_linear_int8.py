@@ -239,13 +239,14 @@ def test_autocast_casts_as_linear_does(run, autocast):
             assert linear_int8(x.double(), weight, scale).dtype == torch.float64
 
 
-def test_compiled_is_eager():
-    weight, scale = random_weight(9, 24)
+@pytest.mark.parametrize("gated", [None, "second"])
+def test_compiled_is_eager(gated):
+    weight, scale = random_weight(10, 24)
 
-    def step(x, w, s, b):
-        return linear_int8(x.transpose(0, 1), w, s, b, "gelu").transpose(0, 1)  # a producer that permutes
+    def step(x, w, s, b):  # a producer that permutes
+        return linear_int8(x.transpose(0, 1), w, s, b, "gelu", gated=gated).transpose(0, 1)
 
-    assert_compiled_is_eager(step, lambda tokens: (torch.randn(6, tokens, 24), weight, scale, torch.ones(9)))
+    assert_compiled_is_eager(step, lambda tokens: (torch.randn(6, tokens, 24), weight, scale, torch.ones(10)))
 
 
 # --- packed weights -----------------------------------------------------------------------------------------
@@ -332,6 +333,7 @@ X, W, S, B = torch.ones(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.ones(4)
 BAD = [
     ({"x": torch.tensor(1.0)}, ValueError, r"x: expected shape \(\.\.\., in\).*got \(\)"),
     ({"x": X[:, :0], "weight": W[:, :0]}, ValueError, r"x: expected .* in >= 1, got \(2, 0\)"),
+    ({"gated": "first"}, ValueError, "activation: expected the name of one with gated='first', got None"),
     ({"x": torch.ones(1, 65_537)}, ValueError, "x: expected at most 65536 elements per row, got 65537"),
     ({"weight": W.to(torch.uint8)}, TypeError, "weight: expected int8, got torch.uint8"),
     ({"weight": W[:, :2]}, ValueError, r"weight: expected shape \(out, 3\), got \(4, 2\)"),

@@ -25,10 +25,11 @@ class LinearInt8Case(linear.ProductCase):
     activation: str | None = None
     bias: bool = True
     offset: float = 0.0
+    gated: str | None = None
 
     op = "linear_int8"
-    marks = "activation={} bias=no_bias offset=offset{:g}"
-    options = ("activation",)
+    marks = "activation={} gated={} bias=no_bias offset=offset{:g}"
+    options = ("activation", "gated")
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
@@ -46,13 +47,13 @@ class LinearInt8Case(linear.ProductCase):
         centred, _, step = quantize_rows(x)
         acc = centred.double() @ weight.double().T  # the integers, exactly
         y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
-        return activate_eager(y if bias is None else y + bias, self.activation)
+        return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
 
     def floor(self, inputs: dict[str, Any], name: str) -> float:
         """A few roundings of the product before the bias may cancel it."""
         x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
         most = (x.float().norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
-        return torch.finfo(x.dtype).eps * (1 + most)
+        return torch.finfo(x.dtype).eps * (1 + most) * (1 + most if self.gated else 1)
 
     def bytes(self, dtype: torch.dtype) -> int:
         rows, k, n = self.rows, self.in_features, self.out_features
@@ -71,6 +72,8 @@ CASES = [
     LinearInt8Case(130, 31, 65, bias=False),  # no multiple of a vector or a tile
     LinearInt8Case(7, 1030, 24),  # more than one exact float32 sum
     LinearInt8Case(48, 768, 768),  # BERT-base's projections
+    LinearInt8Case(33, 96, 192, "gelu", gated="first"),
+    LinearInt8Case(20, 40, 130, "silu", bias=False, gated="second"),
 ]
 
 
