@@ -204,7 +204,7 @@ def _assign(model: Any, names: Names, found: dict[str, Stored], fresh: set[str])
             continue
         value = torch.empty(param.shape, dtype=param.dtype, device="cpu")
         if key in fresh:
-            _initialise(key, value, model.config.initializer_range)
+            _initialise(key, value, model.config)
         else:
             value.copy_(found[key].tensor)
         is_parameter = isinstance(param, nn.Parameter)
@@ -221,11 +221,11 @@ def _assign(model: Any, names: Names, found: dict[str, Stored], fresh: set[str])
         table[name] = made[id(source)]
 
 
-def _initialise(key: str, value: Tensor, std: float) -> None:
-    """Initialise a fresh weight as all families do: normal weights, zero biases, LayerNorm at identity."""
+def _initialise(key: str, value: Tensor, config: Any) -> None:
+    """Initialise a fresh weight as `init_weights` does: random matrices, zero biases, unit norms."""
     if key.endswith("bias"):
         value.zero_()
     elif value.dim() == 1:
         value.fill_(1.0)
     else:
-        value.normal_(0.0, std)
+        config.draw_(key.removesuffix(".weight"), value)

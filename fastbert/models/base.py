@@ -137,13 +137,14 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module | None = None) -> None:
-        """Initialise `module` (default: the model) like BERT: normal(0, initializer_range), zero biases,
-        unit norms.
+        """Initialise `module` (default: the model) as transformers does: normal(0, initializer_range) or what
+        the family has (`EncoderConfig.draw_`), zero biases, unit norms.
         """
         quantization.check_trainable(self if module is None else module, "init_weights")
+        names = {child: name for name, child in self.named_modules()}
         for child in (self if module is None else module).modules():
             if isinstance(child, (nn.Linear, nn.Embedding)):
-                child.weight.normal_(0.0, self.config.initializer_range)
+                self.config.draw_(names.get(child, ""), child.weight)
                 if isinstance(child, nn.Embedding) and child.padding_idx is not None:
                     child.weight[child.padding_idx].zero_()
             elif isinstance(child, nn.LayerNorm):

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastbert.checkpoint import files, hub
 from fastbert.layers.patterns import NAMES
@@ -134,6 +134,23 @@ class EncoderConfig(Keys):
     def norm_eps(self) -> float:
         """eps of every LayerNorm."""
         return self.layer_norm_eps if self.family.norm_eps is None else self.family.norm_eps
+
+    def draw_(self, path: str, weight: Tensor) -> None:
+        """Draw the first values of a matrix, as transformers does.
+
+        Args:
+            path: the path of its linear layer or table in the model, or the end of the path.
+            weight: written in place.
+        """
+        std, cutoff = self.initializer_range, self.get("initializer_cutoff_factor")
+        if self.family.out_layers and path.endswith(self.family.out_layers):
+            std /= (2 * max(self.num_hidden_layers, 1)) ** 0.5
+        elif self.family.out_layers and path == self.family.classifier.out:
+            std = self.hidden_size**-0.5
+        if cutoff is None:
+            weight.normal_(0.0, std)
+        else:
+            nn.init.trunc_normal_(weight, 0.0, std, -cutoff * std, cutoff * std)
 
     def norm(self, width: int) -> nn.LayerNorm:
         """A new LayerNorm as the config has it."""

@@ -44,6 +44,8 @@ class Family:
             may see a window of tokens (`fastbert.models.config_rotary`).
         biases: path of a linear layer, in a layer or a head -> the config key that says whether it has a
             bias. The config key `norm_bias`, if there is one, says the same of all norms.
+        out_layers: endings of the paths of linear layers whose first weights are smaller the more layers
+            there are, because their outputs are summed.
         relative_bias: path of the bucketed relative attention bias shared by all layers, or None.
         group_layers: name of a group's list of layers if layers come in groups of shared weights (ALBERT);
             else None.
@@ -70,6 +72,7 @@ class Family:
     final_norm: str | None = None
     rotary: bool = False
     biases: dict[str, str] = field(default_factory=dict)
+    out_layers: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     pad_positions: bool = False
@@ -416,6 +419,7 @@ FAMILIES: dict[str, Family] = {
                 "head.dense": "classifier_bias",
                 "decoder": "decoder_bias",
             },
+            out_layers=("attn.Wo", "mlp.Wo", "head.dense", "decoder"),
             aliases=dict(
                 hidden_activation="hidden_act",
                 norm_eps="layer_norm_eps",
@@ -448,6 +452,7 @@ FAMILIES: dict[str, Family] = {
                 global_attn_every_n_layers=3,
                 global_rope_theta=160_000.0,
                 local_rope_theta=10_000.0,
+                initializer_cutoff_factor=2.0,
                 sparse_prediction=False,
                 sparse_pred_ignore_index=-100,
             ),

@@ -26,6 +26,8 @@ from fastbert.checkpoint.files import (
 )
 from fastbert.checkpoint.read import weights_digest
 from fastbert.models.config import EncoderConfig
+from fastbert.models.config_checks import DEFAULTS
+from fastbert.models.families import family_of
 from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
 from fastbert.pretraining.masking import SPAN_UNITS
@@ -43,8 +45,8 @@ from fastbert.training.module import Losses
 from fastbert.training.parallel import Parallel
 
 WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)
-# (key of dropout, DistilBERT's name of it)
-DROPOUTS = (("hidden_dropout_prob", "dropout"), ("attention_probs_dropout_prob", "attention_dropout"))
+# The keys of dropout; a config has the last one in some families only
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "mlp_dropout")
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked": Objective,
     "replaced-tokens": ReplacedTokens,
@@ -169,9 +171,11 @@ def model_of(
     elif values.get("pad_token_id", pad) != pad:
         raise ValueError(f"model: pad_token_id is {values['pad_token_id']}, but the corpus has {pad}")
     if recipe.dropout is not None:
-        for name, other in DROPOUTS:
-            values.pop(other, None)
-            values[name] = recipe.dropout
+        family = family_of(values.get("model_type", "bert"))
+        for name in DROPOUTS:
+            if name in DEFAULTS | family.defaults:
+                values.pop(family.spelt(name), None)
+                values[name] = recipe.dropout
     config = EncoderConfig.from_dict(values)
     if config.model_type == "mpnet" and pad != 1:  # transformers has the number in its code
         raise ValueError(f"model: mpnet's [PAD] must have the id 1, but the corpus has {pad}")

@@ -25,7 +25,7 @@ from fastbert.tasks.files import Texts
 from fastbert.tasks.ner import Sentence
 from fastbert.tasks.published import PUBLISHED
 from fastbert.tasks.squad import Answer, Question
-from tests.support.rule_tasks import files, quick, written
+from tests.support.rule_tasks import files, quick, tiny_model, written
 
 DEV = 60
 
@@ -98,6 +98,22 @@ def test_is_learnt(learnt, task):
     _, _, result = learnt(task)
     assert result.best.score > (1 + TASKS[task].constant) / 2
     assert not result.best.failed
+
+
+@pytest.mark.parametrize("task", ["squad2", "ner"])
+def test_modernbert_learns(memory, task):
+    """Its tokens see eight others on each side, in every second layer."""
+    sizes = {"pad_token_id": 0, "local_attention": 16, "global_attn_every_n_layers": 2}
+    model, how = tiny_model(memory / "modern", kind="ModernBertModel", **sizes), TASKS[task]
+    data = written(task, memory / f"for-modern-{task}", how.train, DEV)
+    options = {"lr": 2e-3, "epochs": how.epochs, "batch_size": how.batch_size}
+    result = quick(made(task), model, data, memory / f"modern-{task}", **options)
+    assert result.best.score > (1 + how.constant) / 2
+    theirs = {
+        "squad2": transformers.AutoModelForQuestionAnswering,
+        "ner": transformers.AutoModelForTokenClassification,
+    }
+    assert type(theirs[task].from_pretrained(result.output)).__name__.startswith("ModernBert")
 
 
 @pytest.mark.parametrize("task", TASKS)

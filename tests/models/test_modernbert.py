@@ -17,7 +17,7 @@ from fastbert.layers import positions
 from fastbert.layers.batch import PackedBatch
 from fastbert.models.config import EncoderConfig
 from tests.support.accelerated_models import same_gradients
-from tests.support.hf_models import batch, hf_model
+from tests.support.hf_models import batch, hf_config, hf_model
 from tests.support.model_pairs import (
     build,
     close,
@@ -219,6 +219,17 @@ def test_forms_and_heads_equal_transformers(task, config, tmp_path):
     assert all(torch.equal(t, again.state_dict()[k]) for k, t in hf.state_dict().items())
 
 
+@pytest.mark.parametrize("task", ["MaskedLM", "TokenClassification"])
+def test_first_weights_are_drawn_as_transformers_draws_them(task):
+    config = hf_config("modernbert", hidden_size=96, num_labels=64, vocab_size=2000)
+    theirs = getattr(transformers, f"ModernBertFor{task}")(config)
+    model = getattr(fastbert, f"ModernBertFor{task}")(EncoderConfig.from_hf(config))
+    for key, value in model.state_dict().items():
+        expected = theirs.state_dict()[key]
+        assert value.std().item() == pytest.approx(expected.std().item(), rel=0.1, abs=1e-9), key
+        assert value.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.1), key
+
+
 def test_training_with_dropout_and_recomputing():
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout"), 0.3)
     model = native(hf_model("modernbert", **rates)).train()
@@ -259,7 +270,7 @@ def test_position_ids():
         kept_rows(hf, {**inputs, "position_ids": given}),
         1e-9,
     )
-    with pytest.raises(ValueError, match="position_ids: position -.* is outside"):
+    with pytest.raises(ValueError, match=r"position_ids: position -.* is outside"):
         model(**inputs, position_ids=given - 3000)
 
 

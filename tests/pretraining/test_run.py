@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import fastbert
 from fastbert.graphs import training
 from fastbert.graphs.recorder import EagerRecorder
+from fastbert.models.families import FAMILIES
 from fastbert.pretraining.corpus import Corpus
 from fastbert.pretraining.recipe import Recipe, RecipeError, names
 from fastbert.pretraining.run import Growth, model_of, objective_of, stages
@@ -174,6 +175,7 @@ def test_stages_of_entities_are_options(corpus, plain, tmp_path):
         ("electra", "spanbert"),
         ("albert", "bert"),
         ("ernie", "structbert"),
+        ("modernbert", "mosaic"),
     ],
 )
 def test_other_families(family, name, corpus, tmp_path):
@@ -185,12 +187,9 @@ def test_other_families(family, name, corpus, tmp_path):
     same_logits(place, corpus)
     values = json.loads((place / "config.json").read_text())
     assert values["pad_token_id"] == corpus.special_ids["pad"] == 0
-    rates = (
-        ("dropout", "attention_dropout")
-        if family == "distilbert"
-        else ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    )
-    assert [values[rate] for rate in rates] == [0.25, 0.25]
+    rates = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
+    rates += ["mlp_dropout"] if family == "modernbert" else []
+    assert [values[FAMILIES[family].spelt(rate)] for rate in rates] == [0.25] * len(rates)
     assert ("sentence_loss" in result.last) == (recipe.format["kind"] == "segment-pairs")
 
 

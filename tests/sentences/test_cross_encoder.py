@@ -18,14 +18,14 @@ from tests.support.sentence_folders import SENTENCES, rewrite
 PAIRS = [*itertools.pairwise(SENTENCES[:20]), ("", "a"), ("short", "a very long text " * 99)]
 
 
-@pytest.fixture(scope="module", params=["bert-1", "bert-3", "roberta-1"])
+@pytest.fixture(scope="module", params=["bert-1", "bert-3", "roberta-1", "modernbert-1"])
 def folders(request, directory, tmp_path_factory):
     """A folder that sentence-transformers has saved, and its model."""
     kind, labels = request.param.split("-")
     folder = tmp_path_factory.mktemp("cross")
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokenizer.model_max_length = 98
-    if kind == "roberta":
+    if kind != "bert":
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(folder / "plain")
     rewrite(folder / "plain" / "tokenizer_config.json", model_input_names=tokenizer.model_input_names)

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 
 import fastbert
@@ -17,6 +18,7 @@ from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
 from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.similarity import quantized
 from fastbert.sentences.tokenizer import pack_batches
+from tests.support.hf_models import hf_config
 from tests.support.sentence_folders import SENTENCES, rewrite
 
 
@@ -253,3 +255,24 @@ def test_an_encoding_error_crosses_processes():
     error = pickle.loads(pickle.dumps(EncodingError(3, "too long")))
     assert (type(error), str(error)) == (EncodingError, "sentences[3]: too long")
     assert (error.index, error.problem) == (3, "too long")
+
+
+def test_modernbert(directory, tmp_path):
+    """A folder that sentence-transformers has saved, with texts longer than the window."""
+    from sentence_transformers import SentenceTransformer, models
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(tmp_path / "plain")
+    rewrite(tmp_path / "plain" / "tokenizer_config.json", model_input_names=tokenizer.model_input_names)
+    config = hf_config("modernbert", vocab_size=len(tokenizer), initializer_range=0.3)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "plain")
+    modules = [models.Transformer(str(tmp_path / "plain"), max_seq_length=64), models.Pooling(48, "mean")]
+    theirs = SentenceTransformer(modules=modules, device="cpu")
+    theirs.save(str(tmp_path / "saved"))
+    texts = [*SENTENCES[:30], "", "a very long text " * 30]
+    found = SentenceEncoder.from_pretrained(tmp_path / "saved", device="cpu").encode(texts)
+    expected = theirs.encode(texts)
+    assert np.abs(found - expected).max() < 1e-5
+    alone = np.concatenate([theirs.encode([text]) for text in texts[-2:]])
+    assert np.abs(found[-2:] - alone).max() < 1e-5

@@ -47,7 +47,8 @@ QUIET = {"progress": False}
 def tiny_model(folder: Path, *, seed: int = 0, kind: str = "BertModel", **config: object) -> Path:
     """A HuggingFace directory of a model with random weights, whose vocabulary has each word whole."""
     torch.manual_seed(seed)
-    model = getattr(fastbert, kind)(fastbert.BertConfig(**{**SIZES, **config}))
+    cls = getattr(fastbert, kind)
+    model = cls(fastbert.EncoderConfig(**{"model_type": cls.model_type or "bert", **SIZES, **config}))
     model.save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
