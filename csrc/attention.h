@@ -14,6 +14,11 @@ struct Heads {
     std::int64_t row_stride, head_stride;
 };
 
+// Query i sees the keys from i - left to i + right of its sequence, both inclusive; -1: no limit.
+struct Window {
+    std::int64_t left = -1, right = -1;
+};
+
 // Float (batch, nheads, S, S) with contiguous rows; the stride of a broadcast dimension is 0.
 struct Bias {
     const float* data;  // null: none
@@ -23,10 +28,12 @@ struct Bias {
 struct Attention {
     DType dtype;
     std::int64_t batch, nheads, headdim, total, max_seqlen;
+    std::int64_t kv_heads;           // of k and v; head h of q reads their head h / (nheads / kv_heads)
     const std::int32_t* cu_seqlens;  // batch + 1
     Heads q, k, v;
     float softmax_scale;
-    bool causal;
+    Window window;
+    bool causal;  // whether `window` is that of a causal mask, for the kernels that have no other
     Bias bias;
     const float* gate;  // (nheads,), null: none
     DropoutArgs dropout;

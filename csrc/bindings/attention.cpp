@@ -17,7 +17,7 @@ namespace {
 // The arguments of both forward and backward, in the order of `attention` in fastbert/backends/extension.py.
 // Returns how many rows of q, k and v are read. On a GPU the host cannot read cu_seqlens.
 std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
-    if (common.size() != 27) throw py::value_error("attention: expected 27 common arguments");
+    if (common.size() != 29) throw py::value_error("attention: expected 29 common arguments");
     std::size_t next = 0;
     const auto address = [&] { return number<Address>(common[next++]); };
     const auto size = [&] { return number<std::int64_t>(common[next++]); };
@@ -32,12 +32,15 @@ std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     out.headdim = size();
     out.total = size();
     out.max_seqlen = size();
+    out.kv_heads = size();
     out.cu_seqlens = pointer<const std::int32_t>(address());
     out.q = heads();
     out.k = heads();
     out.v = heads();
     out.softmax_scale = number<float>(common[next++]);
-    out.causal = number<bool>(common[next++]);
+    out.window.left = size();
+    out.window.right = size();
+    out.causal = out.window.left < 0 && out.window.right == 0;
     out.bias.data = pointer<const float>(address());
     out.bias.batch_stride = size();
     out.bias.head_stride = size();
@@ -48,6 +51,14 @@ std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     out.dropout.threshold = number<std::uint32_t>(common[next++]);
     out.dropout.scale = number<float>(common[next++]);
     check_size("nheads", out.nheads, 1);
+    check_size("kv_heads", out.kv_heads, 1);
+    if (out.nheads % out.kv_heads != 0)
+        refuse("kv_heads", "a divisor of the " + std::to_string(out.nheads) + " heads of q", out.kv_heads);
+    check_size("window", out.window.left, -1);
+    check_size("window", out.window.right, -1);
+    if (on_device && (out.kv_heads != out.nheads || out.window.left >= 0 || out.window.right > 0))
+        throw py::value_error(
+            "attention: expected as many heads of k and v as of q, and no window, on a GPU");
     check_size("headdim", out.headdim, 1);
     check_size("batch", out.batch);
     check_size("total", out.total);
@@ -58,11 +69,12 @@ std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     elements_of("q", {out.total, out.nheads, out.headdim});
     const Heads* const tensors[] = {&out.q, &out.k, &out.v};
     const char* const names[] = {"q", "k", "v"};
+    const std::int64_t heads_of[] = {out.nheads, out.kv_heads, out.kv_heads};
     for (int i = 0; i < 3; ++i) {
         check_given(names[i], tensors[i]->data, end);
         check_strides(
             names[i],
-            {{out.total, tensors[i]->row_stride}, {out.nheads, tensors[i]->head_stride}, {out.headdim, 1}});
+            {{out.total, tensors[i]->row_stride}, {heads_of[i], tensors[i]->head_stride}, {out.headdim, 1}});
     }
     check_bias(out.bias, out.batch, out.nheads, out.max_seqlen);
     return end;

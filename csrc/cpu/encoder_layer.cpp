@@ -154,7 +154,7 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     AttentionFwd attention{};
     attention.dtype = layer.dtype;
     attention.batch = layer.batch;
-    attention.nheads = layer.nheads;
+    attention.nheads = attention.kv_heads = layer.nheads;
     attention.headdim = layer.headdim;
     attention.total = layer.total;
     attention.max_seqlen = layer.max_seqlen;

@@ -208,10 +208,12 @@ class Run {
         };
         AttentionFwd args{};
         args.dtype = stack_.dtype;
-        args.batch = call_.batch, args.nheads = w.nheads, args.headdim = w.headdim;
+        args.batch = call_.batch, args.nheads = args.kv_heads = w.nheads;
+        args.headdim = w.headdim;
         args.total = call_.rows, args.max_seqlen = call_.max_seqlen, args.cu_seqlens = call_.cu_seqlens;
         args.q = heads(0), args.k = heads(1), args.v = heads(2);
         args.softmax_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(w.headdim)));
+        args.window.right = call_.causal ? 0 : -1;
         args.causal = call_.causal, args.bias = call_.bias;
         args.dropout.scale = 1.0f;
         args.out = memory_.context;

@@ -50,14 +50,15 @@ def _head_rows(t: torch.Tensor) -> tuple[int, ...]:
 
 def attention(inputs: AttentionInputs) -> tuple[tuple[Any, ...], list[Any]]:
     """(arguments of csrc/bindings/attention.cpp, tensors behind their addresses, to outlive the call)."""
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, _, bias, gate, dropout_p, seed, offset = inputs
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
     bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
     if gate is not None:
         gate = gate.float().contiguous()
-    sizes = DTYPE_CODES[q.dtype], batch, nheads, headdim, total, max_seqlen, cu_seqlens.data_ptr()
+    sizes = DTYPE_CODES[q.dtype], batch, nheads, headdim, total, max_seqlen, k.shape[1], cu_seqlens.data_ptr()
     rows = *_head_rows(q), *_head_rows(k), *_head_rows(v)
-    scores = softmax_scale, inputs.causal, *bias_numbers, 0 if gate is None else gate.data_ptr()
+    left, right = (min(side, max_seqlen) for side in window)
+    scores = softmax_scale, left, right, *bias_numbers, 0 if gate is None else gate.data_ptr()
     return (*sizes, *rows, *scores, *dropout(dropout_p, seed, offset)), [cu_seqlens, bias, gate]

@@ -34,9 +34,17 @@ pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning"
 
 TIGHT = (1e-5, 1e-6)  # of sums of float32: relative to their terms, absolute
 KINDS = ((torch.bfloat16, 0.0), (torch.float16, 0.25), (torch.float32, 0.0))  # dtype, dropout_p
-NAMES = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "cu_seqlens"]
-NAMES += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")] + ["softmax_scale", "causal", "bias"]
-NAMES += [*(f"bias_{n}" for n in ("batch", "head", "row")), "gate", "seed"]
+NAMES = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "kv_heads", "cu_seqlens"]
+NAMES += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")]
+NAMES += [
+    "softmax_scale",
+    "left",
+    "right",
+    "bias",
+    *(f"bias_{n}" for n in ("batch", "head", "row")),
+    "gate",
+    "seed",
+]
 
 
 def changed(args, **changes):
@@ -469,7 +477,10 @@ REFUSED = (
     ("sm_80", {"out": 0}, "out"),
     ("hopper", {"dtype": 0}, "dtype: expected bfloat16 or float16"),
     ("hopper", {"headdim": 32}, "headdim: expected 64"),
-    ("hopper", {"causal": True}, "expected no bias"),
+    ("hopper", {"right": 0}, "expected no bias"),
+    ("hopper", {"right": 1}, "no window"),
+    ("sm_80", {"left": 3, "right": 0}, "no window"),
+    ("sm_80", {"kv_heads": 1}, "as many heads"),
     ("hopper", {"bias": 16}, "expected no bias"),
     ("hopper", {"softmax_scale": 0.0}, "softmax_scale > 0"),
     ("hopper", {"softmax_scale": math.nan}, "softmax_scale > 0"),
@@ -494,7 +505,7 @@ def test_the_entry_points(request, emulated, both):
             given = changed(args, **{k: v for k, v in changes.items() if k in NAMES})
             with pytest.raises((ValueError, RuntimeError), match=message):
                 call(given, last["out"], 0, 0, last["device"], 0)
-    with pytest.raises(ValueError, match="expected 27"):
+    with pytest.raises(ValueError, match="expected 29"):
         call(args[:-1], out.data_ptr(), 0, 0, 0, 0)
     emulated.register(*inputs[:4], out)
     call(args, out.data_ptr(), 0, 0, 0, 0)
