@@ -1,6 +1,6 @@
 // Attention on the CPU: cuts the batch into tasks. A task of forward is a run of queries of one sequence and
-// head. A task of backward is one whole sequence and head, so it sums dk and dv alone. Results therefore do
-// not depend on the number of threads.
+// head. A task of backward is one whole sequence and head of k and v, with all heads of q that read it, so it
+// sums dk and dv alone. Results therefore do not depend on the number of threads.
 #include "attention.h"
 
 #include <algorithm>
@@ -48,7 +48,7 @@ struct Task {
 };
 
 // All tasks, the longest sequences first, so that no thread starts a long one last.
-std::vector<Task> cut(const Attention& args, std::int64_t split) {
+std::vector<Task> cut(const Attention& args, std::int64_t heads, std::int64_t split) {
     std::vector<std::int32_t> order(static_cast<std::size_t>(args.batch));
     std::iota(order.begin(), order.end(), 0);
     const auto length = [&](std::int32_t b) { return args.cu_seqlens[b + 1] - args.cu_seqlens[b]; };
@@ -56,7 +56,7 @@ std::vector<Task> cut(const Attention& args, std::int64_t split) {
                      [&](std::int32_t a, std::int32_t b) { return length(a) > length(b); });
     std::vector<Task> tasks;
     for (const std::int32_t b : order)
-        for (std::int32_t h = 0; h < args.nheads; ++h)
+        for (std::int32_t h = 0; h < heads; ++h)
             for (std::int64_t begin = 0; begin < length(b); begin += split)
                 tasks.push_back(
                     {b, h, static_cast<std::int32_t>(begin),
@@ -68,7 +68,7 @@ int team(const Attention& args, int threads) {
     std::int64_t pairs = 0;
     for (std::int64_t b = 0; b < args.batch; ++b) {
         const std::int64_t n = args.cu_seqlens[b + 1] - args.cu_seqlens[b];
-        pairs += n * n;
+        pairs += n * most_keys(args, n, 1);
     }
     return pairs * args.nheads * args.headdim < kGrain ? 1 : threads;
 }
@@ -80,6 +80,17 @@ std::int64_t longest(const Attention& args) {
     return most;
 }
 
+// Queries per task of forward, the longest sequence having `seqlen` tokens.
+std::int64_t split_of(const Attention& args, std::int64_t seqlen, int threads) {
+    const bool plenty = args.batch * args.nheads >= 4 * static_cast<std::int64_t>(threads);
+    if (!plenty && threads > 1) return kSplit;
+    // With a window a task packs only the keys that its queries see, and they shall stay in L2.
+    const auto [left, right] = args.window;
+    const bool whole = left < 0 || right < 0;
+    return std::max<std::int64_t>(whole ? seqlen : kSplit + (left + right) / kQueryBlock * 2 * kQueryBlock,
+                                  1);
+}
+
 }  // namespace
 
 const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
@@ -88,11 +99,10 @@ const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
-    const bool plenty = args.batch * args.nheads >= 4 * static_cast<std::int64_t>(threads);
-    const std::vector<Task> tasks =
-        cut(args, plenty || threads == 1 ? std::max<std::int64_t>(seqlen, 1) : kSplit);
+    const std::int64_t split = split_of(args, seqlen, threads);
+    const std::vector<Task> tasks = cut(args, args.nheads, split);
     if (tasks.empty()) return nullptr;
-    const std::int64_t share = simd->forward_scratch(seqlen, args.headdim);
+    const std::int64_t share = simd->forward_scratch(args, seqlen, split);
     const Workspace workspace(share * threads);
     if (workspace.data() == nullptr) return kOutOfMemory;
     parallel_for(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t i, int worker) {
@@ -109,10 +119,10 @@ const char* cpu_attention_bwd(const AttentionBwd& args, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
-    const std::vector<Task> tasks = cut(args, std::max<std::int64_t>(seqlen, 1));
+    const std::vector<Task> tasks = cut(args, args.kv_heads, std::max<std::int64_t>(seqlen, 1));
     if (args.dgate != nullptr) std::fill(args.dgate, args.dgate + args.batch * args.nheads, 0.0);
     if (tasks.empty()) return nullptr;
-    const std::int64_t share = simd->backward_scratch(seqlen, args.headdim);
+    const std::int64_t share = simd->backward_scratch(args, seqlen);
     const Workspace workspace(share * threads);
     if (workspace.data() == nullptr) return kOutOfMemory;
     parallel_for(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t i, int worker) {

@@ -72,13 +72,17 @@ void tiles(const E* a, std::int64_t a_row, std::int64_t a_k, const E* b, std::in
         column_of_tiles<1>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, rows, accumulate);
 }
 
-// scores (rows x stride) = a (rows x depth, a_row apart) times the panels [depth][kKeyPanel] of all keys.
+// scores (rows x stride) = a (rows x depth, a_row apart) times the keys [first, end), a multiple of kLanes
+// and any number, of panels [depth][kKeyPanel].
 template <class E>
-void times_panels(const E* a, std::int64_t a_row, std::int64_t rows, const E* panels, std::int64_t keys,
-                  std::int64_t depth, float* scores, std::int64_t stride) {
-    for (std::int64_t j = 0; j < keys; j += kKeyPanel, panels += depth * kKeyPanel)
-        tiles(a, a_row, 1, panels, kKeyPanel, depth, scores + j, stride, rows,
-              less(kKeyPanel, round_up(keys - j, kLanes)), false);
+void times_panels(const E* a, std::int64_t a_row, std::int64_t rows, const E* panels, std::int64_t first,
+                  std::int64_t end, std::int64_t depth, float* scores, std::int64_t stride) {
+    for (std::int64_t j = first; j < end;) {
+        const std::int64_t panel = j / kKeyPanel * kKeyPanel, next = less(panel + kKeyPanel, end);
+        tiles(a, a_row, 1, panels + panel * depth + (j - panel), kKeyPanel, depth, scores + (j - first),
+              stride, rows, round_up(next - j, kLanes), false);
+        j = next;
+    }
 }
 
 // out (rows x width) = weights (rows x depth) times b (depth x width, b_row apart).
@@ -90,7 +94,8 @@ void times_rows(const E* weights, std::int64_t stride, std::int64_t rows, const 
               j > 0);
 }
 
-// sums[j] += Σ_k weights[k][j] b[k], for all keys j and `depth` elements k.
+// sums[j] += Σ_k weights[k][j] b[k], for `keys` keys j and `depth` elements k. The last tile may reach up to
+// kRows - 1 keys further: their weights must be 0 where their sums are used.
 template <class E>
 void add_transposed(const E* weights, std::int64_t stride, std::int64_t depth, const E* b, std::int64_t keys,
                     std::int64_t width, float* sums) {
@@ -134,9 +139,8 @@ FASTBERT_INLINE float top_of_row(float* s, std::int64_t allowed, float scale, co
     return largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
 }
 
-// exp(scale s - top) of a row in place, and its sum; columns from `allowed` to `keys` become 0.
-FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, std::int64_t keys, float scale,
-                                   float top) {
+// exp(scale s - top) of a row in place, and its sum.
+FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, float scale, float top) {
     // No key is allowed, or there are NaNs, which a maximum may lose: the row is then NaN.
     if (top == -INFINITY) {
         float sum = 0.0f;
@@ -144,7 +148,7 @@ FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, std::int64_t 
             const float x = s[j] * scale;
             if (x != x) sum = x;
         }
-        for (std::int64_t j = 0; j < keys; ++j) s[j] = sum;
+        for (std::int64_t j = 0; j < allowed; ++j) s[j] = sum;
         return sum;
     }
     const Vec factor = broadcast(scale), shift = broadcast(top);
@@ -154,7 +158,6 @@ FASTBERT_INLINE float exponentials(float* s, std::int64_t allowed, std::int64_t 
         store(s + j, e, n);
         total[k] = add(total[k], e);
     });
-    for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;
     return sum4(total);
 }
 
@@ -165,19 +168,63 @@ FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, s
                : bias.data + sequence * bias.batch_stride + head * bias.head_stride + i * bias.row_stride;
 }
 
-// Softmax of `rows` rows of scores, `stride` apart, without the division: exp(s - top) in place. First all
-// maxima, then all sums: a row's exponentials need not wait for its own maximum.
+// The keys [begin, end) that some neighbouring queries of a sequence see. Their columns in rows of scores
+// start at key `first`, the multiple of kLanes below.
+struct Keys {
+    std::int64_t begin, end, first;
+    std::int64_t columns() const { return end - first; }
+};
+
+// Those that the queries from i to i + rows - 1 of n tokens see.
+FASTBERT_INLINE Keys keys_of(const Attention& args, std::int64_t n, std::int64_t i, std::int64_t rows) {
+    const auto [left, right] = args.window;
+    const std::int64_t begin = left < 0 || i < left ? 0 : i - left;
+    return {begin, right < 0 ? n : less(n, i + rows + right), begin / kLanes * kLanes};
+}
+
+// Columns of a block's rows of scores, in sequences of up to n tokens.
+FASTBERT_INLINE std::int64_t row_stride(const Attention& args, std::int64_t n) {
+    return round_up(most_keys(args, n, kQueryBlock), kKeyPanel);
+}
+
+// Where a (batch, nheads, S, S) matrix has query i and key j.
+FASTBERT_INLINE std::int64_t cell_of(const Attention& args, std::int64_t sequence, std::int64_t head,
+                                     std::int64_t i, std::int64_t j) {
+    return ((sequence * args.nheads + head) * args.max_seqlen + i) * args.max_seqlen + j;
+}
+
+// Whether every query of n tokens sees every key.
+FASTBERT_INLINE bool sees_all(const Attention& args, std::int64_t n) {
+    const auto [left, right] = args.window;
+    return (left < 0 || left + 1 >= n) && (right < 0 || right + 1 >= n);
+}
+
+// The head of k and v that a head of q reads.
+FASTBERT_INLINE std::int64_t kv_head_of(const Attention& args, std::int64_t head) {
+    return head / (args.nheads / args.kv_heads);
+}
+
+// Softmax of `rows` rows of scores of these keys, `stride` apart, without the division: exp(s - top) in
+// place, and 0 for the keys that a row's query does not see, up to the column `width`. First all maxima, then
+// all sums: a row's exponentials need not wait for its own maximum.
 FASTBERT_INLINE void softmax_rows(const Attention& args, std::int64_t sequence, std::int64_t head,
-                                  std::int64_t first_row, std::int64_t rows, std::int64_t keys, float* s,
-                                  std::int64_t stride, Row* out) {
-    const bool biased = args.bias.data != nullptr;
-    const auto allowed = [&](std::int64_t r) { return args.causal ? first_row + r + 1 : keys; };
-    for (std::int64_t r = 0; r < rows; ++r)
-        out[r].top = top_of_row(s + r * stride, allowed(r), args.softmax_scale,
-                                bias_row(args.bias, sequence, head, first_row + r));
-    for (std::int64_t r = 0; r < rows; ++r)
-        out[r].sum =
-            exponentials(s + r * stride, allowed(r), keys, biased ? 1.0f : args.softmax_scale, out[r].top);
+                                  std::int64_t n, std::int64_t first_row, std::int64_t rows, const Keys& keys,
+                                  std::int64_t width, float* s, std::int64_t stride, Row* out) {
+    const float scale = args.bias.data != nullptr ? 1.0f : args.softmax_scale;
+    for (std::int64_t r = 0; r < rows; ++r) {
+        const Keys seen = keys_of(args, n, first_row + r, 1);
+        const float* const bias = bias_row(args.bias, sequence, head, first_row + r);
+        out[r].top = top_of_row(s + r * stride + (seen.begin - keys.first), seen.end - seen.begin,
+                                args.softmax_scale, bias == nullptr ? nullptr : bias + seen.begin);
+    }
+    for (std::int64_t r = 0; r < rows; ++r) {
+        const Keys seen = keys_of(args, n, first_row + r, 1);
+        float* const row = s + r * stride;
+        const std::int64_t begin = seen.begin - keys.first, end = seen.end - keys.first;
+        for (std::int64_t j = 0; j < begin; ++j) row[j] = 0.0f;
+        out[r].sum = exponentials(row + begin, end - begin, scale, out[r].top);
+        for (std::int64_t j = end; j < width; ++j) row[j] = 0.0f;
+    }
 }
 
 // The tokens of one sequence.
@@ -195,60 +242,63 @@ FASTBERT_INLINE bool needs_ds(const AttentionBwd& args) {
     return args.dq != nullptr || args.dk != nullptr || args.ds != nullptr || args.dgate != nullptr;
 }
 
-// Floats of scratch that hold the bits of one row of up to `keys` keys.
-FASTBERT_INLINE std::int64_t bits_room(std::int64_t keys) { return round_up(keys / 32, 16); }
+// Floats of scratch that hold the bits of one row of up to `columns` columns, from the multiple of 64 below
+// their first key on.
+FASTBERT_INLINE std::int64_t bits_room(std::int64_t columns) { return round_up(columns / 32 + 4, 16); }
 
-// The place of one row's bits in `keep_bits`, and their size in bytes.
+// The place in `keep_bits` of one row's bits from the first of these keys on, and their size in bytes.
 template <class Word>
-FASTBERT_INLINE Word* saved_bits(Word* keep_bits, const Attention& args, std::int64_t head,
-                                 std::int64_t row) {
-    return keep_bits + (head * args.total + row) * ((args.max_seqlen + 31) / 32);
+FASTBERT_INLINE Word* saved_bits(Word* keep_bits, const Attention& args, std::int64_t head, std::int64_t row,
+                                 const Keys& keys) {
+    return keep_bits + (head * args.total + row) * ((args.max_seqlen + 31) / 32) + keys.first / 64 * 2;
 }
-FASTBERT_INLINE std::size_t saved_size(std::int64_t keys) {
-    return static_cast<std::size_t>((keys + 31) / 32 * 4);
+FASTBERT_INLINE std::size_t saved_size(const Keys& keys) {
+    return static_cast<std::size_t>(((keys.end + 31) / 32 - keys.first / 64 * 2) * 4);
 }
 
 // Draws the dropout bits of one row into `bits`, 64 keys per word; null without dropout.
 FASTBERT_INLINE const std::uint64_t* drawn_bits(const DropoutArgs& args, std::int64_t head, std::int64_t row,
-                                                std::int64_t keys, std::uint64_t* bits) {
+                                                const Keys& keys, std::uint64_t* bits) {
     if (args.seed == nullptr) return nullptr;
     const Dropout dropout{*args.seed, args.offset, static_cast<std::uint32_t>(head), args.threshold};
-    philox_keep(dropout, static_cast<std::uint32_t>(row), (keys + 63) / 64, bits);
+    const std::int64_t first = keys.first / 64;
+    philox_keep(dropout, static_cast<std::uint32_t>(row), (keys.end + 63) / 64 - first, bits, first);
     return bits;
 }
 
 // The same; also saves them in `keep_bits`, if it is not null, for backward.
 FASTBERT_INLINE const std::uint64_t* kept_in_forward(const AttentionFwd& args, std::int64_t head,
-                                                     std::int64_t row, std::int64_t keys,
+                                                     std::int64_t row, const Keys& keys,
                                                      std::uint64_t* bits) {
     const std::uint64_t* const drawn = drawn_bits(args.dropout, head, row, keys, bits);
     if (drawn != nullptr && args.keep_bits != nullptr)
-        std::memcpy(saved_bits(args.keep_bits, args, head, row), drawn, saved_size(keys));
+        std::memcpy(saved_bits(args.keep_bits, args, head, row, keys), drawn, saved_size(keys));
     return drawn;
 }
 
 FASTBERT_INLINE const std::uint64_t* kept_in_backward(const AttentionBwd& args, std::int64_t head,
-                                                      std::int64_t row, std::int64_t keys,
+                                                      std::int64_t row, const Keys& keys,
                                                       std::uint64_t* bits) {
     if (args.dropout.seed == nullptr || args.keep_bits == nullptr)
         return drawn_bits(args.dropout, head, row, keys, bits);
-    std::memcpy(bits, saved_bits(args.keep_bits, args, head, row), saved_size(keys));
+    std::memcpy(bits, saved_bits(args.keep_bits, args, head, row, keys), saved_size(keys));
     return bits;
 }
 
-// f(j, n, bits) for every vector of a row's keys. Bit i says whether dropout keeps key j + i; without `kept`
-// all are kept.
+// f(j, n, bits) for every vector of a row's columns j. Bit i says whether dropout keeps the key of column
+// j + i; without `kept` all are kept.
 template <class F>
-FASTBERT_INLINE void for_kept(std::int64_t keys, const std::uint64_t* kept, const F& f) {
-    for (std::int64_t block = 0; block < keys; block += 64) {
-        const std::uint64_t bits = kept == nullptr ? ~0ull : kept[block / 64];
-        for (std::int64_t j = block; j < less(keys, block + 64); j += kLanes)
-            f(j, static_cast<int>(less(keys - j, kLanes)), bits >> (j - block));
+FASTBERT_INLINE void for_kept(const Keys& keys, const std::uint64_t* kept, const F& f) {
+    const std::int64_t columns = keys.columns(), skipped = keys.first % 64;
+    for (std::int64_t block = -skipped; block < columns; block += 64) {
+        const std::uint64_t bits = kept == nullptr ? ~0ull : *kept++;
+        for (std::int64_t j = block < 0 ? 0 : block; j < less(columns, block + 64); j += kLanes)
+            f(j, static_cast<int>(less(columns - j, kLanes)), bits >> (j - block));
     }
 }
 
 // w = p times `factor` where `bits` keep it, else 0.
-FASTBERT_INLINE void weigh(const float* p, float* w, std::int64_t keys, float factor,
+FASTBERT_INLINE void weigh(const float* p, float* w, const Keys& keys, float factor,
                            const std::uint64_t* bits) {
     const Vec scale = broadcast(factor);
     for_kept(keys, bits, [&](std::int64_t j, int n, std::uint64_t word) __attribute__((always_inline)) {

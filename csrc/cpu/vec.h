@@ -46,14 +46,15 @@ struct Dropout {
     std::uint32_t offset, plane, threshold;
 };
 
-// Bit i of bits[b] says whether column 64 * b + i of `row` is kept, for b < blocks: the 16-bit lane (col & 7)
-// of Philox4x32-10 with counter (col >> 3, row, plane, offset) is at least the threshold's upper half.
+// Bit i of bits[b] says whether column 64 * (first + b) + i of `row` is kept, for b < blocks: the 16-bit lane
+// (col & 7) of Philox4x32-10 with counter (col >> 3, row, plane, offset) is at least the threshold's upper
+// half.
 FASTBERT_INLINE void philox_keep(const Dropout& dropout, std::uint32_t row, std::int64_t blocks,
-                                 std::uint64_t* bits) {
+                                 std::uint64_t* bits, std::int64_t first = 0) {
     constexpr int kBlocks = kLanes / 8;  // that one vector of counters serves: eight columns a counter
     constexpr std::uint64_t kPairs = 0x0303030303030303ull;
     for (std::int64_t block = 0; block < blocks; block += kBlocks) {
-        UVec c0 = iota(static_cast<std::uint32_t>(block * 8)), c1 = broadcast(row);
+        UVec c0 = iota(static_cast<std::uint32_t>((first + block) * 8)), c1 = broadcast(row);
         UVec c2 = broadcast(dropout.plane), c3 = broadcast(dropout.offset);
         std::uint32_t k0 = static_cast<std::uint32_t>(dropout.seed);
         std::uint32_t k1 = static_cast<std::uint32_t>(dropout.seed >> 32);

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension 
 
 # the tests of `make test` that run on an extension built with sanitizers
 TESTS = {
-    "attention": [f"tests/cpu/test_attention{part}.py" for part in ("", "_dropout", "_scores")],
+    "attention": [f"tests/cpu/test_attention{part}.py" for part in ("", "_dropout", "_scores", "_window")],
     "cross_entropy": ["tests/cpu/test_cross_entropy.py"],
     "embedding": ["tests/cpu/test_embedding.py"],
     "encoder_layer": ["tests/execution/test_cpu.py", "tests/cpu/test_threads.py"],

@@ -9,8 +9,8 @@ import torch
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
+from fastbert.ops.attention_checks import checked_window
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 from fastbert.runtime import loader
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of
@@ -49,12 +49,12 @@ def strided_qkv(total, nheads, headdim, dtype, capacity, gaps=(3, 5)):
 
 
 def inputs_of(
-    q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0
+    q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0, window=None
 ) -> AttentionInputs:
     """The operands of the op."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     longest, seed = max(lengths, default=0) + slack, SEED if p else None
-    window = CAUSAL if causal else EVERYWHERE
+    window = checked_window(causal, window)
     return AttentionInputs(q, k, v, ends_of(lengths), longest, scale, window, bias, gate, p, seed, OFFSET)
 
 
@@ -82,7 +82,9 @@ def everything(q, k, v, dout, lengths, **options):
     return dict(zip(names, (out, lse, probs, *grads), strict=True))
 
 
-def truth(q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0):
+def truth(
+    q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0, window=None
+):
     """The same in float64. Rows past the sequences and unread cells of the bias count as 0."""
     total = sum(lengths)
     size = max(lengths, default=0) + slack
@@ -93,7 +95,8 @@ def truth(q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, 
     gate = None if gate is None else gate.double()
     wanted = [t.requires_grad_() for t in (*leaves, bias, gate) if t is not None]
     keep = keep_mask(SEED, OFFSET, ends_of(lengths)[:-1], q.shape[1], size, p) if p else None
-    out, lse, probs = attention_ref(*leaves, ends_of(lengths), size, scale, causal, bias, gate, p, keep)
+    packed = ends_of(lengths), size, scale, causal
+    out, lse, probs = attention_ref(*leaves, *packed, bias, gate, p, keep, window)
     upstream = dout.double().nan_to_num()
     upstream[total:] = 0
     grads = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, upstream), strict=True))
@@ -106,7 +109,9 @@ def truth(q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, 
     }
 
 
-def product_rounding(q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0):
+def product_rounding(
+    q, k, v, dout, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0, window=None
+):
     """Bounds on what rounding to bf16 adds to each result.
 
     exp(S - max) is rounded for out, P for dv, and P ∘ (dP - delta) for dq and dk. Each bound is the rounding
@@ -115,7 +120,9 @@ def product_rounding(q, k, v, dout, lengths, slack=0, scale=None, causal=False, 
     total, size, nheads = sum(lengths), max(lengths, default=0) + slack, q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, dout = (t.detach().double().nan_to_num() for t in (q, k, v, dout))
-    probs = truth(q, k, v, dout, lengths, slack, scale, causal, bias, None, 0.0)["probs"]
+    shared = nheads // k.shape[1]
+    k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+    probs = truth(q, k, v, dout, lengths, slack, scale, causal, bias, None, 0.0, window)["probs"]
     keep = torch.ones(probs.shape, dtype=torch.bool)
     if p:
         keep = keep_mask(SEED, OFFSET, ends_of(lengths)[:-1], nheads, size, p)
@@ -143,7 +150,7 @@ def product_rounding(q, k, v, dout, lengths, slack=0, scale=None, causal=False, 
         ):
             bounds[name][rows] = bound.transpose(0, 1)
     assert not any(t[total:].any() for t in bounds.values())
-    return bounds
+    return bounds | {name: bounds[name].unflatten(1, (-1, shared)).sum(2) for name in ("dk", "dv")}
 
 
 def assert_close(actual, expected, dtype, noise=4e-6, rounded=None):
@@ -171,17 +178,19 @@ def assert_close(actual, expected, dtype, noise=4e-6, rounded=None):
         assert (error <= allowed).all(), f"{name}: off by {(error / allowed).max().item():.3g} of what may be"
 
 
-def check(lengths, nheads, headdim, dtype, capacity=2, noise=4e-6, **options):
+def check(lengths, nheads, headdim, dtype, capacity=2, noise=4e-6, kv_heads=None, **options):
     """Forward and backward against float64, on strided inputs between NaNs; no input changes."""
     total = sum(lengths)
     (q, k, v), memory = strided_qkv(total, nheads, headdim, dtype, capacity)
+    k, v = k[:, :kv_heads], v[:, :kv_heads]
     dout = randn(total + capacity, nheads, headdim, dtype=dtype, seed=9)
     dout[total:] = math.nan
     before = memory.clone()
     actual = everything(q, k, v, dout, lengths, **options)
     assert torch.equal(memory.view(torch.uint8), before.view(torch.uint8)), "an input was written"
     for name in ("out", "dq", "dk", "dv"):
-        assert torch.equal(actual[name][total:], torch.zeros(capacity, nheads, headdim, dtype=dtype)), name
+        assert actual[name].shape[0] == total + capacity
+        assert not actual[name][total:].any(), name
     assert torch.equal(actual["lse"][:, total:], torch.zeros(nheads, capacity))
     rounded = product_rounding(q, k, v, dout, lengths, **options) if rounds_products(dtype) else None
     assert_close(actual, truth(q, k, v, dout, lengths, **options), dtype, noise, rounded)

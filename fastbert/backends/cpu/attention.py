@@ -9,7 +9,6 @@ from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
-from fastbert.runtime import dispatch
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
@@ -18,9 +17,6 @@ DTYPES = STORED
 def attention_fwd(
     inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    if not inputs.is_common:
-        following = dispatch.next_function("cpu", "attention_fwd", inputs.q.device, inputs.q.dtype)
-        return following(inputs, return_probs, save_bits, places)
     args, _held = attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), end = q.shape, int(cu_seqlens[-1])
@@ -51,13 +47,11 @@ def attention_bwd(
     need: AttentionNeeds,
     places: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    if not inputs.is_common:
-        following = dispatch.next_function("cpu", "attention_bwd", inputs.q.device, inputs.q.dtype)
-        return following(dout, inputs, out, lse, keep_bits, need, places)
     args, _held = attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), batch, end = q.shape, cu_seqlens.shape[0] - 1, int(cu_seqlens[-1])
-    grads = [q.new_empty(q.shape if needed else 0) for needed in need[:3]]
+    qkv = zip(inputs[:3], need[:3], strict=True)
+    grads = [q.new_empty(t.shape if needed else 0) for t, needed in qkv]
     ds = lse.new_zeros((batch, nheads, max_seqlen, max_seqlen) if need.dbias else 0)
     dgate = lse.new_empty((batch, nheads) if need.dgate else 0, dtype=torch.float64)
     _C.cpu_attention_bwd(
