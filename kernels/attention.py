@@ -7,8 +7,9 @@ Tiling     A program owns BLOCK_M queries of one sequence and head. It walks ove
            and tile in a table of places, made once per forward (attention_places.py); the longest sequence
            comes first, so that the last programs to start are short. Heads vary fastest: a token's heads are
            neighbours in memory. Slots after the last tile zero the rows after the last sequence. q, k, v are
-           read in place, through their strides. Only the last block of keys is masked (causal: the blocks on
-           the diagonal).
+           read in place, through their strides; heads of q that share a head of k and v read it in turn. Only
+           the last block of keys is masked (causal: the blocks on the diagonal). Blocks that a window hides
+           from all rows are not visited. The blocks at its edges are masked; where few are whole, all are.
 Precision  Products of the storage type are summed in float32 (float32: IEEE products, no TF32). Softmax in
            float32, exp as exp2. P is rounded to the storage type for P v; out is rounded once, at the store.
            Without a bias the scale is folded into exp2's factor. With one, the maximum is subtracted before
@@ -33,7 +34,7 @@ from fastbert.kernels import tuning
 from fastbert.kernels.attention_forward import _attention_fwd_kernel
 from fastbert.kernels.attention_places import attention_places
 from fastbert.kernels.attention_slots import HEIGHTS, grid, in_planes, sections, slots
-from fastbert.kernels.attention_tiles import LOG2_E, words_of
+from fastbert.kernels.attention_tiles import LOG2_E, sides_of, span_of, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 # Wider heads would spill.
 MAX_HEADDIM = 128
+# Tiles of keys without a mask that are worth a loop of their own in a window.
+_WHOLE = 4
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
@@ -198,7 +201,7 @@ def attention_fwd(
         headdim,
         q.dtype,
         extras_of(inputs.bias is not None, inputs.dropout_p > 0, return_probs),
-        tuning.bucket(inputs.max_seqlen),
+        tuning.bucket(span_of(inputs)),
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
@@ -227,6 +230,10 @@ def attention_fwd_with(
         return out, lse, probs, keep_bits
     # Without a bias the greatest product is the greatest score, unless the scale turns the order.
     folded = bias is None and softmax_scale > 0
+    left, right, causal = sides_of(inputs)
+    split = config.split
+    if left is not None and right is not None:
+        split = split and left + right >= config.block_m + _WHOLE * config.block_n
     n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
     first_slot = 0
     if return_probs:
@@ -275,11 +282,14 @@ def attention_fwd_with(
         as_int32_bits(offset),
         threshold_bits(dropout_p),
         1.0 / (1.0 - dropout_p),
+        left,
+        right,
         HEAD_DIM=headdim,
-        CAUSAL=inputs.causal,
+        GROUP=nheads // k.shape[1],
+        CAUSAL=causal,
         FOLDED=folded,
         BIAS_HAS_ROWS=bias is not None and bias.shape[2] > 1,
-        SPLIT=config.split,
+        SPLIT=split,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(headdim)),

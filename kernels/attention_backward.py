@@ -7,7 +7,9 @@ Tiling     Three kernels. Each sum is made in registers and in one order: no ato
            dq: BLOCK_M queries of a sequence and head walk over its keys. The kernel also writes delta, the
            normaliser of P, and each row's share of dgate.
            dk and dv: BLOCK_N keys walk over the queries. Their tiles are transposed, so that P and dS stay in
-           registers as the left operand of a product.
+           registers as the left operand of a product. With fewer heads of k and v, BLOCK_N keys walk over the
+           queries of each head that reads them, one head after the other.
+           Tiles that a window hides are not visited.
            dbias: a tile of the bias walks over all sequences and heads (queries, keys) that share it. A small
            bias is summed in several parts, which are added at the end.
            Slots of the grid as in kernels/attention.py; slots after the last tile zero the tail.
@@ -39,7 +41,7 @@ from fastbert.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from fastbert.kernels.attention_dq import _attention_bwd_dq_kernel
 from fastbert.kernels.attention_places import attention_places
 from fastbert.kernels.attention_slots import HEIGHTS, grid, sections, slots
-from fastbert.kernels.attention_tiles import LOG2_E, words_of
+from fastbert.kernels.attention_tiles import LOG2_E, sides_of, span_of, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
@@ -184,13 +186,14 @@ def heuristic(rungs: tuple[Configs, ...], max_seqlen: int, rows: int, multiproce
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, need: "AttentionNeeds") -> tuple[Tensor, ...]:
     """Memory for dq, dk and dv: side by side where q, k and v are, which saves a copy."""
-    total, nheads, headdim = q.shape
-    size = nheads * headdim * q.element_size()
-    aside = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == size
-    strides = (3 * nheads * headdim, headdim, 1)
+    total, _, headdim = q.shape
+    heads = [t.shape[1] for t in (q, k, v)]
+    of_q, of_k = (n * headdim * q.element_size() for n in heads[:2])
+    aside = k.data_ptr() - q.data_ptr() == of_q and v.data_ptr() - k.data_ptr() == of_k
+    strides = (sum(heads) * headdim, headdim, 1)
     if all(need[:3]) and total > 0 and aside and q.stride() == k.stride() == v.stride() == strides:
-        return torch.empty((total, 3, nheads, headdim), dtype=q.dtype, device=q.device).unbind(1)
-    shapes = (q.shape if needed else (0,) for needed in need[:3])
+        return torch.empty((total, sum(heads), headdim), dtype=q.dtype, device=q.device).split(heads, 1)
+    shapes = (t.shape if needed else (0,) for t, needed in zip((q, k, v), need[:3], strict=True))
     return tuple(torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes)
 
 
@@ -214,7 +217,7 @@ def attention_bwd(
         q.dtype,
         inputs.bias is not None or (dropped and keep_bits is None),
         dropped and keep_bits is not None,
-        tuning.bucket(inputs.max_seqlen),
+        tuning.bucket(span_of(inputs)),
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
@@ -245,6 +248,7 @@ def attention_bwd_with(
     rows = torch.empty((3 if need_dgate else 2, nheads, total), dtype=torch.float32, device=q.device)
     delta, norm = rows[0], rows[1]
     dgate_rows = rows[2] if need_dgate else None
+    left, right, causal = sides_of(inputs)
     # As in forward.
     folded = bias is None and softmax_scale > 0
     cu_seqlens = cu_seqlens.contiguous()
@@ -260,7 +264,8 @@ def attention_bwd_with(
     firsts = dict(zip(HEIGHTS, sections(total, batch, max_seqlen), strict=False))
     shared = {
         "HEAD_DIM": headdim,
-        "CAUSAL": inputs.causal,
+        "GROUP": nheads // k.shape[1],
+        "CAUSAL": causal,
         "BIAS_HAS_ROWS": bias is not None and bias.shape[2] > 1,
         "BLOCK_D": max(16, triton.next_power_of_2(headdim)),
     }
@@ -309,6 +314,8 @@ def attention_bwd_with(
             total,
             batch,
             *scales,
+            left,
+            right,
             FOLDED=folded,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -325,7 +332,7 @@ def attention_bwd_with(
         bits, bits_stride = words(config.block_n)
         launch(
             _attention_bwd_dkdv_kernel,
-            grid(slots(config.block_n, total, batch, max_seqlen), nheads),
+            grid(slots(config.block_n, total, batch, max_seqlen), k.shape[1]),
             q.device,
             dout,
             q,
@@ -350,6 +357,8 @@ def attention_bwd_with(
             total,
             batch,
             *scales,
+            left,
+            right,
             FOLDED=folded,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -399,6 +408,8 @@ def attention_bwd_with(
                 max_seqlen,
                 splits,
                 *scales,
+                left,
+                right,
                 BIAS_HAS_KEYS=bias.shape[3] > 1,
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastbert.kernels.attention_tiles import LOG2_E, _finite, _load_rows
+from fastbert.kernels.attention_tiles import LOG2_E, _finite, _in_window, _load_rows
 from fastbert.kernels.philox import philox_keep, saved_keep
 
 UNIT = tl.constexpr(LOG2_E)
@@ -21,6 +21,8 @@ FIXED_TYPES = (
     "splits",
     "offset",
     "threshold",
+    "left",
+    "right",
 )
 
 
@@ -63,6 +65,8 @@ def _exponentials(
     bias_row_stride,
     bias_key_stride,
     length,
+    left,
+    right,
     scale,
     unit,
     CAUSAL: tl.constexpr,
@@ -82,9 +86,7 @@ def _exponentials(
             bias_at += rows.to(tl.int64) * bias_row_stride
             inside = inside & (rows < length)
         scores += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-    allowed = keys < length
-    if CAUSAL:
-        allowed = allowed & (keys <= rows)
+    allowed = _in_window(keys < length, rows, keys, left, right, CAUSAL)
     scores = tl.where(allowed, scores, float("-inf"))
     if FOLDED:
         return tl.exp2(scores * unit - shift)
@@ -136,6 +138,8 @@ def _query_tile(
     start,
     head,
     length,
+    left,
+    right,
     scale,
     unit,
     offset,
@@ -182,6 +186,8 @@ def _query_tile(
         bias_row_stride,
         bias_key_stride,
         length,
+        left,
+        right,
         scale,
         unit,
         CAUSAL,

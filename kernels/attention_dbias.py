@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _query_tile
-from fastbert.kernels.attention_tiles import _finite, _load_rows
+from fastbert.kernels.attention_tiles import _finite, _key_head, _keys_seen, _load_rows
 
 
 @triton.jit(do_not_specialize=FIXED_TYPES)
@@ -51,7 +51,10 @@ def _attention_bwd_dbias_kernel(
     offset,
     threshold,
     keep_scale,
+    left,
+    right,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr,
     BIAS_HAS_KEYS: tl.constexpr,
@@ -94,8 +97,9 @@ def _attention_bwd_dbias_kernel(
         wide_start = start.to(tl.int64)
         dout_at = dout_ptr + wide_start * dout_stride + wide_head * dout_head_stride
         q_at = q_ptr + wide_start * q_stride + wide_head * q_head_stride
-        k_at = k_ptr + wide_start * k_stride + wide_head * k_head_stride
-        v_at = v_ptr + wide_start * v_stride + wide_head * v_head_stride
+        key_head = tl.cast(_key_head(head, GROUP), tl.int64)
+        k_at = k_ptr + wide_start * k_stride + key_head * k_head_stride
+        v_at = v_ptr + wide_start * v_stride + key_head * v_head_stride
         bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
         if bits_ptr is not None:
             bits_at = bits_ptr + wide_head * total * bits_stride
@@ -123,7 +127,12 @@ def _attention_bwd_dbias_kernel(
             else:
                 q = None
                 do = None
-            for key in tl.range(first_key, key_end, BLOCK_N, num_stages=1):
+            begin, end = _keys_seen(row, key_end, left, right, False, BLOCK_M, BLOCK_N)
+            if left is not None:
+                begin = tl.maximum(begin, first_key)
+            else:
+                begin = first_key
+            for key in tl.range(begin, end, BLOCK_N, num_stages=1):
                 _, weights, dprobs = _query_tile(
                     q,
                     do,
@@ -147,6 +156,8 @@ def _attention_bwd_dbias_kernel(
                     start,
                     head,
                     length,
+                    left,
+                    right,
                     scale,
                     unit,
                     offset,

@@ -51,7 +51,10 @@ def _attention_bwd_dkdv_kernel(
     offset,
     threshold,
     keep_scale,
+    left,
+    right,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     FOLDED: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr,
@@ -62,13 +65,13 @@ def _attention_bwd_dkdv_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """dk and dv of one tile of keys, or of rows after the last sequence. No `dk_ptr`: no dk; dv likewise."""
-    head = tl.program_id(0)
+    key_head = tl.program_id(0)
     sequence, start, length, first_key = _place(places_ptr, first_slot + _slot())
-    wide_head = head.to(tl.int64)
+    wide_key_head = key_head.to(tl.int64)
     if dk_ptr is not None:
-        dk_ptr += wide_head * grad_head_stride
+        dk_ptr += wide_key_head * grad_head_stride
     if dv_ptr is not None:
-        dv_ptr += wide_head * grad_head_stride
+        dv_ptr += wide_key_head * grad_head_stride
     if sequence == n_sequences:
         zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for first in range(start + first_key, total, length):
@@ -80,18 +83,10 @@ def _attention_bwd_dkdv_kernel(
     else:
         if first_key < length:
             wide_start = start.to(tl.int64)
-            dout_ptr += wide_start * dout_stride + wide_head * dout_head_stride
-            q_ptr += wide_start * q_stride + wide_head * q_head_stride
-            k_ptr += wide_start * k_stride + wide_head * k_head_stride
-            v_ptr += wide_start * v_stride + wide_head * v_head_stride
-            if bias_ptr is not None:
-                bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
-            delta_ptr += wide_head * total + wide_start
+            k_ptr += wide_start * k_stride + wide_key_head * k_head_stride
+            v_ptr += wide_start * v_stride + wide_key_head * v_head_stride
             # The distance from delta to the normaliser.
             plane = tl.cast(total, tl.int64) * nheads
-            lse_ptr += wide_head * lse_head_stride + wide_start
-            if bits_ptr is not None:
-                bits_ptr += wide_head * total * bits_stride
             keys = first_key + tl.arange(0, BLOCK_N)
             if CHUNK == BLOCK_D:
                 k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, True, BLOCK_N, BLOCK_D)
@@ -99,67 +94,59 @@ def _attention_bwd_dkdv_kernel(
             else:
                 k = None
                 v = None
-            factor = keep_scale
-            if gate_ptr is not None:
-                factor *= tl.load(gate_ptr + head).to(tl.float32)
             dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
             dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+            # The rows that see keys of the tile.
             begin = 0
+            end = length
             if CAUSAL:
                 begin = first_key // BLOCK_M * BLOCK_M
-            for first_row in tl.range(begin, length, BLOCK_M, num_stages=NUM_STAGES):
-                rows = first_row + tl.arange(0, BLOCK_M)
-                q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
-                do = _load_rows(dout_ptr, dout_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
-                # Rows after the sequence have dout 0 and delta 0: they add nothing, whatever their P is.
-                # One load fetches both: a small load is made whole by every thread.
-                both = delta_ptr + (rows.to(tl.int64)[:, None] + plane * tl.arange(0, 2)[None, :])
-                delta, shift = tl.split(tl.load(both, mask=(rows < length)[:, None], other=0.0))
-                inverse = shift
-                if not FOLDED:
-                    shift = _finite(tl.load(lse_ptr + rows, mask=rows < length, other=0.0))
-                scores = _product(  # [BLOCK_N, BLOCK_M]
-                    k,
-                    k_ptr,
-                    k_stride,
-                    first_key,
-                    q,
-                    q_ptr,
-                    q_stride,
-                    first_row,
-                    length,
-                    HEAD_DIM,
-                    BLOCK_N,
-                    BLOCK_M,
-                    BLOCK_D,
-                    CHUNK,
-                )
-                probs = _exponentials(
-                    scores,
-                    rows[None, :],
-                    keys[:, None],
-                    shift[None, :],
-                    bias_ptr,
-                    bias_row_stride,
-                    bias_key_stride,
-                    length,
-                    scale,
-                    unit,
-                    CAUSAL,
-                    FOLDED,
-                    BIAS_HAS_ROWS,
-                )
-                if not FOLDED:
-                    probs *= inverse[None, :]
-                if dk_ptr is not None:
-                    dprobs = _product(
-                        v,
-                        v_ptr,
-                        v_stride,
+            if right is not None:
+                begin = tl.maximum(first_key - right, 0) // BLOCK_M * BLOCK_M
+            if left is not None:
+                end = tl.minimum(length, first_key + BLOCK_N + left)
+            factor = keep_scale
+            for member in tl.range(0, GROUP, num_stages=1):
+                head = key_head * GROUP + member
+                wide_head = tl.cast(head, tl.int64)
+                dout_at = dout_ptr + wide_start * dout_stride + wide_head * dout_head_stride
+                q_at = q_ptr + wide_start * q_stride + wide_head * q_head_stride
+                if bias_ptr is not None:
+                    bias_at = (
+                        bias_ptr
+                        + tl.cast(sequence, tl.int64) * bias_batch_stride
+                        + wide_head * bias_head_stride
+                    )
+                else:
+                    bias_at = None
+                delta_at = delta_ptr + wide_head * total + wide_start
+                lse_at = lse_ptr + wide_head * lse_head_stride + wide_start
+                if bits_ptr is not None:
+                    bits_at = bits_ptr + wide_head * total * bits_stride
+                else:
+                    bits_at = None
+                if gate_ptr is not None:
+                    gate = tl.load(gate_ptr + head).to(tl.float32)
+                    factor = keep_scale * gate
+                for first_row in tl.range(begin, end, BLOCK_M, num_stages=NUM_STAGES):
+                    rows = first_row + tl.arange(0, BLOCK_M)
+                    q = _load_rows(q_at, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
+                    do = _load_rows(dout_at, dout_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
+                    # Rows after the sequence have dout 0 and delta 0: they add nothing, whatever their P is.
+                    # One load fetches both: a small load is made whole by every thread.
+                    both = delta_at + (rows.to(tl.int64)[:, None] + plane * tl.arange(0, 2)[None, :])
+                    delta, shift = tl.split(tl.load(both, mask=(rows < length)[:, None], other=0.0))
+                    inverse = shift
+                    if not FOLDED:
+                        shift = _finite(tl.load(lse_at + rows, mask=rows < length, other=0.0))
+                    scores = _product(  # [BLOCK_N, BLOCK_M]
+                        k,
+                        k_ptr,
+                        k_stride,
                         first_key,
-                        do,
-                        dout_ptr,
-                        dout_stride,
+                        q,
+                        q_at,
+                        q_stride,
                         first_row,
                         length,
                         HEAD_DIM,
@@ -168,26 +155,67 @@ def _attention_bwd_dkdv_kernel(
                         BLOCK_D,
                         CHUNK,
                     )
-                dropped = probs
-                if seed_ptr is not None:
-                    if bits_ptr is not None:
-                        keep = saved_keep(
-                            bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, True
-                        )
-                    else:
-                        seed = tl.load(seed_ptr)
-                        keep = philox_keep(
-                            seed, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
-                        )
-                        keep = tl.trans(keep)
-                    dropped = tl.where(keep, probs, 0.0)
+                    probs = _exponentials(
+                        scores,
+                        rows[None, :],
+                        keys[:, None],
+                        shift[None, :],
+                        bias_at,
+                        bias_row_stride,
+                        bias_key_stride,
+                        length,
+                        left,
+                        right,
+                        scale,
+                        unit,
+                        CAUSAL,
+                        FOLDED,
+                        BIAS_HAS_ROWS,
+                    )
+                    if not FOLDED:
+                        probs *= inverse[None, :]
                     if dk_ptr is not None:
-                        dprobs = tl.where(keep, dprobs, 0.0)
-                if dv_ptr is not None:
-                    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
-                if dk_ptr is not None:
-                    dscores = probs * (dprobs * factor - delta[None, :])
-                    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+                        dprobs = _product(
+                            v,
+                            v_ptr,
+                            v_stride,
+                            first_key,
+                            do,
+                            dout_at,
+                            dout_stride,
+                            first_row,
+                            length,
+                            HEAD_DIM,
+                            BLOCK_N,
+                            BLOCK_M,
+                            BLOCK_D,
+                            CHUNK,
+                        )
+                    dropped = probs
+                    if seed_ptr is not None:
+                        if bits_at is not None:
+                            keep = saved_keep(
+                                bits_at, bits_stride, start + rows, rows < length, first_key, BLOCK_N, True
+                            )
+                        else:
+                            seed = tl.load(seed_ptr)
+                            keep = philox_keep(
+                                seed, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
+                            )
+                            keep = tl.trans(keep)
+                        dropped = tl.where(keep, probs, 0.0)
+                        if dk_ptr is not None:
+                            dprobs = tl.where(keep, dprobs, 0.0)
+                    if dv_ptr is not None:
+                        if GROUP > 1 and gate_ptr is not None:
+                            dropped *= gate
+                        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
+                    if dk_ptr is not None:
+                        dscores = probs * (dprobs * factor - delta[None, :])
+                        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+            if GROUP > 1:
+                # dv already has each head's gate.
+                factor = keep_scale
             first, end = wide_start + first_key, wide_start + length
             if dk_ptr is not None:
                 _store_tile(dk_ptr, grad_stride, dk * scale, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)

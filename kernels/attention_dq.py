@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _query_tile, _shift_of, _store_tile
-from fastbert.kernels.attention_tiles import _load_rows, _place, _slot
+from fastbert.kernels.attention_tiles import _key_head, _keys_seen, _load_rows, _place, _slot
 
 
 @triton.jit(do_not_specialize=FIXED_TYPES)
@@ -55,7 +55,10 @@ def _attention_bwd_dq_kernel(
     offset,
     threshold,
     keep_scale,
+    left,
+    right,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     FOLDED: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr,
@@ -105,8 +108,9 @@ def _attention_bwd_dq_kernel(
             wide_start = start.to(tl.int64)
             dout_ptr += wide_start * dout_stride + wide_head * dout_head_stride
             q_ptr += wide_start * q_stride + wide_head * q_head_stride
-            k_ptr += wide_start * k_stride + wide_head * k_head_stride
-            v_ptr += wide_start * v_stride + wide_head * v_head_stride
+            key_head = _key_head(head, GROUP).to(tl.int64)
+            k_ptr += wide_start * k_stride + key_head * k_head_stride
+            v_ptr += wide_start * v_stride + key_head * v_head_stride
             out_ptr += wide_start * out_stride + wide_head * out_head_stride
             if bias_ptr is not None:
                 bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
@@ -130,15 +134,13 @@ def _attention_bwd_dq_kernel(
             factor = keep_scale
             if gate_ptr is not None:
                 factor *= tl.load(gate_ptr + head).to(tl.float32)
-            end = length
-            if CAUSAL:
-                end = tl.minimum(length, first_row + BLOCK_M)
+            begin, end = _keys_seen(first_row, length, left, right, CAUSAL, BLOCK_M, BLOCK_N)
             dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             norm = tl.zeros((BLOCK_M,), tl.float32)
             dgate = tl.zeros((BLOCK_M,), tl.float32)
             rest = tl.zeros((BLOCK_M,), tl.float32)
             size = tl.zeros((BLOCK_M,), tl.float32)
-            for first_key in tl.range(0, end, BLOCK_N, num_stages=NUM_STAGES):
+            for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
                 k, weights, dprobs = _query_tile(
                     q,
                     do,
@@ -162,6 +164,8 @@ def _attention_bwd_dq_kernel(
                     start,
                     head,
                     length,
+                    left,
+                    right,
                     scale,
                     unit,
                     offset,

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from fastbert.kernels.attention_tiles import _finite, _load_rows, _place, _slot, _whole_place
+from fastbert.kernels.attention_tiles import (
+    _finite,
+    _in_window,
+    _key_head,
+    _keys_seen,
+    _load_rows,
+    _place,
+    _slot,
+    _whole_place,
+)
 from fastbert.kernels.philox import drawn_and_saved_keep, philox_keep
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -18,6 +27,8 @@ _FIXED_TYPES = (
     "max_seqlen",
     "offset",
     "threshold",
+    "left",
+    "right",
 )
 
 
@@ -34,6 +45,8 @@ def _score_tile(
     first_row,
     first_key,
     length,
+    left,
+    right,
     scale,
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -77,16 +90,17 @@ def _score_tile(
             allowed = (tl.arange(0, BLOCK_N) < length - first_key)[None, :]
         else:
             allowed = (keys < length)[None, :]
-        if CAUSAL:
-            allowed = allowed & (keys[None, :] <= rows[:, None])
+        allowed = _in_window(allowed, rows[:, None], keys[None, :], left, right, CAUSAL)
         scores = tl.where(allowed, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def _weights(scores, top, unit, FOLDED: tl.constexpr):
+def _weights(scores, top, unit, left, FOLDED: tl.constexpr):
     """exp(S - top); FOLDED: `top` is in units of log 2, else in the scores' own."""
-    if FOLDED:
+    if FOLDED and left is not None:
+        return tl.exp2(scores * unit - _finite(top)[:, None])
+    elif FOLDED:
         return tl.exp2(scores * unit - top[:, None])
     else:
         return tl.exp2((scores - _finite(top)[:, None]) * unit)
@@ -118,6 +132,8 @@ def _walk(
     packed_rows,
     first_row,
     length,
+    left,
+    right,
     scale,
     unit,
     HEAD_DIM: tl.constexpr,
@@ -147,6 +163,8 @@ def _walk(
             first_row,
             first_key,
             length,
+            left,
+            right,
             scale,
             HEAD_DIM,
             CAUSAL,
@@ -161,12 +179,16 @@ def _walk(
         )
         if FOLDED:
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-            shrink = tl.exp2(top - new_top)
+            if left is not None:
+                # A row may see no key of the first tiles.
+                shrink = tl.exp2(top - _finite(new_top))
+            else:
+                shrink = tl.exp2(top - new_top)
         else:
             new_top = tl.maximum(top, tl.max(scores, 1))
             shrink = tl.exp2((top - _finite(new_top)) * unit)
         top = new_top
-        weights = _weights(scores, top, unit, FOLDED)
+        weights = _weights(scores, top, unit, left, FOLDED)
         norm = norm * shrink + tl.sum(weights, 1)
         if seed_ptr is not None:
             if bits_ptr is not None:
@@ -265,7 +287,10 @@ def _attention_fwd_kernel(
     offset,
     threshold,
     keep_scale,
+    left,
+    right,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     FOLDED: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr,
@@ -312,8 +337,9 @@ def _attention_fwd_kernel(
         if probs_ptr is not None or first_row < length:
             wide_start = start.to(tl.int64)
             q_ptr += wide_start * q_stride + wide_head * q_head_stride
-            k_ptr += wide_start * k_stride + wide_head * k_head_stride
-            v_ptr += wide_start * v_stride + wide_head * v_head_stride
+            key_head = _key_head(head, GROUP).to(tl.int64)
+            k_ptr += wide_start * k_stride + key_head * k_head_stride
+            v_ptr += wide_start * v_stride + key_head * v_head_stride
             if bias_ptr is not None:
                 bias_ptr += wide_sequence * bias_batch_stride + wide_head * bias_head_stride
             packed_rows = start + first_row + tl.arange(0, BLOCK_M)
@@ -324,20 +350,36 @@ def _attention_fwd_kernel(
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             norm = tl.zeros((BLOCK_M,), tl.float32)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            end = tl.where(first_row < length, length, 0)
-            # The keys before `unmasked` are seen by every row of the tile.
+            begin, end = _keys_seen(
+                first_row,
+                tl.where(first_row < length, length, 0),
+                left,
+                right,
+                CAUSAL,
+                BLOCK_M,
+                BLOCK_N,
+            )
+            first_seen = begin
+            # Every row of the tile sees the keys from `whole` to `unmasked`.
             unmasked = end
             if CAUSAL:
-                end = tl.minimum(end, first_row + BLOCK_M)
                 unmasked = tl.minimum(end, first_row)
+            if right is not None:
+                unmasked = tl.minimum(end, first_row + right + 1)
             unmasked = unmasked // BLOCK_N * BLOCK_N
-            if SPLIT:
+            whole = begin
+            if left is not None:
+                whole = tl.maximum(first_row + BLOCK_M - 1 - left, 0)
+                whole = tl.minimum((whole + BLOCK_N - 1) // BLOCK_N * BLOCK_N, unmasked)
+            # The keys before `whole`, those before `unmasked` and the rest; without SPLIT all at once.
+            for part in tl.static_range((0 if left is not None else 1) if SPLIT else 2, 3):
+                upto = whole if part == 0 else unmasked if part == 1 else end
                 acc, norm, top = _walk(
                     acc,
                     norm,
                     top,
-                    0,
-                    unmasked,
+                    begin,
+                    upto,
                     q,
                     q_ptr,
                     q_stride,
@@ -357,59 +399,22 @@ def _attention_fwd_kernel(
                     packed_rows,
                     first_row,
                     length,
+                    left,
+                    right,
                     scale,
                     unit,
                     HEAD_DIM,
                     CAUSAL,
                     FOLDED,
-                    False,
+                    part != 1,
                     BIAS_HAS_ROWS,
                     BLOCK_M,
                     BLOCK_N,
                     BLOCK_D,
                     CHUNK,
-                    NUM_STAGES,
+                    1 if SPLIT and part != 1 else NUM_STAGES,
                 )
-            else:
-                unmasked = 0
-            acc, norm, top = _walk(
-                acc,
-                norm,
-                top,
-                unmasked,
-                end,
-                q,
-                q_ptr,
-                q_stride,
-                k_ptr,
-                k_stride,
-                v_ptr,
-                v_stride,
-                bias_ptr,
-                bias_row_stride,
-                bias_key_stride,
-                seed_ptr,
-                offset,
-                threshold,
-                bits_ptr,
-                bits_stride,
-                head,
-                packed_rows,
-                first_row,
-                length,
-                scale,
-                unit,
-                HEAD_DIM,
-                CAUSAL,
-                FOLDED,
-                True,
-                BIAS_HAS_ROWS,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_D,
-                CHUNK,
-                1 if SPLIT else NUM_STAGES,
-            )
+                begin = upto
             empty = norm == 0.0
             inverse = 1.0 / tl.where(empty, 1.0, norm)
             factor = inverse * keep_scale
@@ -435,7 +440,7 @@ def _attention_fwd_kernel(
             if probs_ptr is not None:
                 probs_ptr += wide_sequence * probs_batch_stride + wide_head * probs_head_stride
                 rows = first_row + tl.arange(0, BLOCK_M)
-                for first_key in tl.range(0, end, BLOCK_N, num_stages=1):
+                for first_key in tl.range(first_seen, end, BLOCK_N, num_stages=1):
                     scores = _score_tile(
                         q,
                         q_ptr,
@@ -448,6 +453,8 @@ def _attention_fwd_kernel(
                         first_row,
                         first_key,
                         length,
+                        left,
+                        right,
                         scale,
                         HEAD_DIM,
                         CAUSAL,
@@ -460,9 +467,11 @@ def _attention_fwd_kernel(
                         BLOCK_D,
                         CHUNK,
                     )
-                    probs = _weights(scores, top, unit, FOLDED) * inverse[:, None]
+                    probs = _weights(scores, top, unit, left, FOLDED) * inverse[:, None]
                     probs = tl.where((rows < length)[:, None], probs, 0.0)
                     _store_probs(probs_ptr, probs_row_stride, probs, rows, first_key, max_seqlen, BLOCK_N)
                 unseen = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for first_key in tl.range(0, first_seen, BLOCK_N):
+                    _store_probs(probs_ptr, probs_row_stride, unseen, rows, first_key, max_seqlen, BLOCK_N)
                 for first_key in tl.range((end + BLOCK_N - 1) // BLOCK_N * BLOCK_N, max_seqlen, BLOCK_N):
                     _store_probs(probs_ptr, probs_row_stride, unseen, rows, first_key, max_seqlen, BLOCK_N)

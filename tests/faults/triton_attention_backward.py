@@ -6,6 +6,7 @@ from tests.support.mutation import faults_of, interpreted
 
 _KERNEL = "kernels/attention_backward.py"
 _TILES = "kernels/attention_backward_tiles.py"
+_SHARED = "kernels/attention_tiles.py"
 _DQ = "kernels/attention_dq.py"
 _DKDV = "kernels/attention_dkdv.py"
 _DBIAS = "kernels/attention_dbias.py"
@@ -19,9 +20,9 @@ FAULTS = (
     _fault("bias transposed", "bias_at = bias_ptr + keys.to(tl.int64) * bias_key_stride", "bias_at = bias_ptr + keys.to(tl.int64) * bias_row_stride", _TILES),
     _fault("bias read past the sequence's rows", "inside = inside & (rows < length)", "inside = inside & (rows < length + 100)", _TILES),
     _fault("int32 rows of the bias", "rows.to(tl.int64) * bias_row_stride", "rows * bias_row_stride", _TILES),
-    _fault("keys past the sequence seen", "    allowed = keys < length\n", "    allowed = keys < length + 1\n", _TILES),
-    _fault("causal dropped", "allowed = allowed & (keys <= rows)", "allowed = allowed & (keys <= rows + 100)", _TILES),
-    _fault("causal without the diagonal", "(keys <= rows)", "(keys < rows)", _TILES),
+    _fault("keys past the sequence seen", "_in_window(keys < length, rows", "_in_window(keys < length + 1, rows", _TILES),
+    _fault("causal dropped", "allowed = allowed & (keys <= rows)\n", "allowed = allowed & (keys <= rows + 100)\n", _SHARED),
+    _fault("causal without the diagonal", "(keys <= rows)", "(keys < rows)", _SHARED),
     _fault("lse not turned to log 2", "return lse * UNIT", "return lse", _TILES),
     _fault("rows without a key not guarded", "        return _finite(lse)\n", "        return lse\n", _TILES),
     _fault("factor before the shift", "tl.exp2((scores - shift) * unit)", "tl.exp2(scores * unit - shift * unit)", _TILES),
@@ -34,7 +35,22 @@ FAULTS = (
     _fault("dq not normalised", "dq * (inverse * scale)[:, None]", "dq * scale", _DQ),
     _fault("empty rows divided by 0", "inverse = 1.0 / tl.where(norm == 0.0, 1.0, norm)", "inverse = 1.0 / norm", _DQ),
     _fault("sum of P not handed on", "shift + tl.log2(norm) if FOLDED else inverse", "shift if FOLDED else inverse", _DQ),
-    _fault("causal leaves dq too early", "end = tl.minimum(length, first_row + BLOCK_M)\n            dq", "end = tl.minimum(length, first_row + 16)\n            dq", _DQ),
+    _fault("causal leaves dq too early", "end = tl.minimum(length, first_row + BLOCK_M)\n", "end = tl.minimum(length, first_row + 16)\n", _SHARED),
+    # windows and shared heads
+    _fault("one key too many before the query", "keys >= rows - left", "keys >= rows - left - 1", _SHARED),
+    _fault("keys after the query seen without a limit", "allowed = allowed & (keys <= rows + right)", "allowed = allowed", _SHARED),
+    _fault("dq leaves the window too early", "end = tl.minimum(length, first_row + BLOCK_M + right)", "end = tl.minimum(length, first_row + BLOCK_M)", _SHARED),
+    _fault("dq's k of the query's own head", "k_ptr += wide_start * k_stride + key_head * k_head_stride", "k_ptr += wide_start * k_stride + wide_head * k_head_stride", _DQ),
+    _fault("dk begins a tile late", "begin = tl.maximum(first_key - right, 0) // BLOCK_M * BLOCK_M", "begin = (tl.maximum(first_key - right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M", _DKDV),
+    _fault("dk leaves its last queries out", "end = tl.minimum(length, first_key + BLOCK_N + left)", "end = tl.minimum(length, first_key + left)", _DKDV),
+    _fault("dk and dv of each group's first head", "head = key_head * GROUP + member", "head = key_head * GROUP", _DKDV),
+    _fault("dk and dv of the next group's heads", "head = key_head * GROUP + member", "head = key_head + member", _DKDV),
+    _fault("dv of shared heads without their gates", "dropped *= gate", "dropped *= 1.0", _DKDV),
+    _fault("dv of shared heads gated twice", "                factor = keep_scale\n            first", "                factor *= 1.0\n            first", _DKDV),
+    _fault("dbias begins before its tile", "begin = tl.maximum(begin, first_key)", "begin = begin", _DBIAS),
+    _fault("dbias's k of the query's own head", "k_at = k_ptr + wide_start * k_stride + key_head * k_head_stride", "k_at = k_ptr + wide_start * k_stride + wide_head * k_head_stride", _DBIAS),
+    _fault("gradients of shared heads side by side as if not shared", "strides = (sum(heads) * headdim, headdim, 1)", "strides = (3 * heads[0] * headdim, headdim, 1)"),
+    _fault("a program per head of q for dk and dv", "max_seqlen), k.shape[1]),", "max_seqlen), nheads),"),
     # delta's error
     _fault("dq of a rough delta left as it is", "for again in (False, True) if rounding > 0 and need_dq else (False,):", "for again in (False,):"),
     _fault("delta's error left in it", "delta += rest / tl", "delta += 0.0 * rest / tl", _DQ),
@@ -82,7 +98,7 @@ FAULTS = (
     _fault("broadcast dimensions keep their stride", "tuple(s if n > 1 else 0 for", "tuple(s if n > 0 else 0 for"),
     _fault("stride of cu_seqlens", "cu_seqlens = cu_seqlens.contiguous()", "cu_seqlens = cu_seqlens"),
     _fault("folded whatever the sign of the scale", "folded = bias is None and softmax_scale > 0", "folded = True"),
-    _fault("rows of dk by dq's tiles", "grid(slots(config.block_n, total, batch, max_seqlen), nheads)", "grid(slots(config.block_n, total, batch, max_seqlen) // 2, nheads)"),
+    _fault("rows of dk by dq's tiles", "grid(slots(config.block_n, total, batch, max_seqlen), k.shape[1])", "grid(slots(config.block_n, total, batch, max_seqlen) // 2, k.shape[1])"),
     _fault("places of dq by the heights of its keys", "firsts[config.block_m]", "firsts[config.block_n]"),
     _fault("dq's places of the first section", "_place(places_ptr, first_slot + _slot())", "_place(places_ptr, _slot())", _DQ),
     _fault("rough tiles of the heads in one place", "rough_ptr += _slot() * nheads + tl.program_id(0)", "rough_ptr += _slot()", _DQ),

@@ -66,14 +66,18 @@ def attention_cases(draw):
     padded = draw(st.booleans()) and draw(st.booleans())
     lengths = (max(1, lengths[0]),) * min(len(lengths), 3) if padded else lengths
     bias = draw(st.sampled_from(["", "", "shared", "sequence", "keys"]))
+    side = st.one_of(st.integers(-1, 3), st.integers(0, 36))
+    nheads = draw(st.sampled_from([1, 1, 2]))
     case = AttentionCase(
         lengths,
-        nheads=draw(st.sampled_from([1, 1, 2])),
+        nheads=nheads,
         headdim=draw(st.sampled_from([8, 16, 24, 32, 40, 64])),
         padded=padded,
         capacity=0 if padded else draw(st.sampled_from([0, 0, 1, 40])),
         slack=0 if padded else draw(st.sampled_from([0, 0, 1, 20])),
         causal=draw(st.booleans()),
+        window=draw(st.one_of(st.none(), st.tuples(side, side))),
+        kv_heads=draw(st.integers(1, nheads)),
         bias=bias,
         masked=bool(bias) and draw(st.booleans()),
         gate=draw(st.booleans()),

@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
+from fastbert.ops.attention_inputs import Window
 from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
@@ -136,17 +136,20 @@ def attention_inputs(
     dropout_p: float = 0.0,
     causal: bool = False,
     gate: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    kv_heads: int | None = None,
 ) -> tuple[AttentionInputs, torch.Tensor]:
     """Attention's inputs and a table of its places; `bias`: its shape."""
     from fastbert.kernels import attention_slots
 
     t = empty(dtype)
+    heads = nheads, kv_heads or nheads, kv_heads or nheads
     inputs = AttentionInputs(
-        *t(total, 3, nheads, headdim).unbind(1),
+        *t(total, sum(heads), headdim).split(heads, 1),
         t(batch + 1, dtype=I32),
         max_seqlen,
         scale,
-        CAUSAL if causal else EVERYWHERE,
+        Window(*window)._replace(**{"right": 0} if causal else {}),
         None if bias is None else t(*bias),
         t(nheads) if gate else None,
         dropout_p,
@@ -325,7 +328,11 @@ PLAIN = {
     "causal": {"causal": True},
     "negative-scale": {"scale": -0.1},
     "gate": {"gate": True},
+    "window": {"window": (64, 64)},
+    "wide-window": {"window": (256, 200), "kv_heads": 4},
+    "shared": {"kv_heads": 4, "gate": True},
 }
+LOCAL = {"window": (64, 64), "kv_heads": 4, "gate": True}
 DRAWN, MASK, MORE = {"dropout_p": 0.1}, {"bias": (32, 12, 512, 512)}, {"causal": True, "gate": True}
 KEYS, BIAS = {"bias": (32, 1, 1, 512)}, {"bias": (1, 12, 512, 512)}
 HEADDIMS = 64, 128, 16, 32, 80
@@ -342,6 +349,7 @@ def attention_jobs(kernels, full: bool) -> Jobs:
         "saved": saved,
         "saved-causal": saved | MORE,
         "saved-negative-scale": saved | {"scale": -0.1},
+        "saved-window": saved | LOCAL,
     }
     extras = {
         "saved-keys": saved | KEYS,
@@ -350,6 +358,7 @@ def attention_jobs(kernels, full: bool) -> Jobs:
         "bias": BIAS,
         "probs": {"probs": True},
         "all": saved | MASK | MORE | {"probs": True},
+        "all-window": saved | MASK | LOCAL | {"probs": True},
     }
     kinds = {"": PLAIN, "dropout": dropout, "extras": extras}
     for arch, dtype, headdim, (kind, options) in product(
@@ -357,7 +366,8 @@ def attention_jobs(kernels, full: bool) -> Jobs:
     ):
         configs = kernels.candidates(headdim, dtype, kind, divmod(arch, 10))
         for config, name in product(configs, options):
-            wanted = headdim == 64 and config == configs[0] and name in ("plain", "saved", "all")
+            usual = ("plain", "window", "saved", "all")
+            wanted = headdim == 64 and config == configs[0] and name in usual
             if full:
                 wanted = wanted or dtype != FP16
             else:
@@ -385,11 +395,13 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
         "drawn": DRAWN,
         "all": from_bits | MASK | MORE,
         "all-drawn": DRAWN | MASK | MORE,
+        "all-window": from_bits | MASK | LOCAL,
     }
     saved = {
         "saved": from_bits,
         "saved-all": from_bits | MORE | {"scale": -0.1},
         "saved-causal": from_bits | {"causal": True},
+        "saved-window": from_bits | LOCAL,
     }
     for arch, dtype, headdim, options in product(
         SHARED_LIMIT, (BF16, FP32, FP16), HEADDIMS, (PLAIN, extras, saved)
@@ -400,12 +412,12 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
             if dtype == FP32 and "saved" in options[name]:
                 wanted = False  # fastbert.ops.dropout.SAVED_ON: never
             elif full:
-                combined = name in ("plain", "all", "all-drawn", "saved-all")
+                combined = name in ("plain", "window", "all", "all-drawn", "saved-all", "saved-window")
                 wanted = combined and (dtype != FP16 or (headdim == 64 and high))
                 wanted = wanted or (headdim in (32, 64) and dtype == BF16 and high)
             else:
                 wanted = headdim == 64 and dtype == BF16 and high
-                wanted &= name in (("all", "saved") if arch == 90 else ("saved",))
+                wanted &= name in (("all", "saved", "window") if arch == 90 else ("saved", "window"))
             if wanted:
                 call = partial(call_attention_bwd, configs, dtype, headdim, **options[name])
                 yield title(dtype, headdim, "high" if high else "low", name), arch, call

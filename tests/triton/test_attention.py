@@ -10,6 +10,7 @@ import torch
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.ops.attention_grid import keep_mask
+from fastbert.ops.attention_inputs import Window
 from tests.support import launchers
 from tests.support.triton_attention_inputs import (
     INF,
@@ -59,6 +60,8 @@ CUTS = {
 @pytest.fixture(params=CUTS)
 def tiles(request, monkeypatch):
     monkeypatch.setattr(kernels, "config_for", CUTS[request.param])
+    # windows of a few tiles have a loop for whole tiles too
+    monkeypatch.setattr(kernels, "_WHOLE", -4)
 
 
 @pytest.fixture
@@ -150,6 +153,72 @@ def test_bias_and_gate_in_another_dtype(small_tiles, bias_dtype):
     args = forward_args((20, 7), dtype=torch.float32, bias=bias, gate=gate)
     same = args | {"bias": bias.float(), "gate": gate.float()}
     assert_bit_equal(run(args), run(same))
+
+
+# --- windows and shared heads -------------------------------------------------------------------------------
+
+# At the edges of tiles of 16 and of 32, and between; -1 is no limit.
+SIDES = (-1, 0, 1, 15, 16, 17, 33)
+
+
+@pytest.mark.parametrize("left", SIDES)
+def test_windows(tiles, left):
+    for right in SIDES:
+        args = forward_args((50, 5), window=Window(left, right), return_probs=right % 2 == 1, slack=17)
+        for name in "kv":
+            args[name] = args[name][:, : 1 + right % 2]
+        assert_close(run(args), args)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 50), (2, 4, 50, 50)])
+def test_windows_with_all_options(tiles, bias_shape):
+    bias = None if bias_shape is None else randn(*bias_shape)
+    if bias is not None:
+        bias[0, 0, 0, 11:19] = -INF
+    dropped = {"dropout_p": 0.3, "seed": torch.tensor([7], device=DEVICE)}
+    for window in (Window(20, 3), Window(2, 18), Window(33, -1)):
+        args = forward_args((50, 19), nheads=4, window=window, bias=bias, gate=randn(4), return_probs=True)
+        for name in "kv":
+            args[name] = args[name][:, :2]
+        for more in ({"softmax_scale": -0.3}, dropped):
+            out, lse, probs = run(args | more)
+            assert_close((out, lse, probs), args | more, 5e-6)
+
+
+def test_a_nan_outside_the_window_stays_outside(tiles):
+    args = forward_args((200,), window=Window(5, 9), return_probs=True)
+    clean, sees = run(args), torch.zeros(200, dtype=torch.bool, device=DEVICE)
+    sees[100 - 9 : 100 + 5 + 1] = True
+    args["k"][100] = float("nan")
+    out, lse, probs = run(args)
+    for found in (out, lse.t(), probs[0].transpose(0, 1)):
+        assert found[sees].isnan().any(-1).all()
+        assert not found[~sees].isnan().any()
+    assert torch.equal(out[~sees], clean[0][~sees])
+    assert torch.equal(lse[:, ~sees], clean[1][:, ~sees])
+    # 0 times a value that is NaN is NaN: only tiles that no query of a tile sees are not read
+    args["k"][100], args["v"][100] = 0.0, float("nan")
+    out, *_ = run(args)
+    far = (torch.arange(200, device=DEVICE) - 100).abs() > 32 + 32 + 9
+    assert torch.equal(out[far], clean[0][far])
+
+
+def test_a_limit_beyond_every_sequence_is_none(monkeypatch, small_tiles):
+    """Such a call runs the kernel of calls without a window, whatever the side's size."""
+    launched, original = [], kernels.launch
+    monkeypatch.setattr(
+        kernels, "launch", lambda *args, **k: (launched.append((args, k)), original(*args, **k))
+    )
+    args = forward_args((40, 7))
+    expected = run(args)
+    for far in (39, 40, 2**40):
+        assert_bit_equal(run(args | {"window": Window(far, far)}), expected)
+        assert launched[-1][0][-2:] == (None, None)
+    assert_bit_equal(run(args | {"window": Window(2**40, 0)}), run(forward_args((40, 7), causal=True)))
+    assert launched[-2][0][-2:] == (None, None)
+    assert launched[-2][1]["CAUSAL"]
+    run(args | {"window": Window(38, 38)})
+    assert launched[-1][0][-2:] == (38, 38)
 
 
 # --- dropout ------------------------------------------------------------------------------------------------

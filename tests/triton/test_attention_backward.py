@@ -10,6 +10,7 @@ import torch
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.ops.attention import AttentionNeeds
+from fastbert.ops.attention_inputs import Window
 from tests.support import attention_gradients
 from tests.support.attention_calls import Kernels
 from tests.support.attention_gradients import *  # noqa: F403 (tests)
@@ -99,6 +100,48 @@ def test_bits_beyond_2_to_31_words(monkeypatch, cut_):
     expected, own.bits = own.run(), far_bits(own.bits)
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
     assert_bit_equal(own.run(), expected)
+
+
+def shared(own, nheads: int = 1):
+    """The same call with the first heads of k and v alone."""
+    return own.on(k=own.inputs.k[:, :nheads], v=own.inputs.v[:, :nheads])
+
+
+# At the edges of tiles of 16 and of 32, and between; -1 is no limit.
+@pytest.mark.parametrize("left", (-1, 0, 1, 15, 16, 17, 33))
+def test_windows(call, left):
+    for right in (-1, 0, 1, 14, 16, 31):
+        own = call((50, 5), window=Window(left, right), capacity=3)
+        (shared(own) if right % 2 else own).check()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 50), (2, 4, 50, 50), (1, 4, 50, 1)])
+def test_windows_with_all_options(call, bias_shape, saved):
+    bias = None if bias_shape is None else randn(*bias_shape)
+    for window in (Window(20, 3), Window(2, 18), Window(33, -1)):
+        options = {"window": window, "bias": bias, "gate": randn(4), "p": 0.3, "saved": saved}
+        shared(call((50, 19), nheads=4, **options), 2).check()
+
+
+def test_gradients_of_shared_heads_lie_as_their_inputs_do(small_tiles):
+    own = OURS.call((20, 3), nheads=6)
+    total, _, headdim = own.inputs.q.shape
+    q, k, v = randn(total, 10, headdim).split((6, 2, 2), 1)
+    dq, dk, dv, *_ = own.on(q=q, k=k, v=v).check()
+    assert dq.stride() == dk.stride() == dv.stride() == q.stride()
+    assert len({t.untyped_storage().data_ptr() for t in (dq, dk, dv)}) == 1
+
+
+def test_a_nan_outside_the_window_stays_outside(call):
+    own = call((200,), window=Window(5, 9))
+    clean = own.run()
+    for t in (*own.inputs[:3], own.dout, own.out):
+        t[100] = float("nan")
+    far = (torch.arange(200, device=DEVICE) - 100).abs() > 64 + 64 + 9
+    for dirty, before in zip(own.run()[:3], clean[:3], strict=True):
+        assert torch.equal(dirty[far], before[far])
+        assert dirty[100].isnan().all()
 
 
 # For every pair of gradients: both, one, and neither.

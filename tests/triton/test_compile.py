@@ -87,10 +87,11 @@ def products_of_attention(row: dict) -> None:
 def products_of_attention_backward(row: dict) -> None:
     """As forward. The rows are those of the left operand."""
     from fastbert.kernels import attention_backward as kernels
+    from tests.support.triton_compile import PLAIN
 
     dtype, headdim, rung, name = row["job"].split("-", 3)
     saved = name.startswith("saved")
-    extras = not saved and name not in ("plain", "causal", "negative-scale", "gate")
+    extras = not saved and name not in PLAIN
     ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(row["arch"], 10))
     which = row["kernel"].split("_")[3]
     config = getattr(ladder[0 if rung == "high" else -1], which)

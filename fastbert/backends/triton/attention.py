@@ -21,7 +21,7 @@ def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
 
 def _takes(inputs: AttentionInputs) -> bool:
     """Whether the kernels compute such calls. No BERT has wider heads; the kernels would spill."""
-    return inputs.is_common and inputs.q.shape[-1] <= kernels("attention").MAX_HEADDIM
+    return inputs.q.shape[-1] <= kernels("attention").MAX_HEADDIM
 
 
 def attention_fwd(

@@ -235,6 +235,11 @@ ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
     AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, dropout_p=0.1),
     AttentionCase((512, 300), 12, 64, packed_qkv=True, dropout_p=0.1, bias="keys"),
     AttentionCase((70, 19), 2, 64, packed_qkv=True, dropout_p=0.1),
+    # ModernBERT's window, one with a loop for whole tiles, and shared heads
+    AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, window=(64, 64), lse=True),
+    AttentionCase((512, 300), 12, 64, packed_qkv=True, window=(64, 64), dropout_p=0.1),
+    AttentionCase((1100,), 12, 64, packed_qkv=True, window=(256, 256), lse=True),
+    AttentionCase((512, 300, 257), 12, 64, packed_qkv=True, kv_heads=4, lse=True),
 ]
 CASES = [
     *SMALL,
