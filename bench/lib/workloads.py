@@ -71,7 +71,7 @@ class Model:
         everything = sum(n * n for n in lengths)
         if self.family != "modernbert":
             return self.layers * everything
-        # every third layer sees all tokens, the others 64 on each side
+        # every third layer sees all tokens, other layers 64 on each side
         full = -(-self.layers // 3)
         hidden = sum((n - 65) * (n - 64) for n in lengths if n > 65)
         return self.layers * everything - (self.layers - full) * hidden
