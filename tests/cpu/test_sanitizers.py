@@ -21,6 +21,7 @@ TESTS = {
     "layer_norm": ["tests/cpu/test_layer_norm.py"],
     "linear": [f"tests/cpu/test_linear{part}.py" for part in ("", "_bf16", "_gated", "_int8", "_prepared")],
     "packing": ["tests/cpu/test_packing.py"],
+    "rotary": ["tests/cpu/test_rotary.py"],
 }
 
 
