@@ -53,7 +53,7 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
     if "forward" in vars(model):
         return "the model's forward was replaced"
     if model.family.rotary:
-        return "its layers rotate by tables of positions, which may grow"
+        return "its layers rotate by tables of positions, which graphs do not know"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     if model.taps is not None:

@@ -20,8 +20,9 @@ from fastbert.ops.rotary import rotary
 
 # Rows of the shortest table that is kept
 _FEWEST = 512
-# (theta, head_dim, device) -> its longest table yet, in float32
-_tables: dict[tuple[float, int, torch.device], tuple[Tensor, Tensor]] = {}
+# (theta, head_dim, device) -> its tables in float32, each longer than the one before. Short tables are kept:
+# a graph that a caller has captured reads them.
+_tables: dict[tuple[float, int, torch.device], list[tuple[Tensor, Tensor]]] = {}
 
 
 def rotary_tables(thetas: Iterable[float], head_dim: int, rows: int, x: Tensor) -> Tables:
@@ -40,14 +41,13 @@ def _table(theta: float, head_dim: int, rows: int, device: torch.device) -> tupl
     # What a trace makes belongs to the trace
     if torch.compiler.is_compiling() or checks.plain_torch() is not None:
         return _computed(theta, head_dim, rows, device)
-    key = theta, head_dim, device
-    found = _tables.get(key)
-    if found is None or found[0].shape[0] < rows:
+    found = _tables.setdefault((theta, head_dim, device), [])
+    if not found or found[-1][0].shape[0] < rows:
         # Autograd cannot save tensors that were made in inference mode
         with torch.inference_mode(False):
             longer = max(_FEWEST, 1 << (rows - 1).bit_length())
-            found = _tables[key] = _computed(theta, head_dim, longer, device)
-    return found
+            found.append(_computed(theta, head_dim, longer, device))
+    return found[-1]
 
 
 def _computed(theta: float, head_dim: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
