@@ -20,7 +20,7 @@ from fastbert.ops.rotary import rotary
 
 # Rows of the shortest table that is kept
 _FEWEST = 512
-# (theta, head_dim, device) -> its tables in float32, each longer than the one before. Short tables are kept:
+# (theta, head_dim, device) -> its tables in float32, each longer than the previous. Short tables are kept:
 # a graph that a caller has captured reads them.
 _tables: dict[tuple[float, int, torch.device], list[tuple[Tensor, Tensor]]] = {}
 

@@ -104,7 +104,4 @@ def apply_gated(module: nn.Module, x: Tensor, activation: str | None, gated: Hal
     if _is_read(module):
         panels = weight_panels(module, x, gated=True)
         return linear(x, module.weight, module.bias, activation, panels=panels, gated=gated)
-    a, b = apply_linear(module, x).chunk(2, -1)
-    if gated == "first":
-        return activate_eager(a, activation) * b
-    return a * activate_eager(b, activation)
+    return activate_eager(apply_linear(module, x), activation, gated)

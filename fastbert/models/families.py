@@ -453,6 +453,10 @@ FAMILIES: dict[str, Family] = {
                 global_rope_theta=160_000.0,
                 local_rope_theta=10_000.0,
                 initializer_cutoff_factor=2.0,
+                # transformers' choices of kernels, which mean nothing here
+                deterministic_flash_attn=False,
+                reference_compile=None,
+                repad_logits_with_grad=False,
                 sparse_prediction=False,
                 sparse_pred_ignore_index=-100,
             ),

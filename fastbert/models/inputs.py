@@ -270,7 +270,8 @@ def packed_on_host(
         packed = replace(packed, max_seqlen=longest, indices=indices[0], mask=keep)
         if config.family.counts_columns:
             columns = memory[tokens : tokens + total]
-            holes = any(columns[e - 1] - columns[s] != e - 1 - s for s, e in pairwise(ends) if e > s)
+            spans = torch.tensor([(start, end - 1) for start, end in pairwise(ends) if end > start])
+            holes = bool((columns[spans].diff() != spans.diff()).any())
     own = segments if config.family.segments else None
     return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
 

@@ -16,6 +16,8 @@ from fastbert.execution.plan import explain, survey
 from fastbert.layers import positions
 from fastbert.layers.batch import PackedBatch
 from fastbert.models.config import EncoderConfig
+from fastbert.models.inputs import check_inputs, packed_on_host
+from fastbert.runtime.loader import extension
 from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import batch, hf_config, hf_model
 from tests.support.model_pairs import (
@@ -110,7 +112,7 @@ def test_spellings_of_the_config(spelling, tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     written = {k: v for k, v in written.items() if k not in {*OLD, *NEW}} | spelling
     (tmp_path / "config.json").write_text(json.dumps(written))
-    model = fastbert.AutoModel.from_pretrained(tmp_path)
+    model = fastbert.AutoModel.from_pretrained(tmp_path, reference_compile=False)
     inputs = batch("modernbert")
     close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
     model.save_pretrained(tmp_path / "again")
@@ -276,6 +278,22 @@ def test_position_ids():
     )
     with pytest.raises(ValueError, match=r"position_ids: position -.* is outside"):
         model(**inputs, position_ids=given - 3000)
+
+
+def test_holes_are_found_where_the_extension_packs():
+    config, served = EncoderConfig("modernbert", **SIZES), set()
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        mask = torch.arange(6) < torch.randint(0, 7, (3, 1), generator=g)
+        mask &= (torch.rand(3, 6, generator=g) > (seed % 3) / 8) | (torch.arange(6) == 0)
+        given = torch.full((3, 6), 7), mask, None
+        found = packed_on_host(config, torch.device("cpu"), *given)
+        if found is not None:
+            wanted = check_inputs(config, torch.device("cpu"), *given, None, None)
+            assert found.holes == wanted.holes
+            assert torch.equal(found.position_ids, wanted.position_ids)
+            served.add(found.holes)
+    assert served == ({True, False} if extension else set())
 
 
 @torch.no_grad()
