@@ -56,8 +56,8 @@ std::vector<Task> cut(const Attention& args, std::int64_t heads, std::int64_t sp
                      [&](std::int32_t a, std::int32_t b) { return length(a) > length(b); });
     std::vector<Task> tasks;
     for (const std::int32_t b : order)
-        for (std::int32_t h = 0; h < heads; ++h)
-            for (std::int64_t begin = 0; begin < length(b); begin += split)
+        for (std::int64_t begin = 0; begin < length(b); begin += split)
+            for (std::int32_t h = 0; h < heads; ++h)
                 tasks.push_back(
                     {b, h, static_cast<std::int32_t>(begin),
                      static_cast<std::int32_t>(std::min<std::int64_t>(length(b), begin + split))});

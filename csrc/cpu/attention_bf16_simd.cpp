@@ -136,6 +136,8 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
     for (std::int64_t i = begin; i < end; i += kQueryBlock) {
         const std::int64_t rows = less(kQueryBlock, end - i), padded = round_up(rows, kRows);
         copy_rows(args.q, tokens.start + i, head, rows, headdim, width, q);
+        prefetch_rows<bf16>(args.q, tokens.start + i + rows, head, less(kQueryBlock, end - i - rows),
+                            headdim);
         const Keys keys = keys_of(args, n, i, rows);
         times_panels(q, width / 2, padded, panels, keys.first - low, keys.end - low, depth, scores, stride);
         float factor[kQueryBlock];

@@ -176,6 +176,7 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
     for (std::int64_t i = begin; i < end; i += kQueryBlock) {
         const std::int64_t rows = less(kQueryBlock, end - i), padded = round_up(rows, kRows);
         copy_rows<T>(args.q, tokens.start + i, head, rows, padded, headdim, width, q);
+        prefetch_rows<T>(args.q, tokens.start + i + rows, head, less(kQueryBlock, end - i - rows), headdim);
         const Keys keys = keys_of(args, n, i, rows);
         times_panels(q, width, padded, panels, keys.first - low, keys.end - low, headdim, scores, stride);
         float factor[kQueryBlock];

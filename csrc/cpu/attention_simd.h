@@ -107,6 +107,15 @@ FASTBERT_INLINE const T* row_of(const Heads& t, std::int64_t row, std::int64_t h
     return static_cast<const T*>(t.data) + row * t.row_stride + head * t.head_stride;
 }
 
+// Asks for rows [first, first + count) of one head before they are read.
+template <class T>
+FASTBERT_INLINE void prefetch_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
+                                   std::int64_t headdim) {
+    for (std::int64_t i = 0; i < count; ++i)
+        for (std::int64_t c = 0; c < headdim; c += 64 / sizeof(T))
+            __builtin_prefetch(row_of<T>(t, first + i, head) + c);
+}
+
 template <class T>
 void store_rows(const float* rows, std::int64_t count, std::int64_t width, float factor, T* out,
                 std::int64_t headdim, std::int64_t out_stride) {
@@ -201,7 +210,7 @@ FASTBERT_INLINE bool sees_all(const Attention& args, std::int64_t n) {
 
 // The head of k and v that a head of q reads.
 FASTBERT_INLINE std::int64_t kv_head_of(const Attention& args, std::int64_t head) {
-    return head / (args.nheads / args.kv_heads);
+    return args.kv_heads == args.nheads ? head : head / (args.nheads / args.kv_heads);
 }
 
 // Softmax of `rows` rows of scores of these keys, `stride` apart, without the division: exp(s - top) in
@@ -211,14 +220,16 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, std::int64_t sequence, 
                                   std::int64_t n, std::int64_t first_row, std::int64_t rows, const Keys& keys,
                                   std::int64_t width, float* s, std::int64_t stride, Row* out) {
     const float scale = args.bias.data != nullptr ? 1.0f : args.softmax_scale;
+    const bool limited = args.window.left >= 0 || args.window.right >= 0;
+    const auto seen_by = [&](std::int64_t r) { return limited ? keys_of(args, n, first_row + r, 1) : keys; };
     for (std::int64_t r = 0; r < rows; ++r) {
-        const Keys seen = keys_of(args, n, first_row + r, 1);
+        const Keys seen = seen_by(r);
         const float* const bias = bias_row(args.bias, sequence, head, first_row + r);
         out[r].top = top_of_row(s + r * stride + (seen.begin - keys.first), seen.end - seen.begin,
                                 args.softmax_scale, bias == nullptr ? nullptr : bias + seen.begin);
     }
     for (std::int64_t r = 0; r < rows; ++r) {
-        const Keys seen = keys_of(args, n, first_row + r, 1);
+        const Keys seen = seen_by(r);
         float* const row = s + r * stride;
         const std::int64_t begin = seen.begin - keys.first, end = seen.end - keys.first;
         for (std::int64_t j = 0; j < begin; ++j) row[j] = 0.0f;

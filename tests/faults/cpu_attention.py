@@ -115,7 +115,7 @@ FAULTS = (
     _fault("packed rows a panel late", "low = all.begin / kKeyPanel * kKeyPanel", "low = round_up(all.begin, kKeyPanel)"),
     _fault("room for no window", "queries + left + right + kKeyPanel", "queries + 0 * (left + right)", "csrc/cpu/attention.h"),
     # fewer heads of k and v
-    _fault("k and v heads in turn", "return head / (args.nheads / args.kv_heads);", "return head % args.kv_heads;", _SHARED),
+    _fault("k and v heads in turn", "head : head / (args.nheads / args.kv_heads);", "head : head % args.kv_heads;", _SHARED),
     _fault("few keys: a head of k for each of q", "copy_rows<T>(args.k, tokens.start, kv_head, n, padded,", "copy_rows<T>(args.k, tokens.start, head, n, padded,"),
     _fault("dk and dv of one head of q", "head < (kv_head + 1) * shared; ++head", "head < kv_head * shared + 1; ++head"),
     _fault("dk and dv strided like dq", "const std::int64_t step = args.kv_heads * headdim,", "const std::int64_t step = args.nheads * headdim,"),
