@@ -167,6 +167,12 @@ def configs_for(
     return chosen
 
 
+def lowered(configs: Configs) -> Configs:
+    """Tiles for a window beside a bias or bits to draw: the comparisons with its sides take registers."""
+    dq, dkdv, dbias = (c._replace(block_m=min(c.block_m, 32), block_n=min(c.block_n, 32)) for c in configs)
+    return Configs(dq, dkdv, dbias._replace(block_n=16))
+
+
 def _height(configs: Configs) -> int:
     """The rows of the highest tile."""
     return max(configs.dq.block_m, configs.dkdv.block_n)
@@ -212,15 +218,18 @@ def attention_bwd(
     """
     q, dropped = inputs.q, inputs.dropout_p > 0
     total, nheads, headdim = q.shape
+    extras = inputs.bias is not None or (dropped and keep_bits is None)
     configs = configs_for(
         headdim,
         q.dtype,
-        inputs.bias is not None or (dropped and keep_bits is None),
+        extras,
         dropped and keep_bits is not None,
         tuning.bucket(span_of(inputs)),
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
+    if extras and sides_of(inputs)[:2] != (None, None):
+        configs = lowered(configs)
     return attention_bwd_with(configs, dout, inputs, out, lse, keep_bits, need, places)
 
 

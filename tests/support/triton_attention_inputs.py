@@ -17,9 +17,12 @@ LOWEST = torch.finfo(torch.float32).min
 INF = math.inf
 
 
-def forward_args(lengths, nheads=2, headdim=16, dtype=torch.float32, capacity=0, slack=0, **options):
+def forward_args(
+    lengths, nheads=2, headdim=16, dtype=torch.float32, capacity=0, slack=0, causal=False, **options
+):
     """Arguments of `attention_fwd`, in its order; `options` replace the defaults."""
-    inputs = made(lengths, nheads, headdim, dtype, capacity=capacity, slack=slack, device=DEVICE)
+    sizes = {"capacity": capacity, "slack": slack, "causal": causal}
+    inputs = made(lengths, nheads, headdim, dtype, device=DEVICE, **sizes)
     args = inputs._asdict() | {"return_probs": False, "save_bits": False}
     assert set(options) <= set(args)
     return args | options

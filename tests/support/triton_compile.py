@@ -419,6 +419,8 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
                 wanted = headdim == 64 and dtype == BF16 and high
                 wanted &= name in (("all", "saved", "window") if arch == 90 else ("saved", "window"))
             if wanted:
+                if name == "all-window":
+                    configs = kernels.lowered(configs)
                 call = partial(call_attention_bwd, configs, dtype, headdim, **options[name])
                 yield title(dtype, headdim, "high" if high else "low", name), arch, call
 

@@ -10,7 +10,7 @@ import torch
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.ops.attention_inputs import Window
+from fastbert.ops.attention_inputs import EVERYWHERE, Window
 from tests.support import launchers
 from tests.support.triton_attention_inputs import (
     INF,
@@ -413,7 +413,7 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
         q = torch.empty(total, 12, 64, device="meta", dtype=torch.bfloat16)
         ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
         places = torch.empty(slots.sections(total, batch, max_seqlen)[-1], 4, device="meta")
-        rest = (0.125, False, None, None, 0.0, None, 0, probs, False, places)
+        rest = (0.125, EVERYWHERE, None, None, 0.0, None, 0, probs, False, places)
         launchers.attention_fwd(kernels, q, q, q, ends, max_seqlen, *rest)
         return grids.pop()
 

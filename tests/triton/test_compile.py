@@ -94,7 +94,8 @@ def products_of_attention_backward(row: dict) -> None:
     extras = not saved and name not in PLAIN
     ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(row["arch"], 10))
     which = row["kernel"].split("_")[3]
-    config = getattr(ladder[0 if rung == "high" else -1], which)
+    configs = ladder[0 if rung == "high" else -1]
+    config = getattr(kernels.lowered(configs) if name == "all-window" else configs, which)
     high = dtype != "float32" and (config.block_n if which == "dkdv" else config.block_m) >= 64
     assert (row["wgmma"] > 0) == (row["arch"] == 90 and high), row
     assert which == "dbias" or (row["left_in_registers"] > 0) == (row["wgmma"] > 0), row
