@@ -170,7 +170,7 @@ def configs_for(
 def lowered(configs: Configs) -> Configs:
     """Tiles for a window beside a bias or bits to draw: the comparisons with its sides take registers."""
     dq, dkdv, dbias = (c._replace(block_m=min(c.block_m, 32), block_n=min(c.block_n, 32)) for c in configs)
-    return Configs(dq, dkdv, dbias._replace(block_n=16))
+    return Configs(dq, dkdv._replace(num_stages=1), dbias._replace(block_n=16))
 
 
 def _height(configs: Configs) -> int:

@@ -396,6 +396,7 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
         "all": from_bits | MASK | MORE,
         "all-drawn": DRAWN | MASK | MORE,
         "all-window": from_bits | MASK | LOCAL,
+        "all-drawn-window": DRAWN | MASK | LOCAL,
     }
     saved = {
         "saved": from_bits,
@@ -419,7 +420,7 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
                 wanted = headdim == 64 and dtype == BF16 and high
                 wanted &= name in (("all", "saved", "window") if arch == 90 else ("saved", "window"))
             if wanted:
-                if name == "all-window":
+                if options is extras and "window" in options[name]:
                     configs = kernels.lowered(configs)
                 call = partial(call_attention_bwd, configs, dtype, headdim, **options[name])
                 yield title(dtype, headdim, "high" if high else "low", name), arch, call

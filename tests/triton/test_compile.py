@@ -95,7 +95,7 @@ def products_of_attention_backward(row: dict) -> None:
     ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(row["arch"], 10))
     which = row["kernel"].split("_")[3]
     configs = ladder[0 if rung == "high" else -1]
-    config = getattr(kernels.lowered(configs) if name == "all-window" else configs, which)
+    config = getattr(kernels.lowered(configs) if extras and "window" in name else configs, which)
     high = dtype != "float32" and (config.block_n if which == "dkdv" else config.block_m) >= 64
     assert (row["wgmma"] > 0) == (row["arch"] == 90 and high), row
     assert which == "dbias" or (row["left_in_registers"] > 0) == (row["wgmma"] > 0), row
