@@ -1,9 +1,10 @@
-"""The mean, the first or the maximum of the tokens of each packed sequence, forward and backward.
+"""A mean, the first, the last or the maximum of the tokens of each packed sequence, forward and backward.
 
-Math       mean y_i = Σ_t h_t / length;  cls y_i = h of the first token;  max y_i = max_t h_t, NaN kept.
-           A sequence without tokens has zeros.
-           mean dh_t = dy_i / length;  cls dh of the first token = dy_i, else 0;  max dh_t = dy_i / ties where
-           h_t = y_i, else 0. Rows after the last sequence: 0.
+Math       mean y_i = Σ_t h_t / length;  mean_sqrt_len_tokens y_i = Σ_t h_t / sqrt(length);
+           weightedmean y_i = Σ_t w_t h_t / Σ_t w_t, w = 1 … length;  cls, lasttoken y_i = h of that token;
+           max y_i = max_t h_t, NaN kept. A sequence without tokens has zeros.
+           Means: dh_t = dy_i times the factor of h_t;  cls, lasttoken: dh of that token = dy_i, else 0;
+           max: dh_t = dy_i / ties where h_t = y_i, else 0. Rows after the last sequence: 0.
 Tiling     A program owns one sequence and BLOCK_N columns, and walks over the tokens BLOCK_M at a time: the
            hidden states are read once, in rows, and only the result is written. No program depends on the
            sequence of another. Offsets of rows are 64-bit.
@@ -20,6 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.launch import cdiv, launch, next_power_of_2
+
+
+@triton.jit
+def _divisor(length, MODE: tl.constexpr):
+    """What the sum over a sequence is divided by, float32."""
+    count = tl.maximum(length, 1).to(tl.float32)
+    if MODE == "mean_sqrt_len_tokens":
+        count = tl.sqrt_rn(count)
+    if MODE == "weightedmean":
+        count = count * (count + 1) * 0.5
+    return count
 
 
 @triton.jit
@@ -41,32 +53,36 @@ def _pooling_fwd_kernel(
     start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + sequence + 1) - start).to(tl.int32)
     x_ptr += start * x_stride
-    if MODE == "cls":
+    if MODE == "cls" or MODE == "lasttoken":
+        if MODE == "lasttoken":
+            x_ptr += tl.maximum(length - 1, 0).to(tl.int64) * x_stride
         y = tl.load(x_ptr + cols, mask=inside & (length > 0), other=0.0).to(tl.float32)
     else:
         rows = tl.arange(0, BLOCK_M)
-        if MODE == "mean":
-            y = tl.zeros((BLOCK_N,), tl.float32)
-        else:
+        if MODE == "max":
             y = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        else:
+            y = tl.zeros((BLOCK_N,), tl.float32)
         spoiled = tl.zeros((BLOCK_N,), tl.int32)
         for first in range(0, length, BLOCK_M):
             tokens = first + rows
             mask = (tokens < length)[:, None] & inside[None, :]
             at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]
-            if MODE == "mean":
-                x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-                y += tl.sum(x, 0)
-            else:
+            if MODE == "max":
                 x = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
                 y = tl.maximum(y, tl.max(x, 0))
                 # A maximum may skip NaN, so NaN are counted.
                 spoiled += tl.sum((x != x).to(tl.int32), 0)
-        if MODE == "mean":
-            y = y / tl.maximum(length, 1).to(tl.float32)
-        else:
+            else:
+                x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                if MODE == "weightedmean":
+                    x *= (tokens + 1).to(tl.float32)[:, None]
+                y += tl.sum(x, 0)
+        if MODE == "max":
             y = tl.where(spoiled > 0, float("nan"), y)
             y = tl.where(length > 0, y, 0.0)
+        else:
+            y = y / _divisor(length, MODE)
     tl.store(y_ptr + sequence.to(tl.int64) * y_stride + cols, y, mask=inside)
 
 
@@ -99,8 +115,8 @@ def _pooling_bwd_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=inside & within, other=0.0).to(tl.float32)
     dx_ptr += start * width
     rows = tl.arange(0, BLOCK_M)
-    if MODE == "mean":
-        dy = dy / tl.maximum(length, 1).to(tl.float32)
+    if MODE == "mean" or MODE == "mean_sqrt_len_tokens" or MODE == "weightedmean":
+        dy = dy / _divisor(length, MODE)
     if MODE == "max":
         x_ptr += start * x_stride
         y = tl.load(y_ptr + row * y_stride + cols, mask=inside & within, other=0.0).to(tl.float32)
@@ -115,15 +131,19 @@ def _pooling_bwd_kernel(
     for first in range(0, length, BLOCK_M):
         tokens = first + rows
         mask = (tokens < length)[:, None] & inside[None, :]
-        if MODE == "mean":
-            given = tokens[:, None] >= 0
-        elif MODE == "cls":
+        if MODE == "cls":
             given = tokens[:, None] == 0
-        else:
+        elif MODE == "lasttoken":
+            given = tokens[:, None] == length - 1
+        elif MODE == "max":
             at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]
             x = tl.load(at, mask=mask & within, other=float("nan")).to(tl.float32)
             given = x == y[None, :]
+        else:
+            given = tokens[:, None] >= 0
         dx = tl.where(given, dy[None, :], 0.0)
+        if MODE == "weightedmean":
+            dx *= (tokens + 1).to(tl.float32)[:, None]
         at = dx_ptr + tokens.to(tl.int64)[:, None] * width + cols[None, :]
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

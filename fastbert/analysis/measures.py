@@ -82,7 +82,7 @@ class Measure:
         Args:
             model: see the module.
             examples: labelled examples, or pairs.
-            pooling: "mean", "cls" or "max" for an encoder without a head; None for a model with a head.
+            pooling: a mode of `ops.pooling` for an encoder without a head; None for a model with a head.
 
         Raises:
             TypeError: the module's table does not have the model.

@@ -3,22 +3,26 @@ r"""Pooling: one vector per packed sequence, from the hidden states of its token
 Forward, for sequence i with the tokens t in [cu_seqlens[i], cu_seqlens[i + 1]), in float32 (float64 for
 float64):
 
-    cls   y_i = h_t of the first token
-    mean  y_i = Σ_t h_t / length
-    max   y_i = max_t h_t, element by element; NaN where one of them is
+    mean                  y_i = Σ_t h_t / length
+    cls                   y_i = h_t of the first token
+    max                   y_i = max_t h_t, element by element; NaN where one of them is
+    lasttoken             y_i = h_t of the last token
+    mean_sqrt_len_tokens  y_i = Σ_t h_t / sqrt(length)
+    weightedmean          y_i = Σ_t w_t h_t / Σ_t w_t, with the weights w = 1, 2, …, length
 
-Backward: cls, dh of the first token = dy_i; mean, dh_t = dy_i / length; max, dh_t = dy_i / ties where
-h_t = y_i, for as many tokens as share the maximum, else 0.
+Backward: dh_t is dy_i times what h_t is multiplied by above, else 0; max, dh_t = dy_i / ties where h_t = y_i,
+for as many tokens as share the maximum, else 0.
 
 y is float32 (float64 for float64), because it is normalised or compared next. A sequence of length zero has
 zeros. Rows at and past cu_seqlens[-1] are not read; their gradient is 0. A row of y depends on nothing else
 in the batch, and repeats are bit-equal.
 
-Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
+Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3; Muennighoff 2022, "SGPT", sec. 4.1 (weightedmean).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +32,24 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.runtime import dispatch
 
-MODES = ("mean", "cls", "max")
+# sentence-transformers' names
+MODES = ("mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
+
+
+def _weightedmean(tokens: Tensor) -> Tensor:
+    weights = torch.arange(1, len(tokens) + 1, dtype=tokens.dtype, device=tokens.device)
+    return weights @ tokens / weights.sum()
+
+
+# Tokens (length, width) of one sequence -> (width,)
+_OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda tokens: tokens.mean(0),
+    "cls": lambda tokens: tokens[0],
+    "max": lambda tokens: tokens.amax(0),
+    "lasttoken": lambda tokens: tokens[-1],
+    "mean_sqrt_len_tokens": lambda tokens: tokens.sum(0) / len(tokens) ** 0.5,
+    "weightedmean": _weightedmean,
+}
 
 
 def pooling_ref(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
@@ -37,12 +58,7 @@ def pooling_ref(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     rows = []
     for start, end in pairwise(cu_seqlens.tolist()):
         tokens = wide[start:end]
-        if start == end:
-            rows.append(tokens.sum(0))
-        else:
-            rows.append(
-                {"mean": lambda x: x.mean(0), "cls": lambda x: x[0], "max": lambda x: x.amax(0)}[mode](tokens)
-            )
+        rows.append(tokens.sum(0) if start == end else _OF_ONE[mode](tokens))
     return torch.stack(rows) if rows else wide.new_zeros((0, hidden.shape[1]))
 
 
@@ -143,7 +159,8 @@ def pooling(hidden: Tensor, cu_seqlens: Tensor, mode: str = "mean") -> Tensor:
         cu_seqlens: (batch + 1,) int32 or int64 on the same device: 0, then where each sequence ends, never
             decreasing and not beyond `total`. Values on a CPU are checked (under torch.compile when the graph
             runs); those on a GPU are not, because the check would wait for it.
-        mode: "mean", "cls" (the first token) or "max".
+        mode: "mean", "cls" (the first token), "max", "lasttoken", "mean_sqrt_len_tokens" (the sum over the
+            square root of the length) or "weightedmean" (later tokens weigh more).
 
     Returns:
         (batch, width) in float32 (float64 for float64 input); zeros where a sequence has no tokens.

@@ -2,7 +2,7 @@
 
 A directory is a plain HuggingFace one (config.json, weights, tokenizer.json or vocab.txt), or one saved by
 sentence-transformers, whose modules.json, pooling, normalisation, maximum length and default prompt are used.
-What is not implemented (a Dense module, some pooling modes) is refused by name, not skipped.
+What is not implemented (a Dense module, several pooling modes at once) is refused by name, not skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SentenceEncoder(TextModel):
             "cls".
         tokenizer: from the `tokenizers` library. Copied, so its padding and truncation do not change.
         pooling: "mean" (over all tokens, special ones included), "cls" (the last layer then computes the
-            first tokens only) or "max".
+            first tokens only), "max", "lasttoken", "mean_sqrt_len_tokens" or "weightedmean".
         normalize: scale each embedding to length 1; an all-zero one stays zero.
         max_length: most tokens of a sentence, special ones included; None = as many as the model allows.
         lower_case: convert the text to lower case before it is tokenised.

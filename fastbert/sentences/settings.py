@@ -23,7 +23,7 @@ _POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
@@ -42,7 +42,7 @@ class SentenceSettings:
 
     Attributes:
         transformer: folder with config.json, weights and tokenizer.
-        pooling: "mean", "cls" or "max".
+        pooling: a mode of `fastbert.ops.pooling.pooling`.
         normalize: scale each embedding to length 1.
         max_length: most tokens of a sentence, special ones included; None if the directory sets none.
         lower_case: convert the text to lower case before it is tokenised.

@@ -10,8 +10,15 @@ _TIES = "mask = (tokens {} length)[:, None] & inside[None, :]\n            at = 
 _fault = faults_of(_KERNEL)
 
 FAULTS = (
-    _fault("mean over one token more", "y = y / tl.maximum(length, 1).to", "y = y / (length + 1).to"),
-    _fault("an empty sequence divides by zero", "y = y / tl.maximum(length, 1).to", "y = y / length.to"),
+    _fault("mean over one token more", "count = tl.maximum(length, 1).to", "count = (length + 1).to"),
+    _fault("an empty sequence divides by zero", "count = tl.maximum(length, 1).to", "count = length.to"),
+    _fault("the length for its root", "count = tl.sqrt_rn(count)", "count = count"),
+    _fault("weights from zero in the sum of weights", "(count + 1) * 0.5", "(count - 1) * 0.5"),
+    _fault("weights from zero", "                    x *= (tokens + 1)", "                    x *= tokens"),
+    _fault("the token before the last", "tl.maximum(length - 1, 0).to", "tl.maximum(length - 2, 0).to"),
+    _fault("the next sequence's first for the last token", "tl.maximum(length - 1, 0).to", "length.to"),
+    _fault("gradient of the token before the last", "given = tokens[:, None] == length - 1", "given = tokens[:, None] == length - 2"),
+    _fault("gradient without the weights", "        if MODE == \"weightedmean\":\n            dx *= (tokens + 1).to(tl.float32)[:, None]\n", ""),
     _fault("the next sequence's tokens read", _TOKENS.format("<", "length"), _TOKENS.format("<=", "length")),
     _fault("the last token forgotten", _TOKENS.format("<", "length"), _TOKENS.format("<", "length - 1")),
     _fault("one tile only", "        for first in range(0, length, BLOCK_M)", "        for first in range(0, tl.minimum(length, BLOCK_M), BLOCK_M)"),
@@ -32,7 +39,7 @@ FAULTS = (
     _fault("end of the rows behind the last not known", "tl.where(within, end, n_rows) - start", "tl.where(within, end, start) - start"),
     _fault("cu_seqlens read beyond its end", "sequence + 1, mask=within, other=0)", "sequence + 1)"),
     _fault("gradient read beyond its end", "cols, mask=inside & within, other=0.0).to(tl.float32)\n    dx_ptr", "cols, mask=inside, other=0.0).to(tl.float32)\n    dx_ptr"),
-    _fault("mean not divided", "    if MODE == \"mean\":\n        dy = dy / tl.maximum(length, 1).to(tl.float32)\n", ""),
+    _fault("mean not divided", "        dy = dy / _divisor(length, MODE)\n", "        dy = dy\n"),
     _fault("every token is the first", "given = tokens[:, None] == 0", "given = tokens[:, None] >= 0"),
     _fault("first token of each tile", "given = tokens[:, None] == 0", "given = rows[:, None] == 0"),
     _fault("ties not shared", "dy = dy / tl.maximum(ties, 1).to(tl.float32)", "dy = dy / tl.maximum(ties, 1).to(tl.float32) * tl.maximum(ties, 1).to(tl.float32)"),

@@ -23,7 +23,16 @@ def expected(hidden, lengths, mode):
         if len(piece) == 0:
             rows.append(torch.zeros(hidden.shape[1], dtype=torch.float64))
         else:
-            rows.append({"mean": piece.mean(0), "max": piece.amax(0), "cls": piece[0]}[mode])
+            weights = torch.arange(1.0, len(piece) + 1, dtype=torch.float64)[:, None]
+            of_mode = {
+                "mean": piece.mean(0),
+                "max": piece.amax(0),
+                "cls": piece[0],
+                "lasttoken": piece[-1],
+                "mean_sqrt_len_tokens": piece.sum(0) / len(piece) ** 0.5,
+                "weightedmean": (weights * piece).sum(0) / weights.sum(),
+            }
+            rows.append(of_mode[mode])
     return torch.stack(rows)
 
 

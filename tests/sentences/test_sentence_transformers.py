@@ -194,11 +194,14 @@ SETTINGS = (
     {},
     {"pooling": "cls", "normalize": False, "prompt": "query: ", "lower_case": True, "max_length": 12},
     {"pooling": "max", "similarity_fn_name": "dot", "max_length": 20},
+    {"pooling": "lasttoken"},
+    {"pooling": "mean_sqrt_len_tokens", "normalize": False},
+    {"pooling": "weightedmean"},
 )
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("settings", SETTINGS, ids=("mean", "cls", "max"))
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.get("pooling", "mean"))
 def test_what_it_saves_sentence_transformers_and_it_load(encoder, tmp_path, settings):
     from sentence_transformers import SentenceTransformer
 

@@ -125,13 +125,9 @@ BAD_DIRECTORIES = {
         lambda folder: (folder / "1_Pooling" / "config.json").unlink(),
         "1_Pooling/config.json: missing",
     ),
-    "weighted mean": (
-        with_pooling(pooling_mode_mean_tokens=False, pooling_mode_weightedmean_tokens=True),
-        "pooling weightedmean is not implemented",
-    ),
     "two modes": (with_pooling(pooling_mode_cls_token=True), r"pooling cls \+ mean is not implemented"),
     "a mode to come": (with_pooling(pooling_mode_median=True), r"mean \+ pooling_mode_median"),
-    "named mode": (with_pooling(pooling_mode="lasttoken"), "pooling lasttoken is not implemented"),
+    "named mode": (with_pooling(pooling_mode="median"), "pooling median is not implemented"),
     "max_seq_length": (
         with_text("sentence_bert_config.json", '{"max_seq_length": "long"}'),
         "max_seq_length 'long'; expected a positive integer",
@@ -249,5 +245,5 @@ def test_a_module_path_may_end_in_a_slash(copy):
 
 
 def test_a_given_pooling_passes_a_mode_that_is_not_implemented(copy):
-    with_pooling(pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)(copy)
+    with_pooling(pooling_mode="median")(copy)
     assert sentence_settings(copy, pooling="mean").pooling == "mean"

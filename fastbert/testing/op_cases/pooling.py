@@ -42,8 +42,13 @@ class PoolingCase(Case):
         for tokens in hidden[: sum(self.lengths)].split(self.lengths):
             if not len(tokens):
                 rows.append(tokens.sum(0))
-            elif self.mode == "cls":
-                rows.append(tokens[0])
+            elif self.mode in ("cls", "lasttoken"):
+                rows.append(tokens[0 if self.mode == "cls" else -1])
+            elif self.mode == "weightedmean":
+                weights = torch.arange(1, len(tokens) + 1, dtype=tokens.dtype, device=tokens.device)
+                rows.append((tokens * weights[:, None]).sum(0) / weights.sum())
+            elif self.mode == "mean_sqrt_len_tokens":
+                rows.append(tokens.sum(0) / len(tokens) ** 0.5)
             else:
                 rows.append(tokens.mean(0) if self.mode == "mean" else tokens.amax(0))
         return torch.stack(rows)
@@ -52,10 +57,10 @@ class PoolingCase(Case):
         return 4 * torch.finfo(inputs["hidden"].dtype).eps
 
     def flops(self) -> int:
-        return 0 if self.mode == "cls" else sum(self.lengths) * self.width
+        return 0 if self.mode in ("cls", "lasttoken") else sum(self.lengths) * self.width
 
     def bytes(self, dtype: torch.dtype) -> int:
-        rows = sum(n > 0 for n in self.lengths) if self.mode == "cls" else sum(self.lengths)
+        rows = sum(n > 0 for n in self.lengths) if self.mode in ("cls", "lasttoken") else sum(self.lengths)
         return rows * self.width * dtype.itemsize + len(self.lengths) * (self.width * 4 + 4)
 
 
