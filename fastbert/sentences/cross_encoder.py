@@ -22,8 +22,8 @@ from fastbert.models.heads.sequence_classification import BertForSequenceClassif
 from fastbert.ops import checks
 from fastbert.runtime.devices import device_of
 from fastbert.sentences.settings import prompt_settings, text_settings
-from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, listed, packed_tensors
-from fastbert.sentences.tokenizer import EncodingError, TokenBatch, load_tokenizer
+from fastbert.sentences.text_model import Text, TextModel, listed, packed_tensors
+from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -174,10 +174,6 @@ class CrossEncoder(TextModel):
             TypeError: an element that is no pair.
             ValueError: an argument out of range, or a model in training mode.
         """
-        if on_long not in ("truncate", "error"):
-            raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
-        self.check_batch_tokens(batch_tokens)
-        check_batch_size(batch_size)
         _check_activation(activation_fn)
         prompt = self._prompt_of(prompt, prompt_name)
         labels = self.model.num_labels
@@ -194,15 +190,9 @@ class CrossEncoder(TextModel):
         def forward(tokens: TokenBatch) -> np.ndarray:
             return self._forward(tokens, activation_fn or self.activation_fn, apply_softmax)
 
-        for first in range(0, len(given), SLICE):
-            try:
-                tokens = self.tokenize(given[first : first + SLICE], prompt)
-                if on_long == "error" and tokens.truncated.size:
-                    raise self.too_long(tokens)
-                rows = out[first : first + SLICE]
-                self._run(tokens, rows, forward, batch_tokens, batch_size)
-            except EncodingError as error:
-                raise EncodingError(first + error.index, error.problem) from None
+        results = self._results(given, prompt, forward, batch_tokens, batch_size, on_long)
+        for batch, rows in results:
+            out[batch] = rows
         return out[0] if single else out
 
     def rank(

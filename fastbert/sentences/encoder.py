@@ -7,11 +7,9 @@ What is not implemented (a Dense module, several pooling modes at once) is refus
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,21 +23,17 @@ from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime.devices import device_of
-from fastbert.sentences.progress import bar
+from fastbert.sentences.embedder import Embedder, check_similarity
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
-from fastbert.sentences.similarity import PRECISIONS, SIMILARITIES, matrix, quantized
-from fastbert.sentences.text_model import SLICE, Text, TextModel, check_batch_size, listed, packed_tensors
-from fastbert.sentences.tokenizer import EncodingError, TokenBatch, load_tokenizer
+from fastbert.sentences.similarity import PRECISIONS, quantized
+from fastbert.sentences.text_model import Text, listed, packed_tensors
+from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from fastbert.sentences.similarity import Vectors
 
-_log = logging.getLogger("fastbert")
-
-
-class SentenceEncoder(TextModel):
+class SentenceEncoder(Embedder):
     """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.
 
     Args:
@@ -83,10 +77,7 @@ class SentenceEncoder(TextModel):
     ) -> None:
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
-        if similarity_fn_name not in [*SIMILARITIES]:
-            raise ValueError(
-                f"similarity_fn_name: {similarity_fn_name!r}; expected one of {', '.join(SIMILARITIES)}"
-            )
+        check_similarity(similarity_fn_name)
         super().__init__(model, tokenizer, max_length, lower_case, prompt, prompts, segments)
         self.pooling = pooling
         self.normalize = normalize
@@ -177,26 +168,10 @@ class SentenceEncoder(TextModel):
         )
         save_settings(settings, self._tokenizer, self.width, self.model.config.pad_token_id)
 
-    def quantize(self, dtype: str = "int8") -> Self:
-        """Quantise the model in place, for inference on a CPU; returns the encoder.
-
-        Do not call it while other threads encode.
-        """
-        self.model.quantize(dtype)
-        return self
-
     @property
     def width(self) -> int:
         """Numbers in an embedding."""
         return self.model.config.hidden_size
-
-    def get_embedding_dimension(self) -> int:
-        """Numbers in an embedding; sentence-transformers' name of `width`."""
-        return self.width
-
-    def get_sentence_embedding_dimension(self) -> int:
-        """Numbers in an embedding; the name of `width` before sentence-transformers 6."""
-        return self.width
 
     def __repr__(self) -> str:
         model = self.model
@@ -207,12 +182,6 @@ class SentenceEncoder(TextModel):
             f"{self.width} dimensions, pooling {self.pooling}{', normalized' if self.normalize else ''}, "
             f"at most {self.max_length} tokens, {kind}{dtype} on {self.device})"
         )
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the embeddings: float64 from a float64 model, else float32."""
-        wide = next(self.model.parameters()).dtype == torch.float64
-        return np.dtype(np.float64 if wide else np.float32)
 
     def _prompt_of(self, prompt: str | None, prompt_name: str | None) -> str:
         """The text before every sentence: `prompt`, or else `prompt_name`'s prompt, or else the default.
@@ -227,18 +196,6 @@ class SentenceEncoder(TextModel):
                 "implemented; expected no prompt"
             )
         return prompt
-
-    def encode_tokens(
-        self,
-        tokens: TokenBatch,
-        *,
-        batch_tokens: int = 8192,
-        batch_size: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> np.ndarray:
-        """Embeddings of tokenised sentences; arguments as `encode`. Returns (sentences, width)."""
-        out = np.empty((len(tokens.full_lengths), self.width), self.dtype)
-        return self._run(tokens, out, self._forward, batch_tokens, batch_size, progress)
 
     def encode(
         self,
@@ -286,73 +243,31 @@ class SentenceEncoder(TextModel):
             TypeError: an element that is no text, pair or dict.
             ValueError: an argument out of range, or a model in training mode.
         """
-        if on_long not in ("truncate", "error"):
-            raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
         if precision not in PRECISIONS:
             raise ValueError(f"precision: {precision!r}; expected one of {', '.join(PRECISIONS)}")
         if truncate_dim is not None and (type(truncate_dim) is not int or not 0 < truncate_dim <= self.width):
             raise ValueError(f"truncate_dim: {truncate_dim!r}; expected an integer from 1 to {self.width}")
-        self.check_batch_tokens(batch_tokens)
-        check_batch_size(batch_size)
-        if progress is not None and not callable(progress):
-            raise TypeError(f"progress: {type(progress).__name__}; expected a function, or None")
         prompt = self._prompt_of(prompt, prompt_name)
         single = isinstance(sentences, (str, dict))
         given = [sentences] if single else listed("sentences", sentences)
         out = np.empty((len(given), self.width), self.dtype)
-        if show_progress_bar is None:
-            show_progress_bar = _log.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
-        if show_progress_bar and sys.stderr.isatty():
-            progress = bar(len(given), progress)
-        for first in range(0, len(given), SLICE):
-            try:
-                tokens = self.tokenize(given[first : first + SLICE], prompt)
-                if on_long == "error" and tokens.truncated.size:
-                    raise self.too_long(tokens)
-                out[first : first + SLICE] = self.encode_tokens(
-                    tokens, batch_tokens=batch_tokens, batch_size=batch_size, progress=progress
-                )
-            except EncodingError as error:
-                raise EncodingError(first + error.index, error.problem) from None
+        results = self._embed(
+            given,
+            prompt,
+            self._forward,
+            batch_tokens,
+            batch_size,
+            show_progress_bar,
+            on_long,
+            progress,
+        )
+        for batch, rows in results:
+            out[batch] = rows
         out = out[:, :truncate_dim]
         if normalize_embeddings:
             out = torch.nn.functional.normalize(torch.from_numpy(out), dim=1).numpy()
         out = quantized(out, precision)
         return out[0] if single else out
-
-    def encode_query(self, sentences: Sequence[Text] | Text, **options: Any) -> np.ndarray:
-        """`encode` with the prompt "query", if the directory has one and `options` name no other."""
-        return self._encode_as(("query",), sentences, options)
-
-    def encode_document(self, sentences: Sequence[Text] | Text, **options: Any) -> np.ndarray:
-        """`encode` with the prompt "document", "passage" or "corpus", as `encode_query`."""
-        return self._encode_as(("document", "passage", "corpus"), sentences, options)
-
-    def _encode_as(self, names: Sequence[str], sentences: Any, options: dict[str, Any]) -> np.ndarray:
-        if options.get("prompt") is None and options.get("prompt_name") is None:
-            options = {**options, "prompt_name": next((n for n in names if n in self.prompts), None)}
-        return self.encode(sentences, **options)
-
-    def similarity(self, embeddings1: Vectors, embeddings2: Vectors) -> torch.Tensor:
-        """The similarity of every pair of embeddings, by `similarity_fn_name`.
-
-        Args:
-            embeddings1: (n, width), or (width,) for one embedding: an array, a tensor or nested lists.
-            embeddings2: (m, width) or (width,), likewise.
-
-        Returns:
-            (n, m): the cosine of the angle, the dot product, or minus the Euclidean or Manhattan distance.
-
-        Raises:
-            ValueError: other shapes, or rows of different widths.
-        """
-        a, b = matrix("embeddings1", embeddings1), matrix("embeddings2", embeddings2)
-        if a.shape[1] != b.shape[1]:
-            raise ValueError(
-                f"embeddings2: rows of {b.shape[1]} numbers; expected {a.shape[1]}, as in embeddings1"
-            )
-        dtype = torch.promote_types(a.dtype, b.dtype)
-        return SIMILARITIES[self.similarity_fn_name](a.to(dtype), b.to(a.device, dtype))
 
     # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""The base of `SentenceEncoder` and `CrossEncoder`: a model, its tokenizer, prompts, batches of tokens."""
+"""The base of what encodes texts: a model, its tokenizer, prompts, batches of tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,11 @@ SLICE = 32_768
 
 # A text, a pair of texts, or {"text": one of the two}
 Text = str | Sequence[str] | dict[str, Any]
+
+
+def finite_rows(rows: np.ndarray) -> np.ndarray:
+    """(texts, …) -> (texts,) bool: whether all numbers of a row are finite."""
+    return np.asarray(np.isfinite(rows).reshape(len(rows), -1).all(axis=1))
 
 
 class TextModel:
@@ -38,7 +43,7 @@ class TextModel:
         ValueError: a max_length too large for the model or too small for one token.
     """
 
-    # What `_run` computes per text
+    # What is computed per text
     _result: ClassVar[str] = "embedding"
     model: Any
 
@@ -137,16 +142,57 @@ class TextModel:
             )
         return tokens
 
-    def _run(
+    def _results(
+        self,
+        given: list[Any],
+        prompt: str,
+        forward: Callable[[TokenBatch], Any],
+        batch_tokens: int,
+        batch_size: int | None,
+        on_long: str,
+        progress: Callable[[int, int], None] | None = None,
+        finite: Callable[[Any], np.ndarray] = finite_rows,
+    ) -> Iterator[tuple[np.ndarray, Any]]:
+        """(indices of texts in `given`, what `forward` returns for them) per packed batch.
+
+        The arguments are checked at once, the texts batch by batch.
+
+        Raises:
+            EncodingError: a text that cannot be encoded, or whose result is not finite, by index.
+            ValueError: an argument out of range, or a model in training mode.
+        """
+        if on_long not in ("truncate", "error"):
+            raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
+        self.check_batch_tokens(batch_tokens)
+        check_batch_size(batch_size)
+
+        def results() -> Iterator[tuple[np.ndarray, Any]]:
+            for first in range(0, len(given), SLICE):
+                try:
+                    tokens = self.tokenize(given[first : first + SLICE], prompt)
+                    if on_long == "error" and tokens.truncated.size:
+                        raise self.too_long(tokens)
+                    batches = self._batches(tokens, forward, batch_tokens, batch_size, progress, finite)
+                    for batch, rows in batches:
+                        yield first + batch, rows
+                except EncodingError as error:
+                    raise EncodingError(first + error.index, error.problem) from None
+
+        return results()
+
+    def _batches(
         self,
         tokens: TokenBatch,
-        out: np.ndarray,
-        forward: Callable[[TokenBatch], np.ndarray],
+        forward: Callable[[TokenBatch], Any],
         batch_tokens: int,
         batch_size: int | None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> np.ndarray:
-        """Fill `out`, one row per text, by `forward` of packed batches.
+        finite: Callable[[Any], np.ndarray] = finite_rows,
+    ) -> Iterator[tuple[np.ndarray, Any]]:
+        """(indices of texts, what `forward` returns for them) per packed batch.
+
+        Args:
+            finite: what `forward` returns -> (texts,) bool.
 
         Raises:
             EncodingError: a text whose result is not finite, by index.
@@ -157,13 +203,12 @@ class TextModel:
         lengths = tokens.lengths
         for batch in pack_batches(lengths, batch_tokens, batch_size):
             rows = forward(tokens.select(batch))
-            bad = ~np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
+            bad = ~finite(rows)
             if bad.any():
                 raise EncodingError(int(batch[bad].min()), f"the {self._result} is not finite")
-            out[batch] = rows
+            yield batch, rows
             if progress is not None:
                 progress(len(batch), int(lengths[batch].sum()))
-        return out
 
     def too_long(self, tokens: TokenBatch) -> EncodingError:
         """The error for the first text that lost tokens."""

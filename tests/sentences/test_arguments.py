@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fastbert.sentences.cross_encoder import CrossEncoder
-from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
-from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.sentences.encoder import SentenceEncoder, encode
+from fastbert.sentences.tokenizer import EncodingError, load_tokenizer
 
 
 @pytest.mark.parametrize(

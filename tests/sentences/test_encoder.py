@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
-from fastbert.sentences.tokenizer import load_tokenizer, pack_batches
+from fastbert.sentences.encoder import SentenceEncoder, encode
+from fastbert.sentences.tokenizer import EncodingError, load_tokenizer, pack_batches
 from tests.support.sentence_folders import ROOT, SENTENCES, rewrite
 
 # --- the golden test ----------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_order_is_kept_whatever_the_batches(encoder, embeddings):
 
 
 def test_a_long_input_is_encoded_slice_by_slice(encoder, embeddings, monkeypatch):
-    monkeypatch.setattr("fastbert.sentences.encoder.SLICE", 7)
+    monkeypatch.setattr("fastbert.sentences.text_model.SLICE", 7)
     assert np.abs(encoder.encode(SENTENCES[:20]) - embeddings[:20]).max() < 2e-6
     with pytest.raises(EncodingError, match=r"sentences\[9\]") as error:
         encoder.encode([*SENTENCES[:9], "\ud800"])

@@ -14,10 +14,10 @@ import transformers
 from tokenizers import Tokenizer
 
 import fastbert
-from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
+from fastbert.sentences.encoder import SentenceEncoder, encode
 from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.similarity import quantized
-from fastbert.sentences.tokenizer import pack_batches
+from fastbert.sentences.tokenizer import EncodingError, pack_batches
 from tests.support.hf_models import hf_config
 from tests.support.sentence_folders import SENTENCES, rewrite
 
