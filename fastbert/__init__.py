@@ -121,6 +121,10 @@ __all__ = [
     "ModernBertForSequenceClassification",
     "ModernBertForTokenClassification",
     "ModernBertModel",
+    "NomicBertForMaskedLM",
+    "NomicBertForSequenceClassification",
+    "NomicBertForTokenClassification",
+    "NomicBertModel",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",
     "RobertaForQuestionAnswering",
@@ -149,12 +153,16 @@ __all__ = [
 ]
 
 
+# Families whose module has words apart
+_MODULES = {"nomicbert": "nomic_bert", "xlmroberta": "xlm_roberta"}
+
+
 def _model_place(name: str) -> str:
     """The module of a model class."""
     if name.startswith("BertFor"):
         return "models.heads"
     family = name.partition("For")[0].removesuffix("Model").removesuffix("Config").lower()
-    return f"models.{'xlm_roberta' if family == 'xlmroberta' else family}"
+    return f"models.{_MODULES.get(family, family)}"
 
 
 if TYPE_CHECKING:  # names that `__all__` makes public
@@ -248,6 +256,12 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         MPNetForSequenceClassification,
         MPNetForTokenClassification,
         MPNetModel,
+    )
+    from fastbert.models.nomic_bert import (
+        NomicBertForMaskedLM,
+        NomicBertForSequenceClassification,
+        NomicBertForTokenClassification,
+        NomicBertModel,
     )
     from fastbert.models.roberta import (
         RobertaForMaskedLM,

@@ -158,7 +158,8 @@ def check_depth(
     if layers <= _FEW_LAYERS:
         return
     files, stored = weights_of(directory, use_safetensors, state_dict)
-    holds = numbered(family.layers, stored)
+    theirs = [path for path, ours in family.spellings.items() if ours == (family.layers,)]
+    holds = max(numbered(path, stored) for path in (family.layers, *theirs))
     if family.shared_layers:
         holds *= numbered(family.group_layers, stored)
     if layers > holds:

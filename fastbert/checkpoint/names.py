@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,7 +93,8 @@ def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:
     renamed: dict[str, Stored] = {}
     # The encoder itself may have the name of a wrapper
     wrappers = tuple(name for name in _WRAPPERS if name != names.stored_prefix)
-    for key, item in stored.items():
+    spellings = names.family.spellings
+    for key, item in (found for entry in stored.items() for found in _respelt(spellings, *entry)):
         if key.endswith(_OLD_BUFFERS):
             continue
         bare = key
@@ -106,6 +107,22 @@ def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:
             raise CheckpointError(f"{item}: the same parameter as {renamed[ours].key}, stored twice")
         renamed[ours] = item
     return renamed
+
+
+def _respelt(spellings: dict[str, tuple[str, ...]], key: str, item: Stored) -> Iterator[tuple[str, Stored]]:
+    """A stored tensor under our own spelling: one, or several parameters that are stored side by side."""
+    found = [f".{key}"]
+    for theirs, ours in spellings.items():
+        if f".{theirs}." in found[0]:
+            found = [each.replace(f".{theirs}.", f".{own}.", 1) for each in found for own in ours]
+    if len(found) == 1:
+        yield found[0][1:], item
+        return
+    rows = item.tensor.shape[0] if item.tensor.dim() else 0
+    if rows % len(found):
+        raise CheckpointError(f"{item}: expected a multiple of {len(found)} rows, got {rows}")
+    for each, tensor in zip(found, item.tensor.split(rows // len(found)), strict=True):
+        yield each[1:], item._replace(tensor=tensor)
 
 
 def resolve_ties(names: Names, found: dict[str, Stored]) -> None:

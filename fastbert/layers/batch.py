@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fastbert.ops.attention_places import Places
 
-# The base of rotary positions -> (cosines, sines), each (positions, head_dim / 2); see `positions.py`
-Tables = Mapping[float, tuple[Tensor, Tensor]]
+
+class Rotary(NamedTuple):
+    """By which angles a layer rotates queries and keys; see `positions.py`.
+
+    Attributes:
+        theta: the base of the angles.
+        factor: the scale of the positions; 1 if they are not scaled.
+        trained: the longest text that is not scaled; a longer text has a larger base (dynamic NTK scaling).
+            None divides all angles by the factor.
+    """
+
+    theta: float
+    factor: float = 1.0
+    trained: int | None = None
+
+
+# What layers rotate by -> (cosines, sines), each (positions, head_dim / 2); see `positions.py`
+Tables = Mapping[Rotary, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

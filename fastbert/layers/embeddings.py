@@ -61,8 +61,8 @@ def embed(
         root: the module that holds the tables and the norm under HuggingFace's names.
         seed, dropout_p: the dropout's seed and probability; its call site is 0.
     """
-    word, position = root.word_embeddings, root.position_embeddings
-    segment = root._modules.get("token_type_embeddings")
+    word, modules = root.word_embeddings, root._modules
+    position, segment = modules.get("position_embeddings"), modules.get("token_type_embeddings")
     norm = root.LayerNorm
     tables = [m for m in (word, position, segment) if m is not None]
     if all(_is_plain_table(m) for m in tables) and is_plain(norm, nn.LayerNorm) and norm.bias is not None:
@@ -71,9 +71,9 @@ def embed(
             word.weight,
             norm.weight,
             norm.bias,
-            position_ids=position_ids,
-            position=_untrained_row(position),
-            token_type_ids=token_type_ids,
+            position_ids=None if position is None else position_ids,
+            position=None if position is None else _untrained_row(position),
+            token_type_ids=None if segment is None else token_type_ids,
             segment=None if segment is None else segment.weight,
             inputs_embeds=inputs_embeds,
             padding_idx=word.padding_idx,
@@ -85,7 +85,9 @@ def embed(
     x = word(input_ids) if inputs_embeds is None else inputs_embeds
     if segment is not None:
         x = x + segment(token_type_ids)
-    return _dropped(norm(x + position(position_ids)), dropout_p, seed)
+    if position is not None:
+        x = x + position(position_ids)
+    return _dropped(norm(x), dropout_p, seed)
 
 
 def _dropped(x: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
@@ -153,7 +155,7 @@ class Embeddings(nn.Module):
     """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
 
     Args:
-        config: the model's `EncoderConfig`.
+        config: the model's `EncoderConfig`. With rotary positions there is no table of positions.
 
     Attributes:
         dropped_by: name of the dropout.
@@ -166,11 +168,12 @@ class Embeddings(nn.Module):
         super().__init__()
         family, width = config.family, config.embedding_width
         self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)
-        self.position_embeddings = table(
-            config.max_position_embeddings,
-            width,
-            config.pad_token_id if family.position_padding_idx else None,
-        )
+        if not family.rotary:
+            self.position_embeddings = table(
+                config.max_position_embeddings,
+                width,
+                config.pad_token_id if family.position_padding_idx else None,
+            )
         if family.segments and config.type_vocab_size > 0:
             self.token_type_embeddings = table(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
@@ -215,13 +218,14 @@ class Embeddings(nn.Module):
             ids = (input_ids, position_ids, token_type_ids, inputs_embeds)
             return embed(self, *ids, seed, self.dropout_rate())
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if position_ids is None:
+        at = self._modules.get("position_embeddings")
+        if at is not None and position_ids is None:
             position_ids = self._positions(x, input_ids)
         if "token_type_embeddings" in self._modules:
             if token_type_ids is None:
-                token_type_ids = position_ids.new_zeros(x.shape[:2])
+                token_type_ids = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
             x = x + self.token_type_embeddings(token_type_ids)
-        return self.dropout(self.LayerNorm(x + self.position_embeddings(position_ids)))
+        return self.dropout(self.LayerNorm(x if at is None else x + at(position_ids)))
 
     def _positions(self, x: Tensor, input_ids: Tensor | None) -> Tensor:
         """Positions (batch or 1, seqlen) as the family counts them."""

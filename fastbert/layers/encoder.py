@@ -37,7 +37,7 @@ from fastbert.layers.linear import (
     split,
 )
 from fastbert.layers.patterns import Rows
-from fastbert.layers.positions import rotated, window_bias
+from fastbert.layers.positions import rotate, rotated, window_bias
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
@@ -56,7 +56,7 @@ def layer(
         context, probs = attend(form, parts, x, batch, asked)
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
-    if form.heads is None and form.nheads and not form.packed:
+    if form.heads is None and form.nheads and form.rotary is None and not form.packed:
         context = first_context(form, parts, x, starts, batch, asked)
     else:
         context = attend(form, parts, x, batch, asked)[0].index_select(0, starts)
@@ -84,6 +84,8 @@ def attend(
         q, k, v = rotated(form, qkv, batch)
     else:
         q, k, v = queries_keys_values(form, parts, x)
+        if form.rotary is not None:
+            q, k = (rotate(form, t, batch) for t in (q, k))
     if heads is not None and taps is not None and type(taps).qkv is not Taps.qkv:
         raise ValueError(
             "model: has heads with fixed patterns (config fixed_heads), which have no queries and keys to "
@@ -213,6 +215,10 @@ def feed_forward(
         if asked.taps is not None:
             raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
         return parts.feed(x)
+    if form.gated is not None:
+        inner = pre_norm.gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
+        how = parts.rates[2], batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals
+        return dense_norm(parts.output, parts.output_norm, inner, x, *how)[0]
     parts, tap = parts.as_multiplied(form.names), None
     if asked.taps is not None:
         tap = functools.partial(asked.taps.inner, asked.number, sequences=batch)

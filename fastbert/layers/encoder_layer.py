@@ -65,10 +65,9 @@ class PackedLayer(nn.Module):
     def parts(self) -> Parts:
         """What the layer computes with now, if nothing keeps our ops from it (`look`)."""
         names = self.form.names
-        modules = [part(self, path) for path in (*names.linears, *names.norms)]
-        plain = all_plain(modules[:6], modules[6:])
-        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
-        return Parts._make((*modules, self, *how))
+        linears, norms = ([part(self, path) for path in paths] for paths in (names.linears, names.norms))
+        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, all_plain(linears, norms)
+        return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6]))
 
     def look(self, everything: str | None) -> Parts | str:
         """What the layer computes with now, or why it must be called module by module on a padded batch.
@@ -136,6 +135,7 @@ class EncoderLayer(PackedLayer):
         heads: which heads attend by fixed patterns; None if all learn.
         kept: which of the config's heads the layer has; None for all.
         inner: columns of the feed-forward block; None for the config's number.
+        kind: further fields of the layer's form.
     """
 
     ffn: nn.Module
@@ -148,6 +148,7 @@ class EncoderLayer(PackedLayer):
         heads: Heads | None = None,
         kept: tuple[int, ...] | None = None,
         inner: int | None = None,
+        **kind: Any,
     ):
         super().__init__()
         self.as_made: AsMade | None = None
@@ -155,19 +156,22 @@ class EncoderLayer(PackedLayer):
         names, size, stock = family.layer, config.head_dim, family.stock_layer
         nheads = config.num_attention_heads if kept is None else len(kept)
         wide: int = config.intermediate_size if inner is None else inner
-        self.form = LayerForm(names, stock, nheads, size, config.activation_name, heads, kept)
+        self.form = LayerForm(names, stock, nheads, size, config.activation_name, heads, kept, **kind)
+        bias = config.has_bias
         for path in stock.containers:
             attach(self, path, self._container(path))
         columns = size * (nheads if heads is None else len(heads.learned))
         for path in (names.query, names.key):
-            attach(self, path, linear(hidden, columns))
-        attach(self, names.value, linear(hidden, nheads * size))
-        attach(self, names.attention_output, linear(nheads * size, hidden))
-        attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
-        attach(self, names.intermediate, linear(hidden, wide))
+            attach(self, path, linear(hidden, columns, bias(path)))
+        attach(self, names.value, linear(hidden, nheads * size, bias(names.value)))
+        attach(self, names.attention_output, linear(nheads * size, hidden, bias(names.attention_output)))
+        attach(self, names.attention_norm, config.norm(hidden))
+        for path in (names.intermediate, names.gate):
+            if path is not None:
+                attach(self, path, linear(hidden, wide, bias(path)))
         attach(self, stock.activation, Activation(config.activation_name))
-        attach(self, names.output, linear(wide, hidden))
-        attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+        attach(self, names.output, linear(wide, hidden, bias(names.output)))
+        attach(self, names.output_norm, config.norm(hidden))
         rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * 2)
         for path, rate in zip(stock.dropouts, rates, strict=True):
             if path is not None:
@@ -275,7 +279,7 @@ class EncoderLayer(PackedLayer):
             asked: what else is asked for; packed tokens only.
             gate: (nheads,) factor of each head's output, or None; padded batches only.
             output_attentions: whether to return (output, probabilities); padded batches only.
-            grid: what attention on a padded batch rotates by; see `PackedAttention`.
+            grid: what attention on a padded batch rotates by; see `RotaryAttention`.
         """
         if isinstance(batch, PackedBatch):
             return encoder.layer(self.form, self.parts(), hidden, batch, asked)

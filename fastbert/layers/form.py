@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.batch import PackedBatch
+from fastbert.layers.batch import PackedBatch, Rotary
 from fastbert.layers.patterns import Heads
 from fastbert.layers.quantized import copy_of
 
@@ -28,7 +28,8 @@ SITES = 3
 class LayerNames:
     """Dotted paths of the parts of one encoder layer, relative to the layer.
 
-    Query, key and value may be one linear layer, whose path then appears three times.
+    Query, key and value may be one linear layer, whose path then appears three times. `gate` is the linear
+    layer with the activated half of a gated feed-forward block, if `intermediate` has the other half alone.
     """
 
     query: str = "attention.self.query"
@@ -39,11 +40,13 @@ class LayerNames:
     intermediate: str = "intermediate.dense"
     output: str = "output.dense"
     output_norm: str = "output.LayerNorm"
+    gate: str | None = None
 
     @functools.cached_property
     def linears(self) -> tuple[str, ...]:
-        """The six linear layers in execution order."""
-        return self.query, self.key, self.value, self.attention_output, self.intermediate, self.output
+        """The six linear layers in execution order, then the gate if there is one."""
+        six = self.query, self.key, self.value, self.attention_output, self.intermediate, self.output
+        return six if self.gate is None else (*six, self.gate)
 
     @functools.cached_property
     def norms(self) -> tuple[str, str]:
@@ -115,7 +118,7 @@ class LayerForm:
         gated: which half of the feed-forward block's outputs is activated and multiplies the other half;
             None if there are no halves.
         window: how many tokens before and after its own a token sees, (left, right); None for all.
-        rotary: the base of the angles by which queries and keys are rotated; None if they are not rotated.
+        rotary: by which angles queries and keys are rotated; None if they are not rotated.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
     """
@@ -131,7 +134,7 @@ class LayerForm:
     packed: bool = False
     gated: Half | None = None
     window: tuple[int, int] | None = None
-    rotary: float | None = None
+    rotary: Rotary | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -183,6 +186,7 @@ class Parts(NamedTuple):
         label: the layer's name in errors.
         plain: whether one op could compute the whole layer: the linear layers are of one kind, none is empty,
             the norms are LayerNorms, and nothing looks at any of them.
+        gate: the linear layer with the activated half of a gated feed-forward block; None if there is none.
     """
 
     query: Any
@@ -200,16 +204,17 @@ class Parts(NamedTuple):
     int8: bool = False
     label: str = "layer"
     plain: bool = False
+    gate: Any = None
 
     @property
     def linears(self) -> tuple[Any, ...]:
-        """The six linear layers in execution order."""
-        return self[:6]
+        """The six linear layers in execution order, then the gate if there is one."""
+        return self[:6] if self.gate is None else (*self[:6], self.gate)
 
     def as_multiplied(self, names: LayerNames) -> Parts:
         """The parts with 8-bit copies, if those run."""
         if not self.int8:
             return self
         named = zip(self.linears, names.linears, strict=True)
-        copies = (copy_of(m, f"{self.label}.{path}") for m, path in named)
-        return Parts._make((*copies, *self[6:]))._replace(int8=False)
+        copies = [copy_of(m, f"{self.label}.{path}") for m, path in named]
+        return Parts._make((*copies[:6], *self[6:]))._replace(int8=False, gate=[*copies, None][6])

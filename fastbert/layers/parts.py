@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.modules import watched
-from fastbert.layers.positions import rotated, window_bias
+from fastbert.layers.positions import rotate, rotated, window_bias
 from fastbert.ops.activation import activate_eager
 
 HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -184,8 +184,10 @@ class SelfAttention(Part):
         return super().forward(context.transpose(1, 2).flatten(2), hidden_states), probs
 
 
-class PackedAttention(SelfAttention):
-    """Self-attention whose query, key and value are one linear layer; it rotates, and may have a window.
+class RotaryAttention(SelfAttention):
+    """Self-attention that rotates queries and keys, and may have a window.
+
+    Query, key and value are one linear layer or three.
 
     Args:
         form, steps: see `SelfAttention`.
@@ -209,8 +211,13 @@ class PackedAttention(SelfAttention):
         """
         assert grid is not None
         size, seqlen = hidden_states.shape[:2]
-        qkv = self._modules[self.inputs[0]](hidden_states).flatten(0, 1)
-        q, k, v = (t.unflatten(0, (size, seqlen)).transpose(1, 2) for t in rotated(self.form, qkv, grid))
+        if self.form.packed:
+            each = rotated(self.form, self._modules[self.inputs[0]](hidden_states).flatten(0, 1), grid)
+        else:
+            q, k, v = (self._modules[name](hidden_states).flatten(0, 1) for name in self.inputs)
+            q, k, v = (t.unflatten(1, (-1, self.form.head_dim)) for t in (q, k, v))
+            each = rotate(self.form, q, grid), rotate(self.form, k, grid), v
+        q, k, v = (t.unflatten(0, (size, seqlen)).transpose(1, 2) for t in each)
         if self.form.window is not None:
             own = window_bias(replace(grid, max_seqlen=seqlen, bias=None, columns=None), self.form.window)
             attention_mask = own if attention_mask is None else _both(attention_mask, own)
@@ -225,21 +232,23 @@ def _both(mask: Tensor, bias: Tensor) -> Tensor:
 
 
 class GatedPart(Part):
-    """A gated feed-forward block: down(dropout(act(a) · b)) with [a, b] = up(x).
+    """A gated feed-forward block: down(dropout(act(a) · b)) with [a, b] = up(x), or a = gate(x), b = up(x).
 
     Args:
         up, act, steps: names of the children; the steps are called in order after the product.
+        gate: name of the child with the activated half, or None.
     """
 
-    def __init__(self, up: str, act: str, *steps: str):
+    def __init__(self, up: str, act: str, *steps: str, gate: str | None = None):
         super().__init__(*steps)
-        self.gate = up, act
+        self.halves = gate, up, act
 
     def forward(self, hidden_states: Tensor, input_tensor: Any = None) -> Tensor:
         """(batch, seqlen, hidden) -> (batch, seqlen, hidden)."""
-        up, act = (self._modules[name] for name in self.gate)
-        a, b = up(hidden_states).chunk(2, -1)
-        return super().forward(act(a) * b)
+        gate, up, act = self.halves
+        b = self._modules[up](hidden_states)
+        a, b = b.chunk(2, -1) if gate is None else (self._modules[gate](hidden_states), b)
+        return super().forward(self._modules[act](a) * b)
 
 
 def two(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -268,4 +277,4 @@ class Attention(Part):
         return super().forward(attended, hidden_states), probs
 
 
-PARTS = frozenset((Part, SelfAttention, Attention, PackedAttention, GatedPart))
+PARTS = frozenset((Part, SelfAttention, Attention, RotaryAttention, GatedPart))

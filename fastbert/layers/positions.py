@@ -1,9 +1,12 @@
 """Where tokens are in their sequence: tables of rotary positions, and windows of sequences with holes.
 
 The angle of pair c of a head's columns at position p is p · theta^(-2c / head_dim). Its cosine and sine are
-computed in float32, as transformers computes them, also for float64 models.
+computed in float32, as transformers computes them, also for float64 models. Linear scaling divides the angle.
+Dynamic NTK scaling has another base if the longest text of a batch has n > trained tokens, which is
+theta · (factor · n / trained - factor + 1)^(head_dim / (head_dim - 2)).
 
-Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", sec. 3.2.
+Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", sec. 3.2; Peng et al.
+2023, "YaRN: Efficient Context Window Extension of Large Language Models", sec. 3.1 (NTK scaling).
 """
 
 from __future__ import annotations
@@ -13,46 +16,54 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fastbert.layers.batch import PackedBatch, Tables
+from fastbert.layers.batch import PackedBatch, Rotary, Tables
 from fastbert.layers.form import LayerForm
 from fastbert.ops import checks
 from fastbert.ops.rotary import rotary
 
 # Rows of the shortest table that is kept
 _FEWEST = 512
-# (theta, head_dim, device) -> its tables in float32, each longer than the previous. Short tables are kept:
-# a graph that a caller has captured reads them.
-_tables: dict[tuple[float, int, torch.device], list[tuple[Tensor, Tensor]]] = {}
+# (base, divisor, head_dim, device) -> its tables in float32, each longer than the previous. Short tables are
+# kept: a graph that a caller has captured reads them.
+_tables: dict[tuple[float, float, int, torch.device], list[tuple[Tensor, Tensor]]] = {}
 
 
-def rotary_tables(thetas: Iterable[float], head_dim: int, rows: int, x: Tensor) -> Tables:
-    """The tables of some bases for positions 0 to `rows` - 1, on the device of `x`.
+def rotary_tables(rotaries: Iterable[Rotary], head_dim: int, rows: int, x: Tensor) -> Tables:
+    """The tables of some rotations for positions 0 to `rows` - 1, on the device of `x`.
 
     They are in float64 for float64 `x`, else in float32. Tables are kept, and made longer when longer texts
     come.
     """
-    found = {theta: _table(theta, head_dim, rows, x.device) for theta in thetas}
+    found = {each: _table(each, head_dim, rows, x.device) for each in rotaries}
     if x.dtype == torch.float64:
-        return {theta: (cos.double(), sin.double()) for theta, (cos, sin) in found.items()}
+        return {each: (cos.double(), sin.double()) for each, (cos, sin) in found.items()}
     return found
 
 
-def _table(theta: float, head_dim: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _table(rotary: Rotary, head_dim: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    theta, factor, trained = rotary
+    if trained is not None and rows > trained:
+        # In float32, as in transformers. Each length has its own angles, so the table is not kept.
+        stretched = factor * torch.tensor(rows, device="cpu") / trained - (factor - 1)
+        return _computed(theta * stretched ** (head_dim / (head_dim - 2)), 1.0, head_dim, rows, device)
+    factor = 1.0 if trained is not None else factor
     # What a trace makes belongs to the trace
     if torch.compiler.is_compiling() or checks.plain_torch() is not None:
-        return _computed(theta, head_dim, rows, device)
-    found = _tables.setdefault((theta, head_dim, device), [])
+        return _computed(theta, factor, head_dim, rows, device)
+    found = _tables.setdefault((theta, factor, head_dim, device), [])
     if not found or found[-1][0].shape[0] < rows:
         # Autograd cannot save tensors that were made in inference mode
         with torch.inference_mode(False):
             longer = max(_FEWEST, 1 << (rows - 1).bit_length())
-            found.append(_computed(theta, head_dim, longer, device))
+            found.append(_computed(theta, factor, head_dim, longer, device))
     return found[-1]
 
 
-def _computed(theta: float, head_dim: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _computed(
+    theta: float | Tensor, factor: float, head_dim: int, rows: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-    frequencies = (1.0 / theta ** (pairs / head_dim)).to(device)
+    frequencies = (1.0 / theta ** (pairs / head_dim) / factor).to(device)
     angles = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -67,11 +78,16 @@ def rotated(form: LayerForm, qkv: Tensor, batch: PackedBatch) -> tuple[Tensor, T
     """
     nheads = form.nheads
     both, v = qkv.view(qkv.shape[0], 3 * nheads, form.head_dim).split([2 * nheads, nheads], 1)
-    if form.rotary is not None:
-        assert batch.tables is not None
-        both = rotary(both, *batch.tables[form.rotary], batch.positions)
-    q, k = both.split(nheads, 1)
+    q, k = rotate(form, both, batch).split(nheads, 1)
     return q, k, v
+
+
+def rotate(form: LayerForm, heads: Tensor, batch: PackedBatch) -> Tensor:
+    """Queries or keys (total, heads, head_dim), rotated if the layer rotates."""
+    if form.rotary is None:
+        return heads
+    assert batch.tables is not None
+    return rotary(heads, *batch.tables[form.rotary], batch.positions)
 
 
 def window_bias(batch: PackedBatch, window: tuple[int, int]) -> Tensor:

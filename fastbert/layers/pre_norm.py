@@ -47,15 +47,23 @@ def after_attention(
     how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm
     y, z = dense_sum_norm(parts.attention_output, parts.output_norm, context.flatten(1), x, *how)
     rate, up, down = parts.rates[2], parts.intermediate, parts.output
-    if rate == 0.0 and asked.taps is None and joins_products(up, down, y, form.activation):
+    joins = parts.gate is None and rate == 0.0 and asked.taps is None
+    if joins and joins_products(up, down, y, form.activation):
         y = feed_forward(y, up.weight, up.bias, down.weight, cast(str, form.activation), form.gated)
         return z + (y if down.bias is None else y + down.bias)
-    inner = apply_gated(parts.intermediate, y, form.activation, form.gated)
-    if asked.taps is not None:
-        inner = asked.taps.inner(asked.number, inner, batch)
+    inner = gated_inner(form, parts, y, batch, asked)
     if rate > 0.0:
         inner = dropped(inner, rate, batch.seed, asked.site + 2)
     return dense_sum(parts.output, inner, z)
+
+
+def gated_inner(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked) -> Tensor:
+    """The product of a gated block's halves, or what taps make of it: (rows, hidden) -> (rows, inner)."""
+    if parts.gate is None:
+        inner = apply_gated(parts.intermediate, x, form.activation, form.gated)
+    else:
+        inner = apply_linear(parts.gate, x, form.activation) * apply_linear(parts.intermediate, x)
+    return inner if asked.taps is None else asked.taps.inner(asked.number, inner, batch)
 
 
 def dense_sum_norm(

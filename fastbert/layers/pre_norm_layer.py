@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastbert.layers.encoder_layer import EncoderLayer, PackedLayer, linear
 from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import attach, part
-from fastbert.layers.parts import Activation, AsMade, GatedPart, PackedAttention
+from fastbert.layers.parts import Activation, AsMade, GatedPart, RotaryAttention
 
 
 class PreNormLayer(EncoderLayer):
@@ -36,13 +36,13 @@ class PreNormLayer(EncoderLayer):
             packed=True,
             gated="first",
             window=config.window(number),
-            rotary=config.theta(number),
+            rotary=config.rotary(number),
         )
         attention, feed = stock.containers
         leaf = {path: path.rpartition(".")[2] for path in (*names.linears, *stock.dropouts, stock.activation)}
         steps = leaf[names.attention_output], leaf[stock.dropouts[1]]
         attach(self, names.attention_norm, config.norm(hidden) if number else nn.Identity())
-        attach(self, attention, PackedAttention(self.form, *steps))
+        attach(self, attention, RotaryAttention(self.form, *steps))
         attach(self, names.query, linear(hidden, 3 * nheads * size, bias(names.query)))
         attach(self, names.attention_output, linear(nheads * size, hidden, bias(names.attention_output)))
         attach(self, names.output_norm, config.norm(hidden))

@@ -31,7 +31,8 @@ class BertModel(PreTrainedModel):
 
     Args:
         config: an EncoderConfig, or a transformers config object.
-        add_pooling_layer: whether to create the pooler, if the family has one.
+        add_pooling_layer: whether to create the pooler, if the family has one; None: as in transformers,
+            where the encoders of some families have it only below a head.
 
     Attributes:
         embeddings_class: constructed from the config, and called with (input_ids, position_ids,
@@ -53,7 +54,7 @@ class BertModel(PreTrainedModel):
     embeddings: Any
     __call__: EncoderCall
 
-    def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
+    def __init__(self, config: EncoderConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
         config, family = self.config, self.family
         self.embeddings = self.embeddings_class(config)
@@ -72,6 +73,8 @@ class BertModel(PreTrainedModel):
             attach(self, family.final_norm, config.norm(config.hidden_size))
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
+        if add_pooling_layer is None:
+            add_pooling_layer = not family.pooler_asked
         if family.pooler and add_pooling_layer:
             if "." in family.pooler:
                 self.pooler = Pooler()

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbert.checkpoint import files, hub
+from fastbert.layers.batch import Rotary
 from fastbert.layers.patterns import NAMES
-from fastbert.models import arguments, config_rotary
+from fastbert.models import arguments, config_rope, config_rotary
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
 from fastbert.models.families import FAMILIES, family_of
 from fastbert.ops.activation import SPELLINGS
@@ -67,8 +68,10 @@ class EncoderConfig(Keys):
         values = {**DEFAULTS, **family.defaults}
         for key, value in kwargs.items():
             values[family.aliases.get(key, key)] = value
-        if family.rotary:
+        if family.windows:
             config_rotary.settle(values, kwargs)
+        elif family.rotary:
+            config_rope.settle(values, kwargs, family.defaults["rope_parameters"]["rope_theta"])
         self.__dict__.update(values)
         self.model_type = model_type
         self._set_labels(num_labels, id2label, label2id)
@@ -107,8 +110,9 @@ class EncoderConfig(Keys):
 
     @property
     def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        """Size of one attention head: the family's key, or the heads' equal share of `hidden_size`."""
+        own = self.__dict__.get("head_dim") if "head_dim" in self.family.defaults else None
+        return self.hidden_size // self.num_attention_heads if own is None else own
 
     @property
     def activation_name(self) -> str:
@@ -123,7 +127,7 @@ class EncoderConfig(Keys):
     def has_bias(self, path: str) -> bool:
         """Whether the linear layer at a path of its layer, or of the model, has a bias."""
         key = self.family.biases.get(path)
-        return key is None or bool(self.get(key))
+        return path not in self.family.unbiased and (key is None or bool(self.get(key)))
 
     @property
     def embedding_width(self) -> int:
@@ -158,11 +162,11 @@ class EncoderConfig(Keys):
 
     def window(self, layer: int) -> tuple[int, int] | None:
         """How many tokens before and after its own a token of the layer sees; None for all."""
-        return config_rotary.window(self, layer)
+        return config_rotary.window(self, layer) if self.family.windows else None
 
-    def theta(self, layer: int) -> float:
-        """The base of the angles by which the layer rotates queries and keys."""
-        return config_rotary.theta(self, layer)
+    def rotary(self, layer: int) -> Rotary:
+        """By which angles the layer rotates queries and keys."""
+        return config_rotary.rotary(self, layer) if self.family.windows else config_rope.rotary(self)
 
     def fixed_patterns(self) -> list[tuple[int, ...]] | None:
         """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None if unset.
@@ -208,7 +212,9 @@ class EncoderConfig(Keys):
         }
         if self.family.pad_positions:
             values["pad_token_id"] = self.pad_token_id
-        if self.family.rotary:
+        if self.family.rotary and not self.family.windows:
+            values["rope_parameters"] = self.rope_parameters
+        if self.family.windows:
             values["layer_types"] = config_rotary.layer_types(self)
             for key in ("global_rope_theta", "local_rope_theta", "local_attention"):
                 values[key] = self.get(key)
@@ -299,7 +305,7 @@ class EncoderConfig(Keys):
         spelt = self.family.spelt
         values = {spelt(k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
         values["id2label"] = {str(i): name for i, name in self.id2label.items()}
-        if self.family.rotary:
+        if self.family.windows:
             values["layer_types"] = config_rotary.layer_types(self)
             values["rope_parameters"] = config_rotary.rope_parameters(self)
         return values
@@ -372,7 +378,7 @@ class EncoderConfig(Keys):
             alias = self.family.aliases.get(name)
             if alias is not None:
                 return self.__dict__[alias]
-            if self.family.rotary and name in ("layer_types", "rope_parameters"):
+            if self.family.windows and name in ("layer_types", "rope_parameters"):
                 return getattr(config_rotary, name)(self)
             if name in _ABSENT:
                 return _ABSENT[name]

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from fastbert.layers.patterns import BACKWARD, LEARNED, NAMES, SEPARATORS
-from fastbert.models import config_rotary
+from fastbert.models import config_rope, config_rotary
 from fastbert.models.families import Family, family_of
 from fastbert.ops.activation import SPELLINGS
 
@@ -47,6 +47,7 @@ _COUNTS = (
     "embedding_size",
     "num_hidden_groups",
     "inner_group_num",
+    "head_dim",
     "relative_attention_num_buckets",
 )
 _PROBABILITIES = (
@@ -127,7 +128,9 @@ def check_config(config: Keys) -> None:
     """Check every key that this package acts on; see `EncoderConfig.validate`."""
     for key in _COUNTS:
         value = config.__dict__.get(key)
-        if value is None and (key == "embedding_size" or key not in DEFAULTS | config.family.defaults):
+        if value is None and (
+            key in ("embedding_size", "head_dim") or key not in DEFAULTS | config.family.defaults
+        ):
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"config {key}: expected an integer, got {value!r}")
@@ -184,7 +187,7 @@ def check_config(config: Keys) -> None:
         raise TypeError(f"config architectures: expected a list of class names, got {brief(named)}")
     _refuse_other_mathematics(config)
     if config.family.rotary:
-        config_rotary.check(config)
+        (config_rotary if config.family.windows else config_rope).check(config)
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
@@ -197,8 +200,8 @@ def _check_fixed_heads(config: Keys) -> None:
         return
     if config.family.rotary:
         raise ValueError(
-            f"config fixed_heads: expected None, as {config.model_type} has queries, keys and values in one "
-            "layer"
+            f"config fixed_heads: expected None, as {config.model_type} rotates queries and keys, which "
+            "fixed heads do not have"
         )
     rows = [given] if isinstance(given, (list, tuple)) and given and isinstance(given[0], str) else given
     if (
@@ -293,6 +296,10 @@ def _refuse_other_mathematics(config: Keys) -> None:
     # transformers computes 32 buckets, whatever the key says
     if (buckets := config.__dict__.get("relative_attention_num_buckets", 32)) != 32:
         raise ValueError(f"config relative_attention_num_buckets: expected 32, got {buckets}")
+    refused = config.family.refused
+    for key, value in config.__dict__.items():
+        if key.startswith(refused) and value not in (None, False):
+            raise ValueError(f"config {key}: {brief(value)} is not supported; expected no such key")
     if (sinusoidal := config.__dict__.get("sinusoidal_pos_embds")) not in (None, False, True):
         raise ValueError(f"config sinusoidal_pos_embds: expected a boolean, got {sinusoidal!r}")
     if config.family.shared_layers:

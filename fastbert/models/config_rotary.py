@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fastbert.layers.batch import Rotary
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 # layer type -> the key of its base in transformers 4
 _THETAS = {FULL: "global_rope_theta", SLIDING: "local_rope_theta"}
@@ -69,9 +71,9 @@ def window(config: Any, layer: int) -> tuple[int, int] | None:
     return None if layer_types(config)[layer] == FULL else (half, half)
 
 
-def theta(config: Any, layer: int) -> float:
-    """The base of the layer's angles."""
-    return float(config.__dict__[_THETAS[layer_types(config)[layer]]])
+def rotary(config: Any, layer: int) -> Rotary:
+    """By which angles the layer rotates queries and keys."""
+    return Rotary(float(config.__dict__[_THETAS[layer_types(config)[layer]]]))
 
 
 def check(config: Any) -> None:

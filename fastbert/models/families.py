@@ -40,8 +40,14 @@ class Family:
         layers: path of the list of layers.
         word_table: path of the word embeddings.
         final_norm: path of the norm after the last layer, or None.
-        rotary: whether layers rotate queries and keys by position, so that no table limits the positions, and
-            may see a window of tokens (`fastbert.models.config_rotary`).
+        rotary: whether layers rotate queries and keys by position, so that no table limits the positions
+            (`fastbert.models.config_rope`).
+        windows: whether such layers differ in their angles, and may see a window of tokens
+            (`fastbert.models.config_rotary`).
+        unbiased: paths of a layer's linear layers that never have a bias.
+        refused: first parts of config keys that have other mathematics.
+        spellings: part of a key in files -> our spelling, or several, whose tensors are stored as one.
+        pooler_asked: whether transformers' encoder has the pooler only if its head reads it.
         biases: path of a linear layer, in a layer or a head -> the config key that says whether it has a
             bias. The config key `norm_bias`, if there is one, says the same of all norms.
         out_layers: endings of the paths of linear layers whose first weights are smaller the more layers
@@ -55,6 +61,8 @@ class Family:
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
         own_heads: first parts of the keys of heads that only this family has.
         tokens, spans: the heads of one label per token and of question answering.
+        lacks: tasks for which transformers has no class of this family; of ForMultipleChoice and
+            ForQuestionAnswering.
         accelerated: whether `fastbert.accelerate` fuses the layers of transformers' models.
         lm_head: paths of the masked-LM head.
         may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
@@ -71,6 +79,11 @@ class Family:
     word_table: str = "embeddings.word_embeddings"
     final_norm: str | None = None
     rotary: bool = False
+    windows: bool = False
+    unbiased: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    spellings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    pooler_asked: bool = False
     biases: dict[str, str] = field(default_factory=dict)
     out_layers: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
@@ -92,6 +105,7 @@ class Family:
     next_sentence_dropout: tuple[str, str] | None = None  # path and config key of the dropout before it
     tokens: ClassifierHead = _AFTER_POOLER
     spans: ClassifierHead = _SPANS
+    lacks: tuple[str, ...] = ()
     accelerated: bool = True
     own_heads: tuple[str, ...] = ()
     may_be_causal: bool = True
@@ -107,7 +121,7 @@ class Family:
     @property
     def counts_columns(self) -> bool:
         """Whether attention depends on the padded columns of tokens, not on their order alone."""
-        return self.relative_bias is not None or self.rotary
+        return self.relative_bias is not None or self.windows
 
     @property
     def shares_head(self) -> bool:
@@ -170,6 +184,25 @@ _ROBERTA_CLASSIFIER = ClassifierHead(
 _MODERN_CLASSIFIER = ClassifierHead(
     "head.dense", None, "classifier", act="head.act", dropout="drop", norm="head.norm"
 )
+# Norms and dropouts are outside the attention block and the feed-forward block
+_ROTARY_LAYER = LayerNames(
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "post_mlp_layernorm",
+    "mlp.gate_proj",
+)
+_ROTARY_STOCK = StockLayer(
+    containers=("self_attn", "mlp"),
+    dropouts=("self_attn.attention_dropout", "post_attention_dropout", "post_mlp_dropout"),
+    activation="mlp.act_fn",
+    positional=("attention_mask", "position_embeddings"),
+)
+_THREE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _ROBERTA_DEFAULTS = dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
 _ROBERTA: dict[str, Any] = dict(
     pad_positions=True,
@@ -411,6 +444,7 @@ FAMILIES: dict[str, Family] = {
             word_table="embeddings.tok_embeddings",
             final_norm="final_norm",
             rotary=True,
+            windows=True,
             biases={
                 "attn.Wqkv": "attention_bias",
                 "attn.Wo": "attention_bias",
@@ -479,6 +513,60 @@ FAMILIES: dict[str, Family] = {
             ),
             stock_model=StockModel("BaseModelOutput"),
         ),
+        Family(
+            "nomic_bert",
+            "nomic_bert",
+            "NomicBert",
+            layer=_ROTARY_LAYER,
+            layers="layers",
+            rotary=True,
+            unbiased=tuple(path for path in _ROTARY_LAYER.linears),
+            # Mixtures of experts, and keys of the hub's own code
+            refused=(
+                "moe_",
+                "num_experts",
+                "n_embd",
+                "n_head",
+                "n_inner",
+                "n_layer",
+                "n_positions",
+                "rotary_",
+            ),
+            spellings={
+                "encoder.layers": ("layers",),
+                "emb_ln": ("embeddings.LayerNorm",),
+                "attn.Wqkv": _THREE,
+                "attn.out_proj": ("self_attn.o_proj",),
+                "mlp.fc11": ("mlp.up_proj",),
+                "mlp.fc12": ("mlp.gate_proj",),
+                "mlp.fc2": ("mlp.down_proj",),
+                "norm1": ("post_attention_layernorm",),
+                "norm2": ("post_mlp_layernorm",),
+            },
+            pooler_asked=True,
+            defaults=dict(
+                vocab_size=30528,
+                hidden_act="silu",
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                max_position_embeddings=2048,
+                head_dim=None,
+                rope_parameters={"rope_theta": 1000.0, "rope_type": "default"},
+            ),
+            may_be_causal=False,
+            lm_head=LMHead(
+                "cls.predictions.transform.dense",
+                "cls.predictions.transform.layer_norm",
+                "cls.predictions.decoder",
+                "cls.predictions.bias",
+                "cls.predictions.transform.transform_act_fn",
+            ),
+            lacks=("ForMultipleChoice", "ForQuestionAnswering"),
+            accelerated=False,
+            positional={"": 6, "Model": 5},
+            stock_layer=_ROTARY_STOCK,
+            stock_model=StockModel("BaseModelOutputWithPooling"),
+        ),
     )
 }
 
@@ -491,7 +579,6 @@ REFUSED: dict[str, str] = {
     "big_bird": "block-sparse attention",
     "mobilebert": "bottlenecks and stacked feed-forward blocks in each layer",
     "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
-    "nomic_bert": "rotary positions and gated feed-forward",
     "roformer": "rotary positions",
     "funnel": "pools the sequence between blocks",
     "convbert": "convolutions mixed into attention",
@@ -505,6 +592,11 @@ REFUSED: dict[str, str] = {
     "t5": "an encoder-decoder with RMSNorm and relative bias",
     "gpt2": "a decoder",
 }
+
+
+def families_with(task: str) -> tuple[str, ...]:
+    """The model types that have a class for a task which only `Family.lacks` denies."""
+    return tuple(name for name, family in FAMILIES.items() if task not in family.lacks)
 
 
 def family_of(model_type: object) -> Family:

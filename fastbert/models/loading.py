@@ -208,6 +208,7 @@ class Loadable(nn.Module):
         without_pooler = (
             built.is_base_model
             and config.family.pooler is not None
+            and not config.family.pooler_asked
             and "add_pooling_layer" not in own
             and not load.has_pooler(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
         )

@@ -75,7 +75,7 @@ def grown_names(small: PreTrainedModel, large: PreTrainedModel) -> dict[str, str
         ValueError: `large` is of another class, width or shape, or its number of layers is no multiple.
     """
     _check(small, large)
-    if small.family.rotary:
+    if small.family.windows:
         raise ValueError(
             f"small: the first layer of {small.config.model_type} has no norm before attention, so no other "
             "layer can take its weights; expected a family whose layers are alike"

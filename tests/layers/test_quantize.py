@@ -37,7 +37,9 @@ def test_the_layers_are_replaced_and_nothing_else(family):
         found = model.get_submodule(n)
         assert all(torch.equal(a, b) for a, b in zip(found.buffers(), expected.buffers(), strict=True))
     kept = batch(family)["attention_mask"].bool()
-    alike(hidden(model), hidden(full), kept)
+    # A product of two halves has outliers, which widen the range of its row
+    least = 0.99 if model.layer_list()[0].form.names.gate is None else 0.9
+    alike(hidden(model), hidden(full), kept, least)
     assert model.num_parameters() == full.num_parameters()
     assert model.num_parameters(only_trainable=True) == 0
     assert "QuantizedLinear(in_features=48, out_features=48, bias=" in repr(model)

@@ -127,12 +127,12 @@ def test_layers_of_a_config():
     config = EncoderConfig("modernbert", **SIZES)
     assert config.layer_types == ["full_attention", *["sliding_attention"] * 2, "full_attention"]
     assert [config.window(i) for i in range(4)] == [None, (64, 64), (64, 64), None]
-    assert [config.theta(i) for i in range(4)] == [160000.0, 10000.0, 10000.0, 160000.0]
+    assert [config.rotary(i).theta for i in range(4)] == [160000.0, 10000.0, 10000.0, 160000.0]
     assert EncoderConfig.from_dict(config.to_dict(), num_hidden_layers=5).window(4) == (64, 64)
     other = EncoderConfig("modernbert", **SIZES, layer_types=["sliding_attention"] * 3 + ["full_attention"])
     assert [other.window(i) for i in range(4)] == [(64, 64)] * 3 + [None]
     assert EncoderConfig.from_dict(other.to_dict()) == other
-    assert EncoderConfig("modernbert", **SIZES, local_rope_theta=None).theta(1) == 160000.0
+    assert EncoderConfig("modernbert", **SIZES, local_rope_theta=None).rotary(1).theta == 160000.0
     EncoderConfig("modernbert", **SIZES, reference_compile=True, repad_logits_with_grad=True)
 
 

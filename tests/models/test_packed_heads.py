@@ -11,11 +11,11 @@ import transformers
 import fastbert
 from fastbert.layers import packing
 from fastbert.models.config import EncoderConfig
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import BERT_LAYERS
 from tests.support.model_pairs import CASES, build, close, inputs_for, labels_for, pair
 
-NEVER_CAUSAL = ("distilbert", "albert", "mpnet", "modernbert")
-CAUSAL = [name for name in FAMILY_NAMES if name.split("-")[0] not in NEVER_CAUSAL]
+NEVER_CAUSAL = ("distilbert", "albert", "mpnet")
+CAUSAL = [name for name in BERT_LAYERS if name.split("-")[0] not in NEVER_CAUSAL]
 
 
 def right_padded(name: str, task: str) -> dict[str, torch.Tensor]:

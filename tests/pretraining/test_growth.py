@@ -44,7 +44,7 @@ def stack(root: nn.Module, path: str, times: int) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("task", ["", "ForMaskedLM", "ForSequenceClassification"])
-@pytest.mark.parametrize("family", BERT_LAYERS)
+@pytest.mark.parametrize("family", (*BERT_LAYERS, "nomic_bert"))
 def test_layer_i_has_the_weights_of_layer_i_mod_l(family, task):
     small, large = model_of(family, task), deep(family, task, 3)
     before = copy.deepcopy(small.state_dict())

@@ -57,9 +57,10 @@ FAMILY_NAMES = (
     "ernie",
     "mpnet",
     "modernbert",
+    "nomic_bert",
 )
 # The families whose layers are of BERT's form, which every executor and `accelerate` know
-BERT_LAYERS = FAMILY_NAMES[:-1]
+BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
 PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 _SIZES = dict(
@@ -103,6 +104,8 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         small = {"local_attention": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         small |= {"cls_token_id": 1, "sep_token_id": 2, **{spelling.get(k, k): v for k, v in sizes.items()}}
         return transformers.ModernBertConfig(**small)
+    if name == "nomic_bert":
+        return transformers.NomicBertConfig(**sizes)
     classes = {
         "bert": transformers.BertConfig,
         "roberta": transformers.RobertaConfig,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
-from fastbert.models.families import Family
+from fastbert.models.families import Family, families_with
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.models.labels import check_classes, check_tensor, sequence_loss
 from fastbert.models.outputs import LogitsOutput
@@ -28,6 +28,7 @@ class BertForMultipleChoice(TaskModel):
     """
 
     task = "ForMultipleChoice"
+    model_types = families_with(task)
     reads_first_only = True
     __call__: ChoicesCall
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
+from fastbert.models.families import families_with
 from fastbert.models.heads.task_model import TaskModel, without_masked
 from fastbert.models.labels import check_one_per_sequence, check_positions
 from fastbert.models.outputs import QuestionAnsweringOutput
@@ -27,6 +28,7 @@ class BertForQuestionAnswering(TaskModel):
     """
 
     task = "ForQuestionAnswering"
+    model_types = families_with(task)
     __call__: SpanCall
 
     def __init__(self, config: EncoderConfig):

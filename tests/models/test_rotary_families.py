@@ -1,0 +1,143 @@
+"""The families whose layers all rotate alike: lengths, scaled positions, spellings of files and configs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import fastbert
+from fastbert.models.config import EncoderConfig
+from tests.support.hf_models import hf_model
+from tests.support.model_pairs import close, half_errors, kept_rows, native
+
+NAMES = ("nomic_bert",)
+LENGTHS = (1, 2, 17, 72, 73, 101)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}
+LINEAR = {"rope_type": "linear", "factor": 1.7, "rope_theta": 900.0}
+
+
+@functools.cache
+def both(name, scaled=None):
+    """(transformers' model, ours) in float64 and in eval, made for 72 tokens."""
+    config = {} if scaled is None else {"rope_parameters": {"dynamic": DYNAMIC, "linear": LINEAR}[scaled]}
+    hf = hf_model(name, **config)
+    return copy.deepcopy(hf).double(), native(hf).double()
+
+
+def ragged(lengths=LENGTHS):
+    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long(),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_ragged_lengths(name):
+    """Longer than the positions of the config too: no table limits them."""
+    hf, model = both(name)
+    inputs = ragged()
+    kept = inputs["attention_mask"].bool()
+    found = kept_rows(model, inputs)
+    close(found, kept_rows(hf, inputs), 1e-9)
+    packed = dict(cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0).int())
+    close(model(inputs["input_ids"][kept], **packed).last_hidden_state, found, 1e-12)
+    for row, length in enumerate(LENGTHS):
+        alone = model(inputs["input_ids"][row : row + 1, :length]).last_hidden_state[0]
+        close(alone, found[sum(LENGTHS[:row]) :][:length], 1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scaled", ["linear", "dynamic"])
+@torch.no_grad()
+def test_scaled_positions(name, scaled):
+    """Dynamic scaling begins after the trained length, by the longest text alone (vLLM#41236, #52665).
+
+    transformers keeps the base of the longest batch yet, so the lengths ascend.
+    """
+    (hf, model), (_, plain) = both(name, scaled), both(name)
+    for longest in (71, 72, 73, 101):
+        inputs = ragged((longest, 9))
+        found = kept_rows(model, inputs)
+        close(found, kept_rows(hf, inputs), 1e-9)
+        if scaled == "dynamic":
+            assert torch.equal(found, kept_rows(plain, inputs)) == (longest <= 72)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.1), (torch.bfloat16, 1.0)])
+def test_error_is_no_larger_than_transformers_own(name, dtype, most):
+    """In float32 the two differ by the order of sums alone."""
+    hf, model = (copy.deepcopy(m).float() for m in both(name))
+    mine, theirs = half_errors((model, hf), dtype, [ragged((*LENGTHS, 300))])
+    assert mine.mean() <= most * theirs.mean()
+    assert mine.square().mean() <= most * theirs.square().mean()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_both_spellings(name, tmp_path):
+    """transformers saves keys as the hub's code spells them, and reads ours."""
+    hf, model = both(name)
+    hf.save_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "ours")
+    wanted = hf.state_dict()
+    for found in (
+        fastbert.AutoModel.from_pretrained(tmp_path / "theirs"),
+        fastbert.AutoModel.from_pretrained(tmp_path / "ours"),
+        transformers.AutoModel.from_pretrained(tmp_path / "ours", dtype=torch.float64),
+    ):
+        state = found.state_dict()
+        assert state.keys() == wanted.keys()
+        assert all(torch.equal(state[key], value) for key, value in wanted.items())
+
+
+def test_packed_weight_with_wrong_rows_is_refused(tmp_path):
+    both("nomic_bert")[0].save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in stored if key.endswith("attn.Wqkv.weight"))
+    stored[key] = stored[key][:-1].contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(
+        fastbert.CheckpointError, match=r"Wqkv\.weight: expected a multiple of 3 rows, got 143"
+    ):
+        fastbert.AutoModel.from_pretrained(tmp_path)
+
+
+REFUSED = [
+    ("nomic_bert", {"moe_every_n_layers": 2}, "moe_every_n_layers"),
+    ("nomic_bert", {"n_embd": 768}, "n_embd"),
+    ("nomic_bert", {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
+    ("nomic_bert", {"rope_scaling": {"type": "ntk", "factor": 8.0}}, "rope_type 'ntk'"),
+    ("nomic_bert", {"rope_parameters": {**DYNAMIC, "factor": 0.5}}, "factor >= 1"),
+    ("nomic_bert", {"rope_parameters": {**DYNAMIC, "beta_fast": 32}}, "beta_fast"),
+    ("nomic_bert", {"rope_parameters": {"rope_type": "linear"}}, "factor as a finite number"),
+    ("nomic_bert", {"rope_parameters": DYNAMIC, "rope_theta": 5.0}, "rope_theta"),
+    ("nomic_bert", {"rope_parameters": DYNAMIC, "rope_scaling": LINEAR}, "rope_scaling"),
+    ("nomic_bert", {"rope_parameters": [1000.0]}, "expected an object"),
+    ("nomic_bert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("nomic_bert", {"head_dim": 15}, "even"),
+    ("nomic_bert", {"is_decoder": True}, "is_decoder"),
+    ("nomic_bert", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), REFUSED, ids=str)
+def test_configs_of_other_mathematics_are_refused(name, keys, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        EncoderConfig(name, **keys)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_older_spelling_of_the_config(name):
+    usual = EncoderConfig(name, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0})
+    assert EncoderConfig(name, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0}) == usual
+    assert EncoderConfig.from_dict(usual.to_dict()) == usual
+    theirs = transformers.AutoConfig.for_model(**usual.to_dict())
+    assert theirs.rope_parameters == usual.rope_parameters
