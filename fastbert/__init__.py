@@ -109,6 +109,10 @@ __all__ = [
     "ErnieForSequenceClassification",
     "ErnieForTokenClassification",
     "ErnieModel",
+    "GteForMaskedLM",
+    "GteForSequenceClassification",
+    "GteForTokenClassification",
+    "GteModel",
     "MPNetForMaskedLM",
     "MPNetForMultipleChoice",
     "MPNetForQuestionAnswering",
@@ -231,6 +235,12 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         ErnieForSequenceClassification,
         ErnieForTokenClassification,
         ErnieModel,
+    )
+    from fastbert.models.gte import (
+        GteForMaskedLM,
+        GteForSequenceClassification,
+        GteForTokenClassification,
+        GteModel,
     )
     from fastbert.models.heads import (
         BertForMaskedLM,

@@ -26,12 +26,13 @@ from torch import Tensor
 from fastbert.layers import packing, pre_norm
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.form import LayerForm, Parts
+from fastbert.layers.form import INNER_SITE, LayerForm, Parts
 from fastbert.layers.linear import (
     apply_joined,
     apply_linear,
     apply_norm,
     dense_norm,
+    dropped,
     feed_forward_norm,
     has_float_weight,
     split,
@@ -217,6 +218,8 @@ def feed_forward(
         return parts.feed(x)
     if form.gated is not None:
         inner = pre_norm.gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
+        if any(parts.rates[3:]):
+            inner = dropped(inner, parts.rates[3], batch.seed, asked.site + INNER_SITE)
         how = parts.rates[2], batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals
         return dense_norm(parts.output, parts.output_norm, inner, x, *how)[0]
     parts, tap = parts.as_multiplied(form.names), None

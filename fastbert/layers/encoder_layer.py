@@ -84,7 +84,7 @@ class PackedLayer(nn.Module):
         """What `look` depends on besides the attributes of the layer's modules; compared by `==`."""
         return None
 
-    def dropout_rates(self) -> tuple[float, float, float]:
+    def dropout_rates(self) -> tuple[float, ...]:
         """The probabilities of the layer's dropout modules, each by its own mode.
 
         As in transformers, a module in training mode drops in an eval model too (Gal and Ghahramani 2016).
@@ -100,8 +100,7 @@ class PackedLayer(nn.Module):
                 asked = above if by_itself and not rates else module
                 rate = module.p if asked.training else 0.0
             rates.append(rate)
-        attention, output, feed_forward = rates
-        return attention, output, feed_forward
+        return tuple(rates)
 
     def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
@@ -172,7 +171,8 @@ class EncoderLayer(PackedLayer):
         attach(self, stock.activation, Activation(config.activation_name))
         attach(self, names.output, linear(wide, hidden, bias(names.output)))
         attach(self, names.output_norm, config.norm(hidden))
-        rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * 2)
+        others = len(stock.dropouts) - 1
+        rates = (config.attention_probs_dropout_prob, *(config.hidden_dropout_prob,) * others)
         for path, rate in zip(stock.dropouts, rates, strict=True):
             if path is not None:
                 attach(self, path, nn.Dropout(rate))

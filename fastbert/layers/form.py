@@ -22,6 +22,8 @@ from fastbert.layers.quantized import copy_of
 Half = Literal["first", "second"]
 # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output
 SITES = 3
+# Added to the first of them: the call site of a fourth dropout, inside the feed-forward block
+INNER_SITE = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class StockLayer:
         name: transformers' class; None means the family's class_prefix and "Layer".
         containers: the modules in between, which the fused layer does not call.
         dropouts: the dropouts of attention probabilities, attention output and feed-forward output; None
-            where there is no dropout. A pre-norm layer's last dropout is before the block's second product.
+            where there is no dropout. A pre-norm layer's last dropout is before the block's second product. A
+            fourth dropout is there in a post-norm layer.
         activation: the activation of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.
         returns_tuple: whether the stock layer's output is (hidden,).
@@ -82,7 +85,7 @@ class StockLayer:
         "intermediate",
         "output",
     )
-    dropouts: tuple[str, str | None, str | None] = (
+    dropouts: tuple[str | None, ...] = (
         "attention.self.dropout",
         "attention.output.dropout",
         "output.dropout",
@@ -178,7 +181,7 @@ class Parts(NamedTuple):
         query, …, output: the linear layers in execution order, or modules in their place.
         attention_norm, output_norm: the norms, or modules in their place.
         owner: the layer, which keeps what is derived from several parameters.
-        rates: the probabilities of dropout at the layer's `SITES`.
+        rates: the probabilities of dropout at the layer's `SITES`, and of a fourth dropout if it has one.
         fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
         feed: (rows, hidden) -> (rows, hidden), another module's feed-forward block with its sum and norm;
             None for ours.
@@ -198,7 +201,7 @@ class Parts(NamedTuple):
     attention_norm: Any
     output_norm: Any
     owner: nn.Module
-    rates: tuple[float, float, float]
+    rates: tuple[float, ...]
     fuses_norm: bool = True
     feed: Callable[[Tensor], Tensor] | None = None
     int8: bool = False

@@ -29,13 +29,13 @@ class RotaryLayer(EncoderLayer):
     def _container(self, path: str) -> Part:
         """See `EncoderLayer`: the containers are the attention block and the feed-forward block."""
         names, stock = self.form.names, self.form.stock
-        leaf = [p.rpartition(".")[2] for p in (names.attention_output, names.intermediate, names.output)]
+        after = names.intermediate, stock.activation, *stock.dropouts[3:], names.output
+        attend, *feed = (p.rpartition(".")[2] for p in (names.attention_output, *after))
         if path == stock.containers[0]:
-            return RotaryAttention(self.form, leaf[0])
-        act = stock.activation.rpartition(".")[2]
+            return RotaryAttention(self.form, attend)
         if names.gate is None:
-            return Part(leaf[1], act, leaf[2])
-        return GatedPart(leaf[1], act, leaf[2], gate=names.gate.rpartition(".")[2])
+            return Part(*feed)
+        return GatedPart(*feed, gate=names.gate.rpartition(".")[2])
 
     def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See `PackedLayer`."""

@@ -12,7 +12,7 @@ Families that need other mathematics are refused, with the reason in `REFUSED`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastbert.layers.form import LayerNames, StockLayer
@@ -565,6 +565,43 @@ FAMILIES: dict[str, Family] = {
             accelerated=False,
             positional={"": 6, "Model": 5},
             stock_layer=_ROTARY_STOCK,
+            stock_model=StockModel("BaseModelOutputWithPooling"),
+        ),
+        Family(
+            "gte",
+            "gte",
+            "Gte",
+            layer=_ROTARY_LAYER,
+            layers="layers",
+            rotary=True,
+            unbiased=("mlp.up_proj", "mlp.gate_proj"),
+            # A key of the hub's own code
+            refused=("logn_attention",),
+            spellings={
+                "new": ("gte",),
+                "encoder.layer": ("layers",),
+                "attention.qkv_proj": _THREE,
+                "attention.o_proj": ("self_attn.o_proj",),
+                "mlp.up_gate_proj": ("mlp.up_proj", "mlp.gate_proj"),
+                "attn_ln": ("post_attention_layernorm",),
+                "mlp_ln": ("post_mlp_layernorm",),
+                "lm_head.norm": ("lm_head.layer_norm",),
+            },
+            pooler_asked=True,
+            defaults=dict(
+                vocab_size=250048,
+                attention_probs_dropout_prob=0.0,
+                max_position_embeddings=8192,
+                type_vocab_size=1,
+                pad_token_id=1,
+                rope_parameters={"rope_theta": 160_000.0, "rope_type": "default"},
+            ),
+            may_be_causal=False,
+            lm_head=LMHead("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", None, activation="gelu"),
+            lacks=("ForMultipleChoice", "ForQuestionAnswering"),
+            accelerated=False,
+            positional={"": 6, "Model": 5},
+            stock_layer=replace(_ROTARY_STOCK, dropouts=(*_ROTARY_STOCK.dropouts, "mlp.dropout")),
             stock_model=StockModel("BaseModelOutputWithPooling"),
         ),
     )

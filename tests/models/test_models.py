@@ -178,7 +178,7 @@ def test_a_layer_drops_where_transformers_does(name, monkeypatch):
     embedding, *inside = [p for p in sorted(seen) if p > 0]
     assert embedding == 0.1
     assert inside == [p for p in sorted(layers[0].train().dropout_rates() * len(layers)) if p > 0]
-    assert layers[0].eval().dropout_rates() == (0.0, 0.0, 0.0)
+    assert not any(layers[0].eval().dropout_rates())
 
 
 @pytest.mark.sweep

@@ -11,12 +11,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import fastbert
+from fastbert.layers.form import INNER_SITE, SITES
 from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import dropout_seed
+from fastbert.ops.dropout import keep_mask_2d
 from tests.support.hf_models import hf_model
 from tests.support.model_pairs import close, half_errors, kept_rows, native
 
-NAMES = ("nomic_bert",)
+NAMES = ("nomic_bert", "gte")
 LENGTHS = (1, 2, 17, 72, 73, 101)
+PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}
 LINEAR = {"rope_type": "linear", "factor": 1.7, "rope_theta": 900.0}
 
@@ -24,7 +28,11 @@ LINEAR = {"rope_type": "linear", "factor": 1.7, "rope_theta": 900.0}
 @functools.cache
 def both(name, scaled=None):
     """(transformers' model, ours) in float64 and in eval, made for 72 tokens."""
-    config = {} if scaled is None else {"rope_parameters": {"dynamic": DYNAMIC, "linear": LINEAR}[scaled]}
+    config = (
+        {}
+        if scaled is None
+        else {"rope_parameters": {"plain": PLAIN, "dynamic": DYNAMIC, "linear": LINEAR}[scaled]}
+    )
     hf = hf_model(name, **config)
     return copy.deepcopy(hf).double(), native(hf).double()
 
@@ -61,7 +69,7 @@ def test_scaled_positions(name, scaled):
 
     transformers keeps the base of the longest batch yet, so the lengths ascend.
     """
-    (hf, model), (_, plain) = both(name, scaled), both(name)
+    (hf, model), (_, plain) = both(name, scaled), both(name, "plain")
     for longest in (71, 72, 73, 101):
         inputs = ragged((longest, 9))
         found = kept_rows(model, inputs)
@@ -70,13 +78,42 @@ def test_scaled_positions(name, scaled):
             assert torch.equal(found, kept_rows(plain, inputs)) == (longest <= 72)
 
 
+@torch.no_grad()
+def test_dropout_between_the_products_of_a_gated_block():
+    """On packed tokens as by the module in its place; it has a call site of its own."""
+    model = copy.deepcopy(both("gte")[1]).train()
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5 if path == "layers.1.mlp.dropout" else 0.0
+    ids = ragged((9, 9))["input_ids"]
+    torch.manual_seed(3)
+    found = model(ids).last_hidden_state
+    torch.manual_seed(3)
+    keep = keep_mask_2d(dropout_seed(model.device), 1 + SITES + INNER_SITE, 18, 80, 0.5)
+
+    class Kept(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x * keep.view_as(x)
+
+    model.layers[1].mlp.dropout = Kept()
+    close(found, model(ids).last_hidden_state, 1e-12)
+    assert not torch.equal(found, model.eval()(ids).last_hidden_state)
+
+
+@torch.no_grad()
+def test_no_token_types():
+    hf = hf_model("gte", type_vocab_size=0).double()
+    inputs = ragged()
+    close(kept_rows(native(hf).double(), inputs), kept_rows(hf, inputs), 1e-9)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.1), (torch.bfloat16, 1.0)])
 def test_error_is_no_larger_than_transformers_own(name, dtype, most):
     """In float32 the two differ by the order of sums alone."""
     hf, model = (copy.deepcopy(m).float() for m in both(name))
-    mine, theirs = half_errors((model, hf), dtype, [ragged((*LENGTHS, 300))])
+    mine, theirs = half_errors((model, hf), dtype, [ragged(), ragged(LENGTHS[::-1])])
     assert mine.mean() <= most * theirs.mean()
     assert mine.square().mean() <= most * theirs.square().mean()
 
@@ -125,6 +162,8 @@ REFUSED = [
     ("nomic_bert", {"head_dim": 15}, "even"),
     ("nomic_bert", {"is_decoder": True}, "is_decoder"),
     ("nomic_bert", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
+    ("gte", {"rope_scaling": {"type": "ntk", "factor": 8.0}}, "rope_type 'ntk'"),
 ]
 
 

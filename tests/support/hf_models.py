@@ -58,6 +58,7 @@ FAMILY_NAMES = (
     "mpnet",
     "modernbert",
     "nomic_bert",
+    "gte",
 )
 # The families whose layers are of BERT's form, which every executor and `accelerate` know
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
@@ -104,9 +105,9 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         small = {"local_attention": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         small |= {"cls_token_id": 1, "sep_token_id": 2, **{spelling.get(k, k): v for k, v in sizes.items()}}
         return transformers.ModernBertConfig(**small)
-    if name == "nomic_bert":
-        return transformers.NomicBertConfig(**sizes)
     classes = {
+        "nomic_bert": transformers.NomicBertConfig,
+        "gte": transformers.GteConfig,
         "bert": transformers.BertConfig,
         "roberta": transformers.RobertaConfig,
         "xlm-roberta": transformers.XLMRobertaConfig,
@@ -116,6 +117,8 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
     }
     if name in PAD_POSITIONS:
         sizes["layer_norm_eps"] = 1e-5
+    if name == "gte":
+        sizes.setdefault("type_vocab_size", 2)
     return classes[name](**sizes)
 
 

@@ -36,6 +36,7 @@ _EMBEDDERS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificatio
 _HAVE = {
     "modernbert": (*_EMBEDDERS, "ForMultipleChoice", "ForQuestionAnswering"),
     "nomic_bert": _EMBEDDERS,
+    "gte": _EMBEDDERS,
 }
 CASES = [
     (n, t)
