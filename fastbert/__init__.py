@@ -113,6 +113,11 @@ __all__ = [
     "GteForSequenceClassification",
     "GteForTokenClassification",
     "GteModel",
+    "JinaEmbeddingsV3ForMaskedLM",
+    "JinaEmbeddingsV3ForQuestionAnswering",
+    "JinaEmbeddingsV3ForSequenceClassification",
+    "JinaEmbeddingsV3ForTokenClassification",
+    "JinaEmbeddingsV3Model",
     "MPNetForMaskedLM",
     "MPNetForMultipleChoice",
     "MPNetForQuestionAnswering",
@@ -158,7 +163,11 @@ __all__ = [
 
 
 # Families whose module has words apart
-_MODULES = {"nomicbert": "nomic_bert", "xlmroberta": "xlm_roberta"}
+_MODULES = {
+    "jinaembeddingsv3": "jina_embeddings_v3",
+    "nomicbert": "nomic_bert",
+    "xlmroberta": "xlm_roberta",
+}
 
 
 def _model_place(name: str) -> str:
@@ -250,6 +259,13 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         BertForQuestionAnswering,
         BertForSequenceClassification,
         BertForTokenClassification,
+    )
+    from fastbert.models.jina_embeddings_v3 import (
+        JinaEmbeddingsV3ForMaskedLM,
+        JinaEmbeddingsV3ForQuestionAnswering,
+        JinaEmbeddingsV3ForSequenceClassification,
+        JinaEmbeddingsV3ForTokenClassification,
+        JinaEmbeddingsV3Model,
     )
     from fastbert.models.modernbert import (
         ModernBertForMaskedLM,

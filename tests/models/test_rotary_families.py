@@ -18,7 +18,7 @@ from fastbert.ops.dropout import keep_mask_2d
 from tests.support.hf_models import hf_model
 from tests.support.model_pairs import close, half_errors, kept_rows, native
 
-NAMES = ("nomic_bert", "gte")
+NAMES = ("nomic_bert", "gte", "jina_embeddings_v3")
 LENGTHS = (1, 2, 17, 72, 73, 101)
 PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}
@@ -162,6 +162,7 @@ REFUSED = [
     ("nomic_bert", {"head_dim": 15}, "even"),
     ("nomic_bert", {"is_decoder": True}, "is_decoder"),
     ("nomic_bert", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    ("jina_embeddings_v3", {"lora_adaptations": ["retrieval.query"]}, "lora_adaptations"),
     ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
     ("gte", {"rope_scaling": {"type": "ntk", "factor": 8.0}}, "rope_type 'ntk'"),
 ]

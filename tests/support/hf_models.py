@@ -59,6 +59,7 @@ FAMILY_NAMES = (
     "modernbert",
     "nomic_bert",
     "gte",
+    "jina_embeddings_v3",
 )
 # The families whose layers are of BERT's form, which every executor and `accelerate` know
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
@@ -108,6 +109,7 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
     classes = {
         "nomic_bert": transformers.NomicBertConfig,
         "gte": transformers.GteConfig,
+        "jina_embeddings_v3": transformers.JinaEmbeddingsV3Config,
         "bert": transformers.BertConfig,
         "roberta": transformers.RobertaConfig,
         "xlm-roberta": transformers.XLMRobertaConfig,
@@ -117,7 +119,7 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
     }
     if name in PAD_POSITIONS:
         sizes["layer_norm_eps"] = 1e-5
-    if name == "gte":
+    if name in ("gte", "jina_embeddings_v3"):  # which have one by default
         sizes.setdefault("type_vocab_size", 2)
     return classes[name](**sizes)
 
