@@ -126,10 +126,10 @@ def interpreted(faults: tuple[Fault, ...], *tests: str) -> Suite:
     return Suite(faults, tests, environment={"TRITON_INTERPRET": "1"}, timeout_s=1800.0)
 
 
-def of_op(faults: tuple[Fault, ...], op: str, without: str = "nothing") -> Suite:
+def of_op(faults: tuple[Fault, ...], op: str, without: str = "") -> Suite:
     """`interpreted` by an op's own tests and its part in those of every op, `without` those of this `-k`."""
     files = "tests/triton/test_every_op.py", f"tests/triton/test_{op}.py"  # what sees most comes first
-    return interpreted(faults, *files, "-k", f"{op} and not ({without})")
+    return interpreted(faults, *files, "-k", f"{op} and not ({without})" if without else op)
 
 
 def suites() -> dict[str, Suite]:
