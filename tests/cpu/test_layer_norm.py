@@ -33,17 +33,20 @@ needs_cuda_part = pytest.mark.skipif(
 )
 
 
-OPTIONS = (  # residual, x_bias, bias, dropout_p, dtype of the parameters
-    (False, False, True, 0.0, None),
-    (True, True, True, 0.0, torch.float32),
-    (True, False, False, 0.25, None),
-    (False, True, True, 0.5, torch.float32),
+# residual, x_bias, bias, dropout_p, dtype of the parameters, whether it is RMSNorm that returns its sum
+OPTIONS = (
+    (False, False, True, 0.0, None, False),
+    (True, True, True, 0.0, torch.float32, False),
+    (True, False, False, 0.25, None, False),
+    (False, True, True, 0.5, torch.float32, False),
+    (True, True, False, 0.25, torch.float32, True),
+    (False, False, False, 0.0, None, True),
 )
 
 
 def both_ways(rows, hidden, dtype, options):
     """Forward and backward of the backend, each output against float64."""
-    has_residual, has_x_bias, has_bias, p, param_dtype = options
+    has_residual, has_x_bias, has_bias, p, param_dtype, rms = options
     param_dtype = param_dtype or dtype
     x, x_memory = strided_rows(rows, hidden, dtype, 5, seed=1)
     residual, residual_memory = strided_rows(rows, hidden, dtype, 3, seed=2)
@@ -55,7 +58,7 @@ def both_ways(rows, hidden, dtype, options):
     x_bias = randn(hidden, dtype=param_dtype, seed=6) if has_x_bias else None
     seed = SEED if p else None
 
-    inputs = (x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET)
+    inputs = (x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, rms, rms)
     y, z, mean, rstd = layer_norm_fwd(cpu, *inputs, True)
     truth = layer_norm_fwd(reference, *in_float64(*inputs), True)
     assert y.dtype == dtype
@@ -69,12 +72,14 @@ def both_ways(rows, hidden, dtype, options):
     assert_rounds_to(rstd, truth[3], scale, "rstd")
     unsaved = layer_norm_fwd(cpu, *inputs, False)
     assert torch.equal(unsaved[0], y)
-    assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
+    assert [t.shape for t in unsaved[2:]] == [(0,)] * 2
+    assert torch.equal(unsaved[1], z if rms else z.new_empty(0))
 
-    saved = (dy, z if z.numel() else x, weight, mean, rstd, p, seed, OFFSET)
+    saved = (dy, z if z.numel() else x, weight, mean, rstd, p, seed, OFFSET, rms)
     needs = (True, True, has_x_bias, has_residual)
-    grads = layer_norm_bwd(cpu, *saved, *needs)
-    truth = layer_norm_bwd(reference, *in_float64(*saved), *needs)
+    dsum = randn(rows, hidden, dtype=dtype, seed=7) if rms and has_residual else None
+    grads = layer_norm_bwd(cpu, *saved, *needs, dsum=dsum)
+    truth = layer_norm_bwd(reference, *in_float64(*saved), *needs, dsum=in_float64(dsum)[0])
     scale = rstd.max().item() ** 2 * (1 + summed.abs().max().item()) * 4 if rows else 1.0
     sums = 4 * scale * max(rows, 1) ** 0.5
     assert_rounds_to(grads[0], truth[0], scale, "dx")

@@ -28,8 +28,11 @@ def layer_norm_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor
     return backend.layer_norm_fwd(LayerNormInputs(*args[:-1]), args[-1])
 
 
-def layer_norm_bwd(backend: ModuleType | SimpleNamespace, dy: Tensor, *args) -> tuple[Tensor, ...]:
-    return backend.layer_norm_bwd(dy, LayerNormSaved(*args[:-4]), LayerNormNeeds(*args[-4:]))
+def layer_norm_bwd(
+    backend: ModuleType | SimpleNamespace, dy: Tensor, *args, dsum: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    more = () if dsum is None else (None, dsum)
+    return backend.layer_norm_bwd(dy, LayerNormSaved(*args[:-4]), LayerNormNeeds(*args[-4:]), *more)
 
 
 def embedding_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
