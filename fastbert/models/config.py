@@ -66,11 +66,13 @@ class EncoderConfig(Keys):
                 f"config {shadowing[0]}: is a method of {type(self).__name__} and cannot be a config key"
             )
         values = {**DEFAULTS, **family.defaults}
-        for key, value in kwargs.items():
-            values[family.aliases.get(key, key)] = value
         if family.windows:
-            config_rotary.settle(values, kwargs)
-        elif family.rotary:
+            kwargs = config_rotary.respelt(kwargs)
+        for key, value in kwargs.items():
+            # Real files have `layer_norm_eps` beside `norm_eps`, which counts
+            if family.spelt(key) == key or family.spelt(key) not in kwargs:
+                values[family.aliases.get(key, key)] = value
+        if family.rotary and not family.windows:
             config_rope.settle(values, kwargs, family.defaults["rope_parameters"]["rope_theta"])
         self.__dict__.update(values)
         self.model_type = model_type
@@ -249,10 +251,16 @@ class EncoderConfig(Keys):
         if "num_labels" in overrides and "id2label" not in overrides:
             left_out |= {"id2label", "label2id"}
         merged = {key: copy.deepcopy(value) for key, value in values.items() if key not in left_out}
-        merged.update(overrides)
-        if "model_type" not in merged:
+        model_type = overrides.get("model_type", merged.get("model_type"))
+        if model_type is None:
             raise ValueError(f"config model_type: missing; expected one of {', '.join(FAMILIES)}")
-        return cls(**merged)
+        family = family_of(model_type)
+        if family.windows:
+            merged, overrides = config_rotary.overridden(merged, overrides)
+        # In any spelling
+        replaced = {family.aliases.get(key, key) for key in overrides}
+        merged = {k: v for k, v in merged.items() if family.aliases.get(k, k) not in replaced}
+        return cls(**{**merged, **overrides})
 
     @classmethod
     def from_hf(cls, config: Any) -> EncoderConfig:

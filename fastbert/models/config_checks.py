@@ -280,7 +280,8 @@ def _check_inner_sizes(config: Keys) -> None:
 
 def _refuse_other_mathematics(config: Keys) -> None:
     position = config.__dict__.get("position_embedding_type", "absolute")
-    if position not in (None, "absolute"):
+    # ModernBERT's files say "sans_pos" or "absolute" and mean nothing by it
+    if position not in (None, "absolute") and not config.family.windows:
         raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")
     for key in ("add_cross_attention", "is_encoder_decoder", "use_task_id"):
         if config.__dict__.get(key):

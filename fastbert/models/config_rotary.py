@@ -18,37 +18,45 @@ _THETAS = {FULL: "global_rope_theta", SLIDING: "local_rope_theta"}
 POOLINGS = ("cls", "mean")
 
 
-def settle(values: dict[str, Any], given: dict[str, Any]) -> None:
-    """Write the keys of `given` into `values`, a family's defaults and `given`, in this module's spelling.
+def respelt(given: dict[str, Any]) -> dict[str, Any]:
+    """Config keys in the first spelling, where `given` may have both.
 
     Raises:
         TypeError, ValueError: naming the key, what came and what was expected.
     """
-    types, every = values.pop("layer_types", None), given.get("global_attn_every_n_layers")
+    found = dict(given)
+    types, every = found.pop("layer_types", None), found.get("global_attn_every_n_layers")
     if types is not None:
         _check_types(types)
-        found = _every(types, [every or 3])
-        if every is not None and found != every:
+        alike = _every(types, [every or 3])
+        if every is not None and alike != every:
             raise ValueError(
                 f"config layer_types: {_brief(types)} differs from global_attn_every_n_layers = {every!r}, "
                 "another spelling of it; expected one of the two, or both alike"
             )
-        values["global_attn_every_n_layers"] = found
-        if found is None:
-            values["layer_types"] = list(types)
-    parameters, scaling = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
+        found["global_attn_every_n_layers"] = alike
+        if alike is None:
+            found["layer_types"] = list(types)
+    parameters, scaling = found.pop("rope_parameters", None), found.pop("rope_scaling", None)
     if scaling is not None:
         _bases({FULL: scaling}, "rope_scaling")
     for kind, theta in _bases(parameters, "rope_parameters").items():
         key = _THETAS[kind]
-        if given.get(key, theta) != theta:
+        if found.get(key) not in (None, theta):
             raise ValueError(
-                f"config {key}: {given[key]!r} differs from rope_theta = {theta!r} of "
+                f"config {key}: {found[key]!r} differs from rope_theta = {theta!r} of "
                 f"rope_parameters.{kind}, another spelling of it; expected one of the two, or both alike"
             )
-        values[key] = theta
-    if values["local_rope_theta"] is None:
-        values["local_rope_theta"] = values["global_rope_theta"]
+        found[key] = theta
+    return found
+
+
+def overridden(values: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both in the first spelling, `values` without what `overrides` has in either spelling."""
+    values, overrides = respelt(values), respelt(overrides)
+    if "global_attn_every_n_layers" in overrides:
+        values.pop("layer_types", None)
+    return values, overrides
 
 
 def layer_types(config: Any) -> list[str]:
@@ -62,7 +70,8 @@ def layer_types(config: Any) -> list[str]:
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """What the layers of each type rotate by, as transformers 5 spells it."""
-    return {k: {"rope_type": "default", "rope_theta": config.__dict__[key]} for k, key in _THETAS.items()}
+    bases = {FULL: config.global_rope_theta, SLIDING: config.local_rope_theta or config.global_rope_theta}
+    return {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
 
 
 def window(config: Any, layer: int) -> tuple[int, int] | None:
@@ -73,7 +82,9 @@ def window(config: Any, layer: int) -> tuple[int, int] | None:
 
 def rotary(config: Any, layer: int) -> Rotary:
     """By which angles the layer rotates queries and keys."""
-    return Rotary(float(config.__dict__[_THETAS[layer_types(config)[layer]]]))
+    base = config.__dict__[_THETAS[layer_types(config)[layer]]]
+    # transformers 4: local layers may have the global base
+    return Rotary(float(config.__dict__[_THETAS[FULL]] if base is None else base))
 
 
 def check(config: Any) -> None:
@@ -97,6 +108,8 @@ def check(config: Any) -> None:
             raise ValueError(f"config {key}: expected an integer >= {least}, got {value!r}")
     for key in _THETAS.values():
         value = config.__dict__[key]
+        if value is None and key == _THETAS[SLIDING]:
+            continue
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"config {key}: expected a finite number > 0, got {value!r}")
     if config.head_dim % 2:

@@ -132,8 +132,24 @@ def test_layers_of_a_config():
     other = EncoderConfig("modernbert", **SIZES, layer_types=["sliding_attention"] * 3 + ["full_attention"])
     assert [other.window(i) for i in range(4)] == [(64, 64)] * 3 + [None]
     assert EncoderConfig.from_dict(other.to_dict()) == other
-    assert EncoderConfig("modernbert", **SIZES, local_rope_theta=None).rotary(1).theta == 160000.0
-    EncoderConfig("modernbert", **SIZES, reference_compile=True, repad_logits_with_grad=True)
+    without = EncoderConfig("modernbert", **SIZES, local_rope_theta=None)
+    assert without.rotary(1).theta == EncoderConfig.from_dict(without.to_dict()).rotary(1).theta == 160000.0
+    # As in the files of ModernBERT, ruri-v3 and mmBERT
+    real = {"layer_norm_eps": 2e-5, "norm_eps": 1e-5, "position_embedding_type": "sans_pos"}
+    for given in (real, dict(reversed(real.items()))):
+        other = EncoderConfig("modernbert", **SIZES, **given, reference_compile=True)
+        assert other.norm_eps == 1e-5
+    irregular = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    for own in (
+        config,
+        EncoderConfig("modernbert", **SIZES, **irregular),
+        EncoderConfig("modernbert", **SIZES, **NEW),
+    ):
+        for change in (irregular, OLD, NEW, {"global_rope_theta": 7.0}, {"local_rope_theta": 7.0}):
+            other = EncoderConfig.from_dict(own.to_dict(), **change)
+            assert {key: getattr(other, key) for key in change} == change
+    for key in ("layer_norm_eps", "norm_eps"):
+        assert EncoderConfig.from_dict(other.to_dict(), **{key: 3e-5}).norm_eps == 3e-5
 
 
 @pytest.mark.parametrize(
