@@ -110,7 +110,7 @@ def check(config: Any) -> None:
         value = config.__dict__[key]
         if value is None and key == _THETAS[SLIDING]:
             continue
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"config {key}: expected a finite number > 0, got {value!r}")
     if config.head_dim % 2:
         raise ValueError(
