@@ -56,9 +56,6 @@ std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
         refuse("kv_heads", "a divisor of the " + std::to_string(out.nheads) + " heads of q", out.kv_heads);
     check_size("window", out.window.left, -1);
     check_size("window", out.window.right, -1);
-    if (on_device && (out.kv_heads != out.nheads || out.window.left >= 0 || out.window.right > 0))
-        throw py::value_error(
-            "attention: expected as many heads of k and v as of q, and no window, on a GPU");
     check_size("headdim", out.headdim, 1);
     check_size("batch", out.batch);
     check_size("total", out.total);
@@ -148,6 +145,8 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
                              int device, Address stream) {
     CudaAttentionBwd args{};
     const std::int64_t end = fill(args, common, true);
+    if (args.kv_heads != args.nheads || args.window.left >= 0 || args.window.right > 0)
+        throw py::value_error("attention_bwd: expected as many heads of k and v as of q, and no window");
     args.keep_bits = pointer<const std::int32_t>(keep_bits);
     args.dout = pointer(dout);
     args.out = pointer(out);

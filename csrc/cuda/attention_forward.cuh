@@ -35,7 +35,8 @@ constexpr int kRing = kHeadDim > 64 ? 3 : 4;
 enum class Extras {
     kNone,
     kDropout,
-    kAny,  // bias and any scale; dropout if there is a seed
+    kAny,    // bias and any scale; dropout if there is a seed
+    kLocal,  // all of it, any window, and heads of q that share one of k and v
 };
 
 // Blocks per multiprocessor for which the compiler keeps registers free. sm_120 has shared memory for three,
@@ -46,7 +47,7 @@ constexpr int kMostBlocks = 3;
 constexpr int kMostBlocks = 4;
 #endif
 template <int kHeadDim, Extras kExtras>
-constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kMostBlocks - (kExtras == Extras::kAny);
+constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kMostBlocks - (kExtras >= Extras::kAny);
 
 // The online softmax of a lane's two rows, row g and row g + 8 of its warp.
 struct Rows {
@@ -74,7 +75,7 @@ __device__ void zero_rows(const AttentionFwd& args, std::int64_t first, int head
 template <class T, int kHeadDim, Extras kExtras>
 __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kExtras>))
     attention_forward_kernel(AttentionFwd args) {
-    constexpr bool kAny = kExtras == Extras::kAny;
+    constexpr bool kLocal = kExtras == Extras::kLocal, kAny = kLocal || kExtras == Extras::kAny;
     // In bytes, as `slot` below.
     constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T)), kTile = kTileRows * kRowBytes;
     constexpr int kSlots = kRing<kHeadDim>;
@@ -89,20 +90,26 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
         return;
     }
 
-    const auto rows_of = [&](const Heads& heads) {
+    const int kv_head = kLocal ? kv_head_of(args, head) : head;
+    const auto rows_of = [&](const Heads& heads, int head) {
         return static_cast<const T*>(heads.data) + start * heads.row_stride + head * heads.head_stride;
     };
     using Copies = TileCopies<T, kHeadDim, kForwardThreads>;
     // The keys that any row of the tile sees.
-    const int end = args.causal && first_row + kTileRows < length ? first_row + kTileRows : length;
-    Copies keys(rows_of(args.k), args.k.row_stride, 0, end);
-    Copies values(rows_of(args.v), args.v.row_stride, 0, end);
+    const Reach reach(args.window, length);
+    int begin = 0, end = args.causal && first_row + kTileRows < length ? first_row + kTileRows : length;
+    if (kLocal) {
+        begin = reach.first_key(first_row) / kTileRows * kTileRows;
+        end = reach.end_key(first_row + kTileRows - 1);
+    }
+    Copies keys(rows_of(args.k, kv_head), args.k.row_stride, begin, end);
+    Copies values(rows_of(args.v, kv_head), args.v.row_stride, begin, end);
     // Copies the next tile, if there is one. Every call makes a group, so that waits can count.
     const auto copy_next = [&](Copies& copies, int slot) {
         if (copies.left > 0) copies.next(ring + slot);
         commit_copies();
     };
-    Copies(rows_of(args.q), args.q.row_stride, first_row, length).next(ring);
+    Copies(rows_of(args.q, head), args.q.row_stride, first_row, length).next(ring);
     commit_copies();
     copy_next(keys, kTile);
     if (kSlots == 4) copy_next(values, 2 * kTile);
@@ -138,8 +145,9 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
     // exp S = 2^(unit S) where the scale is folded, else of the scaled scores.
     const float unit = kAny ? kLog2E : args.softmax_scale * kLog2E;
     const float slack = kAny ? kSlack * kLn2 : kSlack;
-    // All rows see the keys before `seen`.
-    const int seen = args.causal && first_row + 1 < length ? first_row + 1 : length;
+    // All rows see the keys from `whole` on before `seen`.
+    int whole = 0, seen = args.causal && first_row + 1 < length ? first_row + 1 : length;
+    if (kLocal) whole = reach.first_key(first_row + kTileRows - 1), seen = reach.end_key(first_row);
     const float* bias[2] = {nullptr, nullptr};
     if (kAny && args.bias.data != nullptr) {
         const float* matrix =
@@ -160,7 +168,7 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
         wait_copies<kSlots - 2>();
         __syncthreads();
     };
-    for (int first_key = 0; first_key < end; first_key += kTileRows) {
+    for (int first_key = begin; first_key < end; first_key += kTileRows) {
         // --- dropout bits, while the keys arrive ---
         std::uint32_t keep_bytes = 0;
         if (drop && active) {
@@ -211,16 +219,22 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
                         for (int i = 0; i < 4; ++i) scores[n][i] *= args.softmax_scale;
                 }
             }
-            if (first_key + kTileRows > seen) {
+            if (first_key + kTileRows > seen || (kLocal && first_key < whole)) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int after = row + 8 * r + 1;
-                    const int most = (args.causal && after < length ? after : length) - first_key - 2 * pair;
+                    int most = (args.causal && after < length ? after : length) - first_key - 2 * pair;
+                    int least = 0;
+                    if (kLocal) {
+                        least = reach.first_key(row + 8 * r) - first_key - 2 * pair;
+                        most = reach.end_key(row + 8 * r) - first_key - 2 * pair;
+                    }
 #pragma unroll
                     for (int n = 0; n < kTileRows / 8; ++n)
 #pragma unroll
                         for (int i = 0; i < 2; ++i)
-                            if (8 * n + i >= most) scores[n][2 * r + i] = -INFINITY;
+                            if (8 * n + i >= most || (kLocal && 8 * n + i < least))
+                                scores[n][2 * r + i] = -INFINITY;
                 }
             }
             float top[2] = {-INFINITY, -INFINITY};
@@ -332,6 +346,7 @@ const char* launch_forward(const AttentionFwd& args, std::uintptr_t stream) {
 
 template <class T, int kHeadDim>
 const char* forward_of(const AttentionFwd& args, std::uintptr_t stream) {
+    if (is_local(args)) return launch_forward<T, kHeadDim, Extras::kLocal>(args, stream);
     // Without a bias the greatest product is the greatest score, unless the scale turns the order.
     if (args.bias.data != nullptr || !(args.softmax_scale > 0.0f))
         return launch_forward<T, kHeadDim, Extras::kAny>(args, stream);

@@ -7,41 +7,45 @@ namespace fastbert {
 namespace cuda {
 namespace {
 
-template <class T, bool kDrop>
+template <class T, bool kDrop, bool kLocal>
 const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
     using Tile = AttentionTile;
     const dim3 grid = slot_grid(args.nheads, slots(args.total, args.batch, Tile::kRows));
     // Two blocks per multiprocessor: shared memory before the first cache.
     const cudaError_t error =
-        set_attribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop>),
+        set_attribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop, kLocal>),
                       cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
         cudaGetLastError();  // the next launch must not see it
         return cudaGetErrorString(error);
     }
-    return launch_shared(attention_hopper_kernel<T, kDrop>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
-                         maps, args);
+    return launch_shared(attention_hopper_kernel<T, kDrop, kLocal>, grid, dim3(Tile::kThreads), Tile::kBytes,
+                         stream, maps, args);
 }
 
 // Heads lie side by side: a row is one row of a matrix.
-bool side_by_side(const AttentionFwd& args, const Heads& heads) {
+bool side_by_side(const AttentionFwd& args, const Heads& heads, std::int64_t count) {
     return aligned(heads.data) && heads.row_stride % 8 == 0 &&
-           (args.nheads == 1 || heads.head_stride == args.headdim);
+           (count == 1 || heads.head_stride == args.headdim);
 }
 
-bool map_heads(CUtensorMap& map, const AttentionFwd& args, const Heads& heads) {
-    return make_map(map, args.dtype, heads.data, args.total, args.nheads * args.headdim, heads.row_stride,
+bool map_heads(CUtensorMap& map, const AttentionFwd& args, const Heads& heads, std::int64_t count) {
+    return make_map(map, args.dtype, heads.data, args.total, count * args.headdim, heads.row_stride,
                     kTileRows);
 }
 
 template <class T>
 const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_t stream) {
     AttentionMaps maps = {};
-    if (!map_heads(maps.q, args, args.q) || !map_heads(maps.k, args, args.k) ||
-        !map_heads(maps.v, args, args.v))
+    if (!map_heads(maps.q, args, args.q, args.nheads) || !map_heads(maps.k, args, args.k, args.kv_heads) ||
+        !map_heads(maps.v, args, args.v, args.kv_heads))
         return cuda_attention_fwd(args, device, stream);
-    return args.dropout.seed != nullptr ? launch_hopper<T, true>(maps, args, stream)
-                                        : launch_hopper<T, false>(maps, args, stream);
+    const bool drop = args.dropout.seed != nullptr;
+    if (is_local(args))
+        return drop ? launch_hopper<T, true, true>(maps, args, stream)
+                    : launch_hopper<T, false, true>(maps, args, stream);
+    return drop ? launch_hopper<T, true, false>(maps, args, stream)
+                : launch_hopper<T, false, false>(maps, args, stream);
 }
 
 }  // namespace
@@ -49,7 +53,7 @@ const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_
 
 bool cuda_attention_hopper(int device) {
     static cuda::HopperDevices devices;
-    return devices.run(cuda::attention_hopper_kernel<bf16, false>, device);
+    return devices.run(cuda::attention_hopper_kernel<bf16, false, false>, device);
 }
 
 bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t nheads,
@@ -63,8 +67,8 @@ const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std:
     if (args.headdim != cuda::AttentionTile::kHeadDim) return "headdim: expected 64";
     if (args.causal || args.bias.data != nullptr || args.probs != nullptr || !(args.softmax_scale > 0.0f))
         return "expected no bias, causal mask or probs, and softmax_scale > 0";
-    if (!cuda::side_by_side(args, args.q) || !cuda::side_by_side(args, args.k) ||
-        !cuda::side_by_side(args, args.v) || !cuda::aligned(args.out))
+    if (!cuda::side_by_side(args, args.q, args.nheads) || !cuda::side_by_side(args, args.k, args.kv_heads) ||
+        !cuda::side_by_side(args, args.v, args.kv_heads) || !cuda::aligned(args.out))
         return "q, k, v: expected multiples of 16 bytes, rows on 16 bytes and heads side by side";
     if (args.total >= 0x40000000 || args.batch >= 0x40000000) return "total, batch: at most 2**30 - 1";
     if (args.nheads > 0x1ffffff) return "nheads: less than 2**25";

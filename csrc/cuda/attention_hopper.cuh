@@ -1,8 +1,11 @@
 // Attention's forward on compute capability 9.0, for heads of 64 dimensions without a bias or a causal mask.
+// kLocal: with a window, or heads of q that share one of k and v.
 // Contract: fastbert/ops/attention.py; mathematics, precision and what is saved: attention_forward.cuh.
 //
 // Tiling     A block owns 128 queries of one sequence and head, 64 for each of two warp groups, whose P and
 //            out stay in registers. It walks over the keys, 64 at a time. Two blocks share a multiprocessor.
+//            With a window, tiles that no row of the block sees are not copied, and a group skips a tile that
+//            no row of its own sees: the upper group may skip the last tile, the lower group the first.
 // Pipeline   Tiles of keys and of values come by tensor maps into a ring of 5 each, which one thread fills. A
 //            group starts the scores of tile t and then P v of tile t - 1: the softmax waits for both, and
 //            runs beside the products of the other groups. Measured on an H200: groups that start products in
@@ -64,14 +67,15 @@ struct TileRing {
     }
 };
 
-// Zeros in the rows of a tile of values from `end` on, by the block's first `threads` threads.
-__device__ __forceinline__ void clear_rows(char* tile, int end, int threads) {
+// Zeros in the rows of a tile of values from `end` on, by `threads` threads of the block from thread `first`
+// on.
+__device__ __forceinline__ void clear_rows(char* tile, int end, int threads, int first) {
     constexpr int kChunks = AttentionTile::kRowBytes / kChunkBytes;
     // Read here, so that what depends on it takes no registers elsewhere.
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
 #pragma unroll 1
-    for (int i = end * kChunks + thread; i < kTileRows * kChunks; i += threads)
+    for (int i = end * kChunks + thread - first; i < kTileRows * kChunks; i += threads)
         *reinterpret_cast<uint4*>(tile + i * kChunkBytes) = uint4{};
 }
 
@@ -96,6 +100,16 @@ struct GroupSoftmax {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (8 * n + i % 2 >= most) scores[4 * n + i] = -INFINITY;
+    }
+
+    // Likewise, and of those before the lane's key `least`; of each row by itself.
+    __device__ __forceinline__ void mask(const int (&least)[2], const int (&most)[2]) {
+#pragma unroll
+        for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (8 * n + i % 2 < least[i / 2] || 8 * n + i % 2 >= most[i / 2])
+                    scores[4 * n + i] = -INFINITY;
     }
 
     static __device__ __forceinline__ float most_of_row(float x) {
@@ -173,7 +187,7 @@ struct GroupSoftmax {
 // A number that all lanes of a warp have, which ptxas then knows, and keeps in a register of the warp's.
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
 
-template <class T, bool kDrop>
+template <class T, bool kDrop, bool kLocal>
 __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -198,11 +212,25 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     char* const queries = shared + (0u - shared_address(shared)) % 1024;
     const TileRing keys{queries + Tile::kGroups * Tile::kTileBytes, barriers[0], barriers[1]};
     const TileRing values{keys.tiles + Tile::kSlots * Tile::kTileBytes, barriers[2], barriers[3]};
-    const int tiles = (length + kTileRows - 1) / kTileRows;
     const int groups = length - first_row > kTileRows ? 2 : 1;
     const int column = head * Tile::kHeadDim;
-    const auto fill_keys = [&](int tile) { keys.fill(tile, maps.k, start + tile * kTileRows, column); };
-    const auto fill_values = [&](int tile) { values.fill(tile, maps.v, start + tile * kTileRows, column); };
+    const int kv_column = kLocal ? kv_head_of(args, head) * Tile::kHeadDim : column;
+    const Reach reach(args.window, length);
+    // The first tile that a row sees, and the tiles before the end of what it sees.
+    const auto first_tile = [&](int row) { return reach.first_key(row) / kTileRows; };
+    const auto tiles_until = [&](int row) { return (reach.end_key(row) + kTileRows - 1) / kTileRows; };
+    // Tiles are counted from the first that the block sees.
+    const int skipped = kLocal ? first_tile(first_row) : 0, all = (length + kTileRows - 1) / kTileRows;
+    const int tiles = kLocal ? tiles_until(first_row + groups * kTileRows - 1) - skipped : all;
+    const int first_key_row = start + skipped * kTileRows;
+    const auto fill_keys = [&](int tile) {
+        keys.fill(tile, maps.k, first_key_row + tile * kTileRows, kv_column);
+    };
+    const auto fill_values = [&](int tile) {
+        values.fill(tile, maps.v, first_key_row + tile * kTileRows, kv_column);
+    };
+    // The groups that see the sequence's last tile: both, or the last.
+    const int enders = kLocal && groups == 2 && tiles_until(first_row + kTileRows - 1) < all ? 1 : groups;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::kSlots; ++i) {
             init_barrier(&keys.full[i], 1);
@@ -211,7 +239,7 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
             init_barrier(&values.empty[i], groups * Tile::kWarps);
         }
         init_barrier(&asked, 1);
-        init_barrier(&cleared, groups * Tile::kWarps);
+        init_barrier(&cleared, enders * Tile::kWarps);
         fence_barriers();
         fence_shared();
         arrive_expecting(&asked, groups * Tile::kTileBytes);
@@ -232,6 +260,10 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     // In the sequence: this warp's first row, this lane's first row.
     const int warp_row = first_row + group * kTileRows + 16 * warp, row = warp_row + lane / 4;
 
+    // The tiles that this group sees.
+    const int begin = kLocal ? first_tile(first_row + group * kTileRows) - skipped : 0;
+    const int upto = kLocal ? tiles_until(first_row + (group + 1) * kTileRows - 1) - skipped : tiles;
+
     char* const own = queries + group * Tile::kTileBytes;
     std::uint32_t q[Tile::kHeadDim / 16][4];
     wait_phase(&asked, 0);
@@ -251,10 +283,10 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         const std::uint32_t keep_bytes =
             draw_keep_bytes(seed, args.dropout.offset, static_cast<std::uint32_t>(head),
                             static_cast<std::uint32_t>(start + warp_row),
-                            static_cast<std::uint32_t>(tile * kTileRows), threshold);
+                            static_cast<std::uint32_t>((skipped + tile) * kTileRows), threshold);
         if (args.keep_bits != nullptr) {
             const std::uint32_t word = keep_word(keep_bytes);
-            const int at = tile * (kTileRows / 32) + pair % 2;
+            const int at = (skipped + tile) * (kTileRows / 32) + pair % 2;
             if (saved != nullptr && at < words) saved[at] = static_cast<std::int32_t>(word);
         }
         return keep_bytes;
@@ -281,34 +313,60 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         commit_products();
     };
     // Of the last tile: scores behind the end, and this warp's part of the rows of values behind it.
-    const int last = length - (tiles - 1) * kTileRows;
+    const bool ends = !kLocal || skipped + upto == all;
+    const int last = ends ? length - (all - 1) * kTileRows : kTileRows;
     const auto end_tile = [&] {
         if (last == kTileRows) return;
-        softmax.mask(last - 2 * pair);
+        if (!kLocal) softmax.mask(last - 2 * pair);
         values.wait(value);
-        clear_rows(values.at(value), last, groups * kGroupThreads);
+        clear_rows(values.at(value), last, enders * kGroupThreads,
+                   kLocal ? (groups - enders) * kGroupThreads : 0);
         fence_shared();
         __syncwarp();
         if (lane == 0) arrive(&cleared);
     };
 
+    // Scores that the window hides, and those behind the end.
+    const auto hide = [&](int tile) {
+        const int first_key = (skipped + tile) * kTileRows;
+        if (first_key >= reach.first_key(warp_row + 15) && first_key + kTileRows <= reach.end_key(warp_row))
+            return;
+        int least[2], most[2];
+        for (int r = 0; r < 2; ++r) {
+            least[r] = reach.first_key(row + 8 * r) - first_key - 2 * pair;
+            most[r] = reach.end_key(row + 8 * r) - first_key - 2 * pair;
+        }
+        softmax.mask(least, most);
+    };
+
     // --- the first tile ---
+    if (kLocal && begin > 0) {
+        keys.wait(key);
+        values.wait(value);
+        if (lane == 0) {
+            keys.release(key);
+            values.release(value);
+        }
+        key.next();
+        value.next();
+    }
     keys.wait(key);
     fence_products();
     start_scores();
     wait_products<0>();
     if (lane == 0) keys.release(key);
     key.next();
-    if (tiles == 1) end_tile();
+    if (kLocal) hide(begin);
+    if (upto - begin == 1) end_tile();
     softmax.first_tile();
-    if (kDrop) softmax.drop(draw(0));
+    if (kDrop) softmax.drop(draw(begin));
 
-    for (int tile = 1; tile < tiles; ++tile) {
+    for (int tile = begin + 1; tile < upto; ++tile) {
         keys.wait(key);
         values.wait(value);
         fence_products();
         start_scores();
-        start_sums(tile > 1);
+        start_sums(tile > begin + 1);
         wait_products<0>();
         if (lane == 0) {
             keys.release(key);
@@ -323,14 +381,15 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
             if (next_values >= Tile::kSlots && next_values < tiles) fill_values(next_values);
         }
         __syncwarp();
-        if (tile == tiles - 1) end_tile();
+        if (kLocal) hide(tile);
+        if (tile == upto - 1) end_tile();
         softmax.next_tile();
         if (kDrop) softmax.drop(draw(tile));
     }
     values.wait(value);
     if (last < kTileRows) wait_phase(&cleared, 0);
     fence_products();
-    start_sums(tiles > 1);
+    start_sums(upto - begin > 1);
     wait_products<0>();
 
     // --- out and lse, through this warp's rows of the queries ---

@@ -59,6 +59,34 @@ __device__ __forceinline__ Place find_place(const std::int32_t* cu_seqlens, int 
     return {found, start, length, tile >= 0 ? tile * kRows : length};
 }
 
+// --- windows and shared heads ---
+
+// Whether a call has a window that is not a causal mask, or heads of q that share one of k and v.
+inline bool is_local(const Attention& args) {
+    return args.kv_heads != args.nheads || args.window.left >= 0 || args.window.right > 0;
+}
+
+// The head of k and v that a head of q reads.
+__device__ __forceinline__ int kv_head_of(const Attention& args, int head) {
+    return head / (static_cast<int>(args.nheads) / static_cast<int>(args.kv_heads));
+}
+
+// How far a window reaches in a sequence. A side without a limit reaches over all of it.
+struct Reach {
+    int left, right, length;
+
+    __device__ __forceinline__ Reach(const Window& window, int length)
+        : left(within(window.left, length)), right(within(window.right, length)), length(length) {}
+    static __device__ __forceinline__ int within(std::int64_t side, int length) {
+        return side < 0 || side > length ? length : static_cast<int>(side);
+    }
+    // The first key that a row sees, and the one after its last.
+    __device__ __forceinline__ int first_key(int row) const { return row > left ? row - left : 0; }
+    __device__ __forceinline__ int end_key(int row) const {
+        return row + right < length ? row + right + 1 : length;
+    }
+};
+
 // --- copies of tiles ---
 
 // This thread's part of the copies of tiles of 64 rows, one tile after the other.

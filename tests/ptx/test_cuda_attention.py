@@ -13,7 +13,7 @@ import torch
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import attention as attention_args
-from fastbert.ops.attention_inputs import CAUSAL
+from fastbert.ops.attention_inputs import CAUSAL, Window
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
@@ -108,6 +108,7 @@ EVERY_KERNEL = [
         AttentionCase((140, 9), 1, headdim, causal=True, dropout_p=0.25, gate=True),
         AttentionCase((66, 65), 2, headdim, bias="shared", masked=True, dropout_p=0.1, causal=True),
         AttentionCase((130,), 1, headdim, bias="keys", sharpness=8.0, lse=True),
+        AttentionCase((150, 20), 2, headdim, window=(9, 70), kv_heads=1, bias="shared", dropout_p=0.25),
     )
 ]
 
@@ -118,10 +119,11 @@ def test_every_kernel(emulated, forward, schedule):
     emulated.schedule = schedule
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
         assert broken_rules(case, dtype, backward=False) == []
-    for case in (*EVERY_KERNEL, *(c for c in CASES if c.headdim >= 32 and not c.probs)):
+    wide = (c for c in CASES if c.headdim >= 32 and not c.probs)
+    for case in (c for c in (*EVERY_KERNEL, *wide) if c.window is None and c.kv_heads == 0):
         assert broken_rules(replace(case, dropout_p=0.0), torch.float32, backward=False) == []
     ours = {name for name in emulated.library.names if "attention_forward" in name}
-    assert len(ours) == 21
+    assert len(ours) == 27
     assert {launch.kernel for launch in emulated.launches} == ours
 
 
@@ -433,6 +435,55 @@ def test_the_seeds_value_counts_and_not_its_address(forward):
     assert not torch.equal(out, forward(inputs._replace(seed=seeds[2:]))[0])
 
 
+# --- windows and shared heads -------------------------------------------------------------------------------
+
+# At the edges of tiles of 64 and of blocks of 128, and between. In the sequence of 250 rows the last block of
+# sm_90a has two groups, of which one or both see the last tile, which ends in NaN.
+WINDOWS = ((64, 64), (0, 1), (20, 0), (63, 5), (130, -1), (-1, 64))
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(both, window, p):
+    inputs = made((250, 3, 70), 2, 64, p=p, window=Window(*window))
+    k, v = (t[:, :1].contiguous() for t in inputs[1:3])  # both heads of q read it
+    inputs = inputs._replace(k=k, v=v)
+    clean = check_forward(both, inputs)
+    for t in inputs[:3]:
+        t[250:253] = math.nan
+    rest = [*range(250), *range(253, 323)]
+    for a, b in zip(both(inputs)[:2], clean[:2], strict=True):
+        a, b = (t if t.dim() == 3 else t.t() for t in (a, b))
+        assert_same_bits(a[rest].contiguous(), b[rest].contiguous())
+
+
+def test_windows_of_more_tiles_than_the_rings_have(both):
+    """Also where the last tile of a block is that of one group alone."""
+    for lengths, window in (((720,), (200, 190)), ((660, 70), (310, 65))):
+        check_forward(both, made(lengths, 1, 64, window=Window(*window)))
+
+
+def test_each_head_of_q_reads_its_head_of_k_and_v(both):
+    inputs = made((70, 9), 6, 64)
+    k, v = (t[:, ::3].contiguous() for t in inputs[1:3])
+    out, *_ = check_forward(both, inputs._replace(k=k, v=v))
+    alike = inputs._replace(k=k.repeat_interleave(3, 1), v=v.repeat_interleave(3, 1))
+    torch.testing.assert_close(both(alike)[0], out, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("window", ((40, 30), (100, 70)), ids=str)
+def test_a_key_outside_the_window_may_be_nan(both, window):
+    inputs = made((300,), 1, 64, window=Window(*window))
+    clean = both(inputs)
+    inputs.k[150] = math.nan
+    found = both(inputs)
+    sees = torch.zeros(300, dtype=torch.bool)
+    sees[150 - window[1] : 150 + window[0] + 1] = True
+    assert found[0][sees].isnan().all()
+    assert_same_bits(found[0][~sees], clean[0][~sees])
+    assert_same_bits(found[1].t()[~sees], clean[1].t()[~sees])
+
+
 # --- which calls it takes -----------------------------------------------------------------------------------
 
 
@@ -461,12 +512,15 @@ def test_other_calls_go_to_the_next_backend(emulated, monkeypatch, noted):
     assert len(calls) == 5
     forward(wide._replace(k=misplaced(wide.k, 134, 64)))
     forward(wide._replace(dropout_p=0.25, seed=SEED))
-    assert calls[5:] == [("cuda", "attention_fwd", torch.device("cpu"), torch.float32)] * 2
+    forward(wide._replace(window=Window(3, 3)))
+    forward(wide._replace(k=wide.k[:, :1], v=wide.v[:, :1]))
+    assert calls[5:] == [("cuda", "attention_fwd", torch.device("cpu"), torch.float32)] * 4
 
 
 REFUSED = (
     ("sm_80", {"dtype": 0, "seed": 16}, "dropout: expected none in float32"),
     ("sm_80", {"dtype": 0, "k_row": 386}, "multiples of 4"),
+    ("sm_80", {"dtype": 0, "kv_heads": 1}, "float32: expected a head of k and v per head"),
     ("sm_80", {"headdim": 48}, "headdim"),
     ("sm_80", {"q": 2}, "multiples of 16 bytes"),
     ("sm_80", {"k_row": 132}, "multiples of 8"),
@@ -478,9 +532,6 @@ REFUSED = (
     ("hopper", {"dtype": 0}, "dtype: expected bfloat16 or float16"),
     ("hopper", {"headdim": 32}, "headdim: expected 64"),
     ("hopper", {"right": 0}, "expected no bias"),
-    ("hopper", {"right": 1}, "no window"),
-    ("sm_80", {"left": 3, "right": 0}, "no window"),
-    ("sm_80", {"kv_heads": 1}, "as many heads"),
     ("hopper", {"bias": 16}, "expected no bias"),
     ("hopper", {"softmax_scale": 0.0}, "softmax_scale > 0"),
     ("hopper", {"softmax_scale": math.nan}, "softmax_scale > 0"),
@@ -551,6 +602,8 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert serves(inputs._replace(gate=torch.ones(2)))
     assert serves(made((128, 128), 2, 64, p=0.1))
     assert serves(made((255, 1), 2, 64))
+    assert serves(inputs._replace(window=Window(64, 0)))
+    assert serves(inputs._replace(k=inputs.k[:, :1], v=inputs.v[:, :1]))
     assert not serves(made((127, 128), 2, 64))
     assert not serves(made((128, 128, 0), 2, 64))
     assert not serves(made((255,), 2, 64))

@@ -13,7 +13,7 @@ from fastbert.backends import reference
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
 from fastbert.ops.attention import AttentionNeeds
-from fastbert.ops.attention_inputs import CAUSAL
+from fastbert.ops.attention_inputs import CAUSAL, Window
 from fastbert.ops.attention_places import places_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases
@@ -379,7 +379,8 @@ def test_self_checks_reach_hopper():
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     (
-        ({"causal": True}, {}, "no causal mask"),
+        ({"window": CAUSAL}, {}, "no causal mask"),
+        ({"window": Window(3, 3)}, {}, "no window"),
         ({"gate": torch.ones(1)}, {}, "no bias and no gate"),
         ({}, {"dq": 0}, "expected dq, dk and dv"),
         ({}, {"device": 1}, "no such kernel"),

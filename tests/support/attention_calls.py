@@ -10,7 +10,7 @@ import torch
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
-from fastbert.ops.attention_grid import keep_mask, unpack_bits
+from fastbert.ops.attention_grid import keep_mask, outside_window, unpack_bits
 from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import randn
@@ -101,8 +101,9 @@ def check_bits(inputs: AttentionInputs, bits: torch.Tensor) -> None:
     keep = drawn(inputs)
     for b, (start, n) in enumerate(sequences(inputs)):
         found, wanted = unpack_bits(bits[:, start : start + n], n), keep[b, :, :n, :n]
-        if inputs.causal:
-            found, wanted = found.tril(), wanted.tril()
+        outside = outside_window(n, inputs.window, found.device)
+        if outside is not None:
+            found, wanted = found & ~outside, wanted & ~outside
         assert torch.equal(found, wanted), f"bits of sequence {b}"
 
 

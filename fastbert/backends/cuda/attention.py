@@ -1,8 +1,8 @@
 """`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
-The kernels have heads of HEADDIMS, each with its own keys, and 16-byte accesses. Calls with other heads or
-alignments, `probs`, or a window that is not causal go to the next backend, and so do backward and dropout in
-float32: its kernel is forward for inference.
+The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads or alignments, or `probs`, go
+to the next backend. So do backward, dropout, windows and shared heads in float32, whose kernel is a plain or
+causal forward for inference, and backward with a window that is not causal or with shared heads.
 Forward's kernels find their sequence in cu_seqlens; backward's kernels read a table of places if they get
 one.
 """
@@ -45,14 +45,14 @@ def readable(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -
 
 def hopper_reads(inputs: AttentionInputs) -> bool:
     """Whether the kernels for compute capability 9.0 have this call's mathematics and layout."""
-    total, nheads, headdim = inputs.q.shape
+    total, _, headdim = inputs.q.shape
     if headdim != HOPPER_HEADDIM or inputs.causal or inputs.bias is not None or not inputs.softmax_scale > 0:
         return False
     if inputs.q.dtype == torch.float32:
         return False
     for t in (inputs.q, inputs.k, inputs.v):
         # A tensor map is of a matrix: heads lie side by side, and rows do not overlap.
-        rows, heads, _ = t.stride()
+        (rows, heads, _), nheads = t.stride(), t.shape[1]
         if (nheads > 1 and heads != headdim) or (total > 1 and rows < nheads * headdim):
             return False
     return True
@@ -74,8 +74,8 @@ def attention_fwd(
     inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     q = inputs.q
-    dtypes = dispatch.HALF if inputs.dropout_p > 0 else DTYPES
-    if return_probs or not inputs.is_common or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
+    dtypes = dispatch.HALF if inputs.dropout_p > 0 or not inputs.is_common else DTYPES
+    if return_probs or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
         following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
         return following(inputs, return_probs, save_bits, places)
     return forward(inputs, save_bits, hopper_serves(inputs))
