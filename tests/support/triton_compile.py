@@ -571,7 +571,7 @@ def cross_entropy_jobs(kernels, full: bool) -> Jobs:
 
 
 def pooling_jobs(kernels, full: bool) -> Jobs:
-    """By default 768 columns of bfloat16, the three modes; `full`: every dtype, several widths."""
+    """By default 768 columns of bfloat16, every mode; `full`: every dtype, several widths."""
     for arch, dtype, width, mode in product(SHARED_LIMIT, (BF16, FP16, FP32), (1, 17, 768), MODES):
         if full or (dtype == BF16 and width == 768):
             yield title(dtype, width, mode), arch, partial(call_pooling, kernels, dtype, width, mode)

@@ -15,6 +15,8 @@ from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("pooling")
 pytestmark = pytest.mark.usefixtures("checked_memory")
+# Modes without a sum
+EXACT = ("cls", "max", "lasttoken")
 
 
 def upstream(ends, width, seed=1):
@@ -29,8 +31,8 @@ def backward(dy, hidden, ends, mode):
 def assert_forward(hidden, ends, mode):
     actual, expected = (m.pooling_fwd(hidden, ends, mode) for m in (kernels, reference))
     assert (actual.dtype, actual.shape) == (torch.float32, expected.shape)
-    if mode == "mean":
-        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    if mode not in EXACT:
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=4e-6, equal_nan=True)
     else:
         assert torch.equal(actual.nan_to_num(nan=1e30), expected.nan_to_num(nan=1e30))
 
@@ -45,7 +47,9 @@ def assert_right(hidden, ends, mode):
     assert (actual.dtype, actual.shape, actual.is_contiguous()) == (hidden.dtype, hidden.shape, True)
     error = (actual.double() - truth).abs()
     step = testing.rounding_step(truth, hidden.dtype)
-    assert (error <= step * (1.01 if hidden.dtype == torch.float32 else 0.51)).all()
+    # float32: a rounding per operation, which is two for weights and roots
+    limit = 1.01 if mode in (*EXACT, "mean") else 2.02
+    assert (error <= step * (limit if hidden.dtype == torch.float32 else 0.51)).all()
     assert not actual[int(ends[-1]) :].any()
 
 
@@ -66,7 +70,7 @@ def test_a_nan_stays_in_its_sequence(mode):
     hidden, ends = packed([30, 70, 5], 20)
     dy = upstream(ends, 20)
     y, clean = kernels.pooling_fwd(hidden, ends, mode), backward(dy, hidden, ends, mode)
-    hidden[[30, 33, 100, 104], 3] = torch.nan
+    hidden[[30, 33, 99, 100, 104], 3] = torch.nan
     assert_forward(hidden, ends, mode)
     spoiled = kernels.pooling_fwd(hidden, ends, mode)
     kept = [c for c in range(20) if c != 3]
@@ -98,7 +102,7 @@ def test_ties_share_the_gradient(dtype):
     assert_right(torch.full_like(hidden, -torch.inf), ends, "max")
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "max"])
 def test_only_max_reads_the_hidden_states_in_backward(mode):
     """The other modes get tensors without elements in memory, so that the sanitizer reports any read."""
     hidden, ends = packed([4, 0, 20], 24)
@@ -139,7 +143,18 @@ def test_results_beyond_2_to_31_elements(mode, monkeypatch):
     x[:, :4] = torch.arange(20.0).reshape(5, 4)
     dy[:, :4] = torch.tensor([[3.0], [6.0]])
     dx = backward(dy, x, ends, mode)[:, 0].tolist()
-    assert dx == {"mean": [3, 2, 2, 2, 0], "cls": [3, 6, 0, 0, 0], "max": [3, 0, 0, 6, 0]}[mode]
+    of_root = torch.tensor(6 / 3**0.5).half().item()
+    assert (
+        dx
+        == {
+            "mean": [3, 2, 2, 2, 0],
+            "cls": [3, 6, 0, 0, 0],
+            "max": [3, 0, 0, 6, 0],
+            "lasttoken": [3, 0, 0, 6, 0],
+            "mean_sqrt_len_tokens": [3, of_root, of_root, of_root, 0],
+            "weightedmean": [3, 1, 2, 3, 0],
+        }[mode]
+    )
 
 
 @pytest.mark.sweep
