@@ -9,7 +9,7 @@
 
 Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaModel, …: HuggingFace's names
 Settings       EncoderConfig (BertConfig), AutoConfig
-Sentences      encode, SentenceEncoder, CrossEncoder
+Sentences      encode, SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder
 Tasks          finetune, predict
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
@@ -38,7 +38,9 @@ _PLACES = {
     "CrossEncoder": "sentences.cross_encoder",
     "EncoderConfig": "models.config",
     "EncodingError": "sentences.tokenizer",
+    "MultiVectorEncoder": "sentences.multi_vector",
     "SentenceEncoder": "sentences.encoder",
+    "SparseEncoder": "sentences.sparse_encoder",
     "accelerate": "acceleration",
     "clear": "runtime.prepared",
     "double_backward": "ops.checks",
@@ -130,6 +132,7 @@ __all__ = [
     "ModernBertForSequenceClassification",
     "ModernBertForTokenClassification",
     "ModernBertModel",
+    "MultiVectorEncoder",
     "NomicBertForMaskedLM",
     "NomicBertForSequenceClassification",
     "NomicBertForTokenClassification",
@@ -141,6 +144,7 @@ __all__ = [
     "RobertaForTokenClassification",
     "RobertaModel",
     "SentenceEncoder",
+    "SparseEncoder",
     "XLMRobertaForMaskedLM",
     "XLMRobertaForMultipleChoice",
     "XLMRobertaForQuestionAnswering",
@@ -310,6 +314,8 @@ if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.runtime.prepared import clear
     from fastbert.sentences.cross_encoder import CrossEncoder
     from fastbert.sentences.encoder import SentenceEncoder, encode
+    from fastbert.sentences.multi_vector import MultiVectorEncoder
+    from fastbert.sentences.sparse_encoder import SparseEncoder
     from fastbert.sentences.tokenizer import EncodingError
 else:  # hidden from type checkers, which would accept any name as public
 

@@ -8,14 +8,18 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
+from fastbert.checkpoint import hub
 from fastbert.cli.output import WRITERS, named_errors, replacing
 from fastbert.cli.progress import Counts
 from fastbert.cli.usage import DTYPES, INT8, UsageError, device_of, say
+from fastbert.sentences.embedder import Embedder
 from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.settings import modules_of, reader_of
+from fastbert.sentences.sparse_encoder import SparseEncoder
 from fastbert.sentences.tokenizer import EncodingError
 
 _CHUNK_BYTES = 16 << 20  # text held in memory at a time, beside --chunk-lines
@@ -39,15 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if _reads(stream, output):
             raise UsageError(f"--output {output}: is the input file")
         file = stack.enter_context(replacing(output, args.overwrite))  # a bad path fails before encoding
-        encoder = SentenceEncoder.from_pretrained(
-            args.model,
-            pooling=args.pooling,
-            normalize=args.normalize,
-            max_length=args.max_length,
-            prompt=args.prompt,
-            dtype=DTYPES.get(args.dtype),
-            device=device,
-        )
+        encoder = _encoder(args, device)
         if args.dtype == INT8:
             encoder.quantize(INT8)
         batch_tokens = max(8192, encoder.max_length) if args.batch_tokens is None else args.batch_tokens
@@ -88,6 +84,29 @@ def run(args: argparse.Namespace) -> int:
         if line == 0:
             say(f"{name}: no lines; {output} holds no embeddings")
     return 0
+
+
+def _encoder(args: argparse.Namespace, device: torch.device) -> Embedder:
+    """The encoder of the directory's kind."""
+    options: dict[str, Any] = {
+        "max_length": args.max_length,
+        "prompt": args.prompt,
+        "dtype": DTYPES.get(args.dtype),
+        "device": device,
+    }
+    reader = reader_of(modules_of(hub.resolve(args.model)))
+    if reader == "MultiVectorEncoder":
+        raise UsageError(
+            f"--model {args.model}: makes one vector per token (ColBERT), but the output has one row per "
+            "line; call fastbert.MultiVectorEncoder from Python"
+        )
+    if reader == "SentenceEncoder":
+        return SentenceEncoder.from_pretrained(
+            args.model, pooling=args.pooling, normalize=args.normalize, **options
+        )
+    if args.pooling is not None or args.normalize is not None:
+        raise UsageError(f"--pooling, --normalize: do not apply to {args.model}, which has SPLADE pooling")
+    return SparseEncoder.from_pretrained(args.model, **options)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -27,12 +28,13 @@ _POOLING_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+MASK_TOKENS = ("[MASK]", "<mask>")
 # Usual spellings of the special tokens; transformers needs them named to load a saved tokenizer
 _SPECIAL_TOKENS = {
     "cls_token": ("[CLS]", "<s>"),
     "sep_token": ("[SEP]", "</s>"),
     "unk_token": ("[UNK]", "<unk>"),
-    "mask_token": ("[MASK]", "<mask>"),
+    "mask_token": MASK_TOKENS,
 }
 
 
@@ -63,6 +65,91 @@ class SentenceSettings:
     prompts: dict[str, str] = field(default_factory=dict)
     include_prompt: bool = True
     segments: bool = True
+
+
+class Module(NamedTuple):
+    """An entry of modules.json.
+
+    Attributes:
+        kind: the last part of `name`.
+        name: the class, as the file spells it.
+        folder: the module's folder.
+    """
+
+    kind: str
+    name: str
+    folder: Path
+
+
+def modules_of(directory: Path) -> list[Module] | None:
+    """The entries of `directory`/modules.json; None if there is no such file."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return None
+    modules = []
+    for place, module in enumerate(read_json(path, list)):
+        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+            raise ValueError(f"{path}: entry {place} has no type")
+        folder = directory / _module_folder(path, place, module.get("path", ""))
+        modules.append(Module(module["type"].rpartition(".")[2], module["type"], folder))
+    return modules
+
+
+def reader_of(modules: list[Module] | None) -> str:
+    """The class of fastbert that reads a directory with these modules."""
+    kinds = [module.kind for module in modules or []]
+    if "SpladePooling" in kinds:
+        return "SparseEncoder"
+    return "MultiVectorEncoder" if kinds[:2] == ["Transformer", "Dense"] else "SentenceEncoder"
+
+
+def expect_modules(path: Path, modules: list[Module], known: Sequence[tuple[str, ...]]) -> list[Module]:
+    """The modules, whose kinds must be one of the sequences in `known`.
+
+    Args:
+        path: modules.json, for the error.
+
+    Raises:
+        ValueError: naming a module that is not implemented, or all modules.
+    """
+    implemented = dict.fromkeys(kind for kinds in known for kind in kinds)
+    reader = reader_of(modules)
+    for kind, name, _ in modules:
+        if kind not in implemented:
+            hint = f"; fastbert.{reader} reads this directory" if reader != "SentenceEncoder" else ""
+            raise ValueError(
+                f"{path}: module {kind!r} ({name}) is not implemented; "
+                f"implemented: {', '.join(implemented)}{hint}"
+            )
+    kinds = tuple(module.kind for module in modules)
+    if kinds not in known:
+        expected = " or ".join(", ".join(one) for one in known)
+        raise ValueError(f"{path}: modules {', '.join(kinds) or 'none'}; expected {expected}")
+    return modules
+
+
+def choice(path: Path, config: dict[str, Any], key: str, known: Sequence[str], default: str) -> str:
+    """config[key], or the default where it is missing or null; ValueError unless it is one of `known`."""
+    value = default if config.get(key) is None else config[key]
+    if value not in [*known]:
+        raise ValueError(f"{path}: {key} {value!r}; expected one of {', '.join(known)}")
+    return value
+
+
+def positive(path: Path, config: dict[str, Any], key: str) -> int | None:
+    """config[key], a positive integer; None where it is missing or null; else ValueError."""
+    value = config.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{path}: {key} {value!r}; expected a positive integer")
+    return value
+
+
+def switch(path: Path, config: dict[str, Any], key: str, default: bool) -> bool:
+    """config[key], true or false; the default where it is missing or null; else ValueError."""
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{path}: {key} {value!r}; expected true or false")
+    return value
 
 
 def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
@@ -110,31 +197,11 @@ def sentence_settings(
     if pooling is not None and pooling not in POOLINGS:
         raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
     transformer, pooling_folder, says_normalize = directory, None, False
-    modules_path = directory / "modules.json"
-    if modules_path.is_file():
-        kinds = []
-        for place, module in enumerate(read_json(modules_path, list)):
-            if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-                raise ValueError(f"{modules_path}: entry {place} has no type")
-            kind = module["type"].rsplit(".", 1)[-1]
-            folder = directory / _module_folder(modules_path, place, module.get("path", ""))
-            kinds.append(kind)
-            if kind == "Transformer":
-                transformer = folder
-            elif kind == "Pooling":
-                pooling_folder = folder
-            elif kind == "Normalize":
-                says_normalize = True
-            else:
-                raise ValueError(
-                    f"{modules_path}: module {kind!r} ({module['type']}) is not implemented; "
-                    "implemented: Transformer, Pooling, Normalize"
-                )
-        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-            raise ValueError(
-                f"{modules_path}: modules {', '.join(kinds) or 'none'}; "
-                "expected Transformer, Pooling and perhaps Normalize"
-            )
+    modules = modules_of(directory)
+    if modules is not None:
+        known = [("Transformer", "Pooling"), ("Transformer", "Pooling", "Normalize")]
+        first, second, *third = expect_modules(directory / "modules.json", modules, known)
+        transformer, pooling_folder, says_normalize = first.folder, second.folder, bool(third)
     elif (directory / "1_Pooling" / "config.json").is_file():
         pooling_folder = directory / "1_Pooling"
 
@@ -165,24 +232,20 @@ def sentence_settings(
     )
 
 
+def module_settings(transformer: Path) -> tuple[Path, dict[str, Any]]:
+    """(path, content) of sentence-transformers' settings of a model's folder; {} if there are none."""
+    paths = [transformer / name for name in _LENGTH_FILES]
+    path = next((path for path in paths if path.is_file()), None)
+    return (paths[0], {}) if path is None else (path, read_json(path))
+
+
 def text_settings(transformer: Path) -> tuple[int | None, bool, bool]:
     """(max_length, lower_case, segments) of a model's folder; see `SentenceSettings`."""
-    max_length, lower_case = None, False
     path = transformer / "tokenizer_config.json"
     config_of_tokenizer = read_json(path) if path.is_file() else {}
-    for name in _LENGTH_FILES:
-        if (transformer / name).is_file():
-            config = read_json(transformer / name)
-            max_length, lower_case = config.get("max_seq_length"), config.get("do_lower_case") or False
-            if not isinstance(lower_case, bool):
-                raise ValueError(
-                    f"{transformer / name}: do_lower_case {lower_case!r}; expected true or false"
-                )
-            if max_length is not None and (type(max_length) is not int or max_length < 1):
-                raise ValueError(
-                    f"{transformer / name}: max_seq_length {max_length!r}; expected a positive integer"
-                )
-            break
+    own_path, own = module_settings(transformer)
+    max_length = positive(own_path, own, "max_seq_length")
+    lower_case = switch(own_path, own, "do_lower_case", False)
     if max_length is None:
         says = config_of_tokenizer.get("model_max_length")
         if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 means no limit
@@ -216,11 +279,7 @@ def prompt_settings(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
 def _defaults(path: Path) -> tuple[str, dict[str, str], str]:
     """(default prompt, name -> prompt, similarity) of config_sentence_transformers.json."""
     config = read_json(path) if path.is_file() else {}
-    similarity = config.get("similarity_fn_name") or "cosine"
-    if similarity not in [*SIMILARITIES]:
-        raise ValueError(
-            f"{path}: similarity_fn_name {similarity!r}; expected one of {', '.join(SIMILARITIES)}"
-        )
+    similarity = choice(path, config, "similarity_fn_name", [*SIMILARITIES], "cosine")
     return *prompt_settings(path, config), similarity
 
 

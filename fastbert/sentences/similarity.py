@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fastbert.ops import checks
+from fastbert.ops.pooling import pooling as pool
 
 if TYPE_CHECKING:
     Vectors = torch.Tensor | np.ndarray[Any, np.dtype[Any]] | Sequence[Sequence[float]] | Sequence[float]
@@ -54,6 +55,44 @@ def matrix(name: str, vectors: Vectors) -> torch.Tensor:
     if rows.dim() not in (1, 2):
         raise ValueError(f"{name}: shape {tuple(rows.shape)}; expected (rows, width) or (width,)")
     return torch.atleast_2d(rows.to(checks.compute_dtype(rows)) if rows.is_floating_point() else rows.float())
+
+
+def maxsim(
+    queries: Sequence[Vectors] | Vectors, documents: Sequence[Vectors] | Vectors, *, mean: bool = False
+) -> torch.Tensor:
+    """MaxSim of all pairs: over a query's vectors, the sum of the largest dot product with the document's.
+
+    Args:
+        queries: for each query (tokens, width); or that of one query.
+        documents: likewise. A document without vectors scores 0.
+        mean: divide by the number of the query's vectors.
+
+    Returns:
+        (queries, documents) float32, or float64 if a vector is.
+
+    Raises:
+        ValueError: other shapes, or vectors of different widths.
+
+    Source: Khattab and Zaharia 2020, "ColBERT", sec. 3.3.
+    """
+    sides = []
+    for name, given in (("queries", queries), ("documents", documents)):
+        every: list[Any] = [given] if getattr(given, "ndim", 0) == 2 else [*given]
+        sides.append([matrix(f"{name}[{i}]", rows) for i, rows in enumerate(every)])
+    texts, corpus = sides
+    widths = {rows.shape[1] for rows in texts + corpus}
+    if len(widths) > 1:
+        raise ValueError(f"queries, documents: vectors of {sorted(widths)} numbers; expected one width")
+    if not texts or not corpus:
+        return torch.zeros((len(texts), len(corpus)))
+    dtype = torch.float64 if any(rows.dtype == torch.float64 for rows in texts + corpus) else torch.float32
+    flat = torch.cat(corpus).to(dtype)  # (tokens of all documents, width)
+    ends = torch.tensor([0, *(len(rows) for rows in corpus)], device=flat.device).cumsum(0)
+    scores = []
+    for rows in texts:
+        best = pool(flat @ rows.to(flat).T, ends, "max")  # (documents, tokens of the query)
+        scores.append(best.mean(1) if mean else best.sum(1))
+    return torch.stack(scores)
 
 
 def quantized(rows: np.ndarray, precision: str) -> np.ndarray:

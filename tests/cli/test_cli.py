@@ -28,8 +28,10 @@ from fastbert.cli import output as output_file
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.sparse_encoder import SparseEncoder
 from tests.support.cpu_fixtures import ISAS
 from tests.support.hf_models import hf_config
+from tests.support.tiny_folders import colbert, splade
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -108,6 +110,18 @@ def test_the_three_kinds_hold_the_same(run, model, text, tmp_path):
     assert [row["text"] for row in rows] == LINES
     assert np.array_equal(np.array([row["embedding"] for row in rows], dtype=np.float32), npy)
     assert left(tmp_path) == ["in.txt", "out.jsonl", "out.npy", "out.safetensors"]
+
+
+def test_splade_is_written_dense_and_colbert_is_refused(run, minilm, text, tmp_path):
+    folder = splade(minilm, tmp_path / "splade")
+    run(*encode_args(folder, text, tmp_path / "o.npy"))
+    truth = SparseEncoder.from_pretrained(folder, device="cpu").encode(LINES)
+    assert np.abs(np.load(tmp_path / "o.npy") - truth).max() < 1e-5
+    _, err = run(*encode_args(folder, text, tmp_path / "p.npy", "--pooling", "cls"), status=2)
+    assert "--pooling, --normalize: do not apply to " in err
+    _, err = run(*encode_args(colbert(minilm, tmp_path / "colbert"), text, tmp_path / "p.npy"), status=2)
+    assert "makes one vector per token (ColBERT)" in err
+    assert not (tmp_path / "p.npy").exists()
 
 
 def test_chunks_and_batches_do_not_change_the_result(run, model, text, tmp_path):

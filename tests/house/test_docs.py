@@ -25,6 +25,7 @@ import yaml
 
 import fastbert
 from fastbert.runtime import dispatch
+from tests.support.tiny_folders import colbert, splade
 from tests.support.treebank import conllu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,8 +175,8 @@ WORDS = "a another bad boil cook good here how i in one pasta rates rise salted 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder with `path/to/model` (BERT and its tokenizer) and `path/to/all-MiniLM-L6-v2`, both tiny."""
+def folder(tmp_path_factory, minilm) -> Path:
+    """A folder with tiny models in `path/to`: model (BERT), all-MiniLM-L6-v2, splade and colbert."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
     from tokenizers.models import WordLevel
@@ -202,6 +203,8 @@ def folder(tmp_path_factory) -> Path:
     ).save_pretrained(root / "path/to/model")
     encoder = fastbert.AutoModel.from_pretrained(root / "path/to/model", add_pooling_layer=False)
     fastbert.SentenceEncoder(encoder, tokenizer).save_pretrained(root / "path/to/all-MiniLM-L6-v2")
+    splade(minilm, root / "path/to/splade")
+    colbert(minilm, root / "path/to/colbert")
     (root / "texts.txt").write_text("a sentence\nanother\n")
     (root / "path/to/trees.conllu").write_text(conllu())
     (root / "path/to/reviews").mkdir()
