@@ -111,6 +111,10 @@ __all__ = [
     "ErnieForSequenceClassification",
     "ErnieForTokenClassification",
     "ErnieModel",
+    "EuroBertForMaskedLM",
+    "EuroBertForSequenceClassification",
+    "EuroBertForTokenClassification",
+    "EuroBertModel",
     "GteForMaskedLM",
     "GteForSequenceClassification",
     "GteForTokenClassification",
@@ -248,6 +252,12 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         ErnieForSequenceClassification,
         ErnieForTokenClassification,
         ErnieModel,
+    )
+    from fastbert.models.eurobert import (
+        EuroBertForMaskedLM,
+        EuroBertForSequenceClassification,
+        EuroBertForTokenClassification,
+        EuroBertModel,
     )
     from fastbert.models.gte import (
         GteForMaskedLM,

@@ -170,7 +170,7 @@ def _size_key(names: Names, key: str, axis: int) -> str:
     labelled = tuple(f"{module}.{leaf}" for module in labels for leaf in ("weight", "bias"))
     projection = (f"{family.projection}.weight",) if family.projection else ()
     for suffixes, sizes in (
-        ("word_embeddings.weight", ("vocab_size", hidden)),
+        (f"{family.word_table}.weight", ("vocab_size", hidden)),
         ("position_embeddings.weight", ("max_position_embeddings", hidden)),
         ("token_type_embeddings.weight", ("type_vocab_size", hidden)),
         ("relative_attention_bias.weight", ("relative_attention_num_buckets", "num_attention_heads")),

@@ -275,6 +275,30 @@ class TokenEmbeddings(Embeddings):
         return _dropped(x, rate, seed)
 
 
+class WordEmbeddings(nn.Embedding):
+    """Word embeddings alone: of a family whose layers know the positions and norm first.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
+        size, width = config.vocab_size, config.hidden_size
+        super().__init__(size, width, config.pad_token_id, _weight=torch.empty(size, width))
+
+    def gap(self) -> str | None:
+        """See `Embeddings`."""
+        return "embed_tokens has hooks or another forward" if watched(self) else None
+
+    def dropout_rate(self) -> float:
+        """See `Embeddings`; nothing is dropped."""
+        return 0.0
+
+    def forward(self, input_ids: Tensor, *_: Any) -> Tensor:
+        """Ids of any shape -> (…, hidden); nothing else is read."""
+        return super().forward(input_ids)
+
+
 def relative_bias(
     table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None
 ) -> Tensor:

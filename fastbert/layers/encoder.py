@@ -93,6 +93,7 @@ def attend(
             "look at"
         )
     if heads is None and taps is not None:
+        k, v = form.for_each_head(k, 1), form.for_each_head(v, 1)
         q, k, v, bias = taps.qkv(asked.number, q, k, v, seen)
     values = v
     if heads is not None:
@@ -137,7 +138,8 @@ def queries_keys_values(form: LayerForm, parts: Parts, x: Tensor) -> tuple[Tenso
     modules = [parts.query, parts.key, parts.value]
     nheads, size = form.nheads, form.head_dim
     learned = nheads if form.heads is None else len(form.heads.learned)
-    columns = [learned * size, learned * size, nheads * size]
+    shared = form.kv_heads
+    columns = [learned * size, (shared or learned) * size, (shared or nheads) * size]
     joined = apply_joined(parts.owner, modules, x)
     wanted = f"{columns[0]}, {columns[1]} and {columns[2]} outputs, {nheads} heads of {size}"
     each = [joined] if joined is not None else [apply_linear(m, x) for m in modules]
@@ -146,7 +148,7 @@ def queries_keys_values(form: LayerForm, parts: Parts, x: Tensor) -> tuple[Tenso
             f"query, key, value: expected {wanted}, got {', '.join(str(m.out_features) for m in modules)}; "
             "after pruning by hand set num_attention_heads of the attention module"
         )
-    if joined is not None and learned == nheads:
+    if joined is not None and learned == nheads and shared is None:
         return split(joined.reshape(x.shape[0], 3, nheads, size))
     q, k, v = joined.split(columns, 1) if joined is not None else each
     q, k, v = (t.reshape(x.shape[0], t.shape[1] // size, size) for t in (q, k, v))

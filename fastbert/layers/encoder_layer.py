@@ -160,9 +160,10 @@ class EncoderLayer(PackedLayer):
         for path in stock.containers:
             attach(self, path, self._container(path))
         columns = size * (nheads if heads is None else len(heads.learned))
-        for path in (names.query, names.key):
-            attach(self, path, linear(hidden, columns, bias(path)))
-        attach(self, names.value, linear(hidden, nheads * size, bias(names.value)))
+        shared = None if self.form.kv_heads is None else size * self.form.kv_heads
+        widths = columns, shared or columns, shared or nheads * size
+        for path, width in zip((names.query, names.key, names.value), widths, strict=True):
+            attach(self, path, linear(hidden, width, bias(path)))
         attach(self, names.attention_output, linear(nheads * size, hidden, bias(names.attention_output)))
         attach(self, names.attention_norm, config.norm(hidden))
         for path in (names.intermediate, names.gate):

@@ -121,6 +121,8 @@ class LayerForm:
         gated: which half of the feed-forward block's outputs is activated and multiplies the other half;
             None if there are no halves.
         window: how many tokens before and after its own a token sees, (left, right); None for all.
+        kv_heads: the number of heads of keys and values, each of which serves equally many heads of queries;
+            None for one per head.
         rotary: by which angles queries and keys are rotated; None if they are not rotated.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
@@ -137,6 +139,7 @@ class LayerForm:
     packed: bool = False
     gated: Half | None = None
     window: tuple[int, int] | None = None
+    kv_heads: int | None = None
     rotary: Rotary | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
@@ -166,6 +169,10 @@ class LayerForm:
         if self.kept is None or t.shape[dim] == 1:
             return t
         return t.index_select(dim, torch.tensor(self.kept, dtype=torch.int64, device=t.device))
+
+    def for_each_head(self, t: Tensor, dim: int) -> Tensor:
+        """Keys or values, whose dimension `dim` has the layer's heads of them, once per head of queries."""
+        return t if self.kv_heads is None else t.repeat_interleave(self.nheads // self.kv_heads, dim)
 
     def own_batch(self, batch: PackedBatch) -> PackedBatch:
         """The batch with the bias of the layer's heads alone."""

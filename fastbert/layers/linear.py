@@ -22,7 +22,7 @@ from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.feed_forward import feed_forward, pays
-from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import forward_of, linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.ops.linear_norm import linear_norm, new_arrivals
@@ -231,9 +231,11 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), by our op if the module is a plain nn.LayerNorm."""
+    """module(x), by our op if the module is a plain nn.LayerNorm or nn.RMSNorm."""
     if is_plain(module, nn.LayerNorm) and has_weight(module) and not calls_all():
         return cast(Tensor, layer_norm(x, module.weight, module.bias, eps=module.eps))
+    if is_plain(module, nn.RMSNorm) and has_weight(module) and not calls_all():
+        return cast(Tensor, rms_norm(x, module.weight, eps=cast(float, module.eps)))
     return module(x)
 
 

@@ -19,7 +19,7 @@ _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inp
 # Libraries whose linear layers treat each row by itself, and so also rows without padding
 _BY_ROW = ("fastbert.", "peft.tuners.")
 # Classes whose instances our ops read, and their code
-_KINDS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout)
+_KINDS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout)
 _forward = attrgetter("forward")
 _Kind = TypeVar("_Kind", bound=nn.Module)
 _FORWARDS = list(map(_forward, _KINDS))
@@ -106,7 +106,7 @@ def plain_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
 def by_row(module: nn.Module) -> bool:
     """Whether the module treats each row by itself, so that it may be called without the padding."""
     kind = type(module)
-    if kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Identity):
+    if kind in (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Identity):
         return True
     if kind.__module__.startswith(_BY_ROW):
         return not any(map(watched, module.modules()))
@@ -118,12 +118,12 @@ def changed(module: nn.Module) -> str | None:
     """Why a linear layer, norm or table must be called on a padded batch; None if it need not."""
     if watched(module):
         return "has hooks or another forward"
-    if type(module) is nn.LayerNorm and not has_weight(module):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and not has_weight(module):
         return "has no weight, or one of several dimensions"
     return None if by_row(module) else f"is a {type(module).__name__}"
 
 
-def has_weight(norm: nn.LayerNorm) -> bool:
+def has_weight(norm: nn.LayerNorm | nn.RMSNorm) -> bool:
     """Whether the norm has the weight that our ops take."""
     return norm.weight is not None and norm.weight.dim() == 1
 

@@ -48,7 +48,7 @@ class AsMade:
         attentions = [m for m in self.modules if isinstance(m, SelfAttention)]
         self.droppers = [*self.dropouts, *attentions]
         self.heads = [(m, m.heads()) for m in attentions]
-        self.norms = [m._parameters for m in self.modules if type(m) is nn.LayerNorm]
+        self.norms = [m._parameters for m in self.modules if type(m) in (nn.LayerNorm, nn.RMSNorm)]
 
     def holds(self, root: nn.Module) -> bool:
         """Whether all modules are still there, as they were, without hooks or another forward."""
@@ -216,7 +216,8 @@ class RotaryAttention(SelfAttention):
         else:
             q, k, v = (self._modules[name](hidden_states).flatten(0, 1) for name in self.inputs)
             q, k, v = (t.unflatten(1, (-1, self.form.head_dim)) for t in (q, k, v))
-            each = rotate(self.form, q, grid), rotate(self.form, k, grid), v
+            k, v = (self.form.for_each_head(t, 1) for t in (rotate(self.form, k, grid), v))
+            each = rotate(self.form, q, grid), k, v
         q, k, v = (t.unflatten(0, (size, seqlen)).transpose(1, 2) for t in each)
         if self.form.window is not None:
             own = window_bias(replace(grid, max_seqlen=seqlen, bias=None, columns=None), self.form.window)

@@ -32,7 +32,7 @@ from fastbert.layers.linear import (
 from fastbert.layers.modules import calls_all, is_plain
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.feed_forward import feed_forward
-from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
 
 
@@ -78,9 +78,11 @@ def dense_sum_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(z), z) with z = residual + dropout(dense(x)); one pass after the product, as in `dense_norm`."""
     x, x_bias = product_and_bias(dense, x)
-    if fuse and is_plain(norm, nn.LayerNorm):
+    if fuse and (is_plain(norm, nn.LayerNorm) or is_plain(norm, nn.RMSNorm)):
         how: Any = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
         how |= {"residual": residual, "x_bias": x_bias, "eps": norm.eps}
+        if isinstance(norm, nn.RMSNorm):
+            return cast(tuple[Tensor, Tensor], rms_norm(x, norm.weight, **how))
         return cast(tuple[Tensor, Tensor], layer_norm(x, norm.weight, norm.bias, **how))
     if x_bias is not None:
         x = x + x_bias

@@ -147,7 +147,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                 self.config.draw_(names.get(child, ""), child.weight)
                 if isinstance(child, nn.Embedding) and child.padding_idx is not None:
                     child.weight[child.padding_idx].zero_()
-            elif isinstance(child, nn.LayerNorm):
+            elif isinstance(child, (nn.LayerNorm, nn.RMSNorm)):
                 child.weight.fill_(1.0)
             if (bias := getattr(child, "bias", None)) is not None:
                 bias.zero_()

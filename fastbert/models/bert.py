@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from fastbert.layers.embeddings import Embeddings, launched, table
+from fastbert.layers.embeddings import Embeddings, WordEmbeddings, launched, table
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import attach, calls_all, changed, part, watched
 from fastbert.layers.parts import Activation
@@ -57,7 +57,7 @@ class BertModel(PreTrainedModel):
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
         config, family = self.config, self.family
-        self.embeddings = self.embeddings_class(config)
+        self.add_module(family.embeddings, self.embeddings_class(config))
         if "." in family.layers:
             self.add_module(family.layers.partition(".")[0], Stack(family.stock_model.stack_by_name))
         other_width = config.embedding_width != config.hidden_size
@@ -106,10 +106,11 @@ class BertModel(PreTrainedModel):
         stack = family.layers.partition(".")[0]
         if (reason := calls_all()) is not None:
             return reason
-        if isinstance(self.embeddings, Embeddings):
-            reason = self.embeddings.gap()
-        elif not isinstance(self.embeddings, self.embeddings_class):
-            reason = f"embeddings is a {type(self.embeddings).__name__}"
+        embeddings = self._modules[family.embeddings]
+        if isinstance(embeddings, (Embeddings, WordEmbeddings)):
+            reason = embeddings.gap()
+        elif not isinstance(embeddings, self.embeddings_class):
+            reason = f"{family.embeddings} is a {type(embeddings).__name__}"
         if reason is None and watched(self._modules[stack]):
             reason = f"{stack} has hooks or another forward"
         for i, layer in enumerate(self.layer_list() if reason is None else ()):
@@ -387,8 +388,8 @@ class BertModel(PreTrainedModel):
                 )
 
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        embeddings, layers = self._modules["embeddings"], self.layer_list()
-        ours = isinstance(embeddings, Embeddings)
+        embeddings, layers = self._modules[self.family.embeddings], self.layer_list()
+        ours = isinstance(embeddings, (Embeddings, WordEmbeddings))
 
         def embed(seed: Tensor | None) -> Tensor:
             if (
@@ -397,6 +398,8 @@ class BertModel(PreTrainedModel):
                 and (y := launched(embeddings, *ids)) is not None
             ):
                 return y
+            if inputs.inputs_embeds is not None and self.family.embeddings == self.family.word_table:
+                return inputs.inputs_embeds
             own = ours or isinstance(embeddings, self.embeddings_class)
             if not (calls_all() or (embeddings.gap() if ours else not own)):
                 return embeddings(*ids, seed)

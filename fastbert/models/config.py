@@ -158,8 +158,16 @@ class EncoderConfig(Keys):
         else:
             nn.init.trunc_normal_(weight, 0.0, std, -cutoff * std, cutoff * std)
 
-    def norm(self, width: int) -> nn.LayerNorm:
-        """A new LayerNorm as the config has it."""
+    @property
+    def kv_heads(self) -> int | None:
+        """The number of heads of keys and values; None if it is that of queries."""
+        own = self.__dict__.get("num_key_value_heads") if self.family.shares_keys else None
+        return None if own == self.num_attention_heads else own
+
+    def norm(self, width: int) -> nn.LayerNorm | nn.RMSNorm:
+        """A new norm as the config has it."""
+        if self.family.rms_norm:
+            return nn.RMSNorm(width, eps=self.norm_eps)
         return nn.LayerNorm(width, eps=self.norm_eps, bias=self.get("norm_bias", True))
 
     def window(self, layer: int) -> tuple[int, int] | None:

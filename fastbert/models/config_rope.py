@@ -11,6 +11,7 @@ from typing import Any
 
 from fastbert.layers.batch import Rotary
 
+POOLINGS = ("bos", "mean", "late")
 # rope_type -> the keys that it has beside rope_type and rope_theta
 _TYPES: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "dynamic": ("factor",)}
 
@@ -46,6 +47,8 @@ def settle(values: dict[str, Any], given: dict[str, Any], usual: float) -> None:
     width, heads = values["hidden_size"], values["num_attention_heads"]
     if values.get("head_dim", 1) is None and type(width) is int and type(heads) is int and heads > 0:
         values["head_dim"] = width // heads
+    if values.get("num_key_value_heads", 1) is None:
+        values["num_key_value_heads"] = heads
 
 
 def _standard(parameters: dict[str, Any], theta: Any) -> dict[str, Any]:
@@ -90,6 +93,16 @@ def check(config: Any) -> None:
             raise ValueError(f"config rope_parameters: expected {key} as a finite number > 0, got {value!r}")
     if kind == "dynamic" and own["factor"] < 1:
         raise ValueError(f"config rope_parameters: expected a factor >= 1, got {own['factor']!r}")
+    shared = config.kv_heads
+    if shared is not None and (type(shared) is not int or shared < 1 or config.num_attention_heads % shared):
+        raise ValueError(
+            f"config num_key_value_heads: expected a divisor of num_attention_heads = "
+            f"{config.num_attention_heads}, got {shared!r}"
+        )
+    if shared is not None and config.pruned_heads:
+        raise ValueError("config pruned_heads: expected none, as heads share keys and values")
+    if (pooling := config.__dict__.get("classifier_pooling", "late")) not in POOLINGS:
+        raise ValueError(f"config classifier_pooling: expected 'bos', 'mean' or 'late', got {pooling!r}")
     if config.head_dim % 2 or config.head_dim < 4:
         raise ValueError(
             f"config num_attention_heads: heads of {config.head_dim} columns cannot be rotated; expected an "

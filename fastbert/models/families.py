@@ -38,12 +38,16 @@ class Family:
         projection: path of the linear layer from the embedding to the hidden size; None if there is none.
         projection_always: whether it is there even if the two sizes are equal.
         layers: path of the list of layers.
+        embeddings: name of the module before the layers.
         word_table: path of the word embeddings.
         final_norm: path of the norm after the last layer, or None.
         rotary: whether layers rotate queries and keys by position, so that no table limits the positions
             (`fastbert.models.config_rope`).
         windows: whether such layers differ in their angles, and may see a window of tokens
             (`fastbert.models.config_rotary`).
+        pre_norm: whether the norms of a layer that rotates come before the blocks.
+        rms_norm: whether norms are RMSNorms.
+        shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
         spellings: part of a key in files -> our spelling, or several, whose tensors are stored as one.
@@ -76,10 +80,14 @@ class Family:
     lm_head: LMHead
     layer: LayerNames = field(default_factory=LayerNames)
     layers: str = "encoder.layer"
+    embeddings: str = "embeddings"
     word_table: str = "embeddings.word_embeddings"
     final_norm: str | None = None
     rotary: bool = False
     windows: bool = False
+    pre_norm: bool = False
+    rms_norm: bool = False
+    shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     spellings: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -202,7 +210,8 @@ _ROTARY_STOCK = StockLayer(
     activation="mlp.act_fn",
     positional=("attention_mask", "position_embeddings"),
 )
-_THREE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_THREE = _ROTARY_LAYER.linears[:3]
+_ATTENTION = _ROTARY_LAYER.linears[:4]
 _ROBERTA_DEFAULTS = dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
 _ROBERTA: dict[str, Any] = dict(
     pad_positions=True,
@@ -641,6 +650,57 @@ FAMILIES: dict[str, Family] = {
             positional={"": 6, "Model": 5, "ForQuestionAnswering": 7},
             stock_layer=replace(_ROTARY_STOCK, activation="mlp.activation_fn"),
             stock_model=StockModel("BaseModelOutputWithPooling"),
+        ),
+        Family(
+            "eurobert",
+            "model",
+            "EuroBert",
+            layer=replace(
+                _ROTARY_LAYER, attention_norm="input_layernorm", output_norm="post_attention_layernorm"
+            ),
+            layers="layers",
+            embeddings="embed_tokens",
+            word_table="embed_tokens",
+            final_norm="norm",
+            rotary=True,
+            pre_norm=True,
+            rms_norm=True,
+            shares_keys=True,
+            biases={
+                **dict.fromkeys(_ATTENTION, "attention_bias"),
+                **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head"), "mlp_bias"),
+            },
+            aliases=dict(rms_norm_eps="layer_norm_eps", attention_dropout="attention_probs_dropout_prob"),
+            defaults=dict(
+                vocab_size=128256,
+                hidden_act="silu",
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                max_position_embeddings=8192,
+                layer_norm_eps=1e-5,
+                pad_token_id=128001,
+                bos_token_id=128000,
+                eos_token_id=128001,
+                mask_token_id=128002,
+                tie_word_embeddings=False,
+                attention_bias=False,
+                mlp_bias=False,
+                head_dim=None,
+                num_key_value_heads=None,
+                classifier_pooling="late",
+                rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
+            ),
+            may_be_causal=False,
+            segments=False,
+            pooler=None,
+            lm_head=LMHead(None, None, "lm_head", None),
+            classifier=ClassifierHead("dense", "gelu", "classifier", act="activation", dropout=""),
+            tokens=ClassifierHead(None, None, "classifier", dropout=""),
+            lacks=("ForMultipleChoice", "ForQuestionAnswering"),
+            accelerated=False,
+            positional={"": 2},
+            stock_layer=replace(_ROTARY_STOCK, dropouts=("self_attn.attention_dropout", None, None)),
+            stock_model=StockModel("BaseModelOutput", embeds_by_name=False),
         ),
     )
 }

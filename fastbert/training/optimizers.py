@@ -48,7 +48,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                free = name.startswith("bias") or isinstance(module, nn.LayerNorm)
+                free = name.startswith("bias") or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
                 (plain if free else decayed)[parameter] = None
     groups = [
         {"params": [p for p in decayed if p not in plain], "weight_decay": weight_decay},

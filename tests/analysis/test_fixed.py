@@ -42,7 +42,10 @@ def with_maps(theirs, assignment, kinds):
 
     def keep(module, inputs, output):
         packed = family.layer.value == family.layer.query
-        values[:] = [output.chunk(3, -1)[2] if packed else output]
+        value = output.chunk(3, -1)[2] if packed else output
+        size = theirs.config.hidden_size // HEADS
+        shared = value.unflatten(-1, (-1, size)).repeat_interleave(HEADS * size // value.shape[-1], -2)
+        values[:] = [shared.flatten(-2)]
 
     def put(module, inputs):
         (context,) = inputs

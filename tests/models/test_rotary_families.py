@@ -15,10 +15,11 @@ from fastbert.layers.form import INNER_SITE, SITES
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import dropout_seed
 from fastbert.ops.dropout import keep_mask_2d
+from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import hf_model
-from tests.support.model_pairs import close, half_errors, kept_rows, native
+from tests.support.model_pairs import build, close, half_errors, kept_rows, native
 
-NAMES = ("nomic_bert", "gte", "jina_embeddings_v3")
+NAMES = ("nomic_bert", "gte", "jina_embeddings_v3", "eurobert")
 LENGTHS = (1, 2, 17, 72, 73, 101)
 PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}
@@ -100,6 +101,32 @@ def test_dropout_between_the_products_of_a_gated_block():
     assert not torch.equal(found, model.eval()(ids).last_hidden_state)
 
 
+@pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
+def test_classifier_of_each_pooling(pooling):
+    hf, model = build("eurobert", "ForSequenceClassification", classifier_pooling=pooling, mlp_bias=True)
+    hf, model, inputs = hf.double(), model.double(), ragged()
+    labels = torch.arange(len(LENGTHS)) % 5
+    theirs, ours = (m(**inputs, labels=labels) for m in (hf, model))
+    close(ours.logits, theirs.logits, 1e-9)
+    theirs.loss.backward()
+    ours.loss.backward()
+    same_gradients(model, hf, 1e-9)
+
+
+def test_tied_decoder_and_as_many_heads_of_keys():
+    keys = {"tie_word_embeddings": True, "num_key_value_heads": 3, "attention_bias": True}
+    hf, model = build("eurobert", "ForMaskedLM", **keys)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.base_model.layers[0].form.kv_heads is None
+    inputs = ragged()
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        close(model.double()(**inputs).logits[kept], hf.double()(**inputs).logits[kept], 1e-9)
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        mask = inputs["attention_mask"]
+        close(model(inputs_embeds=embeds, attention_mask=mask).logits, model(**inputs).logits, 1e-12)
+
+
 @torch.no_grad()
 def test_no_token_types():
     hf = hf_model("gte", type_vocab_size=0).double()
@@ -162,6 +189,11 @@ REFUSED = [
     ("nomic_bert", {"head_dim": 15}, "even"),
     ("nomic_bert", {"is_decoder": True}, "is_decoder"),
     ("nomic_bert", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    ("eurobert", {"num_key_value_heads": 5}, "num_key_value_heads"),
+    ("eurobert", {"num_key_value_heads": 4, "pruned_heads": {0: [1]}}, "pruned_heads"),
+    ("eurobert", {"classifier_pooling": "cls"}, "classifier_pooling"),
+    ("eurobert", {"fixed_heads": ["learned"] * 12}, "fixed_heads"),
+    ("eurobert", {"mlp_bias": 1}, "mlp_bias"),
     ("jina_embeddings_v3", {"lora_adaptations": ["retrieval.query"]}, "lora_adaptations"),
     ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
     ("gte", {"rope_scaling": {"type": "ntk", "factor": 8.0}}, "rope_type 'ntk'"),

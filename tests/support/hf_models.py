@@ -10,7 +10,8 @@ import transformers
 
 
 def _eager_in_own_dtype(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """ModernBERT's eager attention whose softmax is not rounded to float32."""
+    """Eager attention whose softmax is not rounded to float32."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -32,15 +33,25 @@ def _masked_lm_loss_in_own_dtype(logits, labels, vocab_size, **kwargs):
     return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
 
+def _rms_norm_in_own_dtype(norm, x):
+    """EuroBERT's norm, which does not round float64 to float32."""
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * wide.to(x.dtype)
+
+
 @functools.cache
-def _make_modernbert_exact() -> None:
-    """Let the oracle compute in float64 where its weights are in float64."""
+def _make_exact() -> None:
+    """Let the oracles compute in float64 where their weights are in float64."""
     # A module-level import would import Triton before the tests choose its interpreter
     from transformers.loss.loss_utils import LOSS_MAPPING
+    from transformers.models.eurobert import modeling_eurobert as eurobert
     from transformers.models.modernbert import modeling_modernbert as modeling
 
     LOSS_MAPPING["ForMaskedLM"] = _masked_lm_loss_in_own_dtype
     modeling.eager_attention_forward = _eager_in_own_dtype
+    eurobert.eager_attention_forward = _eager_in_own_dtype
+    eurobert.EuroBertRMSNorm.forward = _rms_norm_in_own_dtype
     modeling.apply_rotary_pos_emb = functools.partial(_rotated_in_own_dtype, modeling.rotate_half)
 
 
@@ -60,6 +71,7 @@ FAMILY_NAMES = (
     "nomic_bert",
     "gte",
     "jina_embeddings_v3",
+    "eurobert",
 )
 # The families whose layers are of BERT's form, which every executor and `accelerate` know
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
@@ -106,6 +118,15 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         small = {"local_attention": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         small |= {"cls_token_id": 1, "sep_token_id": 2, **{spelling.get(k, k): v for k, v in sizes.items()}}
         return transformers.ModernBertConfig(**small)
+    if name == "eurobert":
+        spelling = {"attention_probs_dropout_prob": "attention_dropout", "layer_norm_eps": "rms_norm_eps"}
+        small = {"num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        small |= {
+            "mask_token_id": 3,
+            "classifier_pooling": "bos",
+            **{spelling.get(k, k): v for k, v in sizes.items()},
+        }
+        return transformers.EuroBertConfig(**small)
     classes = {
         "nomic_bert": transformers.NomicBertConfig,
         "gte": transformers.GteConfig,
@@ -137,8 +158,8 @@ def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
 
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
-    if name == "modernbert":
-        _make_modernbert_exact()
+    if name in ("modernbert", "eurobert"):
+        _make_exact()
     torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):
         model = auto.from_config(hf_config(name, **overrides)).eval()
@@ -158,6 +179,6 @@ def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> di
     if name in PAD_POSITIONS:
         ids = torch.where(mask.bool(), ids, 1)
     out = {"input_ids": ids, "attention_mask": mask}
-    if name not in ("distilbert", "mpnet", "modernbert"):
+    if name not in ("distilbert", "mpnet", "modernbert", "eurobert"):
         out["token_type_ids"] = torch.randint(0, 2, (batch_size, seqlen), generator=g)
     return out

@@ -37,6 +37,7 @@ _HAVE = {
     "modernbert": (*_EMBEDDERS, "ForMultipleChoice", "ForQuestionAnswering"),
     "nomic_bert": _EMBEDDERS,
     "gte": _EMBEDDERS,
+    "eurobert": _EMBEDDERS,
     "jina_embeddings_v3": (*_EMBEDDERS, "ForQuestionAnswering"),
 }
 CASES = [

@@ -36,10 +36,12 @@ class MaskedLMModel(TaskModel):
         self.base_model._vocabulary_owner = type(self).__name__
         config, head = self.config, self.family.lm_head
         width = config.embedding_width
-        attach(self, head.dense, nn.Linear(config.hidden_size, width, config.has_bias(head.dense)))
+        if head.dense is not None:
+            attach(self, head.dense, nn.Linear(config.hidden_size, width, config.has_bias(head.dense)))
         if head.act is not None:
             attach(self, head.act, Activation(head.activation or config.head_activation))
-        attach(self, head.norm, config.norm(width))
+        if head.norm is not None:
+            attach(self, head.norm, config.norm(width))
         attach(self, head.decoder, nn.Linear(width, config.vocab_size, config.has_bias(head.decoder)))
         if head.bias is not None:
             owner, _, name = head.bias.rpartition(".")
@@ -87,6 +89,8 @@ class MaskedLMModel(TaskModel):
     def transform(self, hidden: Tensor) -> Tensor:
         """(…, hidden) -> (…, embedding size): what the decoder reads."""
         head = self.family.lm_head
+        if head.dense is None or head.norm is None:
+            return hidden
         dense = self.head_part(head.dense)
         if head.act is None:
             x = apply_linear(dense, hidden, head.activation)
@@ -135,7 +139,7 @@ class MaskedLMModel(TaskModel):
     def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
         """The padded logits, not computed yet."""
         head, hidden = self.family.lm_head, encoded.hidden
-        modules = [self.head_part(path) for path in (head.dense, head.norm, head.decoder)]
+        modules = [self.head_part(path) for path in (head.dense, head.norm, head.decoder) if path]
         dtype = modules[-1].weight.dtype
         if dtype != torch.float64:  # which autocast leaves alone
             dtype = checks.autocast_dtype(hidden) or dtype

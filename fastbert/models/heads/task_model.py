@@ -422,7 +422,7 @@ class TaskModel(PreTrainedModel):
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
         """Create the layers of a head that reads one vector per sequence, or each token's."""
         hidden = self.config.hidden_size
-        if self.config.get("classifier_pooling") == "mean":
+        if self.config.get("classifier_pooling") in ("mean", "late"):
             self.reads_first_only = False
         if "." in head.out:
             self.around_classifier = head.out.rpartition(".")[0]
@@ -444,8 +444,12 @@ class TaskModel(PreTrainedModel):
             return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])
         if head.dense is None:
             return self.classes_of(head, self.pooled(encoded))
-        if self.config.get("classifier_pooling") == "mean":
-            x = pooling(encoded.hidden, encoded.inputs.packing.cu_seqlens).to(encoded.hidden.dtype)
+        how, ends = self.config.get("classifier_pooling"), encoded.inputs.packing.cu_seqlens
+        if how == "late":
+            scores = encoded.by_token(lambda x: self.classes_of(head, x))
+            return pooling(scores, ends).to(scores.dtype)
+        if how == "mean":
+            x = pooling(encoded.hidden, ends).to(encoded.hidden.dtype)
         else:
             x = encoded.first()
         return self.classes_of(head, x)
