@@ -265,6 +265,8 @@ class EncoderConfig(Keys):
         family = family_of(model_type)
         if family.windows:
             merged, overrides = config_rotary.overridden(merged, overrides)
+        elif family.rotary and "rope_parameters" in overrides:
+            merged = {key: value for key, value in merged.items() if key not in config_rope.OLD}
         # In any spelling
         replaced = {family.aliases.get(key, key) for key in overrides}
         merged = {k: v for k, v in merged.items() if family.aliases.get(k, k) not in replaced}

@@ -11,6 +11,8 @@ from typing import Any
 
 from fastbert.layers.batch import Rotary
 
+# Keys of transformers 4
+OLD = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 POOLINGS = ("bos", "mean", "late")
 # rope_type -> the keys that it has beside rope_type and rope_theta
 _TYPES: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "dynamic": ("factor",)}

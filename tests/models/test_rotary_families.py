@@ -211,5 +211,7 @@ def test_older_spelling_of_the_config(name):
     usual = EncoderConfig(name, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0})
     assert EncoderConfig(name, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0}) == usual
     assert EncoderConfig.from_dict(usual.to_dict()) == usual
+    old = {"model_type": name, "rope_theta": 9.0, "rope_scaling": {"type": "dynamic", "factor": 3.0}}
+    assert EncoderConfig.from_dict(old, rope_parameters=usual.rope_parameters) == usual
     theirs = transformers.AutoConfig.for_model(**usual.to_dict())
     assert theirs.rope_parameters == usual.rope_parameters
