@@ -260,7 +260,8 @@ def test_an_encoding_error_crosses_processes():
     assert (error.index, error.problem) == (3, "too long")
 
 
-def test_modernbert(directory, tmp_path):
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
+def test_rotary_positions(directory, tmp_path, name):
     """A folder that sentence-transformers has saved, with texts longer than the window."""
     from sentence_transformers import SentenceTransformer, models
 
@@ -268,7 +269,7 @@ def test_modernbert(directory, tmp_path):
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(tmp_path / "plain")
     rewrite(tmp_path / "plain" / "tokenizer_config.json", model_input_names=tokenizer.model_input_names)
-    config = hf_config("modernbert", vocab_size=len(tokenizer), initializer_range=0.3)
+    config = hf_config(name, vocab_size=len(tokenizer), initializer_range=0.3)
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "plain")
     modules = [models.Transformer(str(tmp_path / "plain"), max_seq_length=64), models.Pooling(48, "mean")]
     theirs = SentenceTransformer(modules=modules, device="cpu")
