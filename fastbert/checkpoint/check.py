@@ -165,7 +165,8 @@ def _size_key(names: Names, key: str, axis: int) -> str:
     hidden = "embedding_size" if family.projection and ".embeddings." in "." + key else "hidden_size"
     lm = family.lm_head
     decoders = (lm.decoder + ".weight", lm.decoder + ".bias", lm.bias)
-    inner = tuple(f".{layer.intermediate}.{leaf}" for leaf in ("weight", "scale", "bias"))
+    above = [path for path in (layer.intermediate, layer.gate) if path is not None]
+    inner = tuple(f".{path}.{leaf}" for path in above for leaf in ("weight", "scale", "bias"))
     labels = ("classifier", "classifier.out_proj", "qa_outputs")
     labelled = tuple(f"{module}.{leaf}" for module in labels for leaf in ("weight", "bias"))
     projection = (f"{family.projection}.weight",) if family.projection else ()

@@ -174,6 +174,13 @@ def test_packed_weight_with_wrong_rows_is_refused(tmp_path):
         fastbert.AutoModel.from_pretrained(tmp_path)
 
 
+def test_a_gate_of_another_size_is_refused_by_the_config_key(tmp_path):
+    both("eurobert")[1].save_pretrained(tmp_path)
+    message = r"gate_proj\.weight: shape \(80, 48\).* \(config intermediate_size says 64, the file has 80\)"
+    with pytest.raises(fastbert.CheckpointError, match=message):
+        fastbert.AutoModel.from_pretrained(tmp_path, intermediate_size=64)
+
+
 REFUSED = [
     ("nomic_bert", {"moe_every_n_layers": 2}, "moe_every_n_layers"),
     ("nomic_bert", {"n_embd": 768}, "n_embd"),
