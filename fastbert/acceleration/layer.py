@@ -62,7 +62,7 @@ class LayerState:
         heads = config.num_attention_heads
         names, stock = FAMILIES[model_type].layer, FAMILIES[model_type].stock_layer
         # A replaced part may lack these attributes; then `gap` names it
-        attention = _attribute(layer, stock.dropouts[0].split(".")[:-1])
+        attention = _attribute(layer, names.query.split(".")[:-1])
         width = getattr(attention, "attention_head_size", config.hidden_size // heads)
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
