@@ -1,7 +1,6 @@
 // Attention on the CPU: the entry points, and the kernels that each instruction set provides.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../attention.h"
@@ -19,9 +18,10 @@ inline constexpr std::int64_t kQueryBlock = 24;  // queries that go through the 
 
 // At most so many keys of a sequence of n tokens lie between the first multiple of kKeyPanel that does not
 // exceed what `queries` neighbouring queries see, and the last key that they see.
-inline std::int64_t most_keys(const Attention& args, std::int64_t n, std::int64_t queries) {
+static inline std::int64_t most_keys(const Attention& args, std::int64_t n, std::int64_t queries) {
     const auto [left, right] = args.window;
-    return left < 0 || right < 0 ? n : std::min(n, queries + left + right + kKeyPanel);
+    const std::int64_t most = queries + left + right + kKeyPanel;
+    return left < 0 || right < 0 || n < most ? n : most;
 }
 
 struct AttentionKernels {

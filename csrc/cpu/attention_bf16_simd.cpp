@@ -5,7 +5,7 @@
 //            pairs of columns (panels [headdim / 2][64 keys]), P v and dS k over pairs of keys ([keys / 2]
 //            [headdim]), dSᵀ q and Pᵀ dout over pairs of queries ([12][headdim]). K and V take half the
 //            memory. A tile may read anything after the last query or key: it enters only sums that are not
-//            used. With an odd number, the partner of the last element weighs 0.
+//            used, or its weight is 0. With an odd number, the partner of the last element weighs 0.
 // Precision  Sums, softmax, lse, probs, delta and the gradients of bias and gate in float, as there. Rounded
 //            to bf16 once, before their product: exp(S - max) in forward, P and P ∘ (dP - delta) in backward.
 //            Eager PyTorch in bf16 rounds these too, and also S and dP. Constants of a row or a head (1 /

@@ -7,7 +7,10 @@
 // Tiling     K (and V for backward) is packed transposed into panels of 64 keys, V (and K) as float rows: at
 //            512 tokens and 64 columns each takes 128 KiB and stays in L2. 24 queries go through all keys
 //            together, so that a panel is loaded from L2 once for all of them. A register tile is 6 rows by 4
-//            vectors (AVX-512) or by 2 (AVX2).
+//            vectors (AVX-512) or by 2 (AVX2). With a window 24 queries go only through the keys that one of
+//            them sees. Rows of scores then start at the vector of the first such key, and a task of forward
+//            packs only the keys of its own queries. P is 0 where a query does not see a key, so a NaN
+//            reaches the queries of its block.
 // Precision  Widened to float on load, rounded once on store; P is never rounded. The maximum of a row is
 //            subtracted before exp. Backward computes the softmax again: exp(S - lse) would carry the
 //            rounding of a large lse into every P.

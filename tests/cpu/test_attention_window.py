@@ -60,6 +60,7 @@ def test_shared_heads(every_isa, dtype, kv_heads, guarded):
     lengths = (70, 5, 0, 129)
     options = options_of(lengths, 4, slack=2)
     check(lengths, 4, 24, dtype, kv_heads=kv_heads)
+    check((26, 41), 4, 24, dtype, kv_heads=kv_heads, window=(24, 39))  # each a key short of all
     check(lengths, 4, 24, dtype, kv_heads=kv_heads, causal=True, **options | {"gate": None})
     check(lengths, 4, 24, dtype, kv_heads=kv_heads, window=(20, 9), **options)
 
