@@ -55,7 +55,7 @@ def torch_call(case: testing.Case) -> Callable:
     if case.op == "attention":
 
         def sdpa(qkv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # each (batch, nheads, seqlen, headdim)
+            q, k, v = (t.transpose(1, 2) for t in qkv.chunk(3, 2))  # each (batch, nheads, seqlen, headdim)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
         return sdpa

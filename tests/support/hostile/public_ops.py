@@ -105,6 +105,11 @@ def layers_call(x, cu_seqlens, max_seqlen, bias=None, activation="gelu", eps=1e-
     return encoder_layers(x, LayerStack([layer]), cu_seqlens, max_seqlen, bias=bias)[0]
 
 
+def both_of_rms_norm(x, weight, x_bias=None, residual=None):
+    y, z = rms_norm(x, weight, x_bias=x_bias, residual=residual, eps=1e-6, return_sum=True)
+    return y + z
+
+
 def public_attention():
     operands = attention_operands()
     for name in ("dropout_p", "seed", "offset"):
@@ -207,7 +212,7 @@ PUBLIC = {
         [],
     ),
     "layer_norm, rms": Public(
-        lambda **operands: sum(rms_norm(**operands, eps=1e-6, return_sum=True)),
+        both_of_rms_norm,
         lambda: {
             "x": floats(4, 5),
             **{n: floats(5) for n in ("weight", "x_bias")},
