@@ -199,8 +199,8 @@ def test_numbers_that_are_none_go_where_the_reference_says(backend, dtype, lengt
         for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             found, wanted = _kinds(a), _kinds(e)
             if backend == "cpu" and "causal" in options and name in ("dk", "dv"):
-                # of keys that a block of queries does not see it adds nothing, not 0 · NaN
-                wanted[a == 0] = 0
+                # the 24 queries of a block add nothing to keys after the block, not 0 · NaN
+                wanted[24:][found[24:] == 0] = 0
             assert torch.equal(found, wanted), f"{where} {value}: {name}"
 
 
