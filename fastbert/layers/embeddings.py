@@ -61,16 +61,18 @@ def embed(
         root: the module that holds the tables and the norm under HuggingFace's names.
         seed, dropout_p: the dropout's seed and probability; its call site is 0.
     """
-    word, modules = root.word_embeddings, root._modules
+    modules = root._modules
+    modern = "tok_embeddings" in modules
+    word = modules["tok_embeddings" if modern else "word_embeddings"]
+    norm = modules["norm" if modern else "LayerNorm"]
     position, segment = modules.get("position_embeddings"), modules.get("token_type_embeddings")
-    norm = root.LayerNorm
     tables = [m for m in (word, position, segment) if m is not None]
-    if all(_is_plain_table(m) for m in tables) and is_plain(norm, nn.LayerNorm) and norm.bias is not None:
+    if all(map(_is_plain_table, tables)) and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
         return embedding(
             input_ids,
             word.weight,
             norm.weight,
-            norm.bias,
+            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
             position_ids=None if position is None else position_ids,
             position=None if position is None else _untrained_row(position),
             token_type_ids=None if segment is None else token_type_ids,
@@ -265,14 +267,7 @@ class TokenEmbeddings(Embeddings):
         flat = input_ids is not None and input_ids.dim() == 1
         if not (flat or (inputs_embeds is not None and inputs_embeds.dim() == 2)):
             return self.drop(norm(tokens(input_ids) if inputs_embeds is None else inputs_embeds))
-        rate = self.dropout_rate()
-        if _is_plain_table(tokens) and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
-            bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
-            how: Any = {"eps": norm.eps, "dropout_p": rate, "seed": seed, "offset": 0}
-            rows = {"inputs_embeds": inputs_embeds, "padding_idx": tokens.padding_idx}
-            return embedding(input_ids, tokens.weight, norm.weight, bias, **rows, **how)
-        x = norm(tokens(input_ids) if inputs_embeds is None else inputs_embeds)
-        return _dropped(x, rate, seed)
+        return embed(self, input_ids, None, None, inputs_embeds, seed, self.dropout_rate())
 
 
 class WordEmbeddings(nn.Embedding):

@@ -79,7 +79,8 @@ def attend(
         none = x.new_empty(batch.cu_seqlens.shape[0] - 1, 0, longest, longest)
         return x.new_empty(x.shape[0], 0, form.head_dim), none if asked.probabilities else None
     if form.pre_norm:
-        x = apply_norm(parts.attention_norm, x)
+        norm = parts.attention_norm
+        x = apply_norm(norm, x) if parts.fuses_norm else norm(x)
     if form.packed:
         qkv = apply_linear(parts.query, x)
         q, k, v = rotated(form, qkv, batch)
@@ -215,9 +216,12 @@ def feed_forward(
         rounded: `x` in the dtype of its products, if the caller has it already.
     """
     if parts.feed is not None:
-        if asked.taps is not None:
-            raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
-        return parts.feed(x)
+        return pre_norm.feed_by_stock(parts.feed, x, asked)
+    if form.pre_norm:
+        parts = parts.as_multiplied(form.names)
+        norm = parts.output_norm
+        y = apply_norm(norm, x) if parts.fuses_norm else norm(x)
+        return pre_norm.feed_forward_sum(form, parts, y, x, batch, asked)
     if form.gated is not None:
         inner = pre_norm.gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
         if any(parts.rates[3:]):

@@ -94,29 +94,48 @@ class PackedLayer(nn.Module):
         for path in self.form.paths[3]:
             rate = 0.0
             if path is not None:
-                above = module = layer
-                for name in path:
-                    above, module = module, module._modules[name]
-                asked = above if by_itself and not rates else module
-                rate = module.p if asked.training else 0.0
+                above = layer
+                for name in path[:-1]:
+                    above = above._modules[name]
+                module = above._modules.get(path[-1])
+                asked = above if (by_itself and not rates) or module is None else module
+                # A number or an nn.Identity in place of the module is in transformers' layers alone
+                p = getattr(above, path[-1]) if module is None else getattr(module, "p", 0.0)
+                rate = p if asked.training else 0.0
             rates.append(rate)
         return tuple(rates)
 
     def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The attention block's output, as transformers' layer calls its modules, and the probabilities."""
-        attended, probs = two(self.attention(hidden, *args, **kwargs))
-        if self.form.stock.norms_attention:
-            attended = part(self, self.form.names.attention_norm)(attended + hidden)
-        return attended, probs
+        form = self.form
+        if form.rotary is None:
+            attended, probs = two(self.attention(hidden, *args, **kwargs))
+            if form.stock.norms_attention:
+                attended = part(self, form.names.attention_norm)(attended + hidden)
+            return attended, probs
+        norm, attention = part(self, form.names.attention_norm), part(self, form.stock.containers[0])
+        attended, probs = two(attention(norm(hidden) if form.pre_norm else hidden, *args, **kwargs))
+        if form.pre_norm:
+            return hidden + attended, probs
+        return norm(hidden + self._dropped(1, attended)), probs
 
     def feed_by_modules(self, hidden: Tensor) -> Tensor:
         """The feed-forward block's output, as transformers' layer calls its modules."""
-        block = self.form.stock.feed_forward
+        form, block = self.form, self.form.stock.feed_forward
+        if form.rotary is not None:
+            norm, feed = part(self, form.names.output_norm), part(self, form.stock.containers[1])
+            if form.pre_norm:
+                return hidden + feed(norm(hidden))
+            return norm(hidden + self._dropped(2, feed(hidden)))
         if (own := self.__dict__.get("feed_forward_chunk")) is not None:
             return own(hidden)
         if block is None:
             return self.output(self.intermediate(hidden), hidden)
         return part(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
+
+    def _dropped(self, site: int, x: Tensor) -> Tensor:
+        path = self.form.stock.dropouts[site]
+        return x if path is None else part(self, path)(x)
 
 
 def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:

@@ -14,6 +14,7 @@ Variants Improve Transformer"; Warner et al. 2024, "Smarter, Better, Faster, Lon
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
@@ -46,6 +47,15 @@ def after_attention(
     """
     how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm
     y, z = dense_sum_norm(parts.attention_output, parts.output_norm, context.flatten(1), x, *how)
+    return feed_forward_sum(form, parts, y, z, batch, asked)
+
+
+def feed_forward_sum(
+    form: LayerForm, parts: Parts, y: Tensor, z: Tensor, batch: PackedBatch, asked: Asked
+) -> Tensor:
+    """The layer's output from the sum z (rows, hidden) after attention, and y, its norm."""
+    if parts.feed is not None:
+        return feed_by_stock(parts.feed, z, asked)
     rate, up, down = parts.rates[2], parts.intermediate, parts.output
     joins = parts.gate is None and rate == 0.0 and asked.taps is None
     if joins and joins_products(up, down, y, form.activation):
@@ -55,6 +65,17 @@ def after_attention(
     if rate > 0.0:
         inner = dropped(inner, rate, batch.seed, asked.site + 2)
     return dense_sum(parts.output, inner, z)
+
+
+def feed_by_stock(feed: Callable[[Tensor], Tensor], x: Tensor, asked: Asked) -> Tensor:
+    """The stock feed-forward block's output for (rows, hidden).
+
+    Raises:
+        ValueError: there are taps.
+    """
+    if asked.taps is not None:
+        raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
+    return feed(x)
 
 
 def gated_inner(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked) -> Tensor:

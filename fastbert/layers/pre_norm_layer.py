@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fastbert.layers.encoder_layer import EncoderLayer, PackedLayer, linear
 from fastbert.layers.form import LayerForm
-from fastbert.layers.modules import attach, part
+from fastbert.layers.modules import attach
 from fastbert.layers.parts import Activation, AsMade, GatedPart, RotaryAttention
 
 
@@ -54,15 +54,3 @@ class PreNormLayer(EncoderLayer):
         dropped = config.attention_probs_dropout_prob
         for path, rate in zip(stock.dropouts, (dropped, dropped, config.mlp_dropout), strict=True):
             attach(self, path, nn.Dropout(rate))
-
-    def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """See `PackedLayer`."""
-        names, attention = self.form.names, self.form.stock.containers[0]
-        attended, probs = part(self, attention)(part(self, names.attention_norm)(hidden), *args, **kwargs)
-        return hidden + attended, probs
-
-    def feed_by_modules(self, hidden: Tensor) -> Tensor:
-        """See `PackedLayer`."""
-        return hidden + part(self, self.form.stock.containers[1])(
-            part(self, self.form.names.output_norm)(hidden)
-        )

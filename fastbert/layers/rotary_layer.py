@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from fastbert.layers.encoder_layer import EncoderLayer
-from fastbert.layers.modules import part
 from fastbert.layers.parts import GatedPart, Part, RotaryAttention
 
 
@@ -37,23 +34,3 @@ class RotaryLayer(EncoderLayer):
         if names.gate is None:
             return Part(*feed)
         return GatedPart(*feed, gate=names.gate.rpartition(".")[2])
-
-    def attend_by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """See `PackedLayer`."""
-        norm, attention = self.form.names.attention_norm, part(self, self.form.stock.containers[0])
-        if self.form.pre_norm:
-            attended, probs = attention(part(self, norm)(hidden), *args, **kwargs)
-            return hidden + attended, probs
-        attended, probs = attention(hidden, *args, **kwargs)
-        return part(self, norm)(hidden + self._dropped(1, attended)), probs
-
-    def feed_by_modules(self, hidden: Tensor) -> Tensor:
-        """See `PackedLayer`."""
-        norm, feed = part(self, self.form.names.output_norm), part(self, self.form.stock.containers[1])
-        if self.form.pre_norm:
-            return hidden + feed(norm(hidden))
-        return norm(hidden + self._dropped(2, feed(hidden)))
-
-    def _dropped(self, site: int, x: Tensor) -> Tensor:
-        path = self.form.stock.dropouts[site]
-        return x if path is None else part(self, path)(x)
