@@ -22,8 +22,6 @@ PACKED = frozenset(
         "data2vec-text",
         "esm",
         "eurobert",
-        "modernbert",
-        "nomic_bert",
         "roberta-prelayernorm",
         "roc_bert",
         "xlm-roberta-xl",

@@ -8,7 +8,7 @@ batch and a mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.modules import is_hooked, plain_dropout, watched
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
-from fastbert.models.families import FAMILIES
+from fastbert.models.config import EncoderConfig
+from fastbert.models.families import FAMILIES, Family
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
 
 # Arguments of a layer with which it may run fused
-_SERVED = HARMLESS | {"attention_mask", "position_bias", "output_hidden_states"}
+_SERVED = HARMLESS | {"attention_mask", "position_bias", "position_embeddings", "output_hidden_states"}
 
 
 @dataclass
@@ -45,6 +46,7 @@ class LayerState:
         form: see `PackedLayer`; its activation is None if fastbert does not have it.
         act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
+        reason: why only the stock layer can run, or None.
         fused_calls, stock_calls: number of calls that ran fused and as stock, without those of torch.compile.
     """
 
@@ -53,6 +55,7 @@ class LayerState:
     form: LayerForm
     act: Any
     options: Options
+    reason: str | None = None
     fused_calls: int = 0
     stock_calls: int = 0
 
@@ -60,14 +63,46 @@ class LayerState:
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
         """The state of a stock layer of a model with this transformers config."""
         heads = config.num_attention_heads
-        names, stock = FAMILIES[model_type].layer, FAMILIES[model_type].stock_layer
+        family, kind, reason = FAMILIES[model_type], {}, None
+        names, stock = family.layer, family.stock_layer
         # A replaced part may lack these attributes; then `gap` names it
         attention = _attribute(layer, names.query.split(".")[:-1])
-        width = getattr(attention, "attention_head_size", config.hidden_size // heads)
+        width = getattr(attention, "head_dim", config.hidden_size // heads)
+        width = getattr(attention, "attention_head_size", width)
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
-        form = LayerForm(names, stock, heads, width, activation)
-        return cls(model_type, name, form, _identity(act), options)
+        if family.rotary:
+            try:
+                kind = _rotary_kind(family, checked_config(model_type, config), layer)
+            except (TypeError, ValueError) as error:
+                reason = str(error)
+        form = LayerForm(names, stock, heads, width, activation, **kind)
+        return cls(model_type, name, form, _identity(act), options, reason)
+
+
+def checked_config(model_type: str, config: Any) -> EncoderConfig:
+    """Our config from that of a transformers model.
+
+    Raises:
+        TypeError, ValueError: naming the key, what came and what was expected.
+    """
+    values = config.to_dict()
+    # Only the layers read the activation
+    values[FAMILIES[model_type].spelt("hidden_act")] = "gelu"
+    return EncoderConfig.from_dict(values)
+
+
+def _rotary_kind(family: Family, config: EncoderConfig, layer: nn.Module) -> dict[str, Any]:
+    """The fields in which the form of a layer that rotates queries and keys differs from BERT's."""
+    number, packed = getattr(layer, "layer_idx", 0), family.layer.query == family.layer.key
+    return {
+        "pre_norm": family.pre_norm or packed,
+        "packed": packed,
+        "gated": "first" if packed or family.layer.gate is not None else None,
+        "window": config.window(number),
+        "kv_heads": config.kv_heads,
+        "rotary": config.rotary(number),
+    }
 
 
 def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> str | None:
@@ -81,6 +116,8 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
     state = layer.fastbert_state if state is None else state
     if state is None:
         return "it was made after the model was accelerated"
+    if state.reason is not None:
+        return state.reason
     if _has_any_global_hook():
         return "there are global module hooks"
     containers, linears, norms, dropouts, activation = state.form.paths
@@ -98,10 +135,11 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
     for site, path in enumerate(dropouts):
         if path is None:
             continue
-        above, module = None, layer
-        for name in path:
-            above, module = module, module._modules[name]
-        if not plain_dropout(module):
+        above = layer
+        for name in path[:-1]:
+            above = above._modules[name]
+        module = above._modules.get(path[-1])
+        if not (_drops_by(above, path[-1]) if module is None else _drops_plainly(module)):
             return f"{'.'.join(path)} is not a plain dropout"
         if site == 0 and not _attends_by(above.__dict__, state.form):
             return f"{'.'.join(path[:-1])} has other heads, or scales scores in another way"
@@ -121,11 +159,13 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
         module = layer
         for name in path:
             module = module._modules[name]
-        if type(module) is not nn.LayerNorm:
+        # ModernBERT's first layer has no norm before attention
+        empty = type(module) is nn.Identity and state.form.pre_norm
+        if type(module) is not nn.LayerNorm and not empty:
             return f"{dotted} is a {type(module).__name__}"
         if watched(module):
             return f"{dotted} has hooks or another forward"
-        if not _readable(module._parameters.get("weight"), at_model):
+        if not empty and not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
     if (state.form.stock.feed_forward or "feed_forward_chunk") in layer.__dict__:
         return "it has another feed-forward block"
@@ -184,10 +224,29 @@ def check_int8(layer: nn.Module, state: LayerState) -> None:
 
 
 def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:
-    """Whether an attention module with these attributes has the form's heads and scales by their size."""
+    """Whether an attention module with these attributes has the form's heads and scales by their size.
+
+    Its window, if it has one, must be the form's.
+    """
     heads = values.get("num_attention_heads", values.get("n_heads"))
     sizes, scale = (heads, values.get("attention_head_size")), form.head_dim**-0.5
-    return sizes == (form.nheads, form.head_dim) and values.get("scaling", scale) == scale
+    wanted = form.nheads, form.head_dim
+    if form.rotary is not None:
+        # transformers counts the token itself
+        window = None if form.window is None else form.window[1] + 1
+        sizes, wanted = (values.get("sliding_window"), values.get("head_dim")), (window, form.head_dim)
+    return sizes == wanted and values.get("scaling", scale) == scale
+
+
+def _drops_by(above: nn.Module, name: str) -> bool:
+    """Whether a module has the number `name` as the probability of a dropout that ours computes too."""
+    p = above.__dict__.get(name)
+    return isinstance(p, (int, float)) and 0 <= p < 1
+
+
+def _drops_plainly(module: nn.Module) -> bool:
+    """Whether a module is a dropout that ours computes too, or an nn.Identity in its place."""
+    return plain_dropout(module) or (type(module) is nn.Identity and not watched(module))
 
 
 def _readable(weight: Any, at_model: bool) -> bool:
@@ -333,8 +392,12 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         stock = state.form.stock
         given = dict(zip(stock.positional, args, strict=False)) | kwargs
         reason = gap(self)
+        form, places = state.form, {}
         if reason is None:
             bias, reason = self._bias(hidden_states, given)
+        if reason is None and form.rotary is not None:
+            places, reason = self._places(hidden_states, given)
+            form = state.form if self._has_window(given) else replace(form, window=None)
         if reason is not None or len(args) > len(stock.positional):
             self._count(False)
             if state.options.strict:
@@ -346,11 +409,16 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         batch, seqlen, width = hidden_states.shape
         rows = hidden_states.reshape(batch * seqlen, width)
         ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_states.device) * seqlen
-        packed = PackedBatch(ends, seqlen, bias, seed)
+        packed = PackedBatch(ends, seqlen, bias, seed, **places)
         if state.options.attention:
-            out = run_layers(survey([self], inside=True), rows, Call(packed, 0))
+            steps = [step._replace(form=form) for step in survey([self], inside=True)]
+            out = run_layers(steps, rows, Call(packed, 0))
         else:
-            attended = self.attend_by_modules(hidden_states, *args, **kwargs)[0]
+            if form.rotary is None:
+                attended = self.attend_by_modules(hidden_states, *args, **kwargs)[0]
+            else:
+                # transformers' attention takes them in another order
+                attended = self.attend_by_modules(hidden_states, **given)[0]
             self.begin(rows)
             out = encoder.feed_forward(self.form, self.parts(), attended.reshape(rows.shape), packed)
         out = out.reshape(hidden_states.shape)
@@ -385,3 +453,28 @@ class AcceleratedLayer(PackedLayer, Accelerated):
             relative = relative[:1]
             mask = relative if mask is None else mask + relative
         return mask, None
+
+    def _places(self, hidden: Tensor, given: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """(positions and tables of a `PackedBatch`, None), or ({}, why only the stock layer knows these).
+
+        The tables have the cosines and sines of each token that the stock model passes.
+        """
+        batch, seqlen, _ = hidden.shape
+        passed, width = given.get("position_embeddings"), self.form.head_dim
+        pair = [t for t in passed if isinstance(t, Tensor)] if isinstance(passed, (tuple, list)) else []
+        shapes = [tuple(t.shape) for t in pair]
+        if shapes not in ([(rows, seqlen, width)] * 2 for rows in (1, batch)):
+            return {}, "the position embeddings are of a kind that only the stock layer knows"
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        # Both halves are alike
+        tables = tuple(t.flatten(0, 1)[:, : width // 2].to(dtype).contiguous() for t in pair)
+        positions = torch.arange(shapes[0][0] * seqlen, device=hidden.device)
+        if shapes[0][0] != batch:
+            positions = positions.repeat(batch)
+        return {"positions": positions, "tables": {self.form.rotary: tables}}, None
+
+    def _has_window(self, given: dict[str, Any]) -> bool:
+        """Whether attention must apply the window, as in FlashAttention; a mask of four dimensions has it."""
+        mask, attention = given.get("attention_mask"), part_of(self, self.form.stock.containers[0])
+        flash = "flash" in str(getattr(attention.config, "_attn_implementation", None))
+        return flash and (mask is None or mask.dim() == 2)

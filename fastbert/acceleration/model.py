@@ -26,13 +26,13 @@ from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
-from fastbert.models.families import FAMILIES
+from fastbert.models.families import FAMILIES, Family
 from fastbert.models.heads.task_model import served_by
 from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.runtime import prepared
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
-_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+_TABLES = ("position_embeddings", "token_type_embeddings")
 EXPANDS = "query_expansion reads the outputs of masked tokens"
 OTHER_SPANS = "a question-answering head with a forward of its own reads the outputs of masked tokens"
 
@@ -67,11 +67,11 @@ class ModelState:
     @classmethod
     def of(cls, model: Any, model_type: str, name: str, options: Options) -> ModelState:
         """The state of a stock encoder."""
-        values = model.config.to_dict()
-        # Only the layers read the activation
-        values[FAMILIES[model_type].spelt("hidden_act")] = "gelu"
         try:
-            return cls(model_type, name, EncoderConfig.from_dict(values), None, options)
+            config = layers.checked_config(model_type, model.config)
+            if config.family.rotary and config.rotary(0).trained is not None:
+                raise ValueError("the angles of rotary positions depend on earlier calls (rope_type dynamic)")
+            return cls(model_type, name, config, None, options)
         except (TypeError, ValueError) as error:
             return cls(model_type, name, None, str(error), options)
 
@@ -110,16 +110,19 @@ def _own_gap(model: Any) -> str | None:
 def _modules_gap(model: Any) -> str | None:
     """The part of `gap` that stays None while no module below the model changes."""
     family = FAMILIES[model.fastbert_state.model_type]
-    for name in ("embeddings", family.layers.partition(".")[0]):
-        if type(model._modules[name]).forward.__module__ != family.stock_module:
+    container, _, inside = family.layers.partition(".")
+    # A list of layers is no stack with a forward of its own
+    parts = ("embeddings", *[container] * bool(inside), *["rotary_emb"] * family.rotary)
+    for name in parts:
+        if type(model._modules.get(name)).forward.__module__ != family.stock_module:
             return f"{name} is not the stock model's"
-    for name in _TABLES:
+    for name in _tables(family):
         if getattr(model.embeddings._modules.get(name), "scale_grad_by_freq", False):
             return f"embeddings.{name} counts masked tokens too (scale_grad_by_freq)"
-    if not plain_dropout(model.embeddings.dropout):
-        return "embeddings.dropout is not a plain dropout"
+    if not plain_dropout(part(model.embeddings, family.stock_model.dropout)):
+        return f"embeddings.{family.stock_model.dropout} is not a plain dropout"
     for name, module in model._modules.items():
-        if module is None or name == family.layers.partition(".")[0]:
+        if module is None or name == container:
             continue
         for child in module.modules():
             if watched(child):
@@ -245,7 +248,7 @@ class AcceleratedModel(Accelerated):
     def _input_config(self) -> EncoderConfig:
         """The config for checking inputs, with the tables' present sizes (`resize_token_embeddings`)."""
         state = self.fastbert_state
-        tables = [getattr(self.embeddings, name, None) for name in _TABLES]
+        tables = [getattr(self.embeddings, name, None) for name in _tables(FAMILIES[state.model_type])]
         sizes = tuple(getattr(table, "num_embeddings", None) for table in tables)
         if sizes != state.sizes:
             keys = ("vocab_size", "max_position_embeddings", "type_vocab_size")
@@ -270,10 +273,11 @@ class AcceleratedModel(Accelerated):
 
     def _encode(self, plan: Plan, inputs: Inputs, **asked: Any) -> tuple[Any, ...]:
         """Packed tokens through embeddings and layers; see `run_encoder`."""
-        dropout = self.embeddings.dropout
+        family = FAMILIES[self.fastbert_state.model_type]
+        dropout = part(self.embeddings, family.stock_model.dropout)
         dropout_p = dropout.p if dropout.training else 0.0
         embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
-        parts = self, FAMILIES[self.fastbert_state.model_type], plan, embed_rows, inputs, dropout_p > 0
+        parts = self, family, plan, embed_rows, inputs, dropout_p > 0
         return run_encoder(*parts, **asked)
 
     def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
@@ -307,7 +311,8 @@ class AcceleratedModel(Accelerated):
         if not any(is_hooked(child) for child in root.modules()):
             return embed(root, *ids, seed, dropout_p)
         names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
-        rows = {name: t[None] for name, t in zip(names, ids, strict=True) if t is not None}
+        taken = positional(type(root))
+        rows = {n: t[None] for n, t in zip(names, ids, strict=True) if t is not None and n in taken}
         return root(**{"input_ids": None, **rows})[0]
 
     def _pool(self, hidden: Tensor) -> Tensor | None:
@@ -380,7 +385,13 @@ def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
         )
 
 
+def _tables(family: Family) -> tuple[str, ...]:
+    """The names of the embeddings' tables."""
+    return family.word_table.rpartition(".")[2], *_TABLES
+
+
 def _device(model: Any) -> torch.device:
     # captum replaces the table by a module without a weight, which takes embeddings in place of ids
-    weight = getattr(getattr(model.embeddings, "word_embeddings", None), "weight", None)
+    name = _tables(FAMILIES[model.fastbert_state.model_type])[0]
+    weight = getattr(getattr(model.embeddings, name, None), "weight", None)
     return next(model.parameters()).device if weight is None else weight.device

@@ -64,7 +64,8 @@ class StockLayer:
         name: transformers' class; None means the family's class_prefix and "Layer".
         containers: the modules in between, which the fused layer does not call.
         dropouts: the dropouts of attention probabilities, attention output and feed-forward output; None
-            where there is no dropout. A pre-norm layer's last dropout is before the block's second product. A
+            where there is no dropout. In transformers' layers the first may be a number, and one that never
+            drops an nn.Identity. A pre-norm layer's last dropout is before the block's second product. A
             fourth dropout is there in a post-norm layer.
         activation: the activation of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.

@@ -39,12 +39,12 @@ from tests.support.accelerated_models import (
     stock,
     submodule,
 )
-from tests.support.hf_models import BERT_LAYERS, hf_config
+from tests.support.hf_models import ACCELERATED, hf_config
 
 # -- accelerate, restore, explain ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_model_stays_what_it_was(name):
     slow = stock(name, HEAD)
     fast = copy.deepcopy(slow)
@@ -75,7 +75,7 @@ def test_model_stays_what_it_was(name):
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_restore_gives_the_stock_model_back(name, dtype):
     slow = stock(name, HEAD)
     fast = fastbert.accelerate(copy.deepcopy(slow), dtype=dtype)
@@ -126,7 +126,7 @@ def test_second_call_changes_the_options_alone():
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet", "modernbert", "gte"])
 def test_options_give_the_stock_outputs_and_gradients(name, options):
     slow = stock(name).double()
     fast = fastbert.accelerate(copy.deepcopy(slow), **options)
@@ -331,7 +331,7 @@ def test_other_versions_of_transformers_are_left_alone(monkeypatch):
 # -- copies, files, weights ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, None) for name in BERT_LAYERS), ("bert", "int8")])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, None) for name in ACCELERATED), ("bert", "int8")])
 def test_saved_model_is_vanilla(name, dtype, tmp_path):
     slow, fast = build(name, HEAD)
     fastbert.accelerate(fast, dtype=dtype)
@@ -357,7 +357,7 @@ def test_saved_model_is_vanilla(name, dtype, tmp_path):
 @pytest.mark.parametrize(
     "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_a_twin_runs_its_own_weights(name, twin_of):
     slow, fast = build(name, HEAD)
     fastbert.accelerate(fast, unpad=False)
@@ -383,7 +383,9 @@ def test_a_twin_runs_its_own_weights(name, twin_of):
             assert torch.equal(fast(**inputs).logits, before)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "electra", "distilbert", "mpnet"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "albert", "electra", "distilbert", "mpnet", "modernbert"]
+)
 def test_resized_token_embeddings(name):
     slow, fast = build(name, transformers.AutoModelForMaskedLM)
     inputs = first_kept(name)

@@ -36,7 +36,7 @@ from tests.support.accelerated_models import (
     stock,
     submodule,
 )
-from tests.support.hf_models import BERT_LAYERS, batch
+from tests.support.hf_models import ACCELERATED, BERT_LAYERS, batch
 from tests.support.quantized_models import alike
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def snapshot(model: nn.Module) -> dict[str, tuple]:
 # -- what is computed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_every_family_equals_our_own_model_quantised(name):
     slow, inputs = stock(name), padded(name)
     fast = fastbert.accelerate(copy.deepcopy(slow), dtype="int8", strict=True)
@@ -86,7 +86,8 @@ def test_every_family_equals_our_own_model_quantised(name):
         out = last(fast, inputs)
     assert torch.equal(out, last(native(slow), inputs))
     full = last(slow, inputs)
-    alike(out, full, kept)
+    # A gated block multiplies two rounded halves
+    alike(out, full, kept, 0.99 if name in BERT_LAYERS else 0.98)
     assert all(runs(fast))
 
 
@@ -443,7 +444,7 @@ def test_another_activation():
 
 
 def test_other_architectures_stay_in_floating_point():
-    model = other_stock("modernbert")
+    model = other_stock("eurobert")
     with pytest.raises(ValueError, match="of no family that int8 knows"):
         fastbert.accelerate(model, dtype="int8", strict=True)
     with pytest.warns(RuntimeWarning, match="the model runs in floating point.*of a family that int8 knows"):

@@ -40,7 +40,6 @@ SIZES = dict(
 EXTRA = {
     "eurobert": dict(num_key_value_heads=1, bos_token_id=1, eos_token_id=2, mask_token_id=3),
     "llama": dict(num_key_value_heads=1, bos_token_id=1, eos_token_id=2),
-    "modernbert": dict(bos_token_id=1, cls_token_id=1, eos_token_id=2, sep_token_id=2, local_attention=8),
     "xmod": dict(languages=["en_XX"], default_language="en_XX"),
     "vit": dict(image_size=16, patch_size=4),
     "clip_text_model": dict(bos_token_id=1, eos_token_id=2),
@@ -120,7 +119,6 @@ def test_a_text_encoder_with_every_mask(name):
     layers = len(interface.sites(fast))
     assert layers == 2
     packs = name in interface.PACKED
-    full = 1 if name == "modernbert" else 2  # its other layer has a sliding window
     cases = {**masks(), "none": None}
     with torch.no_grad():
         for kind, mask in cases.items():
@@ -132,14 +130,14 @@ def test_a_text_encoder_with_every_mask(name):
             assert fused - before[0] == layers
             assert not reasons
             # heads read a masked first token: with left padding all rows equal sdpa's
-            assert packed - before[1] == (full if packs and kind in ("right", "holes") else 0), kind
+            assert packed - before[1] == (2 if packs and kind in ("right", "holes") else 0), kind
             if kind == "left":
                 close(got, expected)
         if packs:
             mask4 = cases["right"][:, None, None, :].bool() & torch.ones(SEQLEN, 1, dtype=torch.bool)
             mask4 = mask4 | torch.eye(SEQLEN, dtype=torch.bool)
             additive = torch.zeros(mask4.shape).masked_fill(~mask4, torch.finfo(torch.float32).min)
-            if name not in ("esm", "modernbert"):  # these take 2-D masks (or a dictionary of masks)
+            if name != "esm":  # which takes 2-D masks
                 for mask in (mask4, additive):
                     expected, got = (m(input_ids=x, attention_mask=mask)[0] for m in (model, fast))
                     close(got, expected)
@@ -211,7 +209,7 @@ def test_cross_attention_never_packs():
 
 
 def test_a_fully_masked_sequence_is_finite():
-    model = stock("nomic_bert")
+    model = stock("data2vec-text")
     fast, mask = ours(model), masks()["right"]
     mask[2] = 0
     out, grads = gradients(fast, mask, input_ids=ids(), attention_mask=mask)
@@ -221,7 +219,7 @@ def test_a_fully_masked_sequence_is_finite():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_autocast_and_half_precision(training):
-    model = stock("nomic_bert").train(training)
+    model = stock("data2vec-text").train(training)
     mask = masks()["right"]
     inputs, keep = {"input_ids": ids(), "attention_mask": mask}, mask.bool()
     with torch.no_grad():
@@ -549,7 +547,7 @@ def test_activation_checkpointing_draws_the_same_dropout():
 
 @pytest.mark.sweep
 def test_compiled_without_a_graph_break():
-    model = stock("nomic_bert", num_hidden_layers=1)
+    model = stock("data2vec-text", num_hidden_layers=1)
     fast = ours(model)
     torch._dynamo.reset()
     compiled = torch.compile(fast, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -611,6 +609,6 @@ def test_accelerate_applies_explains_and_takes_it_back():
 
 
 def test_of_models_inside_each_other_the_outermost_is_named():
-    """ModernBertForMaskedLM holds a ModernBertModel; both are PreTrainedModels."""
-    model = stock("modernbert", transformers.AutoModelForMaskedLM)
+    """EuroBertForMaskedLM holds a EuroBertModel; both are PreTrainedModels."""
+    model = stock("eurobert", transformers.AutoModelForMaskedLM)
     assert [m.name for m in fastbert.explain(torch.nn.Sequential(model)).models] == ["0"]

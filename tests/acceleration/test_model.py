@@ -21,7 +21,7 @@ from tests.support.accelerated_models import (
     same_gradients,
     same_outputs,
 )
-from tests.support.hf_models import BERT_LAYERS
+from tests.support.hf_models import ACCELERATED
 from tests.support.model_pairs import half_errors, native
 
 native_of = functools.cache(lambda *args, **config: native(pair(*args, **config)[0]))
@@ -31,7 +31,7 @@ MASKS = ("right", "holes", "left", "ones", "none", "empty-row")
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_families_give_the_stock_outputs(name, mask):
     slow, fast = pair(name)
     inputs = first_kept(name)
@@ -70,7 +70,9 @@ def _rows(output, count: int):
     return type(output)(**{key: value[:count] for key, value in output.items()})
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "distilbert", "electra", "mpnet"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "albert", "distilbert", "electra", "mpnet", "modernbert", "gte"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):
     slow, fast = pair(name)
@@ -105,7 +107,7 @@ def test_chunked_feed_forward():
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_inputs_embeds_and_their_gradient(name):
     slow, fast, own = (copy.deepcopy(m).double() for m in (*pair(name), native(pair(name)[0])))
     inputs = first_kept(name)
@@ -126,7 +128,9 @@ def test_inputs_embeds_and_their_gradient(name):
         close(mine.grad, gradient, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "albert", "mpnet"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "distilbert", "albert", "mpnet", "modernbert", "nomic_bert"]
+)
 def test_positions_and_types_given_by_hand(name):
     slow, fast = pair(name)
     inputs, own = first_kept(name), native(slow)
@@ -171,7 +175,7 @@ def test_roberta_counts_positions_by_ids_not_by_the_mask():
         same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet", "modernbert", "nomic_bert"])
 def test_tuples(name):
     slow, fast = pair(name)
     inputs = first_kept(name)
@@ -200,7 +204,7 @@ def test_outputs_asked_for_by_the_config():
         assert [type(v) for v in fast(**inputs)] == [type(v) for v in slow(**inputs)]
 
 
-@pytest.mark.parametrize("name", ["bert", "mpnet"])
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert"])
 def test_attentions_asked_for_by_the_config(name):
     slow, fast = build(name, attention="eager")
     inputs = first_kept(name)
@@ -227,7 +231,7 @@ def test_some_hidden_states_only():
             assert e is None or close(a[kept], e[kept]) is None
 
 
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_attention_probabilities_come_from_the_stock_layers(name):
     slow, fast = build(name, attention="eager")
     inputs = first_kept(name)
@@ -255,6 +259,7 @@ def test_attention_probabilities_come_from_the_stock_layers(name):
         ("electra", "sdpa", "per-head"),
         ("albert", "sdpa", "additive"),
         ("mpnet", "eager", "additive"),
+        ("nomic_bert", "sdpa", "bool"),
         ("mpnet", "eager", "per-head"),
     ],
 )

@@ -25,13 +25,13 @@ from tests.support.accelerated_models import (
     same_outputs,
     submodule,
 )
-from tests.support.hf_models import BERT_LAYERS
+from tests.support.hf_models import ACCELERATED
 from tests.support.model_pairs import native
 
 # -- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BERT_LAYERS)
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_hidden_states_keep_their_gradients(name):
     slow, fast = (copy.deepcopy(m).double().train() for m in pair(name))
     inputs = first_kept(name)
@@ -49,7 +49,9 @@ def test_hidden_states_keep_their_gradients(name):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "electra", "ernie"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "distilbert", "electra", "ernie", "modernbert", "nomic_bert"]
+)
 def test_activation_checkpointing(name, reentrant):
     slow, fast = (m.double().train() for m in build(name, HEAD))
     inputs = first_kept(name)
@@ -81,7 +83,7 @@ def test_activation_checkpointing_over_frozen_embeddings(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["bert", "distilbert"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
 def test_checkpointed_layers_drop_the_same_elements_again(name, reentrant):
     """Compare the gradient with differences of losses of the same seed: other masks would disagree."""
     _, fast = build(name, HEAD, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
@@ -175,10 +177,11 @@ def same_distribution(fast: nn.Module, slow: nn.Module, name: str) -> None:
     ("name", "part", "unpad"),
     [
         (n, p, True)
-        for n in ("bert", "distilbert", "albert", "electra", "mpnet")
+        for n in ("bert", "distilbert", "albert", "electra", "mpnet", "modernbert", "gte")
         for p in ("hidden", "attention")
     ]
-    + [("bert", "hidden", False), ("bert", "attention", False), ("mpnet", "hidden", False)],
+    + [("bert", "hidden", False), ("bert", "attention", False), ("mpnet", "hidden", False)]
+    + [("modernbert", "attention", False)],
 )
 def test_dropout_in_training_is_distributed_as_the_stock_models(name, part, unpad):
     probability = {f"{k}_dropout_prob": 0.2 * (k.startswith(part)) for k in ("hidden", "attention_probs")}
@@ -200,6 +203,7 @@ MONTE_CARLO = {
     ),
     "mpnet": ("encoder.layer.0.attention.attn.dropout", "encoder.layer.0.attention.dropout"),
     "distilbert": ("transformer.layer.0.ffn.dropout", "transformer.layer.0.attention"),
+    "modernbert": ("layers.0.attn", "layers.0.attn.out_drop", "layers.1.mlp.drop"),
     "albert": (
         "encoder.albert_layer_groups.0.albert_layers.0.attention.output_dropout",
         "encoder.albert_layer_groups.0.albert_layers.0.attention.attention_dropout",

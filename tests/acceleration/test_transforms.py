@@ -34,7 +34,13 @@ def assert_accelerated_graph(recorder: Recorder) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "first"),
-    [("bert", "accelerated"), ("albert", "accelerated"), ("mpnet", "accelerated"), ("bert", "compiled")],
+    [
+        ("bert", "accelerated"),
+        ("albert", "accelerated"),
+        ("mpnet", "accelerated"),
+        ("modernbert", "accelerated"),
+        ("bert", "compiled"),
+    ],
 )
 def test_compiled_in_one_graph(fresh_dynamo, name, first):
     recorder = Recorder()

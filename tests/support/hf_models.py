@@ -73,8 +73,10 @@ FAMILY_NAMES = (
     "jina_embeddings_v3",
     "eurobert",
 )
-# The families whose layers are of BERT's form, which every executor and `accelerate` know
+# The families whose layers are of BERT's form, which every executor knows
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
+# The families whose layers `accelerate` fuses
+ACCELERATED = FAMILY_NAMES[: FAMILY_NAMES.index("eurobert")]
 PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 _SIZES = dict(

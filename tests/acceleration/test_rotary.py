@@ -1,0 +1,145 @@
+"""Accelerated models whose layers rotate queries and keys: masks, windows, angles, hooks, adapters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import fastbert
+from tests.support.accelerated_models import (
+    HEAD,
+    LAYERS,
+    Twice,
+    build,
+    calls,
+    close,
+    first_kept,
+    same_outputs,
+    stock,
+)
+
+
+def test_a_dictionary_of_masks_is_all_that_hides():
+    """A caller's own masks, here with another window than the config's."""
+    slow, fast = build("modernbert")
+    ids = first_kept("modernbert")["input_ids"]
+    distance = (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    masks = {"full_attention": None, "sliding_attention": (distance <= 20).expand(4, 1, 40, 40)}
+    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=LAYERS, stock=0):
+        actual = fast(ids, attention_mask=masks)
+    with torch.no_grad():
+        expected = slow(ids, attention_mask=masks)
+        same_outputs(actual, expected, torch.ones_like(ids).bool())
+        assert not torch.allclose(expected[0], slow(ids)[0], atol=0.1)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_layers_of_a_model_on_flash_attention_apply_the_window(padding):
+    """FlashAttention is passed a mask of padding alone, or none."""
+    slow, fast = build("modernbert")
+    inputs = first_kept("modernbert")
+    kept = inputs["attention_mask"].bool()
+    if not padding:
+        kept = torch.ones_like(kept)
+    hidden = torch.randn(4, 40, 48, generator=torch.Generator().manual_seed(0))
+    angles = slow.rotary_emb(hidden, torch.arange(40)[None], "sliding_attention")
+    distance = (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    seen = (distance <= 8) & kept[:, None, None, :]
+    fast.config._attn_implementation = "flash_attention_2"
+    with torch.no_grad(), calls(fast, fused=1, stock=0):
+        mask = kept.long() if padding else None
+        actual = fast.layers[1](hidden, attention_mask=mask, position_embeddings=angles)
+    with torch.no_grad():
+        close(actual[kept], slow.layers[1](hidden, seen, angles)[kept])
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "said"),
+    [
+        ("modernbert", "layers.1.attn", "attn has hooks"),
+        ("modernbert", "layers.1.attn.Wqkv", "attn.Wqkv has hooks"),
+        ("modernbert", "layers.0.attn_norm", "attn_norm has hooks"),
+        ("modernbert", "rotary_emb", "rotary_emb has hooks"),
+        ("gte", "layers.1.mlp.gate_proj", "mlp.gate_proj has hooks"),
+    ],
+)
+def test_hooks_see_what_they_see_in_the_stock_model(name, path, said):
+    slow, fast = build(name)
+    inputs, seen = first_kept(name), []
+    for model in (slow, fast):
+        model.get_submodule(path).register_forward_hook(lambda _, __, y: seen.append(y))
+    with torch.no_grad(), calls(fast, packed=0, padded=1):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    values = [y[0] if isinstance(y, tuple) else y for y in seen]
+    for ours, theirs in zip(values[: len(seen) // 2], values[len(seen) // 2 :], strict=True):
+        close(ours[-1], theirs[-1])  # without padding
+    assert said in str(fastbert.explain(fast))
+
+
+def test_what_has_changed_runs_as_stock():
+    slow, fast = build("modernbert")
+    inputs = first_kept("modernbert")
+    with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS, stock=0):
+        fast(**inputs)
+        fast(**inputs)
+    wide = Twice(80, 48, bias=False)
+    for model in (slow, fast):
+        model.layers[0].mlp.Wo = wide
+        model.layers[1].attn.sliding_window = 4
+        model.layers[2].attn.attention_dropout = 1.0
+    with torch.no_grad(), calls(fast, padded=1, fused=0, stock=LAYERS):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    reasons = [layer.reason for layer in fastbert.explain(fast).layers]
+    for reason, part in zip(reasons, ("Twice", "other heads", "attention_dropout"), strict=True):
+        assert part in reason
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_scaled_angles(kind):
+    """Our own models refuse the first; the second depends on earlier calls of the stock model."""
+    rope = {"rope_type": kind, "rope_theta": 1000.0, "factor": 2.0}
+    slow, fast = build("nomic_bert", rope_parameters=rope)
+    inputs = first_kept("nomic_bert")
+    dynamic = kind == "dynamic"
+    with torch.no_grad(), calls(fast, padded=1, fused=LAYERS * dynamic, stock=LAYERS * (not dynamic)):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    report = fastbert.explain(fast)
+    assert ("earlier calls" if dynamic else "rope_type") in report.models[0].reason
+    with pytest.raises(ValueError, match="rope_type"):
+        fastbert.accelerate(copy.deepcopy(slow), strict=True)
+
+
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
+def test_lora(name):
+    peft = pytest.importorskip("peft")
+    slow, inputs = stock(name, HEAD), first_kept(name)
+    targets = ["Wqkv", "mlp.Wo"] if name == "modernbert" else ["q_proj", "gate_proj"]
+    config = peft.LoraConfig(target_modules=targets, r=4, init_lora_weights=False)
+    torch.manual_seed(0)
+    slow = peft.get_peft_model(slow, config).double().train()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    grads = []
+    for model in (slow, fast):
+        with calls(model, **({"packed": 1, "fused": LAYERS, "stock": 0} if model is fast else {})):
+            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[0].items():
+        close(grads[1][key], grad, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["ForMaskedLM", "ForTokenClassification", "ForMultipleChoice"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_heads(kind, pooling):
+    slow, fast = build("modernbert", getattr(transformers, f"AutoModel{kind}"), classifier_pooling=pooling)
+    inputs = first_kept("modernbert")
+    kept = inputs["attention_mask"].bool()
+    if kind == "ForMultipleChoice":
+        inputs, kept = ({k: v.view(2, 2, 40) for k, v in inputs.items()}, torch.ones(2, 2).bool())
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        actual = fast(**inputs).logits
+    with torch.no_grad():
+        close(actual[kept], slow(**inputs).logits[kept])
