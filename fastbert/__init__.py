@@ -88,6 +88,12 @@ __all__ = [
     "CamembertModel",
     "CheckpointError",
     "CrossEncoder",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForMultipleChoice",
+    "DebertaV2ForQuestionAnswering",
+    "DebertaV2ForSequenceClassification",
+    "DebertaV2ForTokenClassification",
+    "DebertaV2Model",
     "DistilBertForMaskedLM",
     "DistilBertForMultipleChoice",
     "DistilBertForQuestionAnswering",
@@ -172,6 +178,7 @@ __all__ = [
 
 # Families whose module has words apart
 _MODULES = {
+    "debertav2": "deberta_v2",
     "jinaembeddingsv3": "jina_embeddings_v3",
     "nomicbert": "nomic_bert",
     "xlmroberta": "xlm_roberta",
@@ -226,6 +233,14 @@ if TYPE_CHECKING:  # names that `__all__` makes public
     )
     from fastbert.models.config import EncoderConfig
     from fastbert.models.config import EncoderConfig as BertConfig
+    from fastbert.models.deberta_v2 import (
+        DebertaV2ForMaskedLM,
+        DebertaV2ForMultipleChoice,
+        DebertaV2ForQuestionAnswering,
+        DebertaV2ForSequenceClassification,
+        DebertaV2ForTokenClassification,
+        DebertaV2Model,
+    )
     from fastbert.models.distilbert import (
         DistilBertForMaskedLM,
         DistilBertForMultipleChoice,

@@ -60,7 +60,8 @@ class Names:
         while key.startswith(self.stored_prefix):
             key = key[len(self.stored_prefix) :]
         root = key.split(".")[0]
-        if root in self.roots | {"pooler"} or (inside and root not in self.family.known_head_roots):
+        poolers = {"pooler"} - self.family.head_roots
+        if root in self.roots | poolers or (inside and root not in self.family.known_head_roots):
             return self.prefix + key
         return key
 

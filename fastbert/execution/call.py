@@ -38,7 +38,8 @@ class Step(NamedTuple):
 class Padded(NamedTuple):
     """How to make the padded batch, for layers that are called on it, and its attention mask.
 
-    `grid` is what layers that rotate need: positions of all tokens, padding included, and tables.
+    `grid` has the tables of layers that rotate or score distances, and the positions of all tokens, padding
+    included, for layers that rotate.
     """
 
     packing: Packing

@@ -26,6 +26,36 @@ class Rotary(NamedTuple):
     trained: int | None = None
 
 
+class Relative(NamedTuple):
+    """How a layer scores the distance between two tokens; see `disentangled.py`.
+
+    Attributes:
+        span: half the rows of the table of distances.
+        buckets: the number of buckets of distances, half of them per direction; 0 if each distance has a row.
+        farthest: the distance whose bucket is the last one.
+        terms: what is scored, of "c2p" (content to position) and "p2c" (position to content).
+        shared: whether the layer's own key and query layers project the table.
+    """
+
+    span: int
+    buckets: int
+    farthest: int
+    terms: tuple[str, ...]
+    shared: bool
+
+
+class Distances(NamedTuple):
+    """The table of distances of one call.
+
+    Attributes:
+        rows: (2 · span, hidden), normed.
+        sources: the parameters that it is made from; () if it may change while they do not.
+    """
+
+    rows: Tensor
+    sources: tuple[Tensor, ...]
+
+
 # What layers rotate by -> (cosines, sines), each (positions, head_dim / 2); see `positions.py`
 Tables = Mapping[Rotary, tuple[Tensor, Tensor]]
 
@@ -44,7 +74,8 @@ class PackedBatch:
         positions: (total,) int64, the position of each token, for layers that rotate; None if none does.
         tables: what such layers rotate by.
         columns: (batch, S) int64, the padded column of each token, if kept tokens are not adjacent and layers
-            have windows, which count columns; else None.
+            have windows or score distances, which count columns; else None.
+        distances: the table of distances, for layers that score them; None if none does.
     """
 
     cu_seqlens: Tensor
@@ -56,6 +87,7 @@ class PackedBatch:
     positions: Tensor | None = None
     tables: Tables | None = None
     columns: Tensor | None = None
+    distances: Distances | None = None
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""

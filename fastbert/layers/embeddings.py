@@ -157,7 +157,7 @@ class Embeddings(nn.Module):
     """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
 
     Args:
-        config: the model's `EncoderConfig`. With rotary positions there is no table of positions.
+        config: the model's `EncoderConfig`, which says whether there is a table of positions.
 
     Attributes:
         dropped_by: name of the dropout.
@@ -170,13 +170,13 @@ class Embeddings(nn.Module):
         super().__init__()
         family, width = config.family, config.embedding_width
         self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)
-        if not family.rotary:
+        if config.has_positions:
             self.position_embeddings = table(
                 config.max_position_embeddings,
                 width,
                 config.pad_token_id if family.position_padding_idx else None,
             )
-        if family.segments and config.type_vocab_size > 0:
+        if config.has_segments:
             self.token_type_embeddings = table(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)

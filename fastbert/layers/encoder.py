@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.layers import packing, pre_norm
+from fastbert.layers import disentangled, packing, pre_norm
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import INNER_SITE, LayerForm, Parts
@@ -57,7 +57,8 @@ def layer(
         context, probs = attend(form, parts, x, batch, asked)
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
-    if form.heads is None and form.nheads and form.rotary is None and not form.packed:
+    plain = form.rotary is None and form.relative is None and not form.packed
+    if form.heads is None and form.nheads and plain:
         context = first_context(form, parts, x, starts, batch, asked)
     else:
         context = attend(form, parts, x, batch, asked)[0].index_select(0, starts)
@@ -69,6 +70,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The output of self-attention, (total, nheads, headdim), and its probabilities or None."""
     heads, taps, gate, window = form.heads, asked.taps, asked.gate, form.window
+    scale = form.softmax_scale
     seen = batch
     if window is not None and (taps is not None or batch.columns is not None):
         # Taps see all that hides keys as one bias
@@ -88,6 +90,9 @@ def attend(
         q, k, v = queries_keys_values(form, parts, x)
         if form.rotary is not None:
             q, k = (rotate(form, t, batch) for t in (q, k))
+    if form.relative is not None:
+        seen = replace(batch, bias=disentangled.bias(form, parts, q, k, batch, asked))
+        bias = seen.bias
     if heads is not None and taps is not None and type(taps).qkv is not Taps.qkv:
         raise ValueError(
             "model: has heads with fixed patterns (config fixed_heads), which have no queries and keys to "
@@ -95,11 +100,13 @@ def attend(
         )
     if heads is None and taps is not None:
         k, v = form.for_each_head(k, 1), form.for_each_head(v, 1)
+        if form.relative is not None:
+            q, scale = q * (scale * form.head_dim**0.5), form.head_dim**-0.5
         q, k, v, bias = taps.qkv(asked.number, q, k, v, seen)
     values = v
     if heads is not None:
         v, bias, gate = heads.of_learned(v, 1), heads.of_learned(bias, 1), heads.of_learned(gate, 0)
-    found = _attention(form, parts, q, k, v, batch, asked, bias, gate, window)
+    found = _attention(parts, q, k, v, batch, asked, bias, gate, scale, window)
     context, probs = found if asked.probabilities else (found, None)
     if heads is not None:
         rows = Rows.of(batch.cu_seqlens, x.shape[0], batch.max_seqlen)
@@ -110,7 +117,7 @@ def attend(
     return context, probs
 
 
-def _attention(form, parts, q, k, v, batch, asked, bias, gate, window=None) -> Any:
+def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None) -> Any:
     """The output of the op `attention`, or (output, probabilities) if `asked` has them."""
     return attention(
         q,
@@ -118,7 +125,7 @@ def _attention(form, parts, q, k, v, batch, asked, bias, gate, window=None) -> A
         v,
         batch.cu_seqlens,
         batch.max_seqlen,
-        softmax_scale=form.head_dim**-0.5,
+        softmax_scale=scale,
         causal=batch.causal,
         window=window,
         bias=bias,
@@ -161,7 +168,7 @@ def first_context(
 ) -> Tensor:
     """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, nheads · head_dim)."""
     key, value, shape = parts.key, parts.value, (-1, form.nheads, form.head_dim)
-    q, scale = apply_linear(parts.query, x.index_select(0, starts)).reshape(shape), form.head_dim**-0.5
+    q, scale = apply_linear(parts.query, x.index_select(0, starts)).reshape(shape), form.softmax_scale
     if (
         not torch.is_grad_enabled()
         and parts.rates[0] == 0.0
@@ -180,7 +187,7 @@ def first_context(
     # `starts` repeats a row of another sequence, whose query and gradient must not change.
     filled = batch.cu_seqlens.diff().gt(0)[:, None, None]
     q = torch.zeros_like(k).index_add(0, starts, torch.where(filled, q, 0))
-    context = _attention(form, parts, q, k, v, batch, asked, batch.bias, asked.gate)
+    context = _attention(parts, q, k, v, batch, asked, batch.bias, asked.gate, scale)
     return context.index_select(0, starts).flatten(1)
 
 

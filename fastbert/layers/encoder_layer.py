@@ -7,14 +7,16 @@ an accelerated layer of transformers.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import encoder
+from fastbert.layers import disentangled, encoder
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.disentangled import DisentangledAttention
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import all_plain
 from fastbert.layers.modules import attach, changed, is_hooked, part, plain_dropout, watched
@@ -29,6 +31,8 @@ from fastbert.layers.parts import (
     two,
 )
 from fastbert.layers.patterns import Heads
+
+_PARTS = PARTS | {DisentangledAttention}
 
 
 class PackedLayer(nn.Module):
@@ -174,6 +178,8 @@ class EncoderLayer(PackedLayer):
         names, size, stock = family.layer, config.head_dim, family.stock_layer
         nheads = config.num_attention_heads if kept is None else len(kept)
         wide: int = config.intermediate_size if inner is None else inner
+        if kind.get("relative") is not None:
+            stock = replace(stock, dropouts=(*stock.dropouts, disentangled.dropout(names)))
         self.form = LayerForm(names, stock, nheads, size, config.activation_name, heads, kept, **kind)
         bias = config.has_bias
         for path in stock.containers:
@@ -183,6 +189,10 @@ class EncoderLayer(PackedLayer):
         widths = columns, shared or columns, shared or nheads * size
         for path, width in zip((names.query, names.key, names.value), widths, strict=True):
             attach(self, path, linear(hidden, width, bias(path)))
+        if self.form.relative is not None:
+            for path in dict.fromkeys(disentangled.projections(self.form)):
+                if path is not None and path not in names.linears:
+                    attach(self, path, linear(hidden, columns))
         attach(self, names.attention_output, linear(nheads * size, hidden, bias(names.attention_output)))
         attach(self, names.attention_norm, config.norm(hidden))
         for path in (names.intermediate, names.gate):
@@ -208,7 +218,8 @@ class EncoderLayer(PackedLayer):
         after = below(names.attention_output, stock.dropouts[1])
         norm = next(iter(below(*names.norms)), None)
         if path == names.query.rpartition(".")[0]:
-            return SelfAttention(form, *after, norm=norm)
+            kind = SelfAttention if form.relative is None else DisentangledAttention
+            return kind(form, *after, norm=norm)
         inside = below(names.query.rpartition(".")[0])
         if inside:
             return Attention(*inside, *after, norm=norm)
@@ -240,12 +251,12 @@ class EncoderLayer(PackedLayer):
                 module = module._modules.get(name)
                 if module is None:
                     return f"{'.'.join(path)} is gone"
-            if type(module) not in PARTS or watched(module):
+            if type(module) not in _PARTS or watched(module):
                 return f"{'.'.join(path)} was replaced, or has hooks or another forward"
             if isinstance(module, SelfAttention) and module.heads() != (
                 self.form.nheads,
                 self.form.head_dim,
-                self.form.head_dim**-0.5,
+                self.form.softmax_scale,
             ):
                 return f"{'.'.join(path)} has other heads"
         if (self.form.stock.feed_forward or "feed_forward_chunk") in self.__dict__:
@@ -299,7 +310,7 @@ class EncoderLayer(PackedLayer):
             asked: what else is asked for; packed tokens only.
             gate: (nheads,) factor of each head's output, or None; padded batches only.
             output_attentions: whether to return (output, probabilities); padded batches only.
-            grid: what attention on a padded batch rotates by; see `RotaryAttention`.
+            grid: what attention on a padded batch rotates by, or scores distances by.
         """
         if isinstance(batch, PackedBatch):
             return encoder.layer(self.form, self.parts(), hidden, batch, asked)

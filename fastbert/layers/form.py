@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.batch import PackedBatch, Rotary
+from fastbert.layers.batch import PackedBatch, Relative, Rotary
 from fastbert.layers.patterns import Heads
 from fastbert.layers.quantized import copy_of
 
@@ -22,7 +22,7 @@ from fastbert.layers.quantized import copy_of
 Half = Literal["first", "second"]
 # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output
 SITES = 3
-# Added to the first of them: the call site of a fourth dropout, inside the feed-forward block
+# Added to the first of them: the call site of a fourth dropout
 INNER_SITE = 1 << 31
 
 
@@ -66,7 +66,7 @@ class StockLayer:
         dropouts: the dropouts of attention probabilities, attention output and feed-forward output; None
             where there is no dropout. In transformers' layers the first may be a number, and one that never
             drops an nn.Identity. A pre-norm layer's last dropout is before the block's second product. A
-            fourth dropout is there in a post-norm layer.
+            fourth dropout is there in a post-norm layer that is gated, or that scores distances.
         activation: the activation of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.
         returns_tuple: whether the stock layer's output is (hidden,).
@@ -125,6 +125,7 @@ class LayerForm:
         kv_heads: the number of heads of keys and values, each of which serves equally many heads of queries;
             None for one per head.
         rotary: by which angles queries and keys are rotated; None if they are not rotated.
+        relative: how the distance between two tokens is scored; None if it is not scored.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
     """
@@ -142,6 +143,7 @@ class LayerForm:
     window: tuple[int, int] | None = None
     kv_heads: int | None = None
     rotary: Rotary | None = None
+    relative: Relative | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,12 @@ class LayerForm:
         sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths")
         others = [field for field in fields(self) if field.name not in sizes]
         return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
+
+    @functools.cached_property
+    def softmax_scale(self) -> float:
+        """The factor of the scores: 1 / sqrt(head_dim · number of summed scores)."""
+        terms = 0 if self.relative is None else len(self.relative.terms)
+        return (self.head_dim * (1 + terms)) ** -0.5
 
     def of_own_heads(self, t: Tensor, dim: int) -> Tensor:
         """The layer's own heads of `t`, whose dimension `dim` has all of the model's heads, or size 1."""

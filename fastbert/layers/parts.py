@@ -133,7 +133,7 @@ class SelfAttention(Part):
     def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
         super().__init__(*steps, norm=norm)
         self.num_attention_heads, self.attention_head_size = form.nheads, form.head_dim
-        self.scaling = form.head_dim**-0.5
+        self.scaling = form.softmax_scale
         names = form.names
         self.inputs = tuple(path.rpartition(".")[2] for path in (names.query, names.key, names.value))
         self.drop, self.drops_by_itself = form.paths[3][0][-1], form.stock.attention_drops_by_itself

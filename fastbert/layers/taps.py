@@ -20,6 +20,8 @@ class Taps:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key and value, each (total, nheads, headdim), before attention.
 
+        The scores are q kᵀ / sqrt(headdim) + bias.
+
         Returns:
             Query, key and value, and the additive bias of attention as in `PackedBatch.bias`.
         """

@@ -71,6 +71,10 @@ class BertModel(PreTrainedModel):
         attach(self, family.layers, _layers_of(config, self.layer_class))
         if family.final_norm:
             attach(self, family.final_norm, config.norm(config.hidden_size))
+        if (relative := config.relative()) is not None:
+            attach(self, "encoder.rel_embeddings", table(2 * relative.span, config.hidden_size))
+        if family.disentangled and config.norm_rel_ebd == "layer_norm":
+            attach(self, "encoder.LayerNorm", config.norm(config.hidden_size))
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if add_pooling_layer is None:
@@ -432,13 +436,14 @@ class BertModel(PreTrainedModel):
 
 
 def _layers_of(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
-    inside, heads = config.family.group_layers, config.fixed_patterns()
+    inside, heads, relative = config.family.group_layers, config.fixed_patterns(), config.relative()
     if inside is None:
         made = []
         for number, (kept, size) in enumerate(zip(config.kept_heads(), config.inner_sizes(), strict=True)):
             # A family's own class may lack these arguments, so they are passed only if they matter
             own = {} if heads is None else {"heads": Heads(heads[number])}
             own |= {"number": number} if config.family.rotary else {}
+            own |= {"relative": relative} if relative is not None else {}
             own |= {} if kept is None else {"kept": kept}
             own |= {} if size == config.intermediate_size else {"inner": size}
             made.append(layer_class(config, **own))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbert.checkpoint import files, hub
-from fastbert.layers.batch import Rotary
+from fastbert.layers.batch import Relative, Rotary
 from fastbert.layers.patterns import NAMES
 from fastbert.models import arguments, config_rope, config_rotary
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
@@ -72,6 +72,8 @@ class EncoderConfig(Keys):
             # Real files have `layer_norm_eps` beside `norm_eps`, which counts
             if family.spelt(key) == key or family.spelt(key) not in kwargs:
                 values[family.aliases.get(key, key)] = value
+        if family.disentangled and isinstance(values["pos_att_type"], str):
+            values["pos_att_type"] = [term.strip() for term in values["pos_att_type"].lower().split("|")]
         if family.rotary and not family.windows:
             config_rope.settle(values, kwargs, family.defaults["rope_parameters"]["rope_theta"])
         self.__dict__.update(values)
@@ -178,6 +180,16 @@ class EncoderConfig(Keys):
         """By which angles the layer rotates queries and keys."""
         return config_rotary.rotary(self, layer) if self.family.windows else config_rope.rotary(self)
 
+    def relative(self) -> Relative | None:
+        """How layers score the distance between two tokens; None if they do not."""
+        if not (self.family.disentangled and self.relative_attention):
+            return None
+        farthest = self.max_relative_positions
+        farthest = self.max_position_embeddings if farthest < 1 else farthest
+        buckets = max(self.position_buckets, 0)
+        terms = tuple(sorted(set(self.pos_att_type or ())))
+        return Relative(buckets or farthest, buckets, farthest, terms, self.share_att_key)
+
     def fixed_patterns(self) -> list[tuple[int, ...]] | None:
         """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None if unset.
 
@@ -227,6 +239,10 @@ class EncoderConfig(Keys):
         if self.family.windows:
             values["layer_types"] = config_rotary.layer_types(self)
             for key in ("global_rope_theta", "local_rope_theta", "local_attention"):
+                values[key] = self.get(key)
+        if self.family.disentangled:
+            values["pos_att_type"] = sorted(self.pos_att_type or ())
+            for key in ("max_relative_positions", "position_buckets", "position_biased_input"):
                 values[key] = self.get(key)
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)

@@ -59,6 +59,8 @@ _PROBABILITIES = (
     "mlp_dropout",
     "seq_classif_dropout",
     "summary_last_dropout",
+    "pooler_dropout",
+    "cls_dropout",
 )
 _MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
 # Most of any one size: the product of two sizes and an element's bytes fits 64 bits
@@ -107,10 +109,21 @@ class Keys:
         return family_of(self.model_type)
 
     @property
+    def has_positions(self) -> bool:
+        """Whether the embeddings have a table of positions, whose size limits the texts."""
+        family = self.family
+        return not family.rotary and (not family.disentangled or self.__dict__["position_biased_input"])
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether the embeddings have a table of token types; without one given types are ignored."""
+        return self.family.segments and self.type_vocab_size > 0
+
+    @property
     def max_tokens(self) -> int:
         """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses.
 
-        With rotary positions it is the length that the model is made for, and longer sequences are computed.
+        Without such a table it is the length that the model is made for, and longer sequences are computed.
         """
         return self.max_position_embeddings - self.first_position
 
@@ -188,9 +201,57 @@ def check_config(config: Keys) -> None:
     _refuse_other_mathematics(config)
     if config.family.rotary:
         (config_rotary if config.family.windows else config_rope).check(config)
+    if config.family.disentangled:
+        _check_relative(config)
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
+
+
+def _check_relative(config: Keys) -> None:
+    """See `EncoderConfig.relative`."""
+    own = config.__dict__
+    for key in ("relative_attention", "position_biased_input", "share_att_key", "legacy"):
+        if type(own[key]) is not bool:
+            raise TypeError(f"config {key}: expected a boolean, got {own[key]!r}")
+    terms = own["pos_att_type"]
+    if terms is not None and (not isinstance(terms, list) or not {*map(str, terms)} <= {"c2p", "p2c"}):
+        raise ValueError(f"config pos_att_type: expected names of c2p, p2c, got {brief(terms)}")
+    if terms and not own["relative_attention"]:
+        raise ValueError(f"config pos_att_type: expected None without relative_attention, got {brief(terms)}")
+    for key in ("max_relative_positions", "position_buckets"):
+        if type(own[key]) is not int or not -1 <= own[key] <= MAX_SIZE:
+            raise ValueError(
+                f"config {key}: expected an integer from -1 to {MAX_SIZE}, got {brief(own[key])}"
+            )
+    farthest = own["max_relative_positions"]
+    farthest = config.max_position_embeddings if farthest < 1 else farthest
+    if own["position_buckets"] > 0 and not 4 <= own["position_buckets"] < 2 * (farthest - 1):
+        raise ValueError(
+            f"config position_buckets: expected -1, or an integer from 4 to {2 * farthest - 3} for distances "
+            f"up to {farthest}, got {own['position_buckets']}"
+        )
+    if own["norm_rel_ebd"] not in ("none", "layer_norm"):
+        raise ValueError(
+            f"config norm_rel_ebd: expected 'none' or 'layer_norm', got {brief(own['norm_rel_ebd'])}"
+        )
+    for key, size in (
+        ("attention_head_size", config.hidden_size // config.num_attention_heads),
+        ("pooler_hidden_size", config.hidden_size),
+    ):
+        if own.get(key, size) not in (None, size):
+            raise ValueError(f"config {key}: expected {size}, got {brief(own[key])}")
+    act = own["pooler_hidden_act"]
+    if not isinstance(act, str) or act not in SPELLINGS:
+        raise ValueError(
+            f"config pooler_hidden_act: unknown activation {act!r}; expected one of {', '.join(SPELLINGS)}"
+        )
+    if own["legacy"] is not True:
+        raise ValueError("config legacy: False is not supported; only the masked-LM head of True is")
+    if own.get("conv_kernel_size") not in (None, 0):
+        raise ValueError(
+            f"config conv_kernel_size: {brief(own['conv_kernel_size'])} is not supported; expected 0"
+        )
 
 
 def _check_fixed_heads(config: Keys) -> None:
@@ -198,10 +259,10 @@ def _check_fixed_heads(config: Keys) -> None:
     given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
     if given is None:
         return
-    if config.family.rotary:
+    if config.family.rotary or config.family.disentangled:
+        what = "rotates queries and keys" if config.family.rotary else "scores distances by queries and keys"
         raise ValueError(
-            f"config fixed_heads: expected None, as {config.model_type} rotates queries and keys, which "
-            "fixed heads do not have"
+            f"config fixed_heads: expected None, as {config.model_type} {what}, which fixed heads do not have"
         )
     rows = [given] if isinstance(given, (list, tuple)) and given and isinstance(given[0], str) else given
     if (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import Plan, plan_of
-from fastbert.layers.batch import PackedBatch
+from fastbert.layers.batch import Distances, PackedBatch
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm
@@ -125,9 +125,13 @@ def run_encoder(
         batch, padded = PackedBatch(*lengths, bias, seed, causal, places), None
         if family.rotary:
             batch = with_positions(batch, steps, inputs, x)
+        if family.disentangled:
+            columns = columns_of(packed) if inputs.holes else None
+            batch = replace(batch, distances=distances_of(part(root, container)), columns=columns)
         if changed_one is not None:
             mask = padded_mask(root, family, inputs, x, causal)
-            padded = Padded(packed, mask, on_grid(batch, packed) if family.rotary else None)
+            grid = None if batch.distances is None else batch
+            padded = Padded(packed, mask, on_grid(batch, packed) if family.rotary else grid)
         call = Call(
             batch,
             len(steps) - 1,
@@ -176,6 +180,18 @@ def with_positions(batch: PackedBatch, steps: list[Step], inputs: Inputs, x: Ten
     tables = rotary_tables(thetas, sizes.pop(), inputs.table_rows, x) if thetas else {}
     columns = columns_of(inputs.packing) if inputs.holes else None
     return replace(batch, positions=inputs.position_ids, tables=tables, columns=columns)
+
+
+def distances_of(stack: nn.Module) -> Distances | None:
+    """DeBERTa's table of distances, normed if there is a norm of it; None if layers score no distances."""
+    embeddings, norm = (stack._modules.get(name) for name in ("rel_embeddings", "LayerNorm"))
+    if embeddings is None:
+        return None
+    rows: Any = embeddings.weight
+    if norm is None:
+        return Distances(rows, (rows,))
+    watches = calls_all() or changed(norm)
+    return Distances(apply_norm(norm, rows), () if watches else (rows, *norm.parameters()))
 
 
 def on_grid(batch: PackedBatch, packed: Packing) -> PackedBatch:

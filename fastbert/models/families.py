@@ -47,6 +47,7 @@ class Family:
             (`fastbert.models.config_rotary`).
         pre_norm: whether the norms of a layer that rotates come before the blocks.
         rms_norm: whether norms are RMSNorms.
+        disentangled: whether layers score distances between tokens (`fastbert.layers.disentangled`).
         shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
@@ -87,6 +88,7 @@ class Family:
     windows: bool = False
     pre_norm: bool = False
     rms_norm: bool = False
+    disentangled: bool = False
     shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -129,7 +131,7 @@ class Family:
     @property
     def counts_columns(self) -> bool:
         """Whether attention depends on the padded columns of tokens, not on their order alone."""
-        return self.relative_bias is not None or self.windows
+        return self.relative_bias is not None or self.windows or self.disentangled
 
     @property
     def shares_head(self) -> bool:
@@ -209,6 +211,15 @@ _ROTARY_STOCK = StockLayer(
     dropouts=("self_attn.attention_dropout", "post_attention_dropout", "post_mlp_dropout"),
     activation="mlp.act_fn",
     positional=("attention_mask", "position_embeddings"),
+)
+_CONTEXT_CLASSIFIER = ClassifierHead(
+    "pooler.dense",
+    None,
+    "classifier",
+    act="pooler.activation",
+    act_key="pooler_hidden_act",
+    first_dropout=("pooler.dropout", "pooler_dropout"),
+    dropout_key="cls_dropout",
 )
 _THREE = _ROTARY_LAYER.linears[:3]
 _ATTENTION = _ROTARY_LAYER.linears[:4]
@@ -698,13 +709,55 @@ FAMILIES: dict[str, Family] = {
             stock_layer=replace(_ROTARY_STOCK, dropouts=("self_attn.attention_dropout", None, None)),
             stock_model=StockModel("BaseModelOutput", embeds_by_name=False),
         ),
+        Family(
+            "deberta-v2",
+            "deberta",
+            "DebertaV2",
+            layer=LayerNames(
+                "attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"
+            ),
+            disentangled=True,
+            may_be_causal=False,
+            pooler=None,
+            defaults=dict(
+                vocab_size=128100,
+                hidden_size=1536,
+                num_hidden_layers=24,
+                num_attention_heads=24,
+                intermediate_size=6144,
+                type_vocab_size=0,
+                layer_norm_eps=1e-7,
+                relative_attention=False,
+                max_relative_positions=-1,
+                position_buckets=-1,
+                norm_rel_ebd="none",
+                share_att_key=False,
+                position_biased_input=True,
+                pos_att_type=None,
+                pooler_dropout=0.0,
+                pooler_hidden_act="gelu",
+                cls_dropout=None,
+                legacy=True,
+            ),
+            lm_head=_BERT_LM,
+            classifier=_CONTEXT_CLASSIFIER,
+            choice=_CONTEXT_CLASSIFIER,
+            tokens=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
+            own_heads=("lm_predictions", "mask_predictions"),
+            accelerated=False,
+            positional={"": 5},
+            stock_layer=StockLayer(
+                positional=("attention_mask",),
+                attention_drops_by_itself=False,
+            ),
+            stock_model=StockModel("BaseModelOutput"),
+        ),
     )
 }
 
 # model_type -> why its mathematics is not ours
 REFUSED: dict[str, str] = {
     "deberta": "disentangled attention adds content-to-position terms inside the softmax",
-    "deberta-v2": "disentangled attention adds content-to-position terms inside the softmax",
     "xlnet": "two-stream relative attention over permutations",
     "longformer": "sliding-window attention with global tokens",
     "big_bird": "block-sparse attention",

@@ -114,6 +114,7 @@ class Inputs:
             if ids is not None:
                 _ids(name, ids, home)
                 checks.shape(name, ids, (total,))
+        token_type_ids = token_type_ids if config.has_segments else None
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         last_position = None
         if torch.compiler.is_compiling():
@@ -155,7 +156,7 @@ class Inputs:
             position_ids = packing.positions_of(cu_seqlens, total)[1]
             if config.family.pad_positions:
                 position_ids = position_ids + config.first_position
-        if token_type_ids is None and config.family.segments:
+        if token_type_ids is None and config.has_segments:
             token_type_ids = torch.zeros_like(position_ids)
         given = input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed
         return cls(*given, last_position=last_position)
@@ -226,6 +227,8 @@ def packed_on_host(
     If the ids are on a device, the host waits for it once, as in `check_inputs`. None if `check_inputs` must
     pack the batch, or raise its errors.
     """
+    if config.family.segments and not config.has_segments:
+        types = None
     given = [t for t in (ids, mask, types) if t is not None]
     if torch.compiler.is_compiling() or ids is None or {*map(type, given)} != {Tensor}:
         return None
@@ -235,7 +238,7 @@ def packed_on_host(
         or device.type == "meta"
         or ids.dtype != torch.int64
         or ids.dim() != 2
-        or (ids.shape[1] > config.max_tokens and not config.family.rotary)
+        or (ids.shape[1] > config.max_tokens and config.has_positions)
         or any(map(_is_zero, given))
         or any(map(_is_neg, given))
         or torch._C._are_functorch_transforms_active()
@@ -272,7 +275,7 @@ def packed_on_host(
             columns = memory[tokens : tokens + total]
             spans = torch.tensor([(start, end - 1) for start, end in pairwise(ends) if end > start])
             holes = bool((columns[spans].diff() != spans.diff()).any())
-    own = segments if config.family.segments else None
+    own = segments if config.has_segments else None
     return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
 
 
@@ -318,6 +321,7 @@ def check_inputs(
         checks.shape("token_type_ids", token_type_ids, shape)
         if not config.family.segments:
             raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
+    token_type_ids = token_type_ids if config.has_segments else None
     if position_ids is not None:
         _ids("position_ids", position_ids, home)
         if tuple(position_ids.shape) not in (shape, (1, seqlen)):
@@ -353,7 +357,7 @@ def check_inputs(
     )
     if position_ids is None:
         position_ids = _default_positions(config, input_ids, batch, seqlen, home)
-    if token_type_ids is None and config.family.segments:
+    if token_type_ids is None and config.has_segments:
         token_type_ids = position_ids.new_zeros(1, 1).expand(shape)
     return Inputs(
         None if input_ids is None else packed.pack(input_ids),
@@ -485,7 +489,7 @@ def _last_position(
 
 
 def _check_length(config: EncoderConfig, longest: int, name: str) -> None:
-    if not config.family.rotary and longest > config.max_tokens:
+    if config.has_positions and longest > config.max_tokens:
         raise ValueError(
             f"{name}: a sequence of {longest} tokens is longer than the {config.max_tokens} that "
             f"max_position_embeddings = {config.max_position_embeddings} allows"
@@ -511,10 +515,11 @@ def _check_ranges(config: EncoderConfig, facts: dict[str, list[int]]) -> None:
         ("token_type_ids", "token type", config.type_vocab_size, "type_vocab_size"),
         ("position_ids", "position", config.max_position_embeddings, "max_position_embeddings"),
     )
+    limits = {"token_type_ids": config.has_segments, "position_ids": config.has_positions}
     for name, what, size, key in tables:
         low, high = facts.get(name, (0, 0))
-        if name == "position_ids" and config.family.rotary:
-            # No table limits them
+        if not limits.get(name, True):
+            # No table limits these numbers
             size = MAX_SIZE
         if low < 0 or high >= size:
             raise ValueError(

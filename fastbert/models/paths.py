@@ -35,7 +35,9 @@ class ClassifierHead:
     module, or None if transformers has none; if `activation` is None beside it, it is the config's. `norm` is
     the path of the norm, or None. `dropout` is the path of the dropout before `out`, "" for none;
     `dropout_first` says whether it runs before the dense layer too. `dropout_key` is its config key. `fixed`
-    lists the config keys for which the head supports a single value, with that value.
+    lists the config keys for which the head supports a single value, with that value. `act_key` is the config
+    key of the activation, "" for none. `first_dropout` is the path and config key of a dropout of its own
+    before the dense layer.
     """
 
     dense: str | None
@@ -47,6 +49,8 @@ class ClassifierHead:
     dropout_key: str = "classifier_dropout"
     fixed: dict[str, Any] = field(default_factory=dict)
     norm: str | None = None
+    act_key: str = ""
+    first_dropout: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from tests.support.accelerated_models import calls, first_kept, padded
 from tests.support.hf_models import batch
 from tests.support.model_pairs import CASES, SEQUENCE_TASKS, build, inputs_for, labels_for
 
-LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet", "modernbert")
+LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet", "modernbert", "deberta-v2")
 # Modules of heads, and ALBERT's groups, that have no code of their own here
 REFUSED = ("cls", "cls.predictions", "cls.predictions.transform", "lm_head", "classifier", "predictions")
 REFUSED += (
@@ -152,6 +152,8 @@ def test_hooks_on_every_module(name, task, kind, monkeypatch):
     for path in paths(models[0], task):
         if path in MISSING or path.endswith("albert_layers.0.dropout"):
             continue
+        if (name, path) == ("deberta-v2", "encoder"):  # transformers does not read what it returns
+            continue
         handles = [HOOKS[kind](model.get_submodule(path)) for model in models]
         seen = []
         for model in (models[0], models[2], models[1]):
@@ -168,7 +170,8 @@ def test_hooks_on_every_module(name, task, kind, monkeypatch):
                 assert (a - b).abs().max() <= 1e-9 * (1 + b.abs().max()), path
         for handle in handles:
             handle.remove()
-    assert set(refused) <= {*REFUSED, "encoder.albert_layer_groups.0"}
+    own = {"pooler"} if name == "deberta-v2" else set()  # part of the head
+    assert set(refused) <= {*REFUSED, *own, "encoder.albert_layer_groups.0"}
     with torch.no_grad(), calls(models[2], stock=0):
         assert_same(models, inputs, "without hooks")
 

@@ -40,15 +40,22 @@ def _rms_norm_in_own_dtype(norm, x):
     return norm.weight * wide.to(x.dtype)
 
 
+def _size_sqrt_in_own_dtype(query, terms):
+    """DeBERTa's divisor of the scores, not rounded to float32."""
+    return torch.tensor(query.size(-1) * terms, dtype=torch.float64).sqrt()
+
+
 @functools.cache
 def _make_exact() -> None:
     """Let the oracles compute in float64 where their weights are in float64."""
     # A module-level import would import Triton before the tests choose its interpreter
     from transformers.loss.loss_utils import LOSS_MAPPING
+    from transformers.models.deberta_v2 import modeling_deberta_v2 as deberta
     from transformers.models.eurobert import modeling_eurobert as eurobert
     from transformers.models.modernbert import modeling_modernbert as modeling
 
     LOSS_MAPPING["ForMaskedLM"] = _masked_lm_loss_in_own_dtype
+    deberta.scaled_size_sqrt = _size_sqrt_in_own_dtype
     modeling.eager_attention_forward = _eager_in_own_dtype
     eurobert.eager_attention_forward = _eager_in_own_dtype
     eurobert.EuroBertRMSNorm.forward = _rms_norm_in_own_dtype
@@ -72,6 +79,7 @@ FAMILY_NAMES = (
     "gte",
     "jina_embeddings_v3",
     "eurobert",
+    "deberta-v2",
 )
 # The families whose layers are of BERT's form, which every executor knows
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
@@ -129,6 +137,12 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
             **{spelling.get(k, k): v for k, v in sizes.items()},
         }
         return transformers.EuroBertConfig(**small)
+    if name == "deberta-v2":
+        kinds = {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_biased_input": False}
+        kinds |= {"position_buckets": 16, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+        # Without it transformers rounds the loss to float32
+        kinds["problem_type"] = "single_label_classification"
+        return transformers.DebertaV2Config(**{**kinds, **sizes})
     classes = {
         "nomic_bert": transformers.NomicBertConfig,
         "gte": transformers.GteConfig,
@@ -160,12 +174,12 @@ def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
 
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
-    if name in ("modernbert", "eurobert"):
+    if name in ("modernbert", "eurobert", "deberta-v2"):
         _make_exact()
     torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):
         model = auto.from_config(hf_config(name, **overrides)).eval()
-    if name != "mpnet":  # its own eager attention is all it has
+    if name not in ("mpnet", "deberta-v2"):  # their own eager attention is all they have
         model.set_attn_implementation("eager")
     return unit_scale(model)
 
@@ -181,6 +195,6 @@ def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> di
     if name in PAD_POSITIONS:
         ids = torch.where(mask.bool(), ids, 1)
     out = {"input_ids": ids, "attention_mask": mask}
-    if name not in ("distilbert", "mpnet", "modernbert", "eurobert"):
+    if name not in ("distilbert", "mpnet", "modernbert", "eurobert", "deberta-v2"):
         out["token_type_ids"] = torch.randint(0, 2, (batch_size, seqlen), generator=g)
     return out

@@ -23,7 +23,7 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
 from fastbert.models.outputs import LogitsOutput, ModelOutput
 from fastbert.ops import checks
-from fastbert.ops.activation import activate_eager
+from fastbert.ops.activation import SPELLINGS, activate_eager
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.packing import pack
 from fastbert.ops.pooling import pooling
@@ -430,7 +430,10 @@ class TaskModel(PreTrainedModel):
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden, self.config.has_bias(head.dense)))
         if head.act is not None:
-            attach(self, head.act, Activation(head.activation or self.config.head_activation))
+            name = SPELLINGS[self.config.get(head.act_key)] if head.act_key else head.activation
+            attach(self, head.act, Activation(name or self.config.head_activation))
+        if head.first_dropout is not None:
+            self.attach_dropout(*head.first_dropout)
         if head.norm is not None:
             attach(self, head.norm, self.config.norm(hidden))
         if head.dropout:
@@ -460,6 +463,8 @@ class TaskModel(PreTrainedModel):
         if head.dense is not None:
             if head.dropout_first:
                 x = dropout(x)
+            if head.first_dropout is not None:
+                x = self.head_part(head.first_dropout[0])(x)
             dense = self.head_part(head.dense)
             if head.act is None:
                 x = apply_linear(dense, x, head.activation)

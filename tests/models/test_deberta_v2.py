@@ -1,0 +1,230 @@
+"""DeBERTa-v2 and v3: scores of distances, at the edges of buckets and in half precision; configs; files."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+import fastbert
+from fastbert.layers import disentangled
+from fastbert.layers.form import INNER_SITE, SITES
+from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import dropout_seed
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.runtime import prepared
+from tests.support.accelerated_models import same_gradients
+from tests.support.hf_models import hf_model
+from tests.support.model_pairs import build, close, half_errors, kept_rows, native
+
+# With the buckets of the published models
+V3 = {"position_buckets": 256, "max_position_embeddings": 512}
+FORMS = {
+    "v3": V3,
+    "own projections": {**V3, "share_att_key": False, "position_biased_input": True, "type_vocab_size": 2},
+    "c2p": {**V3, "pos_att_type": ["c2p"], "norm_rel_ebd": "none"},
+    "p2c": {**V3, "pos_att_type": "p2c"},
+    "content alone": {**V3, "pos_att_type": None},
+    "few buckets": {"position_buckets": 16, "max_relative_positions": 40},
+    "no buckets": {"position_buckets": -1, "max_relative_positions": 50},
+    "no distances": {**V3, "relative_attention": False, "pos_att_type": None, "position_biased_input": True},
+}
+SOME, EDGES = (1, 129, 258, 40), (1, 2, 127, 128, 129, 130, 255, 256, 257, 258, 600)
+
+
+def ragged(lengths):
+    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(form, task=None, **config):
+    """(transformers' model, ours) in float64 and in eval."""
+    config = {"num_hidden_layers": 2, **FORMS[form], **config}
+    if task is not None:
+        return tuple(model.double() for model in build("deberta-v2", task, **config))
+    hf = hf_model("deberta-v2", **config)
+    return copy.deepcopy(hf).double(), native(hf).double()
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths"),
+    [*((form, SOME) for form in FORMS), pytest.param("v3", EDGES, marks=pytest.mark.sweep)],
+    ids=str,
+)
+@torch.no_grad()
+def test_ragged_lengths(form, lengths):
+    """Packed, padded and alone, and longer than the config's positions where no table limits them."""
+    hf, model = both(form)
+    inputs = ragged(lengths)
+    kept = inputs["attention_mask"].bool()
+    found = kept_rows(model, inputs)
+    close(found, kept_rows(hf, inputs), 1e-9)
+    packed = dict(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int())
+    close(model(inputs["input_ids"][kept], **packed).last_hidden_state, found, 1e-12)
+    alone = model(inputs["input_ids"][2:3, : lengths[2]]).last_hidden_state[0]
+    close(alone, found[sum(lengths[:2]) :][: lengths[2]], 1e-12)
+    inputs["attention_mask"] *= torch.rand(kept.shape, generator=torch.Generator().manual_seed(1)) > 0.3
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form):
+    hf, model = both(form, "ForSequenceClassification")
+    inputs, labels = ragged((3, 40, 72)), torch.tensor([1, 0, 3])
+    for m in (hf, model):
+        m(**inputs, labels=labels).loss.backward()
+    same_gradients(model, hf, 1e-9)
+
+
+@pytest.mark.parametrize(("buckets", "farthest"), [(256, 512), (16, 40), (0, 50)])
+def test_buckets_are_transformers_own(buckets, farthest):
+    n, span = 1500, buckets or farthest
+    relative = disentangled.Relative(span, buckets, farthest, ("c2p", "p2c"), True)
+    theirs = build_relative_position(torch.empty(n, 1), torch.empty(n, 1), buckets or -1, farthest)[0]
+    position = torch.arange(n)
+    ours = disentangled.buckets(position[:, None] - position, relative)
+    assert torch.equal(ours, (theirs + span).clamp(0, 2 * span - 1))
+    for seqlen in (1, 2, span // 2 + 1, span // 2 + 2, n):
+        reach = disentangled._reach(seqlen, relative)
+        assert ours[:seqlen, 0].max() <= span + reach
+        assert ours[0, :seqlen].min() >= span - reach
+
+
+@pytest.mark.parametrize(("term", "row"), [("c2p", 0), ("p2c", 1)])
+def test_each_term_by_hand(term, row):
+    """The sign of the distance: query - key in both terms (nntrainer#3982)."""
+    form = both("c2p", pos_att_type=[term])[1].layer_list()[0].form
+    q, k = torch.randn(2, 1, 5, 3, 16, dtype=torch.float64)
+    table = torch.randn(512, 48, dtype=torch.float64)
+    found = disentangled.scores(form, [table, None] if term == "c2p" else [None, table], q, k)
+    for i in range(5):
+        for j in range(5):
+            at = table[256 + i - j].view(3, 16)
+            expected = ((q, k)[row][0, (i, j)[row]] * at).sum(1) / 32**0.5
+            close(found[0, :, i, j], expected, 1e-12)
+
+
+@torch.no_grad()
+def test_chunks_of_sequences_change_nothing(monkeypatch):
+    model, inputs = both("v3")[1], ragged((9, 40, 3))
+    whole = kept_rows(model, inputs)
+    monkeypatch.setattr(disentangled, "_MOST", 1)
+    close(kept_rows(model, inputs), whole, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_no_larger_than_transformers_own(dtype):
+    hf = hf_model("deberta-v2", num_hidden_layers=2, **V3)
+    mine, theirs = half_errors((native(hf), hf), dtype, [ragged((1, 129, 257, 300))])
+    assert mine.mean() <= theirs.mean()
+    assert mine.square().mean() <= theirs.square().mean()
+
+
+@torch.no_grad()
+def test_large_queries_do_not_overflow_in_half_precision():
+    """Products of 1e5 exceed float16 before they are scaled (microsoft/DeBERTa#77, transformers#24116)."""
+    model = both("v3", num_hidden_layers=1)[1].float()
+    for path in ("query_proj", "key_proj"):
+        getattr(model.layer_list()[0].attention.self, path).weight.mul_(70)
+    exact = kept_rows(model, ragged((40,)))
+    found = kept_rows(model.half(), ragged((40,)))
+    assert found.isfinite().all()
+    assert ((found.float() - exact).abs().mean(1) < 0.1).float().mean() > 0.8
+
+
+@torch.no_grad()
+def test_tables_are_derived_once_and_again_after_a_change():
+    hf, model = both("v3")
+    inputs = ragged((3, 40))
+    first = kept_rows(model, inputs)
+    names = prepared.remembered(model)
+    assert names.count(("distances", torch.float64)) == 2
+    assert torch.equal(kept_rows(model, inputs), first)
+    for m in (hf, model):
+        m.encoder.rel_embeddings.weight.mul_(-1)
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+
+
+@torch.no_grad()
+def test_dropout_of_the_table_of_distances():
+    """On packed tokens as by the module in its place; it has a call site of its own."""
+    model = copy.deepcopy(both("few buckets")[1]).train()
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5 if path == "encoder.layer.1.attention.self.pos_dropout" else 0.0
+    ids = ragged((9, 9))["input_ids"]
+    torch.manual_seed(3)
+    found = model(ids).last_hidden_state
+    torch.manual_seed(3)
+    keep = keep_mask_2d(dropout_seed(model.device), 1 + SITES + INNER_SITE, 32, 48, 0.5)
+
+    class Kept(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x * keep
+
+    model.encoder.layer[1].attention.self.pos_dropout = Kept()
+    close(found, model(ids).last_hidden_state, 1e-12)
+    assert not torch.equal(found, model.eval()(ids).last_hidden_state)
+
+
+def test_types_of_tokens_are_ignored_without_a_table():
+    """As the tokenizer of v3 passes them."""
+    hf, model = both("v3")
+    inputs = {**ragged((3, 9)), "token_type_ids": torch.ones(2, 9, dtype=torch.long)}
+    with torch.no_grad():
+        close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+
+
+def test_classifier_has_the_keys_of_its_own():
+    config = {"cls_dropout": 0.3, "pooler_dropout": 0.2, "pooler_hidden_act": "tanh"}
+    hf, model = both("v3", "ForSequenceClassification", **config)
+    for path, p in (("dropout", 0.3), ("pooler.dropout", 0.2)):
+        assert model.get_submodule(path).p == hf.get_submodule(path).p == p
+    inputs = ragged((3, 40))
+    close(model(**inputs).logits, hf(**inputs).logits, 1e-9)
+
+
+def test_file_with_the_heads_of_the_pretraining(tmp_path):
+    """v3's files have heads that transformers' classes ignore."""
+    hf = hf_model("deberta-v2")
+    hf.save_pretrained(tmp_path)
+    weights = {f"deberta.{key}": t for key, t in load_file(tmp_path / "model.safetensors").items()}
+    weights["lm_predictions.lm_head.dense.weight"] = torch.zeros(48, 48)
+    weights["mask_predictions.dense.weight"] = torch.zeros(48, 48)
+    save_file(weights, tmp_path / "model.safetensors")
+    model = fastbert.AutoModel.from_pretrained(tmp_path)
+    inputs = ragged((3, 40))
+    with torch.no_grad():
+        close(kept_rows(model, inputs), kept_rows(hf, inputs))
+    model.save_pretrained(tmp_path / "ours")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(t, again.state_dict()[key]) for key, t in model.state_dict().items())
+
+
+REFUSED = [
+    ({"pos_att_type": "p2p", "relative_attention": True}, "pos_att_type"),
+    ({"pos_att_type": "c2p"}, "without relative_attention"),
+    ({"position_buckets": 2}, "position_buckets"),
+    ({"position_buckets": 64, "max_relative_positions": 33}, "position_buckets"),
+    ({"max_relative_positions": 1.5}, "max_relative_positions"),
+    ({"norm_rel_ebd": "layer_norm|x"}, "norm_rel_ebd"),
+    ({"attention_head_size": 32}, "attention_head_size: expected 64"),
+    ({"pooler_hidden_size": 32}, "pooler_hidden_size: expected 1536"),
+    ({"pooler_hidden_act": "sine"}, "pooler_hidden_act"),
+    ({"pooler_dropout": 1.0}, "pooler_dropout"),
+    ({"share_att_key": 1}, "share_att_key"),
+    ({"legacy": False}, "legacy"),
+    ({"conv_kernel_size": 3}, "conv_kernel_size"),
+    ({"fixed_heads": ["learned"] * 24}, "fixed_heads"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=str)
+def test_configs_of_other_mathematics_are_refused(keys, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        EncoderConfig("deberta-v2", **keys)
