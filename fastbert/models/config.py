@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastbert.checkpoint import files, hub
 from fastbert.layers.batch import Relative, Rotary
 from fastbert.layers.patterns import NAMES
-from fastbert.models import arguments, config_rope, config_rotary
+from fastbert.models import arguments, config_rope, config_windows
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
 from fastbert.models.families import FAMILIES, family_of
 from fastbert.ops.activation import SPELLINGS
@@ -67,7 +67,7 @@ class EncoderConfig(Keys):
             )
         values = {**DEFAULTS, **family.defaults}
         if family.windows:
-            kwargs = config_rotary.respelt(kwargs)
+            kwargs = config_windows.respelt(kwargs)
         for key, value in kwargs.items():
             # Real files have `layer_norm_eps` beside `norm_eps`, which counts
             if family.spelt(key) == key or family.spelt(key) not in kwargs:
@@ -174,11 +174,11 @@ class EncoderConfig(Keys):
 
     def window(self, layer: int) -> tuple[int, int] | None:
         """How many tokens before and after its own a token of the layer sees; None for all."""
-        return config_rotary.window(self, layer) if self.family.windows else None
+        return config_windows.window(self, layer) if self.family.windows else None
 
     def rotary(self, layer: int) -> Rotary:
         """By which angles the layer rotates queries and keys."""
-        return config_rotary.rotary(self, layer) if self.family.windows else config_rope.rotary(self)
+        return config_windows.rotary(self, layer) if self.family.windows else config_rope.rotary(self)
 
     def relative(self) -> Relative | None:
         """How layers score the distance between two tokens; None if they do not."""
@@ -237,7 +237,7 @@ class EncoderConfig(Keys):
         if self.family.rotary and not self.family.windows:
             values["rope_parameters"] = self.rope_parameters
         if self.family.windows:
-            values["layer_types"] = config_rotary.layer_types(self)
+            values["layer_types"] = config_windows.layer_types(self)
             for key in ("global_rope_theta", "local_rope_theta", "local_attention"):
                 values[key] = self.get(key)
         if self.family.disentangled:
@@ -280,7 +280,7 @@ class EncoderConfig(Keys):
             raise ValueError(f"config model_type: missing; expected one of {', '.join(FAMILIES)}")
         family = family_of(model_type)
         if family.windows:
-            merged, overrides = config_rotary.overridden(merged, overrides)
+            merged, overrides = config_windows.overridden(merged, overrides)
         elif family.rotary and "rope_parameters" in overrides:
             merged = {key: value for key, value in merged.items() if key not in config_rope.OLD}
         # In any spelling
@@ -340,8 +340,8 @@ class EncoderConfig(Keys):
         values = {spelt(k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
         values["id2label"] = {str(i): name for i, name in self.id2label.items()}
         if self.family.windows:
-            values["layer_types"] = config_rotary.layer_types(self)
-            values["rope_parameters"] = config_rotary.rope_parameters(self)
+            values["layer_types"] = config_windows.layer_types(self)
+            values["rope_parameters"] = config_windows.rope_parameters(self)
         return values
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -413,7 +413,7 @@ class EncoderConfig(Keys):
             if alias is not None:
                 return self.__dict__[alias]
             if self.family.windows and name in ("layer_types", "rope_parameters"):
-                return getattr(config_rotary, name)(self)
+                return getattr(config_windows, name)(self)
             if name in _ABSENT:
                 return _ABSENT[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

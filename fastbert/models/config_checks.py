@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from fastbert.layers.patterns import BACKWARD, LEARNED, NAMES, SEPARATORS
-from fastbert.models import config_rope, config_rotary
+from fastbert.models import config_rope, config_windows
 from fastbert.models.families import Family, family_of
 from fastbert.ops.activation import SPELLINGS
 
@@ -200,7 +200,7 @@ def check_config(config: Keys) -> None:
         raise TypeError(f"config architectures: expected a list of class names, got {brief(named)}")
     _refuse_other_mathematics(config)
     if config.family.rotary:
-        (config_rotary if config.family.windows else config_rope).check(config)
+        (config_windows if config.family.windows else config_rope).check(config)
     if config.family.disentangled:
         _check_relative(config)
     _check_fixed_heads(config)

@@ -44,7 +44,7 @@ class Family:
         rotary: whether layers rotate queries and keys by position, so that no table limits the positions
             (`fastbert.models.config_rope`).
         windows: whether such layers differ in their angles, and may see a window of tokens
-            (`fastbert.models.config_rotary`).
+            (`fastbert.models.config_windows`).
         pre_norm: whether the norms of a layer that rotates come before the blocks.
         rms_norm: whether norms are RMSNorms.
         disentangled: whether layers score distances between tokens (`fastbert.layers.disentangled`).

@@ -1,4 +1,4 @@
-"""Config keys of layers that rotate queries and keys, and may see a window of tokens; both spellings.
+"""Config keys of layers of which some see a window of tokens; both spellings.
 
 transformers 4 writes `global_attn_every_n_layers`, `global_rope_theta` and `local_rope_theta`; transformers 5
 writes `layer_types` and `rope_parameters`. A config may have both if they agree, and is saved with both. It
