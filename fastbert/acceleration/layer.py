@@ -397,7 +397,8 @@ class AcceleratedLayer(PackedLayer, Accelerated):
             bias, reason = self._bias(hidden_states, given)
         if reason is None and form.rotary is not None:
             places, reason = self._places(hidden_states, given)
-            form = state.form if self._has_window(given) else replace(form, window=None)
+            if form.window is not None and not self._has_window(given):
+                form = replace(form, window=None)
         if reason is not None or len(args) > len(stock.positional):
             self._count(False)
             if state.options.strict:

