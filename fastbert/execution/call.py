@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Call:
         recompute_every: recompute every n-th layer in backward; 0 recomputes none.
         taps: sees what the layers compute inside, or None.
         padded: the padded batch, where a layer needs it.
+        after_first: applied to the output of the first layer; None for nothing.
         inference: whether no gradients are recorded and no code is compiled.
         states, attentions: output of each layer, and its probabilities, as far as they are wanted.
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
@@ -76,6 +78,7 @@ class Call:
     recompute_every: int = 0
     taps: Taps | None = None
     padded: Padded | None = None
+    after_first: Callable[[Tensor], Tensor] | None = None
     inference: bool = field(init=False)
     states: list[Tensor] = field(default_factory=list)
     attentions: list[Tensor] = field(default_factory=list)
@@ -99,7 +102,9 @@ class Call:
         return self.batch if form is None else form.own_batch(self.batch)
 
     def keep(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
-        """Keep a layer's results, as far as they are wanted; returns `x`."""
+        """Keep a layer's results, as far as they are wanted; returns its output, which may change here."""
+        if self.after_first is not None:
+            x, self.after_first = self.after_first(x), None
         if self.wants_states:
             self.states.append(x)
         if self.wants_attentions and probabilities is not None:

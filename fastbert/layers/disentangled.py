@@ -6,6 +6,10 @@ c maps a distance to a row of the table of distances: near distances to rows of 
 logarithmic buckets. Kr and Qr are that table after the layer's key and query layers, or after layers of its
 own. The factor counts the terms that there are.
 
+Some models add a convolution of the layer's input to the output y of the first layer.
+
+    y' = LayerNorm(y + act(dropout(conv(x))))
+
 Source: He et al. 2020, "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", sec. 3.1, eq. 4.
 """
 
@@ -15,15 +19,17 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import Distances, PackedBatch, Relative
 from fastbert.layers.form import INNER_SITE, LayerForm, LayerNames, Parts
-from fastbert.layers.linear import apply_linear, dropped, has_float_weight
-from fastbert.layers.modules import part
+from fastbert.layers.linear import apply_linear, apply_norm, dropped, has_float_weight
+from fastbert.layers.modules import calls_all, part, plain_dropout, watched
+from fastbert.layers.packing import Packing
 from fastbert.layers.parts import SelfAttention
 from fastbert.ops import checks
+from fastbert.ops.activation import SPELLINGS, activate_eager
 from fastbert.ops.attention_grid import to_grid
 from fastbert.runtime import prepared
 
@@ -38,7 +44,7 @@ def buckets(distance: Tensor, relative: Relative) -> Tensor:
         # In float32, as transformers computes it
         size = distance.abs()
         far = torch.log(size.clamp_min(middle).float() / middle)
-        far = far / torch.log(torch.tensor((relative.farthest - 1) / middle, device=distance.device))
+        far = far / torch.log(torch.tensor((relative.farthest - 1) / middle, device="cpu"))
         far = torch.ceil(far * (middle - 1)) + middle
         bucket = torch.where(size <= middle, distance, (far * distance.sign()).long())
     return (bucket + relative.span).clamp(0, 2 * relative.span - 1)
@@ -168,6 +174,55 @@ def _scores(q: Tensor, k: Tensor, index: Tensor, tables: list[Tensor | None], sc
     if queries is not None:
         terms[-1] = terms[-1].transpose(2, 3)
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+class Convolution(nn.Module):
+    """The convolution beside the first layer.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        width, size = config.hidden_size, config.conv_kernel_size
+        self.conv = nn.Conv1d(width, width, size, padding=size // 2, groups=config.conv_groups)
+        self.LayerNorm = config.norm(width)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.act = SPELLINGS[config.conv_act]
+
+    def dropout_rate(self) -> float:
+        """The probability of the dropout module now; 0 if another module, which is called, replaces it."""
+        module = self.dropout
+        return module.p if plain_dropout(module) and module.training else 0.0
+
+    def beside(self, packed: Packing, x: Tensor, seed: Tensor | None, y: Tensor) -> Tensor:
+        """The output (rows, hidden) of the first layer with the convolution.
+
+        Args:
+            packed: the places of the rows.
+            x: (rows, hidden), the input of the first layer.
+            seed: of the dropout; its call site is `INNER_SITE`.
+            y: (rows, hidden), the output of the first layer.
+        """
+        grid, kept = packed.grid(x)
+        if calls_all() or any(map(watched, self.modules())) or not plain_dropout(self.dropout):
+            mask = torch.ones(grid.shape[:2], device=x.device) if kept is None else kept
+            return packed.from_grid(self(grid, packed.grid(y)[0], mask))
+        found, rate = packed.from_grid(self._convolved(grid)), self.dropout_rate()
+        if rate:
+            found = dropped(found, rate, seed, INNER_SITE)
+        return apply_norm(self.LayerNorm, y + activate_eager(found, self.act))
+
+    def _convolved(self, grid: Tensor) -> Tensor:
+        return self.conv(grid.transpose(1, 2)).transpose(1, 2)
+
+    def forward(self, hidden_states: Tensor, residual_states: Tensor, input_mask: Tensor) -> Tensor:
+        """As `beside`, by modules on a padded batch (batch, seqlen, hidden), zeros at masked tokens."""
+        kept = input_mask.bool().unsqueeze(2)
+        found = self._convolved(hidden_states).masked_fill(kept.logical_not(), 0)
+        found = activate_eager(self.dropout(found), self.act)
+        return self.LayerNorm(residual_states + found) * kept
 
 
 class DisentangledAttention(SelfAttention):

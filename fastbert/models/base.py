@@ -143,7 +143,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         quantization.check_trainable(self if module is None else module, "init_weights")
         names = {child: name for name, child in self.named_modules()}
         for child in (self if module is None else module).modules():
-            if isinstance(child, (nn.Linear, nn.Embedding)):
+            if isinstance(child, (nn.Linear, nn.Embedding, nn.Conv1d)):
                 self.config.draw_(names.get(child, ""), child.weight)
                 if isinstance(child, nn.Embedding) and child.padding_idx is not None:
                     child.weight[child.padding_idx].zero_()

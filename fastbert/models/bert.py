@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from fastbert.layers.disentangled import Convolution
 from fastbert.layers.embeddings import Embeddings, WordEmbeddings, launched, table
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import attach, calls_all, changed, part, watched
@@ -75,6 +76,8 @@ class BertModel(PreTrainedModel):
             attach(self, "encoder.rel_embeddings", table(2 * relative.span, config.hidden_size))
         if family.disentangled and config.norm_rel_ebd == "layer_norm":
             attach(self, "encoder.LayerNorm", config.norm(config.hidden_size))
+        if family.disentangled and config.conv_kernel_size:
+            attach(self, "encoder.conv", Convolution(config))
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if add_pooling_layer is None:

@@ -242,7 +242,7 @@ class EncoderConfig(Keys):
                 values[key] = self.get(key)
         if self.family.disentangled:
             values["pos_att_type"] = sorted(self.pos_att_type or ())
-            for key in ("max_relative_positions", "position_buckets", "position_biased_input"):
+            for key in ("max_relative_positions", "position_buckets", "position_biased_input", "conv_act"):
                 values[key] = self.get(key)
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)

@@ -241,16 +241,19 @@ def _check_relative(config: Keys) -> None:
     ):
         if own.get(key, size) not in (None, size):
             raise ValueError(f"config {key}: expected {size}, got {brief(own[key])}")
-    act = own["pooler_hidden_act"]
-    if not isinstance(act, str) or act not in SPELLINGS:
-        raise ValueError(
-            f"config pooler_hidden_act: unknown activation {act!r}; expected one of {', '.join(SPELLINGS)}"
-        )
+    for key in ("pooler_hidden_act", "conv_act"):
+        if not isinstance(act := own[key], str) or act not in SPELLINGS:
+            raise ValueError(
+                f"config {key}: unknown activation {act!r}; expected one of {', '.join(SPELLINGS)}"
+            )
     if own["legacy"] is not True:
         raise ValueError("config legacy: False is not supported; only the masked-LM head of True is")
-    if own.get("conv_kernel_size") not in (None, 0):
+    size, groups = own["conv_kernel_size"], own["conv_groups"]
+    if type(size) is not int or not 0 <= size <= MAX_SIZE or (size and size % 2 == 0):
+        raise ValueError(f"config conv_kernel_size: expected 0 or an odd integer, got {brief(size)}")
+    if type(groups) is not int or groups < 1 or config.hidden_size % groups:
         raise ValueError(
-            f"config conv_kernel_size: {brief(own['conv_kernel_size'])} is not supported; expected 0"
+            f"config conv_groups: expected a divisor of hidden_size {config.hidden_size}, got {brief(groups)}"
         )
 
 

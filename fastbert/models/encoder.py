@@ -11,6 +11,7 @@ own, for every model of this package.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -91,7 +92,8 @@ def run_encoder(
     if not isinstance(layers, Plan):
         plan = plan_of(stack, layers, getattr(root, "layer_class", PackedLayer))
     steps = plan.steps
-    if not (drops or plan.drops):
+    beside = stack._modules.get("conv") if family.disentangled else None
+    if not (drops or plan.drops or (beside is not None and beside.dropout_rate())):
         seed = None
     elif seed is None:
         seed = dropout_seed(inputs.device)
@@ -143,6 +145,8 @@ def run_encoder(
             taps,
             padded,
         )
+        if beside is not None:
+            call.after_first = functools.partial(beside.beside, packed, x, seed)
         if want_states:
             call.states.append(x)
         x = plan.run(x, call)
@@ -159,6 +163,7 @@ def run_encoder(
         and not (want_attentions or want_states or taps is not None or around is not None)
         and hidden.shape[0] > 0
         and bool(steps)
+        and (beside is None or len(steps) > 1)
         and (family.final_norm is None or not changed(part(root, family.final_norm)))
         and steps[-1].parts is not None
         and steps[-1].layer.may_skip_rows()

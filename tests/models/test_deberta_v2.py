@@ -13,6 +13,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 import fastbert
 from fastbert.layers import disentangled
 from fastbert.layers.form import INNER_SITE, SITES
+from fastbert.layers.modules import attach
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import dropout_seed
 from fastbert.ops.dropout import keep_mask_2d
@@ -29,6 +30,8 @@ FORMS = {
     "c2p": {**V3, "pos_att_type": ["c2p"], "norm_rel_ebd": "none"},
     "p2c": {**V3, "pos_att_type": "p2c"},
     "content alone": {**V3, "pos_att_type": None},
+    "convolution": {**V3, "conv_kernel_size": 3, "conv_groups": 2},
+    "wide convolution": {"conv_kernel_size": 5, "conv_act": "gelu"},
     "few buckets": {"position_buckets": 16, "max_relative_positions": 40},
     "no buckets": {"position_buckets": -1, "max_relative_positions": 50},
     "no distances": {**V3, "relative_attention": False, "pos_att_type": None, "position_biased_input": True},
@@ -137,6 +140,16 @@ def test_large_queries_do_not_overflow_in_half_precision():
     assert ((found.float() - exact).abs().mean(1) < 0.1).float().mean() > 0.8
 
 
+@pytest.mark.parametrize("path", ["conv", "conv.conv", "conv.LayerNorm", "conv.dropout"])
+@torch.no_grad()
+def test_hooks_of_the_convolution(path):
+    hf, model = both("convolution")
+    for m in (hf, model):
+        m.encoder.get_submodule(path).register_forward_hook(lambda module, given, output: 1.25 * output)
+    inputs = ragged((1, 40, 17))
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+
+
 @torch.no_grad()
 def test_tables_are_derived_once_and_again_after_a_change():
     hf, model = both("v3")
@@ -151,25 +164,33 @@ def test_tables_are_derived_once_and_again_after_a_change():
 
 
 @torch.no_grad()
-def test_dropout_of_the_table_of_distances():
+@pytest.mark.parametrize(
+    ("path", "site", "rows"),
+    [
+        ("encoder.layer.1.attention.self.pos_dropout", 1 + SITES + INNER_SITE, 32),
+        ("encoder.conv.dropout", INNER_SITE, 18),
+    ],
+)
+def test_dropout_of_the_table_of_distances_and_of_the_convolution(path, site, rows):
     """On packed tokens as by the module in its place; it has a call site of its own."""
-    model = copy.deepcopy(both("few buckets")[1]).train()
-    for path, module in model.named_modules():
+    model, ids = copy.deepcopy(both("few buckets", conv_kernel_size=3)[1]), ragged((9, 9))["input_ids"]
+    undropped = model(ids).last_hidden_state
+    model.train()
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5 if path == "encoder.layer.1.attention.self.pos_dropout" else 0.0
-    ids = ragged((9, 9))["input_ids"]
+            module.p = 0.5 if name == path else 0.0
     torch.manual_seed(3)
     found = model(ids).last_hidden_state
     torch.manual_seed(3)
-    keep = keep_mask_2d(dropout_seed(model.device), 1 + SITES + INNER_SITE, 32, 48, 0.5)
+    keep = keep_mask_2d(dropout_seed(model.device), site, rows, 48, 0.5)
 
     class Kept(torch.nn.Module):
         def forward(self, x):
-            return 2 * x * keep
+            return 2 * x * keep.view_as(x)
 
-    model.encoder.layer[1].attention.self.pos_dropout = Kept()
+    attach(model, path, Kept())
     close(found, model(ids).last_hidden_state, 1e-12)
-    assert not torch.equal(found, model.eval()(ids).last_hidden_state)
+    assert (found - undropped).abs().max() > 0.1
 
 
 def test_types_of_tokens_are_ignored_without_a_table():
@@ -219,7 +240,9 @@ REFUSED = [
     ({"pooler_dropout": 1.0}, "pooler_dropout"),
     ({"share_att_key": 1}, "share_att_key"),
     ({"legacy": False}, "legacy"),
-    ({"conv_kernel_size": 3}, "conv_kernel_size"),
+    ({"conv_kernel_size": 4}, "conv_kernel_size"),
+    ({"conv_kernel_size": 3, "conv_groups": 5}, "conv_groups"),
+    ({"conv_kernel_size": 3, "conv_act": "sine"}, "conv_act"),
     ({"fixed_heads": ["learned"] * 24}, "fixed_heads"),
 ]
 

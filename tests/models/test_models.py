@@ -183,7 +183,7 @@ def test_a_layer_drops_where_transformers_does(name, monkeypatch):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert", "deberta-v2"])
 def test_compile_full_graph_dynamic(name):
     torch._dynamo.reset()
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
