@@ -464,7 +464,8 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         passed, width = given.get("position_embeddings"), self.form.head_dim
         pair = [t for t in passed if isinstance(t, Tensor)] if isinstance(passed, (tuple, list)) else []
         shapes = [tuple(t.shape) for t in pair]
-        if shapes not in ([(rows, seqlen, width)] * 2 for rows in (1, batch)):
+        known = (1, seqlen, width), (batch, seqlen, width)
+        if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0] not in known:
             return {}, "the position embeddings are of a kind that only the stock layer knows"
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # Both halves are alike
