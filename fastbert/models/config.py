@@ -18,6 +18,7 @@ from fastbert.layers.patterns import NAMES
 from fastbert.models import arguments, config_rope, config_windows
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
 from fastbert.models.families import FAMILIES, family_of
+from fastbert.models.paths import LMHead
 from fastbert.ops.activation import SPELLINGS
 
 # Values in transformers of keys that a config.json may lack
@@ -122,6 +123,12 @@ class EncoderConfig(Keys):
     def activation_name(self) -> str:
         """`hidden_act` as `fastbert.ops.linear` spells it."""
         return SPELLINGS[self.hidden_act]
+
+    @property
+    def lm_head(self) -> LMHead:
+        """The paths of the masked-LM head."""
+        new = self.family.new_lm_head
+        return self.family.lm_head if new is None or self.legacy else new
 
     @property
     def head_activation(self) -> str:

@@ -246,8 +246,6 @@ def _check_relative(config: Keys) -> None:
             raise ValueError(
                 f"config {key}: unknown activation {act!r}; expected one of {', '.join(SPELLINGS)}"
             )
-    if own["legacy"] is not True:
-        raise ValueError("config legacy: False is not supported; only the masked-LM head of True is")
     size, groups = own["conv_kernel_size"], own["conv_groups"]
     if type(size) is not int or not 0 <= size <= MAX_SIZE or (size and size % 2 == 0):
         raise ValueError(f"config conv_kernel_size: expected 0 or an odd integer, got {brief(size)}")

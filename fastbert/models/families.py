@@ -70,6 +70,7 @@ class Family:
             ForQuestionAnswering.
         accelerated: whether `fastbert.accelerate` fuses the layers of transformers' models.
         lm_head: paths of the masked-LM head.
+        new_lm_head: those of config legacy False, if the family has that key.
         may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
             BERT's order in transformers; further arguments must be passed by name.
@@ -118,6 +119,7 @@ class Family:
     lacks: tuple[str, ...] = ()
     accelerated: bool = True
     own_heads: tuple[str, ...] = ()
+    new_lm_head: LMHead | None = None
     may_be_causal: bool = True
     stock_layer: StockLayer = field(default_factory=StockLayer)
     stock_model: StockModel = field(default_factory=StockModel)
@@ -746,6 +748,12 @@ FAMILIES: dict[str, Family] = {
             classifier=_CONTEXT_CLASSIFIER,
             choice=_CONTEXT_CLASSIFIER,
             tokens=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
+            new_lm_head=LMHead(
+                "lm_predictions.lm_head.dense",
+                "lm_predictions.lm_head.LayerNorm",
+                "",
+                "lm_predictions.lm_head.bias",
+            ),
             own_heads=("lm_predictions", "mask_predictions"),
             accelerated=False,
             positional={"": 5},

@@ -13,7 +13,8 @@ from typing import Any
 class LMHead:
     """Paths of a masked-LM head: act(dense(x)) -> norm -> decoder, the decoder tied to the word embeddings.
 
-    `dense` and `norm` are None in a head that is the decoder alone.
+    `dense` and `norm` are None in a head that is the decoder alone. `decoder` is "" if the table of word
+    embeddings itself is multiplied.
     `bias` is the path of the separate bias to which the decoder's bias is tied, or None. `act` is the path of
     the activation module, or None if transformers has none. If `activation` is None, it is the config's
     (`EncoderConfig.head_activation`).

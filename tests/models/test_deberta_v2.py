@@ -210,6 +210,34 @@ def test_classifier_has_the_keys_of_its_own():
     close(model(**inputs).logits, hf(**inputs).logits, 1e-9)
 
 
+def test_masked_lm_head_of_the_third_version(tmp_path):
+    """Its decoder is the table of words (config legacy False)."""
+    hf, model = both("v3", "ForMaskedLM", legacy=False)
+    inputs = ragged((3, 40))
+    kept = inputs["attention_mask"].bool()
+    labels = inputs["input_ids"].where(kept, -100)
+    for m in (hf, model):
+        found = m(**inputs, labels=labels)
+        found.loss.backward()
+    close(found.logits[kept], hf(**inputs).logits[kept], 1e-9)
+    same_gradients(model, hf, 1e-9)
+    model.zero_grad()
+    model.train()(**inputs, labels=labels).logits.sum()
+    model.eval()(**inputs, labels=labels, output_logits=False).loss.backward()
+    same_gradients(model, hf, 1e-9)
+    assert model.get_output_embeddings() is model.get_input_embeddings()
+    assert {*model.vocabulary_parameters()} == {
+        "deberta.embeddings.word_embeddings.weight",
+        "lm_predictions.lm_head.bias",
+    }
+    model.save_pretrained(tmp_path)
+    for cls in (transformers.AutoModelForMaskedLM, fastbert.AutoModelForMaskedLM):
+        again = cls.from_pretrained(tmp_path, dtype=torch.float64).eval()
+        close(again(**inputs).logits[kept], found.logits[kept], 1e-9)
+    model.resize_token_embeddings(130)
+    assert model.eval()(**inputs).logits.shape[2] == 130
+
+
 def test_file_with_the_heads_of_the_pretraining(tmp_path):
     """v3's files have heads that transformers' classes ignore."""
     hf = hf_model("deberta-v2")
@@ -239,7 +267,7 @@ REFUSED = [
     ({"pooler_hidden_act": "sine"}, "pooler_hidden_act"),
     ({"pooler_dropout": 1.0}, "pooler_dropout"),
     ({"share_att_key": 1}, "share_att_key"),
-    ({"legacy": False}, "legacy"),
+    ({"legacy": 0}, "legacy"),
     ({"conv_kernel_size": 4}, "conv_kernel_size"),
     ({"conv_kernel_size": 3, "conv_groups": 5}, "conv_groups"),
     ({"conv_kernel_size": 3, "conv_act": "sine"}, "conv_act"),

@@ -22,6 +22,7 @@ from fastbert.models.labels import IGNORED, check_classes
 from fastbert.models.outputs import LogitsOutput
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class MaskedLMModel(TaskModel):
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
         self.base_model._vocabulary_owner = type(self).__name__
-        config, head = self.config, self.family.lm_head
+        config, head = self.config, self.config.lm_head
         width = config.embedding_width
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(config.hidden_size, width, config.has_bias(head.dense)))
@@ -42,15 +43,17 @@ class MaskedLMModel(TaskModel):
             attach(self, head.act, Activation(head.activation or config.head_activation))
         if head.norm is not None:
             attach(self, head.norm, config.norm(width))
-        attach(self, head.decoder, nn.Linear(width, config.vocab_size, config.has_bias(head.decoder)))
+        if head.decoder:
+            bias = config.has_bias(head.decoder)
+            attach(self, head.decoder, nn.Linear(width, config.vocab_size, bias))
         if head.bias is not None:
             owner, _, name = head.bias.rpartition(".")
             self.get_submodule(owner).register_parameter(name, nn.Parameter(torch.zeros(config.vocab_size)))
 
     def tied_weights(self) -> dict[str, str]:
         """The decoder has the word embeddings' weight and the head's bias, unless the config unties them."""
-        head = self.family.lm_head
-        if not self.config.tie_word_embeddings:
+        head = self.config.lm_head
+        if not (self.config.tie_word_embeddings and head.decoder):
             return {}
         tied = {f"{head.decoder}.weight": f"{self.base_model_prefix}.{self.family.word_table}.weight"}
         if head.bias is not None:
@@ -59,28 +62,32 @@ class MaskedLMModel(TaskModel):
 
     def vocabulary_parameters(self) -> list[str]:
         """Names of the parameters with one row per token of the vocabulary."""
-        head = self.family.lm_head
-        own = [f"{head.decoder}.weight", head.bias]
-        if getattr(self.head_part(head.decoder), "bias", None) is not None:
+        head = self.config.lm_head
+        own = [f"{head.decoder}.weight", head.bias] if head.decoder else [head.bias]
+        if head.decoder and getattr(self.head_part(head.decoder), "bias", None) is not None:
             own.insert(1, f"{head.decoder}.bias")
         return super().vocabulary_parameters() + [name for name in own if name is not None]
 
     def get_output_embeddings(self) -> nn.Module:
-        """The decoder."""
-        return self.head_part(self.family.lm_head.decoder)
+        """The decoder, or the table of word embeddings in its place."""
+        path = self.config.lm_head.decoder
+        return self.head_part(path) if path else self.get_input_embeddings()
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Replace the decoder; its bias becomes the head's.
 
         Raises:
-            ValueError: the config ties the decoder to the word embeddings, and `value` holds another weight.
+            ValueError: the config ties the decoder to the word embeddings, and `value` holds another weight;
+                or the head has no decoder.
         """
+        if not self.config.lm_head.decoder:
+            raise ValueError("value: the head has no decoder; expected a call of set_input_embeddings")
         if self.config.tie_word_embeddings and value.weight is not self.get_input_embeddings().weight:
             raise ValueError(
                 "value: its weight is not the word embeddings', to which config tie_word_embeddings = True "
                 "ties it; set that to False, or replace both by set_input_embeddings"
             )
-        head = self.family.lm_head
+        head = self.config.lm_head
         attach(self, head.decoder, value)
         if head.bias is not None and getattr(value, "bias", None) is not None:
             owner, _, name = head.bias.rpartition(".")
@@ -88,32 +95,45 @@ class MaskedLMModel(TaskModel):
 
     def transform(self, hidden: Tensor) -> Tensor:
         """(…, hidden) -> (…, embedding size): what the decoder reads."""
-        head = self.family.lm_head
+        head = self.config.lm_head
         if head.dense is None or head.norm is None:
             return hidden
         dense = self.head_part(head.dense)
         if head.act is None:
-            x = apply_linear(dense, hidden, head.activation)
+            x = apply_linear(dense, hidden, head.activation or self.config.head_activation)
         else:
             x = apply_activated(dense, self.head_part(head.act), hidden)
         return apply_norm(self.head_part(head.norm), x)
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """(…, hidden) -> (…, vocab_size)."""
-        return apply_linear(self.head_part(self.family.lm_head.decoder), self.transform(hidden))
+        return self.decode(self.transform(hidden))
+
+    def decode(self, x: Tensor) -> Tensor:
+        """(…, embedding size) -> (…, vocab_size)."""
+        decoder = self.get_output_embeddings()
+        if isinstance(decoder, nn.Embedding):
+            return linear(x, decoder.weight, self._word_bias())
+        return apply_linear(decoder, x)
+
+    def _word_bias(self) -> Tensor:
+        """The bias of a head without decoder."""
+        path = self.config.lm_head.bias
+        assert path is not None
+        return self.get_parameter(path)
 
     def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
         """Mean cross-entropy of the labelled tokens; `count` is their number, or None if unknown."""
         hidden, labels = encoded.labelled(labels, count)
-        decoder = self.head_part(self.family.lm_head.decoder)
+        decoder = self.get_output_embeddings()
         if encoded.by_modules:
             return cross_entropy(encoded.by_token(self.lm_logits), labels, ignore_index=IGNORED)
         x = self.transform(hidden)
-        if has_float_weight(decoder):
-            return linear_cross_entropy(
-                x, decoder.weight, decoder.bias, labels, ignore_index=IGNORED, labelled=count
-            )
-        return cross_entropy(apply_linear(decoder, x), labels, ignore_index=IGNORED)
+        table = isinstance(decoder, nn.Embedding)
+        if table or has_float_weight(decoder):
+            weight, bias = decoder.weight, self._word_bias() if table else decoder.bias
+            return linear_cross_entropy(x, weight, bias, labels, ignore_index=IGNORED, labelled=count)
+        return cross_entropy(self.decode(x), labels, ignore_index=IGNORED)
 
     def logits_and_loss(
         self,
@@ -138,8 +158,9 @@ class MaskedLMModel(TaskModel):
 
     def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
         """The padded logits, not computed yet."""
-        head, hidden = self.family.lm_head, encoded.hidden
-        modules = [self.head_part(path) for path in (head.dense, head.norm, head.decoder) if path]
+        head, hidden = self.config.lm_head, encoded.hidden
+        modules: list[Any] = [self.head_part(path) for path in (head.dense, head.norm) if path]
+        modules.append(self.get_output_embeddings())
         dtype = modules[-1].weight.dtype
         if dtype != torch.float64:  # which autocast leaves alone
             dtype = checks.autocast_dtype(hidden) or dtype
