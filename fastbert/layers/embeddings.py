@@ -66,8 +66,10 @@ def embed(
     word = modules["tok_embeddings" if modern else "word_embeddings"]
     norm = modules["norm" if modern else "LayerNorm"]
     position, segment = modules.get("position_embeddings"), modules.get("token_type_embeddings")
+    projection = modules.get("embed_proj")
     tables = [m for m in (word, position, segment) if m is not None]
-    if all(map(_is_plain_table, tables)) and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
+    plain = projection is None and all(map(_is_plain_table, tables))
+    if plain and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
         return embedding(
             input_ids,
             word.weight,
@@ -89,6 +91,8 @@ def embed(
         x = x + segment(token_type_ids)
     if position is not None:
         x = x + position(position_ids)
+    if projection is not None:
+        x = projection(x)
     return _dropped(norm(x), dropout_p, seed)
 
 
@@ -178,7 +182,8 @@ class Embeddings(nn.Module):
             )
         if config.has_segments:
             self.token_type_embeddings = table(config.type_vocab_size, width)
-        self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
+        normed = config.hidden_size if family.projects_first else width
+        self.LayerNorm = nn.LayerNorm(normed, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.pad_positions = family.pad_positions
 
@@ -227,7 +232,9 @@ class Embeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
             x = x + self.token_type_embeddings(token_type_ids)
-        return self.dropout(self.LayerNorm(x if at is None else x + at(position_ids)))
+        x = x if at is None else x + at(position_ids)
+        projection = self._modules.get("embed_proj")
+        return self.dropout(self.LayerNorm(x if projection is None else projection(x)))
 
     def _positions(self, x: Tensor, input_ids: Tensor | None) -> Tensor:
         """Positions (batch or 1, seqlen) as the family counts them."""

@@ -63,7 +63,8 @@ class BertModel(PreTrainedModel):
             self.add_module(family.layers.partition(".")[0], Stack(family.stock_model.stack_by_name))
         other_width = config.embedding_width != config.hidden_size
         if family.projection and (family.projection_always or other_width):
-            attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
+            bias = config.has_bias(family.projection)
+            attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size, bias))
         elif other_width:
             raise ValueError(
                 f"config embedding_size: {config.embedding_width} differs from hidden_size "

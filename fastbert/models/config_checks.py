@@ -235,6 +235,11 @@ def _check_relative(config: Keys) -> None:
         raise ValueError(
             f"config norm_rel_ebd: expected 'none' or 'layer_norm', got {brief(own['norm_rel_ebd'])}"
         )
+    if not own["legacy"] and own.get("embedding_size") not in (None, config.hidden_size):
+        raise ValueError(
+            f"config embedding_size: expected hidden_size {config.hidden_size} with legacy False, got "
+            f"{own['embedding_size']}"
+        )
     for key, size in (
         ("attention_head_size", config.hidden_size // config.num_attention_heads),
         ("pooler_hidden_size", config.hidden_size),

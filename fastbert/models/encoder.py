@@ -367,8 +367,8 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[Any]:
 
 
 def projection_of(root: nn.Module, family: Family) -> nn.Module | None:
-    """The linear layer from the embedding to the hidden size; None if the encoder has none."""
-    if family.projection is None:
+    """The linear layer from the embedding to the hidden size after the embeddings; None if there is none."""
+    if family.projection is None or family.projects_first:
         return None
     above, _, name = family.projection.rpartition(".")
     return (part(root, above) if above else root)._modules.get(name)

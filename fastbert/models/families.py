@@ -36,6 +36,7 @@ class Family:
         segments: has token-type embeddings.
         pooler: path of the pooler's linear layer; None if the family has none.
         projection: path of the linear layer from the embedding to the hidden size; None if there is none.
+        projects_first: whether the norm of the embeddings follows that layer, which is one of their modules.
         projection_always: whether it is there even if the two sizes are equal.
         layers: path of the list of layers.
         embeddings: name of the module before the layers.
@@ -103,6 +104,7 @@ class Family:
     segments: bool = True
     pooler: str | None = "pooler.dense"
     projection: str | None = None
+    projects_first: bool = False
     projection_always: bool = False
     relative_bias: str | None = None
     group_layers: str | None = None
@@ -719,6 +721,9 @@ FAMILIES: dict[str, Family] = {
                 "attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"
             ),
             disentangled=True,
+            projection="embeddings.embed_proj",
+            projects_first=True,
+            unbiased=("embeddings.embed_proj",),
             may_be_causal=False,
             pooler=None,
             defaults=dict(

@@ -32,6 +32,7 @@ FORMS = {
     "content alone": {**V3, "pos_att_type": None},
     "convolution": {**V3, "conv_kernel_size": 3, "conv_groups": 2},
     "wide convolution": {"conv_kernel_size": 5, "conv_act": "gelu"},
+    "narrow embeddings": {"embedding_size": 24, "type_vocab_size": 2, "position_biased_input": True, **V3},
     "few buckets": {"position_buckets": 16, "max_relative_positions": 40},
     "no buckets": {"position_buckets": -1, "max_relative_positions": 50},
     "no distances": {**V3, "relative_attention": False, "pos_att_type": None, "position_biased_input": True},
@@ -77,8 +78,11 @@ def test_ragged_lengths(form, lengths):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form):
-    hf, model = both(form, "ForSequenceClassification")
+    task = "ForSequenceClassification" if form != "narrow embeddings" else "ForMaskedLM"
+    hf, model = both(form, task)
     inputs, labels = ragged((3, 40, 72)), torch.tensor([1, 0, 3])
+    if task == "ForMaskedLM":
+        labels = inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)
     for m in (hf, model):
         m(**inputs, labels=labels).loss.backward()
     same_gradients(model, hf, 1e-9)
@@ -268,6 +272,7 @@ REFUSED = [
     ({"pooler_dropout": 1.0}, "pooler_dropout"),
     ({"share_att_key": 1}, "share_att_key"),
     ({"legacy": 0}, "legacy"),
+    ({"legacy": False, "embedding_size": 128}, "embedding_size: expected hidden_size 1536"),
     ({"conv_kernel_size": 4}, "conv_kernel_size"),
     ({"conv_kernel_size": 3, "conv_groups": 5}, "conv_groups"),
     ({"conv_kernel_size": 3, "conv_act": "sine"}, "conv_act"),
