@@ -155,6 +155,10 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             return f"{dotted} has hooks or another forward"
         elif not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
+    if state.form.packed:
+        path, module = state.form.names.query, part_of(layer, state.form.names.query)
+        if module.out_features != 3 * state.form.nheads * state.form.head_dim:
+            return f"{path} has other heads"
     for path, dotted in norms:
         module = layer
         for name in path:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import fastbert
 from tests.support.accelerated_models import (
@@ -85,16 +86,21 @@ def test_what_has_changed_runs_as_stock():
     with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS, stock=0):
         fast(**inputs)
         fast(**inputs)
-    wide = Twice(80, 48, bias=False)
+    wide, fewer, out = Twice(80, 48, bias=False), nn.Linear(48, 96), nn.Linear(32, 48)
     for model in (slow, fast):
+        model.layers[1].attn.Wqkv, model.layers[1].attn.Wo = fewer, out
         model.layers[0].mlp.Wo = wide
-        model.layers[1].attn.sliding_window = 4
         model.layers[2].attn.attention_dropout = 1.0
     with torch.no_grad(), calls(fast, padded=1, fused=0, stock=LAYERS):
         same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
     reasons = [layer.reason for layer in fastbert.explain(fast).layers]
-    for reason, part in zip(reasons, ("Twice", "other heads", "attention_dropout"), strict=True):
+    for reason, part in zip(
+        reasons, ("Twice", "attn.Wqkv has other heads", "attention_dropout"), strict=True
+    ):
         assert part in reason
+    fast = fastbert.accelerate(stock("modernbert"))
+    fast.layers[1].attn.sliding_window = 4
+    assert [layer.fused for layer in fastbert.explain(fast).layers] == [True, False, True]
 
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic"])
