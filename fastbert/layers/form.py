@@ -167,7 +167,7 @@ class LayerForm:
         others = [field for field in fields(self) if field.name not in sizes]
         return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
 
-    @functools.cached_property
+    @property
     def softmax_scale(self) -> float:
         """The factor of the scores: 1 / sqrt(head_dim · number of summed scores)."""
         terms = 0 if self.relative is None else len(self.relative.terms)
