@@ -3,7 +3,7 @@
 Start with `bert.py`, what goes in and out of an encoder; then read `encoder.py`, the loop over its layers.
 
 - `base.py` and `loading.py`: what every model shares, and its files.
-- `config.py`, `families.py` and `paths.py`: what a family changes against BERT.
+- `config.py`, `families/` and `paths.py`: what a family changes against BERT.
 - `inputs.py`, `outputs.py` and `labels.py`: what callers pass and what models return.
 - `heads/`: the tasks. `auto.py`: the choice of a class by `model_type`.
 

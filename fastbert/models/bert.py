@@ -1,6 +1,6 @@
 """BertModel, the encoder: what goes in and out, by HuggingFace's contract.
 
-It is the encoder of every family in `families.py`; `RobertaModel`, `DistilBertModel`, … are the same class
+It is the encoder of every family in `families/`; `RobertaModel`, `DistilBertModel`, … are the same class
 under the family's name, each in its own file. Task heads are in `heads/`, what all models share in `base.py`.
 """
 

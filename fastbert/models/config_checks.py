@@ -10,7 +10,7 @@ from fastbert.models import config_rope, config_windows
 from fastbert.models.families import Family, family_of
 from fastbert.ops.activation import SPELLINGS
 
-# BERT's defaults; families override some (families.py)
+# BERT's defaults; families override some (families/)
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,

@@ -1,6 +1,6 @@
 """DeBERTa-v2's and v3's encoder and heads: BERT's under the family's names, with scores of distances.
 
-What differs from BERT is data in `families.py`, and the mathematics of `layers/disentangled.py`.
+What differs from BERT is data in `families/`, and the mathematics of `layers/disentangled.py`.
 """
 
 from __future__ import annotations

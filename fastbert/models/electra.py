@@ -1,6 +1,6 @@
 """ELECTRA's encoder and heads: BERT's under the family's names, and its own head for pre-training.
 
-What else differs from BERT is data in `families.py`.
+What else differs from BERT is data in `families/`.
 """
 
 from __future__ import annotations

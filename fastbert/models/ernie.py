@@ -1,6 +1,6 @@
 """ERNIE's encoder and heads: BERT's under the family's names.
 
-What differs from BERT is data in `families.py`.
+What differs from BERT is data in `families/`.
 """
 
 from __future__ import annotations

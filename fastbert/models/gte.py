@@ -1,6 +1,6 @@
 """gte's encoder and heads: BERT's under the family's names, with layers that rotate and are gated.
 
-What differs from BERT is data in `families.py`, and rotary positions (`layers/positions.py`).
+What differs from BERT is data in `families/`, and rotary positions (`layers/positions.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ModernBERT's encoder and heads: BERT's under the family's names, with layers of another form.
 
-What differs from BERT is data in `families.py`, and the mathematics of `layers/pre_norm.py`.
+What differs from BERT is data in `families/`, and the mathematics of `layers/pre_norm.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A family is one entry of models/families.py: no other code asks for a family by its name."""
+"""A family is one entry of models/families/: no other code asks for a family by its name."""
 
 from __future__ import annotations
 

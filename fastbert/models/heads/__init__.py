@@ -3,7 +3,7 @@
 Start with `task_model.py`: what all heads share. Each head serves every family that has it: `BertForMaskedLM`
 holds the code, and `RobertaForMaskedLM`, `DistilBertForMaskedLM`, … are subclasses under the family's name,
 in the family's file (`models/roberta.py`, …). What differs between families (names, dropouts, activations,
-whether a head reads the pooler) is data in `models/families.py`.
+whether a head reads the pooler) is data in `models/families/`.
 
 Heads work on packed tokens: the logits of masked tokens are never computed. For masked tokens transformers
 returns numbers without a meaning, and these heads return zeros (question answering: half the lowest finite

@@ -1,0 +1,52 @@
+"""What each model family changes against BERT, as data.
+
+A family says how its checkpoints name the parts of an encoder, which config keys it spells differently, how
+it counts positions and which heads it has. `layers/`, `bert.py`, `heads/` and `acceleration/` read this
+table. So every parameter has HuggingFace's name and shape in every family.
+
+To add a family with BERT's mathematics, add an entry to a file of this folder, write its classes in a file of
+`fastbert/models/` that is named after its model_type (copy `roberta.py`), and list them in
+`fastbert/__init__.py`.
+
+Families that need other mathematics are refused, with the reason in `REFUSED`.
+"""
+
+from __future__ import annotations
+
+from fastbert.models.families import (
+    albert,
+    bert,
+    deberta_v2,
+    distilbert,
+    electra,
+    modernbert,
+    mpnet,
+    rotary,
+)
+from fastbert.models.families.family import FAMILIES, REFUSED, Family
+
+for _module in (bert, distilbert, electra, albert, mpnet, modernbert, rotary, deberta_v2):
+    FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
+
+
+def families_with(task: str) -> tuple[str, ...]:
+    """The model types that have a class for a task which only `Family.lacks` denies."""
+    return tuple(name for name, family in FAMILIES.items() if task not in family.lacks)
+
+
+def family_of(model_type: object) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        TypeError, ValueError: for anything else; the error has the reason if it is known.
+    """
+    if not isinstance(model_type, str):
+        raise TypeError(f"model_type: expected a text, got {repr(model_type)[:80]}")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    known = ", ".join(FAMILIES)
+    if model_type in REFUSED:
+        raise ValueError(
+            f"model_type: {model_type!r} is not supported: {REFUSED[model_type]}; supported: {known}"
+        )
+    raise ValueError(f"model_type: {model_type!r} is not supported: unknown architecture; supported: {known}")
