@@ -12,8 +12,9 @@ Backward, with dO = gate * dout and delta = rowsum(dout ∘ out) (= rowsum(P ∘
     dq = softmax_scale * dS k,  dk = softmax_scale * dSᵀ q
     dbias = Σ dS over the broadcast dimensions,  dgate = Σ_rows rowsum(dout ∘ (D v))
 
-`causal` is the window with r = 0. If k and v have fewer heads than q, each serves several neighbouring
-heads of q, and dk and dv are the sums over those.
+`relative` adds scores of distances to bias (ops/attention_relative.py). `causal` is the window with r = 0. If
+k and v have fewer heads than q, each serves several neighbouring heads of q, and dk and dv are the sums over
+those.
 
 P is recomputed from lse. Nothing of size seqlen² is saved but dropout's bits, one per probability, and only
 for the devices and dtypes in `fastbert.ops.dropout.SAVED_ON`. Otherwise backward draws them again.
@@ -57,6 +58,7 @@ from fastbert.ops.attention_checks import (
 from fastbert.ops.attention_grid import bits_shape, from_grid, grid_mask, keep_mask, to_grid
 from fastbert.ops.attention_inputs import AttentionInputs, AttentionNeeds, Window
 from fastbert.ops.attention_places import Places, check_table, checked_table
+from fastbert.ops.attention_relative import RelativeScores, checked_relative, dense_scores
 from fastbert.ops.dropout import SAVED_ON
 from fastbert.runtime import dispatch
 
@@ -74,8 +76,9 @@ def attention_ref(
     dropout_p: float = 0.0,
     keep_mask: Tensor | None = None,
     window: tuple[int, int] | None = None,
+    relative: RelativeScores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, probs) in plain PyTorch, differentiable in q, k, v, bias and gate through out and probs.
+    """(out, lse, probs) in plain PyTorch, differentiable through out and probs in all tensors of floats.
 
     Computes in float64 for float64 `q`, else in float32, on a dense (batch, nheads, S, S) grid; no host
     synchronisation. `keep_mask` (batch, nheads, S, S), bool, says which probabilities dropout keeps; None
@@ -93,6 +96,8 @@ def attention_ref(
     scores = q @ k.transpose(-1, -2) * scale
     if bias is not None:
         scores = scores + bias.to(compute)
+    if relative is not None:
+        scores = scores + dense_scores(relative, cu_seqlens, seqlen, q)
     allowed = grid_mask(cu_seqlens, q.shape[0], seqlen, checked_window(causal, window), q.device)
     scores = scores.masked_fill(~allowed, -math.inf)
     top = scores.detach().amax(-1, keepdim=True) if seqlen > 0 else scores.new_zeros((*scores.shape[:3], 1))
@@ -120,7 +125,7 @@ _FORWARD_OF_TRAINING, _BACKWARD = "attention_fwd training", "attention_bwd train
 
 
 def _grouped(args: tuple[Any, ...]) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
-    """(inputs, return_probs, save_bits, places) of the custom op's arguments."""
+    """(inputs, return_probs, save_bits, places) of the custom op's arguments, whatever follows them."""
     inputs, (return_probs, save_bits, *more) = AttentionInputs(*args[:_INPUTS]), args[_INPUTS:]
     if type(inputs.window) is not Window:
         inputs = inputs._replace(window=Window(*inputs.window))
@@ -249,42 +254,55 @@ def _compiled_bwd(dout, inputs, out, lse, keep_bits, need, places):
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs: AttentionInputs, save_bits, places, output):
+def _setup_context(ctx, inputs: AttentionInputs, save_bits, places, output, relative=()):
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = inputs
     out, lse, _probs, keep_bits = output
     keep_bits = keep_bits if save_bits else None
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places, *relative)
     ctx.set_materialize_grads(False)
     ctx.options = max_seqlen, softmax_scale, window, dropout_p, offset
 
 
 def _backward(launch, ctx, dout):
+    q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places, *relative = ctx.saved_tensors
     if dout is None:
-        return (None,) * 15
-    q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places = ctx.saved_tensors
+        return (None,) * (15 + len(relative))
     max_seqlen, softmax_scale, window, dropout_p, offset = ctx.options
     inputs = AttentionInputs(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset
     )
     wanted = ctx.needs_input_grad
     need = AttentionNeeds(*wanted[:3], *wanted[7:9])
-    dq, dk, dv, dbias, dgate = launch(dout.contiguous(), inputs, out, lse, keep_bits, need, places)
+    more = (RelativeScores(*relative), list(wanted[16:19])) if relative else ()
+    dq, dk, dv, dbias, dgate, *found = launch(
+        dout.contiguous(), inputs, out, lse, keep_bits, need, places, *more
+    )
     qkv = (grad if needed else None for grad, needed in zip((dq, dk, dv), need[:3], strict=True))
     dbias = dbias.to(bias.dtype) if need.dbias else None
     dgate = dgate.to(gate.dtype) if need.dgate else None
-    return *qkv, *(None,) * 4, dbias, dgate, *(None,) * 6
+    scores = [
+        grad.to(t.dtype) if needed else None
+        for grad, t, needed in zip(found, relative[1:4], wanted[16:19], strict=True)
+    ]
+    ends = (None, *scores, None) if relative else ()
+    return *qkv, *(None,) * 4, dbias, dgate, *(None,) * 6, *ends
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch.
+
+    The fields of `RelativeScores` may follow the custom op's arguments.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # a separate setup_context would cost an inspect.signature at every call
         inputs, return_probs, save_bits, places = _grouped(args)
-        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.q, inputs, return_probs, save_bits, places)
+        relative = args[_INPUTS + 3 :]
+        more = (RelativeScores(*relative),) if relative else ()
+        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.q, inputs, return_probs, save_bits, places, *more)
         ctx.mark_non_differentiable(*output[1:])
-        _setup_context(ctx, inputs, save_bits, places, output)
+        _setup_context(ctx, inputs, save_bits, places, output, relative)
         return output
 
     @staticmethod
@@ -317,6 +335,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     bias: Tensor | None = None,
+    relative: RelativeScores | None = None,
     gate: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
@@ -343,6 +362,7 @@ def attention(
             it, both inclusive. -1 on a side is no limit. `causal` makes `right` 0. None = no limits.
         bias: added to the scores: (nheads, S, S) or (batch, nheads, S, S), any float dtype, -inf allowed.
             Dimensions of size 1 broadcast. Differentiable. Cells past a sequence's length are not read.
+        relative: scores of the distance from query to key, added to the scores. Differentiable.
         gate: (nheads,), any float dtype: a factor per head's output (a soft head mask). Differentiable.
         dropout_p: probability of dropping a probability, in [0, 1), exact to 2**-17.
         seed: int64 tensor of one element on `q`'s device; needed where dropout_p > 0.
@@ -371,7 +391,7 @@ def attention(
         q, k, v = (t if t.dtype == torch.float64 else t.to(cast) for t in (q, k, v))
     check_qkv(q, k, v, cu_seqlens)
     nheads, headdim = q.shape[-2:]
-    padded = q.dim() == 4
+    padded, rows = q.dim() == 4, q.shape[:-2]
     if padded:
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen: expected None with the padded layout (4-D q), got {max_seqlen!r}")
@@ -385,6 +405,7 @@ def attention(
     softmax_scale = checked_scale(softmax_scale, headdim)
     seen = checked_window(causal, window, None if torch.compiler.is_compiling() else max_seqlen)
     bias = check_bias(bias, batch, nheads, max_seqlen, q)
+    relative = checked_relative(relative, rows, batch, max_seqlen, q)
     if gate is not None:
         checks.float_tensor("gate", gate, q)
         checks.shape("gate", gate, (nheads,))
@@ -393,9 +414,13 @@ def attention(
     dropout_p = float(dropout_p)
 
     q, k, v = (_readable(t, headdim) for t in (q, k, v))
+    scores = () if relative is None else relative
     differentiable = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, v, bias, gate)
+        t is not None and t.requires_grad for t in (q, k, v, bias, gate, *scores)
     )
+    if relative is not None and not _reads(relative, q, differentiable, return_probs):
+        found = dense_scores(relative, cu_seqlens, max_seqlen, q)
+        bias, relative, scores = found if bias is None else bias + found, None, ()
     save_bits = differentiable and dropout_p > 0 and q.dtype in SAVED_ON.get(q.device.type, ())
     inputs = AttentionInputs(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, seen, bias, gate, dropout_p, seed, offset
@@ -410,9 +435,10 @@ def attention(
         out, lse, probs, _ = attention_fwd(*inputs, return_probs, save_bits, table, differentiable)
         lse, probs = lse.detach(), probs.detach()
     elif differentiable:
-        out, lse, probs, _ = AttentionFunction.apply(*inputs, return_probs, save_bits, table)
+        out, lse, probs, _ = AttentionFunction.apply(*inputs, return_probs, save_bits, table, *scores)
     else:
-        out, lse, probs, _ = dispatch.call("attention_fwd", q, inputs, return_probs, save_bits, table)
+        more = () if relative is None else (relative,)
+        out, lse, probs, _ = dispatch.call("attention_fwd", q, inputs, return_probs, save_bits, table, *more)
 
     if padded:
         out = out.reshape(batch, max_seqlen, nheads, headdim)
@@ -420,6 +446,14 @@ def attention(
     if not (return_lse or return_probs):
         return out
     return (out, *((lse,) if return_lse else ()), *((probs,) if return_probs else ()))
+
+
+def _reads(relative: RelativeScores, q: Tensor, differentiable: bool, return_probs: bool) -> bool:
+    """Whether the serving backend reads the scores of distances itself."""
+    if torch.compiler.is_compiling() or relative.positions is not None or (differentiable and return_probs):
+        return False
+    op = "attention training" if differentiable else "attention"
+    return dispatch.serving_function("READS_RELATIVE", (op,), q.device, q.dtype) is not None
 
 
 def _readable(t: Tensor, headdim: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch._dynamo.testing
 from torch.nn import functional as F
 
 from fastbert.ops.attention import attention, attention_ref
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.runtime import dispatch
 from tests.support.attention_inputs import DOUBLE, PLAIN, grads_of, qkv, serving
 from tests.support.inputs import ends_of
@@ -17,6 +18,15 @@ from tests.support.inputs import ends_of
 _Q = torch.zeros(6, 2, 8)
 _PADDED = torch.zeros(2, 3, 2, 8)
 _CU = ends_of([4, 2])
+_COLUMNS = torch.tensor([0, 0, 1, 1, 2, 2, 2], dtype=torch.int32)
+
+
+def _scores(name, error, **change):
+    """A case of bad scores of distances."""
+    good = RelativeScores(_COLUMNS, bias=torch.ones(2, 3))
+    return rf"relative\.{name}", error, {"relative": good._replace(**change)}
+
+
 BAD = {
     "q_2d": ("q", ValueError, {"q": _Q[0]}),
     "q_4d_with_cu_seqlens": ("q", ValueError, {"q": _PADDED}),
@@ -50,6 +60,19 @@ BAD = {
     "bias_2d": ("bias", ValueError, {"bias": torch.zeros(4, 4)}),
     "bias_heads": ("bias", ValueError, {"bias": torch.zeros(3, 4, 4)}),
     "bias_keys": ("bias", ValueError, {"bias": torch.zeros(2, 4, 5)}),
+    "relative_tuple": ("relative", TypeError, {"relative": (_COLUMNS, None, None, torch.ones(2, 3))}),
+    "relative_nothing": ("relative", ValueError, {"relative": RelativeScores(_COLUMNS)}),
+    "columns_int64": _scores("columns", TypeError, columns=_COLUMNS.long()),
+    "columns_none": _scores("columns", TypeError, columns=None),
+    "columns_even": _scores("columns", ValueError, columns=_COLUMNS[:6]),
+    "columns_short": _scores("columns", ValueError, columns=_COLUMNS[:5]),
+    "columns_beyond": _scores("columns", ValueError, columns=_COLUMNS + 1),
+    "columns_below": _scores("columns", ValueError, columns=_COLUMNS - 1),
+    "scores_of_query": _scores("query", ValueError, query=torch.ones(6, 1, 3)),
+    "scores_of_key": _scores("key", ValueError, key=torch.ones(5, 2, 3)),
+    "scores_int": _scores("key", TypeError, key=torch.ones(6, 2, 3, dtype=torch.int64)),
+    "scores_alone": _scores("bias", ValueError, bias=torch.ones(2)),
+    "positions": _scores("positions", ValueError, positions=torch.zeros(1, 4, dtype=torch.int64)),
     "gate_shape": ("gate", ValueError, {"gate": torch.ones(3)}),
     "dropout_one": ("dropout_p", ValueError, {"dropout_p": 1.0, "seed": torch.tensor([1])}),
     "seed_none": ("seed", ValueError, {"dropout_p": 0.1}),

@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.attention_grid import keep_mask
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.checks import TensorOrNone
 from fastbert.testing.error_rule import Case, Outputs, draws, ends_of
+
+# Columns of scores of distances
+_COLUMNS = 41
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,6 +30,7 @@ class AttentionCase(Case):
         slack: how much max_seqlen exceeds the longest length.
         bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S) or "keys"
             (batch, 1, 1, S).
+        relative: "" or which scores of distances there are: q of queries, k of keys, b alone.
         masked: a quarter of the bias is -inf, and if it has rows, one whole row.
         packed_qkv: q, k, v are views of one tensor.
         sharpness: a factor of q. If it is large, a query sees about one key, so dS is nearly 0.
@@ -42,6 +47,7 @@ class AttentionCase(Case):
     window: tuple[int, int] | None = None
     kv_heads: int = 0
     bias: str = ""
+    relative: str = ""
     masked: bool = False
     gate: bool = False
     dropout_p: float = 0.0
@@ -53,10 +59,11 @@ class AttentionCase(Case):
     op = "attention"
     marks = (
         "padded causal masked gate packed_qkv lse probs window=window{} kv_heads=kv{} "
-        "bias=bias_{} capacity=capacity{} slack=slack{} dropout_p=dropout sharpness=sharp{:g}"
+        "bias=bias_{} relative=relative_{} capacity=capacity{} slack=slack{} dropout_p=dropout "
+        "sharpness=sharp{:g}"
     )
     options = ("causal", "window", "dropout_p")
-    grad_inputs = ("q", "k", "v", "qkv", "bias", "gate")
+    grad_inputs = ("q", "k", "v", "qkv", "bias", "query", "key", "distance", "gate")
 
     @property
     def shape(self) -> str:
@@ -88,13 +95,24 @@ class AttentionCase(Case):
                 for name, heads in zip("qkv", self._heads, strict=True)
             }
             tensors["q"] *= self.sharpness
+        scores = {"q": ("query", *rows), "k": ("key", *rows), "b": ("distance",)}
+        for name, *shape in (scores[letter] for letter in self.relative):
+            tensors[name] = randn(*shape, self.nheads, _COLUMNS)
         return {
             **tensors,
             "cu_seqlens": None if self.padded else ends_of(self.lengths, device),
             "bias": self._bias(randn, g),
             "gate": 1 + 0.5 * randn(self.nheads) if self.gate else None,
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
-        }
+        } | ({"columns": self._columns(g).to(device)} if self.relative else {})
+
+    def _columns(self, g):
+        """A column per distance: each near one has its own, far ones share any."""
+        reach = self.max_seqlen + 2
+        distance = torch.arange(-reach, reach + 1)
+        any_of_them = torch.randint(_COLUMNS, distance.shape, generator=g)
+        near = distance.abs() <= _COLUMNS // 2
+        return torch.where(near, _COLUMNS // 2 - distance, any_of_them).to(torch.int32)
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -115,8 +133,10 @@ class AttentionCase(Case):
                 bias[..., 0, 1, :] = -math.inf
         return bias
 
-    def _apart(self, qkv=None, **inputs):
-        """Arguments of the op: q, k and v apart."""
+    def _apart(self, qkv=None, query=None, key=None, distance=None, columns=None, **inputs):
+        """Arguments of the op: q, k and v apart, scores of distances together."""
+        if columns is not None:
+            inputs["relative"] = RelativeScores(columns, query, key, distance)
         inputs["max_seqlen"] = None if self.padded else self.max_seqlen
         return inputs if qkv is None else inputs | dict(zip("qkv", qkv.split(self._heads, -2), strict=True))
 
@@ -140,9 +160,16 @@ class AttentionCase(Case):
         bias: Tensor | None,
         gate: Tensor | None,
         seed: TensorOrNone,
+        columns: TensorOrNone = None,
+        query: TensorOrNone = None,
+        key: TensorOrNone = None,
+        distance: TensorOrNone = None,
         **qkv: Any,
     ) -> Outputs:
         (q, k, v), keep = (self._apart(**qkv)[name] for name in "qkv"), self._keep(seed)
+        if columns is not None:
+            found = self._eager_scores(columns, query, key, distance)
+            bias = found if bias is None else bias + found
         if self.padded:
             return self._pick(*self._eager_batch(q, k, v, bias, gate, keep))
         rows = (t[: sum(self.lengths)].unsqueeze(0).split(self.lengths, 1) for t in (q, k, v))
@@ -155,6 +182,27 @@ class AttentionCase(Case):
         outs, lses, probs = zip(*results, strict=True)
         out = F.pad(torch.cat(outs), (0, 0, 0, 0, 0, self.capacity))
         return self._pick(out, F.pad(torch.cat(lses, 1), (0, self.capacity)), torch.stack(probs))
+
+    def _eager_scores(self, columns, query, key, distance):
+        """Scores of distances (batch, nheads, S, S), as models add them."""
+        size, first = self.max_seqlen, 0
+        position = torch.arange(size, device=columns.device)
+        index = columns.long()[columns.shape[0] // 2 + position - position[:, None]]
+        index, found = index.expand(self.nheads, size, size), []
+        for n in self.lengths:
+            own = [
+                None if t is None else (t.flatten(0, 1) if self.padded else t)[first : first + n]
+                for t in (query, key)
+            ]
+            own = [None if t is None else F.pad(t.transpose(0, 1), (0, 0, 0, size - n)) for t in own]
+            terms = [] if own[0] is None else [own[0].gather(-1, index)]
+            if own[1] is not None:
+                terms.append(own[1].gather(-1, index.mT).mT)
+            if distance is not None:
+                terms.append(distance.unsqueeze(1).expand(-1, size, -1).gather(-1, index))
+            found.append(sum(terms[1:], terms[0]))
+            first += n
+        return torch.stack(found)
 
     def _eager_batch(self, q, k, v, bias, gate, keep):
         """What an eager Transformers model runs, on (batch, seqlen, nheads, headdim)."""
@@ -201,6 +249,9 @@ class AttentionCase(Case):
             "dv": base * dout * summed**0.5,
             "dbias": ds * len(self.lengths) ** 0.5,
             "dgate": base * dout * v * total**0.5,
+            "dquery": ds * longest**0.5,
+            "dkey": ds * longest**0.5,
+            "ddistance": ds * (total * longest) ** 0.5,
         }
         floors["dqkv"] = max(floors["dq"], floors["dk"], floors["dv"])
         return floors[name]
@@ -221,6 +272,7 @@ class AttentionCase(Case):
         of_bias = {"": 0, "keys": batch * size, "shared": grid, "sequence": batch * grid}[self.bias]
         elements = 4 * sum(self.lengths) * self.nheads * self.headdim + of_bias
         elements += batch * grid if self.probs else 0
+        elements += len(self.relative.replace("b", "")) * sum(self.lengths) * self.nheads * _COLUMNS
         return elements * dtype.itemsize + (4 * self.nheads * self.total if self.lse else 0)
 
 
@@ -256,6 +308,10 @@ CASES = [
     AttentionCase((40, 23), 2, 32, window=(5, -1), bias="keys", masked=True, dropout_p=0.25, gate=True),
     AttentionCase((70, 33), 2, 16, window=(9, 30), causal=True, bias="sequence", probs=True, lse=True),
     AttentionCase((19, 19), 1, 64, padded=True, window=(0, 3)),
+    AttentionCase((90, 1, 37), 3, 64, relative="qk", packed_qkv=True, lse=True),  # DeBERTa
+    AttentionCase((150, 40), 2, 32, relative="qkb", bias="keys", masked=True, dropout_p=0.25, gate=True),
+    AttentionCase((33, 0, 70), 2, 64, relative="b", slack=3, capacity=2, lse=True),
+    AttentionCase((29, 29), 4, 16, relative="kb", padded=True, window=(9, 4), kv_heads=2, probs=True),
     AttentionCase((200, 65), 6, 64, kv_heads=2, packed_qkv=True, lse=True),
     AttentionCase((90, 11), 4, 32, kv_heads=1, window=(20, 12), bias="sequence", gate=True, dropout_p=0.1),
     AttentionCase((37, 12), 3, 32, bias="shared", slack=3, lse=True),  # relative positions
