@@ -100,15 +100,51 @@ AttentionFwd fwd_args(const py::tuple& common, Address out, Address lse, Address
     return args;
 }
 
+// Scores of distances, in the order of `relative_args` in fastbert/backends/cpu/attention.py; () for none.
+Relative relative_of(const py::tuple& given, const Attention& args) {
+    Relative out;
+    if (given.empty()) return out;
+    if (given.size() != 11) throw py::value_error("relative: expected 11 arguments");
+    std::size_t next = 0;
+    const auto size = [&] { return number<std::int64_t>(given[next++]); };
+    const auto* columns = pointer<const std::int32_t>(number<Address>(given[next++]));
+    const std::int64_t count = size();
+    out.ncolumns = size();
+    out.half = size() != 0;
+    for (Heads* scores : {&out.query, &out.key}) {
+        scores->data = pointer(number<Address>(given[next++]));
+        scores->row_stride = size();
+        scores->head_stride = size();
+        if (scores->data != nullptr)
+            check_strides(
+                "relative",
+                {{args.total, scores->row_stride}, {args.nheads, scores->head_stride}, {out.ncolumns, 1}});
+    }
+    out.bias = pointer<const float>(number<Address>(given[next++]));
+    check_given("columns", columns, count);
+    check_size("columns", count, 2 * args.max_seqlen - 1);
+    check_size("ncolumns", out.ncolumns, out.half ? 2 : 1);
+    elements_of("relative", {args.batch + args.total, args.nheads, out.ncolumns});
+    for (std::int64_t i = 0; i < count; ++i)
+        if (columns[i] < 0 || columns[i] >= out.ncolumns)
+            refuse("columns", "columns of the scores", columns[i]);
+    // a vector's indices are ints
+    if (out.key.row_stride > (1 << 26)) refuse("key", "a row stride of at most 2^26", out.key.row_stride);
+    out.columns = columns + count / 2;
+    return out;
+}
+
 void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
-                   int threads) {
+                   int threads, const py::tuple& relative) {
     const AttentionFwd args = fwd_args(common, out, lse, probs, keep_bits, false);
     check_threads(threads);
-    run([&] { return cpu_attention_fwd(args, threads); });
+    const Relative scores = relative_of(relative, args);
+    run([&] { return cpu_attention_fwd(args, threads, scores); });
 }
 
 void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Address dq, Address dk,
-                   Address dv, Address ds, Address dgate, int threads) {
+                   Address dv, Address ds, Address dgate, int threads, const py::tuple& relative,
+                   Address dquery, Address dkey, Address ddistance) {
     AttentionBwd args{};
     const std::int64_t end = fill(args, common, false);
     args.keep_bits = pointer<const std::int32_t>(keep_bits);
@@ -122,7 +158,14 @@ void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Add
     check_given("dout", args.dout, end);
     check_matrices("ds", args, args.ds);
     check_bits(args, args.keep_bits);
-    run([&] { return cpu_attention_bwd(args, threads); });
+    const Relative scores = relative_of(relative, args);
+    RelativeGrads grads;
+    grads.query = pointer<float>(dquery);
+    grads.key = pointer<float>(dkey);
+    grads.bias = pointer<double>(ddistance);
+    if (grads.wanted() && scores.columns == nullptr)
+        throw py::value_error("relative: expected scores, got ()");
+    run([&] { return cpu_attention_bwd(args, threads, scores, grads); });
 }
 
 #if FASTBERT_CUDA
@@ -191,8 +234,11 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
 }  // namespace
 
 void bind_attention(py::module_& m) {
-    m.def("cpu_attention_fwd", &attention_fwd);
-    m.def("cpu_attention_bwd", &attention_bwd);
+    m.def("cpu_attention_fwd", &attention_fwd, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+          py::arg(), py::arg("relative") = py::tuple());
+    m.def("cpu_attention_bwd", &attention_bwd, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+          py::arg(), py::arg(), py::arg(), py::arg(), py::arg("relative") = py::tuple(),
+          py::arg("dquery") = 0, py::arg("dkey") = 0, py::arg("ddistance") = 0);
 #if FASTBERT_CUDA
     m.def("cuda_attention_fwd", &attention_fwd_on_device);
     m.def("cuda_attention_hopper", &cuda_attention_hopper,

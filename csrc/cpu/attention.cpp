@@ -93,7 +93,7 @@ std::int64_t split_of(const Attention& args, std::int64_t seqlen, int threads) {
 
 }  // namespace
 
-const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
+const char* cpu_attention_fwd(const AttentionFwd& args, int threads, const Relative& relative) {
     const AttentionKernels* simd = kernels(args.dtype);
     if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
@@ -107,13 +107,14 @@ const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
     if (workspace.data() == nullptr) return kOutOfMemory;
     parallel_for(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t i, int worker) {
         const Task& task = tasks[static_cast<std::size_t>(i)];
-        simd->forward(args, task.sequence, task.head, task.begin, task.end,
+        simd->forward(args, relative, task.sequence, task.head, task.begin, task.end,
                       workspace.data() + worker * share);
     });
     return nullptr;
 }
 
-const char* cpu_attention_bwd(const AttentionBwd& args, int threads) {
+const char* cpu_attention_bwd(const AttentionBwd& args, int threads, const Relative& relative,
+                              const RelativeGrads& grads) {
     const AttentionKernels* simd = kernels(args.dtype);
     if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
@@ -127,7 +128,7 @@ const char* cpu_attention_bwd(const AttentionBwd& args, int threads) {
     if (workspace.data() == nullptr) return kOutOfMemory;
     parallel_for(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t i, int worker) {
         const Task& task = tasks[static_cast<std::size_t>(i)];
-        simd->backward(args, task.sequence, task.head, workspace.data() + worker * share);
+        simd->backward(args, relative, grads, task.sequence, task.head, workspace.data() + worker * share);
     });
     return nullptr;
 }

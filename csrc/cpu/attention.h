@@ -7,9 +7,26 @@
 
 namespace fastbert {
 
+// Scores of distances, which are added to those of q and k: fastbert/ops/attention_relative.py.
+struct Relative {
+    const std::int32_t* columns = nullptr;  // of distance 0, with those of all others around it; null: none
+    bool half = false;                      // whether query and key are bf16, else float
+    Heads query{}, key{};                   // (total, nheads, ncolumns); data null: none
+    const float* bias = nullptr;            // (nheads, ncolumns) contiguous; null: none
+    std::int64_t ncolumns = 0;              // at least 2 if half
+};
+
+// Their gradients, contiguous and zero on entry; null: not wanted.
+struct RelativeGrads {
+    float *query = nullptr, *key = nullptr;  // (total, nheads, ncolumns)
+    double* bias = nullptr;                  // (batch, nheads, ncolumns): of each sequence
+    bool wanted() const { return query != nullptr || key != nullptr || bias != nullptr; }
+};
+
 // Both return nullptr, or the reason why they did nothing.
-const char* cpu_attention_fwd(const AttentionFwd& args, int threads);
-const char* cpu_attention_bwd(const AttentionBwd& args, int threads);
+const char* cpu_attention_fwd(const AttentionFwd& args, int threads, const Relative& relative = {});
+const char* cpu_attention_bwd(const AttentionBwd& args, int threads, const Relative& relative = {},
+                              const RelativeGrads& grads = {});
 
 // --- per instruction set ---
 
@@ -30,10 +47,11 @@ struct AttentionKernels {
     std::int64_t (*forward_scratch)(const Attention& args, std::int64_t seqlen, std::int64_t queries);
     std::int64_t (*backward_scratch)(const Attention& args, std::int64_t seqlen);
     // Queries [begin, end) of one sequence and head.
-    void (*forward)(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, std::int64_t begin,
-                    std::int64_t end, float* scratch);
+    void (*forward)(const AttentionFwd& args, const Relative& relative, std::int64_t sequence,
+                    std::int64_t head, std::int64_t begin, std::int64_t end, float* scratch);
     // One sequence and one head of k and v, with all heads of q that read it.
-    void (*backward)(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_head, float* scratch);
+    void (*backward)(const AttentionBwd& args, const Relative& relative, const RelativeGrads& grads,
+                     std::int64_t sequence, std::int64_t kv_head, float* scratch);
 };
 
 }  // namespace fastbert

@@ -108,15 +108,15 @@ std::int64_t forward_scratch(const Attention& args, std::int64_t seqlen, std::in
     const std::int64_t stride = row_stride(args, seqlen);
     // bits of a row; panels of K, pairs of rows of V; of a block: q, P, out and scores
     const std::int64_t own = bits_room(stride) + keys * half(headdim) + keys / 2 * width +
-                             kQueryBlock * (width / 2 + stride / 2 + width + stride);
+                             kQueryBlock * (width / 2 + stride / 2 + width + stride) + stride;
     return more(round_up(own, 16), avx512::attention_kernels.forward_scratch(args, less(seqlen, kFew), kFew));
 }
 
-void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, std::int64_t begin,
-             std::int64_t end, float* scratch) {
+void forward(const AttentionFwd& args, const Relative& relative, std::int64_t sequence, std::int64_t head,
+             std::int64_t begin, std::int64_t end, float* scratch) {
     const Span tokens = span_of(args, sequence);
     if (tokens.length < kFew)
-        return avx512::attention_kernels.forward(args, sequence, head, begin, end, scratch);
+        return avx512::attention_kernels.forward(args, relative, sequence, head, begin, end, scratch);
     const std::int64_t n = tokens.length, kv_head = kv_head_of(args, head);
     const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
     // packed are the keys from `low` on
@@ -128,7 +128,7 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
          *q = v + packed / 2 * width;
     Pair* weights = q + kQueryBlock * width / 2;
     float* out = reinterpret_cast<float*>(weights + kQueryBlock * stride / 2);
-    float* scores = out + kQueryBlock * width;
+    float *scores = out + kQueryBlock * width, *line = scores + kQueryBlock * stride;
     transpose_rows(args.k, tokens.start + low, kv_head, count, headdim, panels);
     pair_rows(args.v, tokens.start + low, kv_head, count, headdim, width, v);
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
@@ -142,7 +142,8 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
         times_panels(q, width / 2, padded, panels, keys.first - low, keys.end - low, depth, scores, stride);
         float factor[kQueryBlock];
         Row softmax[kQueryBlock];
-        softmax_rows(args, sequence, head, n, i, rows, keys, keys.columns(), scores, stride, softmax);
+        softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores, stride, line,
+                     softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float* s = scores + r * stride;
             const std::int64_t row = tokens.start + i + r;
@@ -183,16 +184,17 @@ std::int64_t backward_scratch(const Attention& args, std::int64_t seqlen) {
     // bits of a row; panels of K and V, pairs of rows of K; dk and dv (more, for the last tile); of a block:
     // q and dout, each in pairs of columns and of rows, dq, P and dP, weights and dS, each in pairs of keys
     // and of queries
-    const std::int64_t own = bits_room(columns) + 2 * keys * half(headdim) + keys / 2 * width +
-                             2 * (keys + kLanes) * width +
-                             kQueryBlock * (2 * width + width + 2 * columns + columns + columns + kLanes);
+    const std::int64_t own =
+        bits_room(columns) + 2 * keys * half(headdim) + keys / 2 * width + 2 * (keys + kLanes) * width +
+        kQueryBlock * (2 * width + width + 2 * columns + columns + columns + kLanes) + columns;
     return more(round_up(own, 16), avx512::attention_kernels.backward_scratch(args, less(seqlen, kFew)));
 }
 
-void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_head, float* scratch) {
+void backward(const AttentionBwd& args, const Relative& relative, const RelativeGrads& grads,
+              std::int64_t sequence, std::int64_t kv_head, float* scratch) {
     const Span tokens = span_of(args, sequence);
     if (tokens.length < kFew || gates_shared(args))
-        return avx512::attention_kernels.backward(args, sequence, kv_head, scratch);
+        return avx512::attention_kernels.backward(args, relative, grads, sequence, kv_head, scratch);
     const std::int64_t n = tokens.length, packed = round_up(n, kKeyPanel), tall = packed + kLanes;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
     const std::int64_t columns = row_stride(args, n), stride = columns + kLanes;
@@ -205,8 +207,9 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_h
     Pair *w_pairs = ds + kQueryBlock * columns / 2, *ds_pairs = w_pairs + kQueryBlock / 2 * stride;
     float *dk = reinterpret_cast<float*>(ds_pairs + kQueryBlock / 2 * stride), *dv = dk + tall * width;
     float *dq = dv + tall * width, *p = dq + kQueryBlock * width, *dp = p + kQueryBlock * columns;
+    float* const line = dp + kQueryBlock * columns;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
-    const bool need_ds = needs_ds(args);
+    const bool need_ds = needs_ds(args, grads);
     transpose_rows(args.k, tokens.start, kv_head, n, headdim, k_panels);
     if (need_ds) transpose_rows(args.v, tokens.start, kv_head, n, headdim, v_panels);
     if (args.dq != nullptr) pair_rows(args.k, tokens.start, kv_head, n, headdim, width, k);
@@ -229,7 +232,8 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_h
             if (need_ds)
                 times_panels(dout, width / 2, padded, v_panels, keys.first, keys.end, depth, dp, columns);
             Row softmax[kQueryBlock];
-            softmax_rows(args, sequence, head, n, i, rows, keys, keys.columns(), p, columns, softmax);
+            softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), p, columns, line,
+                         softmax);
             for (std::int64_t r = 0; r < rows; ++r) {
                 float *pr = p + r * columns, *dpr = dp + r * columns;
                 const std::int64_t row = tokens.start + i + r;
@@ -261,7 +265,10 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_h
                     const Vec d = mul(load(pr + j, c), sub(load(dpr + j, c), broadcast(delta)));
                     store_words(ds_row + j / 2, narrow(d), kLanes);
                     if (wide != nullptr) store(wide + j, mul(d, broadcast(gate)), c);
+                    // dP is no longer needed
+                    if (grads.wanted()) store(dpr + j, mul(d, broadcast(gate)), c);
                 });
+                if (grads.wanted()) add_distances(args, relative, grads, sequence, head, i + r, keys, dpr);
             }
             if (rows % 2 == 1) {  // the last query's partner
                 clear(w + rows * columns / 2, columns / 2);

@@ -89,7 +89,7 @@ std::int64_t forward_scratch(const Attention& args, std::int64_t seqlen, std::in
     const std::int64_t keys = round_up(most_keys(args, seqlen, queries), kKeyPanel);
     const std::int64_t stride = row_stride(args, seqlen);
     const std::int64_t many =
-        bits_room(stride) + keys * headdim + keys * width + kQueryBlock * (2 * width + stride);
+        bits_room(stride) + keys * headdim + keys * width + kQueryBlock * (2 * width + stride) + stride;
     const std::int64_t few = kFewKeys * headdim + kFewKeys * width + kFewRows * (2 * width + kFewStride);
     return round_up(many > few ? many : few, 16);
 }
@@ -155,11 +155,12 @@ bool forward_few(const AttentionFwd& args, std::int64_t sequence, std::int64_t h
 }
 
 template <class T>
-void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, std::int64_t begin,
-                std::int64_t end, float* scratch) {
+void forward_as(const AttentionFwd& args, const Relative& relative, std::int64_t sequence, std::int64_t head,
+                std::int64_t begin, std::int64_t end, float* scratch) {
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length;
-    const bool plain = sees_all(args, n) && args.bias.data == nullptr && args.dropout.seed == nullptr;
+    const bool plain = sees_all(args, n) && args.bias.data == nullptr && relative.columns == nullptr &&
+                       args.dropout.seed == nullptr;
     if (plain && n <= kFewKeys && end - begin == n && forward_few<T>(args, sequence, head, scratch)) return;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), kv_head = kv_head_of(args, head);
     // packed are the keys from `low` on
@@ -171,6 +172,7 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
     float *panels = scratch + bits_room(stride), *room = panels + packed * headdim,
           *q = room + packed * width;
     float *out = q + kQueryBlock * width, *scores = out + kQueryBlock * width;
+    float* const line = scores + kQueryBlock * stride;
     transpose_rows<T>(args.k, first, kv_head, count, headdim, panels);
     std::int64_t v_row;
     const float* const v = float_rows<T>(args.v, first, kv_head, count, headdim, width, room, v_row);
@@ -184,7 +186,8 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
         times_panels(q, width, padded, panels, keys.first - low, keys.end - low, headdim, scores, stride);
         float factor[kQueryBlock];
         Row softmax[kQueryBlock];
-        softmax_rows(args, sequence, head, n, i, rows, keys, keys.columns(), scores, stride, softmax);
+        softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores, stride, line,
+                     softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float* s = scores + r * stride;
             const std::int64_t row = tokens.start + i + r;
@@ -218,14 +221,15 @@ std::int64_t backward_scratch(const Attention& args, std::int64_t seqlen) {
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
     const std::int64_t keys = round_up(seqlen, kKeyPanel), stride = row_stride(args, seqlen) + kRows;
     // bits of a row; panels of K and V; rows of K, dk and dv (kRows more, for the last tile); q, dout, dq; P,
-    // dP, weights
+    // dP, weights; a row of scores of distances
     return round_up(bits_room(stride) + 2 * keys * headdim + 3 * (keys + kRows) * width +
-                        kQueryBlock * (3 * width + 3 * stride),
+                        kQueryBlock * (3 * width + 3 * stride) + stride,
                     16);
 }
 
 template <class T>
-void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_head, float* scratch) {
+void backward_as(const AttentionBwd& args, const Relative& relative, const RelativeGrads& grads,
+                 std::int64_t sequence, std::int64_t kv_head, float* scratch) {
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length, packed = round_up(n, kKeyPanel), tall = n + kRows;
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
@@ -237,8 +241,9 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t k
           *q = dv + (packed + kRows) * width;
     float *dout = q + kQueryBlock * width, *dq = dout + kQueryBlock * width, *p = dq + kQueryBlock * width;
     float *dp = p + kQueryBlock * stride, *w = dp + kQueryBlock * stride;
+    float* const line = w + kQueryBlock * stride;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
-    const bool need_ds = needs_ds(args);
+    const bool need_ds = needs_ds(args, grads);
     if (need_ds) transpose_rows<T>(args.v, tokens.start, kv_head, n, headdim, v_panels);
     transpose_rows<T>(args.k, tokens.start, kv_head, n, headdim, k_panels);
     if (args.dq != nullptr) copy_rows<T>(args.k, tokens.start, kv_head, n, n, headdim, width, k);
@@ -261,7 +266,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t k
             Row softmax[kQueryBlock];
             // dk's and dv's last tile reads kRows - 1 further columns
             const std::int64_t read = keys.columns() + kRows;
-            softmax_rows(args, sequence, head, n, i, rows, keys, read, p, stride, softmax);
+            softmax_rows(args, relative, sequence, head, n, i, rows, keys, read, p, stride, line, softmax);
             for (std::int64_t r = 0; r < rows; ++r) {
                 float *pr = p + r * stride, *dpr = dp + r * stride, *wr = w + r * stride;
                 const std::int64_t row = tokens.start + i + r;
@@ -295,6 +300,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t k
                     store(pr + j, d, c);  // P is no longer needed: dS takes its place
                     if (ds != nullptr) store(ds + j, d, c);
                 });
+                if (grads.wanted()) add_distances(args, relative, grads, sequence, head, i + r, keys, pr);
             }
             float *p_seen = p + skipped, *dk_seen = dk + keys.begin * width,
                   *dv_seen = dv + keys.begin * width;
@@ -314,26 +320,27 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t k
     if (args.dv != nullptr) store_rows(dv, n, width, 1.0f, static_cast<T*>(args.dv) + first, headdim, step);
 }
 
-void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, std::int64_t begin,
-             std::int64_t end, float* scratch) {
+void forward(const AttentionFwd& args, const Relative& relative, std::int64_t sequence, std::int64_t head,
+             std::int64_t begin, std::int64_t end, float* scratch) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return forward_as<float>(args, sequence, head, begin, end, scratch);
+            return forward_as<float>(args, relative, sequence, head, begin, end, scratch);
         case DType::kBFloat16:
-            return forward_as<bf16>(args, sequence, head, begin, end, scratch);
+            return forward_as<bf16>(args, relative, sequence, head, begin, end, scratch);
         case DType::kFloat16:
-            return forward_as<fp16>(args, sequence, head, begin, end, scratch);
+            return forward_as<fp16>(args, relative, sequence, head, begin, end, scratch);
     }
 }
 
-void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t kv_head, float* scratch) {
+void backward(const AttentionBwd& args, const Relative& relative, const RelativeGrads& grads,
+              std::int64_t sequence, std::int64_t kv_head, float* scratch) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return backward_as<float>(args, sequence, kv_head, scratch);
+            return backward_as<float>(args, relative, grads, sequence, kv_head, scratch);
         case DType::kBFloat16:
-            return backward_as<bf16>(args, sequence, kv_head, scratch);
+            return backward_as<bf16>(args, relative, grads, sequence, kv_head, scratch);
         case DType::kFloat16:
-            return backward_as<fp16>(args, sequence, kv_head, scratch);
+            return backward_as<fp16>(args, relative, grads, sequence, kv_head, scratch);
     }
 }
 

@@ -213,20 +213,83 @@ FASTBERT_INLINE std::int64_t kv_head_of(const Attention& args, std::int64_t head
     return args.kv_heads == args.nheads ? head : head / (args.nheads / args.kv_heads);
 }
 
+// The tokens of one sequence.
+struct Span {
+    std::int64_t start, length;
+};
+
+FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
+    const std::int64_t start = args.cu_seqlens[sequence];
+    return {start, args.cu_seqlens[sequence + 1] - start};
+}
+
+// line[j] = bias[j] + the scores of the distances from query i to the keys j seen; the sequence starts at row
+// `start`.
+template <class T>
+FASTBERT_INLINE void distance_scores(const Relative& relative, std::int64_t start, std::int64_t head,
+                                     std::int64_t i, const Keys& seen, const float* bias, float* line) {
+    const std::int64_t step = relative.key.row_stride;
+    const T* query = relative.query.data == nullptr ? nullptr : row_of<T>(relative.query, start + i, head);
+    const T* key = relative.key.data == nullptr ? nullptr : row_of<T>(relative.key, start + seen.begin, head);
+    const float* every = relative.bias == nullptr ? nullptr : relative.bias + head * relative.ncolumns;
+    const std::int32_t* columns = relative.columns + (seen.begin - i);
+    const UVec rows = multiples(static_cast<std::int32_t>(step));
+    for_vectors(seen.end - seen.begin, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
+        const UVec column = load_indices(columns + j, n);
+        Vec x = bias == nullptr ? zero() : load(bias + j, n);
+        if (query != nullptr) x = add(x, gather(query, column, n));
+        if (key != nullptr) x = add(x, gather(key + j * step, plus(column, rows), n));
+        if (every != nullptr) x = add(x, gather(every, column, n));
+        store(line + j, x, n);
+    });
+}
+
+// Adds the gradients of query i's scores of the keys [begin, end) to those of the scores of distances.
+FASTBERT_INLINE void add_distances(const Attention& args, const Relative& relative,
+                                   const RelativeGrads& grads, std::int64_t sequence, std::int64_t head,
+                                   std::int64_t i, const Keys& keys, const float* ds) {
+    const std::int64_t start = args.cu_seqlens[sequence], n = relative.ncolumns, step = args.nheads * n;
+    const std::int32_t* columns = relative.columns - i;
+    if (grads.query != nullptr) {
+        float* const row = grads.query + (start + i) * step + head * n;
+        for (std::int64_t j = keys.begin; j < keys.end; ++j) row[columns[j]] += ds[j - keys.first];
+    }
+    if (grads.key != nullptr) {
+        float* const rows = grads.key + start * step + head * n;
+        for (std::int64_t j = keys.begin; j < keys.end; ++j)
+            rows[j * step + columns[j]] += ds[j - keys.first];
+    }
+    if (grads.bias != nullptr) {
+        double* const row = grads.bias + (sequence * args.nheads + head) * n;
+        for (std::int64_t j = keys.begin; j < keys.end; ++j) row[columns[j]] += ds[j - keys.first];
+    }
+}
+
 // Softmax of `rows` rows of scores of these keys, `stride` apart, without the division: exp(s - top) in
 // place, and 0 for the keys that a row's query does not see, up to the column `width`. First all maxima, then
-// all sums: a row's exponentials need not wait for its own maximum.
-FASTBERT_INLINE void softmax_rows(const Attention& args, std::int64_t sequence, std::int64_t head,
-                                  std::int64_t n, std::int64_t first_row, std::int64_t rows, const Keys& keys,
-                                  std::int64_t width, float* s, std::int64_t stride, Row* out) {
-    const float scale = args.bias.data != nullptr ? 1.0f : args.softmax_scale;
+// all sums: a row's exponentials need not wait for its own maximum. `line` has room for a row of scores.
+FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relative, std::int64_t sequence,
+                                  std::int64_t head, std::int64_t n, std::int64_t first_row,
+                                  std::int64_t rows, const Keys& keys, std::int64_t width, float* s,
+                                  std::int64_t stride, float* line, Row* out) {
+    const bool scored = relative.columns != nullptr;
+    const float scale = args.bias.data != nullptr || scored ? 1.0f : args.softmax_scale;
     const bool limited = args.window.left >= 0 || args.window.right >= 0;
     const auto seen_by = [&](std::int64_t r) { return limited ? keys_of(args, n, first_row + r, 1) : keys; };
     for (std::int64_t r = 0; r < rows; ++r) {
         const Keys seen = seen_by(r);
-        const float* const bias = bias_row(args.bias, sequence, head, first_row + r);
+        const float* bias = bias_row(args.bias, sequence, head, first_row + r);
+        if (bias != nullptr) bias += seen.begin;
+        if (scored) {
+            const std::int64_t start = args.cu_seqlens[sequence];
+            if (relative.half)
+                distance_scores<bf16>(relative, start, head, first_row + r, seen, bias, line);
+            else
+                distance_scores<float>(relative, start, head, first_row + r, seen, bias, line);
+            bias = line;
+        }
         out[r].top = top_of_row(s + r * stride + (seen.begin - keys.first), seen.end - seen.begin,
-                                args.softmax_scale, bias == nullptr ? nullptr : bias + seen.begin);
+                                args.softmax_scale, bias);
     }
     for (std::int64_t r = 0; r < rows; ++r) {
         const Keys seen = seen_by(r);
@@ -238,19 +301,10 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, std::int64_t sequence, 
     }
 }
 
-// The tokens of one sequence.
-struct Span {
-    std::int64_t start, length;
-};
-
-FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
-    const std::int64_t start = args.cu_seqlens[sequence];
-    return {start, args.cu_seqlens[sequence + 1] - start};
-}
-
 // Whether backward needs dS, the gradient of the scores.
-FASTBERT_INLINE bool needs_ds(const AttentionBwd& args) {
-    return args.dq != nullptr || args.dk != nullptr || args.ds != nullptr || args.dgate != nullptr;
+FASTBERT_INLINE bool needs_ds(const AttentionBwd& args, const RelativeGrads& grads) {
+    return grads.wanted() || args.dq != nullptr || args.dk != nullptr || args.ds != nullptr ||
+           args.dgate != nullptr;
 }
 
 // Floats of scratch that hold the bits of one row of up to `columns` columns, from the multiple of 64 below

@@ -8,6 +8,9 @@
 //   first(v, n)    lanes from n on set to 0
 //   kept(v, bits)  lanes whose bit is 0 set to 0
 //   sum(v)         of all lanes, in a fixed order
+//   load_indices(p, n), multiples(x), plus(a, b)  of integers: the first n at p; 0, x, 2 x, …; their sum
+//   gather(p, i, n)  elements p[i] of float or bf16, widened, at the first n lanes' indices. Of bf16 it reads
+//                  pairs: elements i - 1 and i, or 0 and 1.
 //   philox_keep    dropout bits of a row
 // n is 1 … kLanes. If n is the constant kLanes, the compiler leaves a plain load or store.
 #pragma once

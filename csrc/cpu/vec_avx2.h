@@ -87,6 +87,22 @@ FASTBERT_INLINE void store(fp16* p, Vec v, int n) {
 }
 
 FASTBERT_INLINE UVec broadcast(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+FASTBERT_INLINE UVec load_indices(const std::int32_t* p, int n) {
+    return _mm256_maskload_epi32(p, mask_of(n));
+}
+FASTBERT_INLINE UVec multiples(std::int32_t x) { return _mm256_mullo_epi32(iota(0), _mm256_set1_epi32(x)); }
+FASTBERT_INLINE UVec plus(UVec a, UVec b) { return _mm256_add_epi32(a, b); }
+FASTBERT_INLINE Vec gather(const float* p, UVec i, int n) {
+    return _mm256_mask_i32gather_ps(zero(), p, i, _mm256_castsi256_ps(mask_of(n)), 4);
+}
+FASTBERT_INLINE Vec gather(const bf16* p, UVec i, int n) {
+    const UVec none = _mm256_setzero_si256();
+    const UVec before = _mm256_max_epi32(_mm256_sub_epi32(i, _mm256_set1_epi32(1)), none);
+    const UVec pairs =
+        _mm256_mask_i32gather_epi32(none, reinterpret_cast<const int*>(p), before, mask_of(n), 2);
+    const UVec shift = _mm256_and_si256(_mm256_cmpeq_epi32(i, none), _mm256_set1_epi32(16));
+    return second_of_pairs(_mm256_castsi256_ps(_mm256_sllv_epi32(pairs, shift)));
+}
 FASTBERT_INLINE UVec exclusive_or(UVec a, UVec b, UVec c) {
     return _mm256_xor_si256(a, _mm256_xor_si256(b, c));
 }

@@ -82,6 +82,21 @@ FASTBERT_INLINE UVec iota(std::uint32_t start) {
     return _mm512_add_epi32(broadcast(start),
                             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
 }
+FASTBERT_INLINE UVec load_indices(const std::int32_t* p, int n) {
+    return n == kLanes ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(mask_of(n), p);
+}
+FASTBERT_INLINE UVec multiples(std::int32_t x) { return _mm512_mullo_epi32(iota(0), _mm512_set1_epi32(x)); }
+FASTBERT_INLINE UVec plus(UVec a, UVec b) { return _mm512_add_epi32(a, b); }
+FASTBERT_INLINE Vec gather(const float* p, UVec i, int n) {
+    return n == kLanes ? _mm512_i32gather_ps(i, p, 4) : _mm512_mask_i32gather_ps(zero(), mask_of(n), i, p, 4);
+}
+FASTBERT_INLINE Vec gather(const bf16* p, UVec i, int n) {
+    const UVec none = _mm512_setzero_si512();
+    const UVec before = _mm512_max_epi32(_mm512_sub_epi32(i, _mm512_set1_epi32(1)), none);
+    const UVec pairs = _mm512_mask_i32gather_epi32(none, mask_of(n), before, p, 2);
+    return second_of_pairs(
+        _mm512_castsi512_ps(_mm512_mask_slli_epi32(pairs, _mm512_cmpeq_epi32_mask(i, none), pairs, 16)));
+}
 FASTBERT_INLINE UVec exclusive_or(UVec a, UVec b, UVec c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
 FASTBERT_INLINE void multiply(UVec a, std::uint32_t b, UVec& hi, UVec& lo) {
     const UVec factor = broadcast(b);

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastbert.ops.attention_places import Places
+from fastbert.ops.attention_relative import RelativeScores
 
 
 class Rotary(NamedTuple):
@@ -75,6 +76,7 @@ class PackedBatch:
         tables: what such layers rotate by.
         columns: (batch, S) int64, the padded column of each token, if kept tokens are not adjacent and layers
             have windows or score distances, which count columns; else None.
+        relative: scores of distances that all layers share; None if there are none.
         distances: the table of distances, for layers that score them; None if none does.
     """
 
@@ -87,6 +89,7 @@ class PackedBatch:
     positions: Tensor | None = None
     tables: Tables | None = None
     columns: Tensor | None = None
+    relative: RelativeScores | None = None
     distances: Distances | None = None
 
     def fitting_places(self) -> Places | None:

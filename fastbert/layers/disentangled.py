@@ -1,4 +1,4 @@
-"""DeBERTa's disentangled attention: scores of the distance between two tokens, as an additive bias.
+"""DeBERTa's disentangled attention: scores of the distance between two tokens.
 
     score(i, j) = (q_i · k_j + q_i · Kr[c(i - j)] + k_j · Qr[c(i - j)]) / sqrt(3 · head_dim)
 
@@ -15,14 +15,14 @@ Source: He et al. 2020, "DeBERTa: Decoding-enhanced BERT with Disentangled Atten
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
-from fastbert.layers.batch import Distances, PackedBatch, Relative
+from fastbert.layers.batch import PackedBatch, Relative
 from fastbert.layers.form import INNER_SITE, LayerForm, LayerNames, Parts
 from fastbert.layers.linear import apply_linear, apply_norm, dropped, has_float_weight
 from fastbert.layers.modules import calls_all, part, plain_dropout, watched
@@ -30,11 +30,8 @@ from fastbert.layers.packing import Packing
 from fastbert.layers.parts import SelfAttention
 from fastbert.ops import checks
 from fastbert.ops.activation import SPELLINGS, activate_eager
-from fastbert.ops.attention_grid import to_grid
+from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from fastbert.runtime import prepared
-
-# Most elements of the scores by row of the table that are in memory at once
-_MOST = 1 << 24
 
 
 def buckets(distance: Tensor, relative: Relative) -> Tensor:
@@ -66,44 +63,39 @@ def dropout(names: LayerNames) -> str:
     return f"{names.query.rpartition('.')[0]}.pos_dropout"
 
 
-def bias(
+def relative_scores(
     form: LayerForm, parts: Parts, q: Tensor, k: Tensor, batch: PackedBatch, asked: Asked
-) -> Tensor | None:
-    """The batch's bias with the scores of distances.
+) -> RelativeScores | None:
+    """The scores of distances, as `attention` takes them; None without terms.
 
     Args:
         form, parts: the layer's.
         q, k: (total, nheads, head_dim).
         batch: has the table of distances.
         asked: has the dropout's call site.
-
-    Returns:
-        (batch, nheads, S, S) in float32, float64 for float64 `q`; None if there is neither bias nor term.
     """
+    relative = form.relative
+    assert relative is not None
+    if not relative.terms:
+        return None
+    tables = _tables(form, parts, batch, asked.site + INNER_SITE, q)
+    return scores(relative, tables, q, k, batch.max_seqlen, batch.columns)
+
+
+def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor) -> list[Tensor | None]:
+    """Kr and Qr, scaled, each (2 · span, nheads, head_dim) in the dtype of the scores, or None."""
     distances = batch.distances
     assert distances is not None
-    tables = _tables(form, parts, distances, batch.seed, asked.site + INNER_SITE, q)
-    q, k = (to_grid(t, batch.cu_seqlens, batch.max_seqlen) for t in (q, k))
-    own = scores(form, tables, q, k, batch.columns)
-    if own is None or batch.bias is None:
-        return batch.bias if own is None else own
-    return own + batch.bias
-
-
-def _tables(
-    form: LayerForm, parts: Parts, distances: Distances, seed: Tensor | None, site: int, q: Tensor
-) -> list[Tensor | None]:
-    """Kr and Qr, each (2 · span, nheads · head_dim) in the dtype of the scores, or None."""
     rate, rows = (0.0, *parts.rates[3:])[-1], distances.rows
     if rate:
-        rows = dropped(rows, rate, seed, site)
+        rows = dropped(rows, rate, batch.seed, site)
     shared = {form.names.key: parts.key, form.names.query: parts.query}
     modules: list[Any] = [
         None if p is None else shared[p] if p in shared else part(parts.owner, p) for p in projections(form)
     ]
 
     def build() -> list[Tensor | None]:
-        return [None if m is None else apply_linear(m, rows).to(checks.compute_dtype(q)) for m in modules]
+        return [None if m is None else scaled(form, apply_linear(m, rows), q) for m in modules]
 
     there = [m for m in modules if m is not None]
     if (
@@ -119,61 +111,72 @@ def _tables(
     return prepared.derived(parts.owner, ("distances", q.dtype), sources, build)
 
 
+def scaled(form: LayerForm, table: Tensor, q: Tensor) -> Tensor:
+    """Kr or Qr (2 · span, nheads, head_dim) times the scale of the scores, in the dtype of their product.
+
+    Products that were scaled afterwards might overflow in half precision. A CPU multiplies fp16 slowly.
+    """
+    fast = q.dtype == torch.bfloat16 or (q.dtype == torch.float16 and q.device.type != "cpu")
+    wide = table.to(checks.compute_dtype(q)) * form.softmax_scale
+    return wide.to(q.dtype if fast else wide.dtype).unflatten(1, (form.nheads, form.head_dim))
+
+
 def scores(
-    form: LayerForm, tables: list[Tensor | None], q: Tensor, k: Tensor, columns: Tensor | None = None
-) -> Tensor | None:
-    """The scores of distances, (batch, nheads, S, S) in the dtype of `tables`; None without tables.
+    relative: Relative,
+    tables: list[Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    seqlen: int,
+    positions: Tensor | None = None,
+) -> RelativeScores:
+    """The scores of distances from both tables; at least one is given.
 
     Args:
-        form: the layer's form.
-        tables: Kr and Qr, see `bias`.
-        q, k: (batch, S, nheads, head_dim).
-        columns: see `PackedBatch`.
+        relative: the form's.
+        tables: Kr and Qr as `scaled` returns them.
+        q, k: (total, nheads, head_dim), or padded (batch, S, nheads, head_dim).
+        seqlen: the longest length.
+        positions: see `RelativeScores`.
     """
-    relative, (size, seqlen) = form.relative, q.shape[:2]
-    assert relative is not None
-    if not relative.terms:
-        return None
+    positions = None if positions is None else positions.contiguous()
+    if positions is not None or torch.compiler.is_compiling():
+        reach = max(relative.farthest, relative.span)
+        if positions is None:
+            reach = max(reach, seqlen)
+    else:
+        # In steps, so that few tables of columns are kept
+        reach = (seqlen + 31) // 32 * 32
+    columns, first, last = _columns_of(relative, reach, q.device)
+    products = []
+    for x, table in zip((q, k), tables, strict=True):
+        if table is None:
+            products.append(None)
+            continue
+        heads = x.to(table.dtype).flatten(0, -3).transpose(0, 1)  # (nheads, rows, head_dim)
+        found = torch.bmm(heads, table[first:last].permute(1, 2, 0))
+        products.append(found.transpose(0, 1).unflatten(0, x.shape[:-2]))
+    return RelativeScores(columns, *products, positions=positions)
+
+
+def _columns_of(relative: Relative, reach: int, device: torch.device) -> tuple[Tensor, int, int]:
+    """(columns of `RelativeScores`, first and last row of the tables that they need)."""
+    if torch.compiler.is_compiling():
+        return _columns(relative, reach, device)
+    # Autograd cannot save tensors that were made in inference mode
+    with torch.inference_mode(False):
+        return _kept_columns(relative, reach, device)
+
+
+def _columns(relative: Relative, reach: int, device: torch.device) -> tuple[Tensor, int, int]:
+    back = torch.arange(reach, -reach - 1, -1, device=device)  # query - key
+    found = buckets(back, relative)
     first, last = 0, 2 * relative.span
-    if columns is None:
-        columns = torch.arange(seqlen, device=q.device)[None]
-        if not torch.compiler.is_compiling():
-            reach = _reach(seqlen, relative)
-            first, last = max(relative.span - reach, 0), min(relative.span + reach + 1, last)
-    index = buckets(columns[:, :, None] - columns[:, None, :], relative) - first
-    kept = [None if t is None else t[first:last].unflatten(1, (form.nheads, form.head_dim)) for t in tables]
-    per_chunk = max(size, 1)
     if not torch.compiler.is_compiling():
-        per_chunk = max(1, _MOST // max(form.nheads * seqlen * (last - first), 1))
-    chunks = zip(
-        q.split(per_chunk), k.split(per_chunk), index.expand(size, -1, -1).split(per_chunk), strict=True
-    )
-    found = [_scores(*chunk, kept, form.softmax_scale) for chunk in chunks]
-    return found[0] if len(found) == 1 else torch.cat(found)
+        first, last = int(found[-1]), int(found[0]) + 1
+    return (found - first).to(torch.int32), first, last
 
 
-def _reach(seqlen: int, relative: Relative) -> int:
-    """At least the bucket of the largest distance among `seqlen` tokens."""
-    far, middle = max(seqlen - 1, 0), relative.buckets // 2
-    if not middle or far <= middle:
-        return min(far, relative.span)
-    grown = math.log(far / middle) / math.log((relative.farthest - 1) / middle) * (middle - 1)
-    return min(math.ceil(grown) + middle + 1, relative.span)
-
-
-def _scores(q: Tensor, k: Tensor, index: Tensor, tables: list[Tensor | None], scale: float) -> Tensor:
-    """As `scores`, of the rows `index` (batch, S, S) of the tables, each (rows, nheads, head_dim)."""
-    keys, queries = tables
-    # Scaled before the product, which might overflow in half precision
-    terms = []
-    for x, table, at in ((q, keys, index), (k, queries, index.transpose(1, 2))):
-        if table is not None:
-            x = (x.to(table.dtype) * scale).transpose(1, 2)  # (batch, nheads, S, head_dim)
-            every = x @ table.permute(1, 2, 0)  # (batch, nheads, S, rows)
-            terms.append(every.gather(-1, at[:, None].expand(-1, every.shape[1], -1, -1)))
-    if queries is not None:
-        terms[-1] = terms[-1].transpose(2, 3)
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+_kept_columns = functools.lru_cache(maxsize=64)(_columns)
 
 
 class Convolution(nn.Module):
@@ -253,9 +256,14 @@ class DisentangledAttention(SelfAttention):
         heads = (-1, self.attention_head_size)
         q, k, v = (self._modules[name](hidden_states).unflatten(-1, heads) for name in self.inputs)
         rows = self._modules["pos_dropout"](grid.distances.rows)
-        paths = projections(self.form)
-        tables = [None if p is None else self._modules[p.rpartition(".")[2]](rows) for p in paths]
-        own = scores(self.form, tables, q, k)
+        paths, own = projections(self.form), None
+        if any(paths):
+            relative = self.form.relative
+            assert relative is not None
+            modules = [None if p is None else self._modules[p.rpartition(".")[2]] for p in paths]
+            tables = [None if m is None else scaled(self.form, m(rows), q) for m in modules]
+            found = scores(relative, tables, q, k, q.shape[1])
+            own = dense_scores(found, None, q.shape[1], q)
         if own is not None and attention_mask is not None and attention_mask.dtype == torch.bool:
             own = own.masked_fill(attention_mask.logical_not(), torch.finfo(own.dtype).min)
         elif own is not None and attention_mask is not None:

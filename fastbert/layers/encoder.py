@@ -42,6 +42,7 @@ from fastbert.layers.positions import rotate, rotated, window_bias
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
+from fastbert.ops.attention_relative import dense_scores
 from fastbert.ops.first_attention import first_attention, pays
 
 
@@ -90,8 +91,12 @@ def attend(
         q, k, v = queries_keys_values(form, parts, x)
         if form.rotary is not None:
             q, k = (rotate(form, t, batch) for t in (q, k))
+    relative = batch.relative
     if form.relative is not None:
-        seen = replace(batch, bias=disentangled.bias(form, parts, q, k, batch, asked))
+        relative = disentangled.relative_scores(form, parts, q, k, batch, asked)
+    if relative is not None and (taps is not None or heads is not None):
+        found = dense_scores(relative, batch.cu_seqlens, batch.max_seqlen, q)
+        seen, relative = replace(seen, bias=found if bias is None else bias + found), None
         bias = seen.bias
     if heads is not None and taps is not None and type(taps).qkv is not Taps.qkv:
         raise ValueError(
@@ -106,7 +111,7 @@ def attend(
     values = v
     if heads is not None:
         v, bias, gate = heads.of_learned(v, 1), heads.of_learned(bias, 1), heads.of_learned(gate, 0)
-    found = _attention(parts, q, k, v, batch, asked, bias, gate, scale, window)
+    found = _attention(parts, q, k, v, batch, asked, bias, gate, scale, window, relative)
     context, probs = found if asked.probabilities else (found, None)
     if heads is not None:
         rows = Rows.of(batch.cu_seqlens, x.shape[0], batch.max_seqlen)
@@ -117,7 +122,7 @@ def attend(
     return context, probs
 
 
-def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None) -> Any:
+def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None, relative=None) -> Any:
     """The output of the op `attention`, or (output, probabilities) if `asked` has them."""
     return attention(
         q,
@@ -129,6 +134,7 @@ def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None) -> 
         causal=batch.causal,
         window=window,
         bias=bias,
+        relative=relative,
         gate=gate,
         dropout_p=parts.rates[0],
         seed=batch.seed,

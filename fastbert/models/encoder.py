@@ -36,6 +36,7 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.ops.attention_places import attention_places
 from fastbert.ops.checks import autocast_dtype
+from fastbert.runtime import prepared
 
 
 def dropout_seed(device: torch.device) -> Tensor:
@@ -193,10 +194,15 @@ def distances_of(stack: nn.Module) -> Distances | None:
     if embeddings is None:
         return None
     rows: Any = embeddings.weight
-    if norm is None:
-        return Distances(rows, (rows,))
-    watches = calls_all() or changed(norm)
-    return Distances(apply_norm(norm, rows), () if watches else (rows, *norm.parameters()))
+    watches = norm is not None and (calls_all() or changed(norm))
+    if watches or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return Distances(rows if norm is None else apply_norm(norm, rows), ())
+    sources = rows, *(() if norm is None else norm.parameters())
+    # By PyTorch's own functions, which leave the marks of parameters (runtime/prepared.py)
+    normed = prepared.derived(
+        stack, "distances", sources, lambda: rows.clone() if norm is None else norm(rows)
+    )
+    return Distances(normed, sources)
 
 
 def on_grid(batch: PackedBatch, packed: Packing) -> PackedBatch:

@@ -35,7 +35,8 @@ class RelativeScores(NamedTuple):
             contiguous. Any float dtype. Differentiable. None adds nothing.
         key: as `query`, one row per key.
         bias: (nheads, ncolumns), any float dtype. Differentiable. None adds nothing.
-        positions: (batch, S) int64, the position of each token in its sequence; None means 0 to S - 1.
+        positions: (batch, S) int64, the position of each token in its sequence; None means 0 to S - 1. With
+            positions a distance beyond `reach` has the column of `reach`.
     """
 
     columns: Tensor
@@ -103,7 +104,9 @@ def dense_scores(relative: RelativeScores, cu_seqlens: TensorOrNone, max_seqlen:
     compute = checks.compute_dtype(q)
     if positions is None:
         positions = torch.arange(max_seqlen, device=q.device)[None]
-    index = columns.long()[positions[:, None, :] - positions[:, :, None] + columns.shape[0] // 2]
+    reach = columns.shape[0] // 2
+    distance = (positions[:, None, :] - positions[:, :, None]).clamp(-reach, reach)
+    index = columns.long()[distance + reach]
     total = None
     for rows, at in ((query, index), (key, index.transpose(1, 2))):
         if rows is None:

@@ -16,8 +16,8 @@ from fastbert.layers.form import INNER_SITE, SITES
 from fastbert.layers.modules import attach
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import dropout_seed
+from fastbert.ops.attention_relative import dense_scores
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.runtime import prepared
 from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import hf_model
 from tests.support.model_pairs import build, close, half_errors, kept_rows, native
@@ -97,31 +97,31 @@ def test_buckets_are_transformers_own(buckets, farthest):
     ours = disentangled.buckets(position[:, None] - position, relative)
     assert torch.equal(ours, (theirs + span).clamp(0, 2 * span - 1))
     for seqlen in (1, 2, span // 2 + 1, span // 2 + 2, n):
-        reach = disentangled._reach(seqlen, relative)
-        assert ours[:seqlen, 0].max() <= span + reach
-        assert ours[0, :seqlen].min() >= span - reach
+        q = torch.zeros(1, 1, 4)
+        table = torch.arange(2.0 * span).reshape(-1, 1, 1).expand(-1, 1, 4)
+        scores = disentangled.scores(relative, [table, table], q, q, seqlen)
+        columns, reach = scores.columns.long(), scores.columns.shape[0] // 2
+        backward = torch.arange(seqlen - 1, -seqlen, -1)  # query - key
+        rows = disentangled.buckets(backward, relative)
+        first = int(disentangled.buckets(torch.tensor([-reach]), relative))
+        assert torch.equal(columns[reach - seqlen + 1 : reach + seqlen] + first, rows)
 
 
 @pytest.mark.parametrize(("term", "row"), [("c2p", 0), ("p2c", 1)])
 def test_each_term_by_hand(term, row):
     """The sign of the distance: query - key in both terms (nntrainer#3982)."""
     form = both("c2p", pos_att_type=[term])[1].layer_list()[0].form
+    assert form.relative is not None
     q, k = torch.randn(2, 1, 5, 3, 16, dtype=torch.float64)
     table = torch.randn(512, 48, dtype=torch.float64)
-    found = disentangled.scores(form, [table, None] if term == "c2p" else [None, table], q, k)
+    scaled = disentangled.scaled(form, table, q)
+    tables = [scaled, None] if term == "c2p" else [None, scaled]
+    found = dense_scores(disentangled.scores(form.relative, tables, q, k, 5), None, 5, q)
     for i in range(5):
         for j in range(5):
             at = table[256 + i - j].view(3, 16)
             expected = ((q, k)[row][0, (i, j)[row]] * at).sum(1) / 32**0.5
             close(found[0, :, i, j], expected, 1e-12)
-
-
-@torch.no_grad()
-def test_chunks_of_sequences_change_nothing(monkeypatch):
-    model, inputs = both("v3")[1], ragged((9, 40, 3))
-    whole = kept_rows(model, inputs)
-    monkeypatch.setattr(disentangled, "_MOST", 1)
-    close(kept_rows(model, inputs), whole, 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -155,16 +155,19 @@ def test_hooks_of_the_convolution(path):
 
 
 @torch.no_grad()
-def test_tables_are_derived_once_and_again_after_a_change():
-    hf, model = both("v3")
-    inputs = ragged((3, 40))
+@pytest.mark.parametrize("change", [{}, {"norm_rel_ebd": "none"}], ids=["normed", "plain"])
+def test_tables_are_derived_once_and_again_after_a_change(monkeypatch, change):
+    hf, model = (m.float() for m in both("v3", **change))
+    inputs, built, scaled = ragged((3, 40)), [], disentangled.scaled
+    monkeypatch.setattr(disentangled, "scaled", lambda *args: built.append(1) or scaled(*args))
     first = kept_rows(model, inputs)
-    names = prepared.remembered(model)
-    assert names.count(("distances", torch.float64)) == 2
+    assert len(built) == 4  # Kr and Qr of two layers
     assert torch.equal(kept_rows(model, inputs), first)
+    assert len(built) == 4
     for m in (hf, model):
         m.encoder.rel_embeddings.weight.mul_(-1)
-    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-5)
+    assert len(built) == 8
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from fastbert.backends.cpu import (
     packing,
     rotary,
 )
-from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
+from fastbert.backends.cpu.attention import READS_RELATIVE, attention_bwd, attention_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.cpu.encoder_layer import (
@@ -55,6 +55,7 @@ DTYPES = {
 
 __all__ = [
     "DTYPES",
+    "READS_RELATIVE",
     "attention_bwd",
     "attention_fwd",
     "available",

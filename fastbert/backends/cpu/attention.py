@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,15 +12,24 @@ from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
+from fastbert.ops.attention_relative import RelativeScores
+from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
+# `attention` passes scores of distances to this backend
+READS_RELATIVE = True
 
 
 def attention_fwd(
-    inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
+    inputs: AttentionInputs,
+    return_probs: bool,
+    save_bits: bool,
+    places: Tensor | None = None,
+    relative: RelativeScores | None = None,
 ) -> tuple[Tensor, ...]:
     args, _held = attention_args(inputs)
+    scores, _held_scores = relative_args(relative)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), end = q.shape, int(cu_seqlens[-1])
     out = q.new_empty(q.shape)
@@ -32,6 +44,7 @@ def attention_fwd(
         probs.data_ptr() if return_probs else 0,
         keep_bits.data_ptr() if save_bits else 0,
         torch.get_num_threads(),
+        scores,
     )
     if end < total:
         out[end:], lse[:, end:] = 0, 0
@@ -46,14 +59,28 @@ def attention_bwd(
     keep_bits: Tensor | None,
     need: AttentionNeeds,
     places: Tensor | None = None,
+    relative: RelativeScores | None = None,
+    need_scores: Sequence[bool] = (False, False, False),
 ) -> tuple[Tensor, ...]:
     args, _held = attention_args(inputs)
+    scores, _held_scores = relative_args(relative)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), batch, end = q.shape, cu_seqlens.shape[0] - 1, int(cu_seqlens[-1])
     qkv = zip(inputs[:3], need[:3], strict=True)
     grads = [q.new_empty(t.shape if needed else 0) for t, needed in qkv]
     ds = lse.new_zeros((batch, nheads, max_seqlen, max_seqlen) if need.dbias else 0)
     dgate = lse.new_empty((batch, nheads) if need.dgate else 0, dtype=torch.float64)
+    columns = 0 if relative is None else next(t.shape[-1] for t in relative[1:4] if t is not None)
+    dscores = [
+        lse.new_zeros((*rows, nheads, columns) if needed else 0, dtype=dtype)
+        for rows, dtype, needed in zip(
+            ((total,), (total,), (batch,)),
+            (torch.float32, torch.float32, torch.float64),
+            need_scores,
+            strict=True,
+        )
+    ]
+    wanted = zip(dscores, need_scores, strict=True)
     _C.cpu_attention_bwd(
         args,
         0 if keep_bits is None else keep_bits.data_ptr(),
@@ -62,9 +89,37 @@ def attention_bwd(
         ds.data_ptr() if need.dbias else 0,
         dgate.data_ptr() if need.dgate else 0,
         torch.get_num_threads(),
+        scores,
+        *(grad.data_ptr() if needed else 0 for grad, needed in wanted),
     )
     if end < total:
         for grad in grads:
             grad[end:] = 0
     dbias = ds.sum_to_size(inputs.bias.shape) if need.dbias else ds
-    return (*grads, dbias, dgate.sum(0).float() if need.dgate else lse.new_empty(0))
+    found = *grads, dbias, dgate.sum(0).float() if need.dgate else lse.new_empty(0)
+    return found if relative is None else (*found, *dscores[:2], dscores[2].sum(0).float())
+
+
+def relative_args(relative: RelativeScores | None) -> tuple[tuple[Any, ...], list[Any]]:
+    """(arguments of `relative_of` in csrc/bindings/attention.cpp, tensors behind their addresses)."""
+    if relative is None:
+        return (), []
+    columns, query, key, bias, _ = relative
+    ncolumns = next(t.shape[-1] for t in (query, key, bias) if t is not None)
+    given = [t for t in (query, key) if t is not None]
+    # The kernels read pairs of bf16
+    half = ncolumns > 1 and all(t.dtype == torch.bfloat16 for t in given)
+    query, key = (None if t is None else _rows(t if half else t.float()) for t in (query, key))
+    columns, bias = columns.contiguous(), None if bias is None else bias.float().contiguous()
+    of_rows = [n for t in (query, key) for n in _strided(t)]
+    numbers = columns.data_ptr(), columns.shape[0], ncolumns, half, *of_rows, *_strided(bias)[:1]
+    return numbers, [columns, query, key, bias]
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _strided(t: TensorOrNone) -> tuple[int, ...]:
+    """(address, elements from row to row, elements from head to head); zeros for None."""
+    return (0, 0, 0) if t is None else (t.data_ptr(), *t.stride()[:2])
