@@ -111,7 +111,7 @@ class Stack(list[Any]):
 
     def serves(self, call: Call) -> bool:
         """Whether one call runs all layers."""
-        asked = call.wants_states or call.gates is not None
+        asked = call.wants_states or call.gates is not None or call.after_first is not None
         return not (asked or (self.owns_bias and call.batch.bias is not None))
 
 

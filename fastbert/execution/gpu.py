@@ -22,6 +22,8 @@ def serves(x: Tensor, call: Call) -> str | None:
     reason = launchers.serves(x, call)
     if reason is None and {name for _, name in dispatch.pins()} - {"cuda"}:
         reason = "another backend is pinned"
+    if reason is None and call.after_first is not None:
+        reason = "a convolution follows the first layer"
     return reason
 
 

@@ -144,6 +144,16 @@ def test_large_queries_do_not_overflow_in_half_precision():
     assert ((found.float() - exact).abs().mean(1) < 0.1).float().mean() > 0.8
 
 
+@torch.no_grad()
+def test_a_convolution_between_layers_of_berts_form():
+    """From the third call on by a kept plan, all of whose layers might run in one call."""
+    plain = {"relative_attention": False, "pos_att_type": None, "share_att_key": False}
+    hf, model = (m.float() for m in both("convolution", **plain, norm_rel_ebd="none"))
+    ids = ragged((9, 9))["input_ids"]
+    for _ in range(4):
+        close(model(ids)[0], hf(ids)[0], 1e-4)
+
+
 @pytest.mark.parametrize("path", ["conv", "conv.conv", "conv.LayerNorm", "conv.dropout"])
 @torch.no_grad()
 def test_hooks_of_the_convolution(path):
