@@ -41,6 +41,12 @@ inline Activation activation_of(int code) {
     return static_cast<Activation>(code);
 }
 
+inline Gate gate_of(int code) {
+    if (code < 0 || code > 2)
+        throw py::value_error("gate: expected code 0, 1 or 2, got " + std::to_string(code));
+    return static_cast<Gate>(code);
+}
+
 inline Param param(Address address, int code) { return {pointer(address), dtype_of(code)}; }
 
 // Addresses that will be called: of functions that libraries export, or 0.
@@ -161,6 +167,13 @@ inline void check_bias(const Bias& bias, std::int64_t batch, std::int64_t nheads
                            {nheads, bias.head_stride},
                            {max_seqlen, bias.row_stride},
                            {max_seqlen, 1}});
+}
+
+// A position of rotary tables of so many rows. Under torch.compile the op cannot look.
+inline void check_position(std::int64_t position, std::int64_t rows) {
+    if (position < 0 || position >= rows)
+        throw py::value_error("positions: position " + std::to_string(position) +
+                              " is out of range for tables of " + std::to_string(rows));
 }
 
 // Runs without the GIL; raises the reason that is returned, if any.

@@ -10,12 +10,6 @@
 namespace fastbert {
 namespace {
 
-Gate gate_of(int code) {
-    if (code < 0 || code > 2)
-        throw py::value_error("gate: expected code 0, 1 or 2, got " + std::to_string(code));
-    return static_cast<Gate>(code);
-}
-
 void check_halves(std::int64_t columns, bool gated) {
     if (gated && columns % 2 != 0) refuse("columns", "an even number with a gate", columns);
 }
@@ -107,20 +101,22 @@ void check_depth(std::int64_t depth) {
     if (depth > 65536) refuse("depth", "at most 65536 with 8 bits", depth);
 }
 
-void make_panels_int8(std::int64_t depth, std::int64_t columns, Address weight, Address panels, int threads) {
+void make_panels_int8(std::int64_t depth, std::int64_t columns, Address weight, Address panels, int threads,
+                      bool gated) {
     check_shape(columns, depth);
     check_depth(depth);
-    const ToPanelsInt8 args{depth, columns, pointer<const std::int8_t>(weight),
-                            pointer<std::uint8_t>(panels)};
+    check_halves(columns, gated);
+    const ToPanelsInt8 args{depth, columns, pointer<const std::int8_t>(weight), pointer<std::uint8_t>(panels),
+                            gated};
     check_threads(threads);
     check_given("weight", args.weight, 1);
-    check_given("panels", args.panels, int8_panels_size(depth, columns));
+    check_given("panels", args.panels, int8_panels_size(depth, columns, gated));
     run([&] { return cpu_linear_int8_panels(args, threads); });
 }
 
 void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address x,
                   std::int64_t x_stride, Address panels, Address scale, Address bias, int bias_dtype,
-                  int activation, Address y, int threads) {
+                  int activation, Address y, int threads, int gate) {
     check_shape(rows, depth);
     check_shape(rows, columns);
     const ProductInt8 args{dtype_of(dtype),
@@ -133,12 +129,17 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
                            pointer<const float>(scale),
                            param(bias, bias_dtype),
                            activation_of(activation),
-                           pointer(y)};
-    check_shape(columns, depth);
+                           pointer(y),
+                           gate_of(gate),
+                           false};
+    const bool gated = args.gate != Gate::kNone;
+    const std::int64_t all_columns = gated ? 2 * columns : columns;
+    check_shape(rows, all_columns);
+    check_shape(all_columns, depth);
     check_depth(depth);
     check_threads(threads);
     check_rows("x", args.x, rows, depth, x_stride);
-    check_given("panels", args.panels, int8_panels_size(depth, columns));
+    check_given("panels", args.panels, int8_panels_size(depth, all_columns, gated));
     check_given("scale", args.scale, rows);
     check_given("y", args.y, rows);
     run([&] { return cpu_linear_int8(args, threads); });
@@ -272,11 +273,13 @@ void bind_linear(py::module_& m) {
     m.def("cpu_linear_activation_bwd", &activation_bwd);
     m.def(
         "cpu_linear_int8_panels_size",
-        [](std::int64_t depth, std::int64_t columns) {
+        [](std::int64_t depth, std::int64_t columns, bool gated) {
             check_shape(columns, depth);
-            return int8_panels_size(depth, columns);
+            check_halves(columns, gated);
+            return int8_panels_size(depth, columns, gated);
         },
-        "Bytes, for the instruction set in use");
+        "Bytes, for the instruction set in use", py::arg("depth"), py::arg("columns"),
+        py::arg("gated") = false);
     m.def("cpu_linear_int8_panels", &make_panels_int8);
     m.def("cpu_linear_int8", &product_int8);
 #if FASTBERT_CUDA

@@ -39,27 +39,32 @@ const LinearInt8Kernels* kernels() {
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-std::int64_t padded_to_panels(std::int64_t columns) { return ceil_div(columns, kPanel) * kPanel; }
+std::int64_t padded_to_panels(std::int64_t columns, bool gated) {
+    return panel_count(columns, gated) * kPanel;
+}
+
+// Bytes after the sums: two layouts then always differ in size, by which the launcher tells them apart.
+std::int64_t spare_bytes(const LinearInt8Kernels& simd, bool gated) { return simd.group - (gated ? 1 : 0); }
 
 }  // namespace
 
-std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns) {
+std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns, bool gated) {
     const LinearInt8Kernels* simd = kernels();
     if (simd == nullptr) return 0;
-    // `group` bytes more: two layouts then always differ in size, by which the launcher tells them apart.
-    return padded_to_panels(columns) * 4 * (groups_of(depth, simd->group) + 1) + simd->group;
+    return padded_to_panels(columns, gated) * 4 * (groups_of(depth, simd->group) + 1) +
+           spare_bytes(*simd, gated);
 }
 
 const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads) {
     const LinearInt8Kernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
-    const std::int64_t padded = padded_to_panels(args.columns);
+    const std::int64_t padded = padded_to_panels(args.columns, args.gated);
     auto* const sums =
         reinterpret_cast<std::int32_t*>(args.panels + padded * 4 * groups_of(args.depth, simd->group));
     parallel_for(padded / kPanel, args.columns * args.depth < kGrain ? 1 : threads,
                  [&](std::int64_t panel, int) { simd->make_panel(args, panel, sums); });
-    std::fill_n(reinterpret_cast<std::uint8_t*>(sums + padded), simd->group, 0);
+    std::fill_n(reinterpret_cast<std::uint8_t*>(sums + padded), spare_bytes(*simd, args.gated), 0);
     return nullptr;
 }
 
@@ -68,18 +73,23 @@ const char* cpu_linear_int8(const ProductInt8& args, int threads) {
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
     if (args.rows == 0) return nullptr;
-    const std::int64_t count = groups_of(args.depth, simd->group), padded = padded_to_panels(args.columns);
-    const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
+    const bool gated = args.gate != Gate::kNone;
+    const std::int64_t all_columns = gated ? 2 * args.columns : args.columns;
+    const std::int64_t count = groups_of(args.depth, simd->group);
+    const std::int64_t padded = padded_to_panels(all_columns, gated), width = panel_columns(gated);
+    const int team = args.rows * all_columns * args.depth < kGrain ? 1 : threads;
     static_assert(sizeof(QuantizedRow) == 2 * sizeof(float), "");
     const Workspace workspace(2 * padded + args.rows * (count + 2));
     if (workspace.data() == nullptr) return kOutOfMemory;
     float *const scale = workspace.data(), *const bias = scale + padded;
     auto* const groups = reinterpret_cast<std::uint32_t*>(bias + padded);
     auto* const quantized = reinterpret_cast<QuantizedRow*>(groups + args.rows * count);
-    for (std::int64_t j = 0; j < padded; ++j) {
+    for (std::int64_t to = 0; to < padded; ++to) {
+        const std::int64_t j = to / kPanel * width + to % width;  // of one half
+        const std::int64_t from = j + (to % kPanel < width ? 0 : args.columns);
         const bool real = j < args.columns;
-        scale[j] = real ? args.scale[j] : 0.0f;
-        bias[j] = real && args.bias.data != nullptr ? widened(args.bias, j) : 0.0f;
+        scale[to] = real ? args.scale[from] : 0.0f;
+        bias[to] = real && args.bias.data != nullptr ? widened(args.bias, from) : 0.0f;
     }
 
     const std::int64_t some = std::max<std::int64_t>(1, (1 << 15) / args.depth);
@@ -97,7 +107,7 @@ const char* cpu_linear_int8(const ProductInt8& args, int threads) {
         const std::int64_t row = task % row_blocks * rows, column = task / row_blocks * columns;
         if (row >= args.rows) return;
         simd->product(args, groups, quantized, scale, args.bias.data == nullptr ? nullptr : bias, row,
-                      std::min(args.rows, row + rows), column, std::min(args.columns, column + columns),
+                      std::min(args.rows, row + rows), column, std::min(padded, column + columns),
                       std::min(task + team, tasks - 1) / row_blocks * columns);
     });
     return nullptr;

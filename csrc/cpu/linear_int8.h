@@ -16,22 +16,25 @@ struct ToPanelsInt8 {
     std::int64_t depth, columns;
     const std::int8_t* weight;  // (columns, depth), contiguous
     std::uint8_t* panels;       // int8_panels_size() bytes, of any alignment
+    bool gated;                 // columns is even
 };
 
 struct ProductInt8 {
-    DType dtype;  // of x and y
-    std::int64_t rows, columns, depth;
+    DType dtype;                        // of x and y
+    std::int64_t rows, columns, depth;  // columns: of y; with a gate scale and bias have twice as many
     const void* x;
     std::int64_t x_stride;
     const std::uint8_t* panels;
-    const float* scale;  // (columns)
-    Param bias;          // data may be null
+    const float* scale;
+    Param bias;  // data may be null
     Activation activation;
     void* y;  // contiguous
+    Gate gate;
+    bool adds;  // y = what y holds + the product, which is rounded first; not with a gate
 };
 
 // Bytes of the panels and of the weight's column sums after them, for the instruction set in use.
-std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns);
+std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns, bool gated);
 
 // Both return nullptr, or the reason why they did nothing.
 const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads);
@@ -49,8 +52,8 @@ struct LinearInt8Kernels {
     void (*make_panel)(const ToPanelsInt8& args, std::int64_t panel, std::int32_t* sums);
     // A row of x into ceil(depth / group) groups, with zeros after the last element.
     QuantizedRow (*quantize)(const ProductInt8& args, std::int64_t row, std::uint32_t* groups);
-    // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. scale and bias (or
-    // null) are padded to whole panels. next_column: as in LinearKernels.
+    // Rows [row, row_end) of columns [column, column_end) of the panels, multiples of kPanel. scale and bias
+    // (or null) are in the order of the panels' columns. next_column: as in LinearKernels.
     void (*product)(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
                     const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
                     std::int64_t column, std::int64_t column_end, std::int64_t next_column);

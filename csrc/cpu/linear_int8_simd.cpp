@@ -111,40 +111,89 @@ struct Tiles<4> {
                                                  tile_vnni<4, 4>, tile_vnni<5, 4>, tile_vnni<6, 4>}};
 };
 
+// Rows [row, row + rows) of one panel, whose integer sums are a buffer of kPanel columns. The pointers to
+// column_sums, scale and bias (or null) are those of the panel.
+struct PanelSums {
+    const QuantizedRow* quantized;
+    const float *scale, *bias;
+    const std::int32_t *column_sums, *sums;
+    std::int64_t row, rows;
+};
+
+// The zero point and the step of a row.
+struct RowScale {
+    UVec point;
+    Vec step;
+};
+FASTBERT_INLINE RowScale scale_of(const PanelSums& of, std::int64_t r) {
+    return {broadcast(static_cast<std::uint32_t>(of.quantized[of.row + r].zero)),
+            broadcast(of.quantized[of.row + r].step)};
+}
+
+// The product of row r at column j of the panel, with its bias.
+FASTBERT_INLINE Vec product_at(const PanelSums& of, const RowScale& row, std::int64_t r, std::int64_t j) {
+    const UVec acc =
+        subtract(load_bits(of.sums + r * kPanel + j), multiply(row.point, load_bits(of.column_sums + j)));
+    const Vec z = mul(to_float(acc), mul(row.step, load(of.scale + j, kLanes)));
+    return of.bias == nullptr ? z : add(z, load(of.bias + j, kLanes));
+}
+
+// Columns [column, column + columns) of y.
 template <class T, Activation kind>
-void finish(const ProductInt8& args, const QuantizedRow* quantized, const float* scale, const float* bias,
-            const std::int32_t* column_sums, const std::int32_t* sums, std::int64_t row, std::int64_t rows,
-            std::int64_t column, std::int64_t columns) {
-    for (std::int64_t r = 0; r < rows; ++r, sums += kPanel) {
-        const UVec point = broadcast(static_cast<std::uint32_t>(quantized[row + r].zero));
-        const Vec step = broadcast(quantized[row + r].step);
-        T* const y = static_cast<T*>(args.y) + (row + r) * args.columns + column;
+void finish(const ProductInt8& args, const PanelSums& of, std::int64_t column, std::int64_t columns) {
+    constexpr bool exact = sizeof(T) == 4;
+    for (std::int64_t r = 0; r < of.rows; ++r) {
+        const RowScale row = scale_of(of, r);
+        T* const y = static_cast<T*>(args.y) + (of.row + r) * args.columns + column;
         for (std::int64_t j = 0; j < columns; j += kLanes) {
-            const UVec acc =
-                subtract(load_bits(sums + j), multiply(point, load_bits(column_sums + column + j)));
-            Vec z = mul(to_float(acc), mul(step, load(scale + column + j, kLanes)));
-            if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));
-            store(y + j, activate<kind>(z, sizeof(T) == 4), static_cast<int>(less(columns - j, kLanes)));
+            const int n = static_cast<int>(less(columns - j, kLanes));
+            const Vec z = activate<kind>(product_at(of, row, r, j), exact);
+            if (!args.adds) {
+                store(y + j, z, n);
+                continue;
+            }
+            const Vec held = load(y + j, n);
+            store(y + j, z, n);
+            store(y + j, add(held, load(y + j, n)), n);
         }
     }
 }
 
+template <class T, Activation kind>
+void finish_gated(const ProductInt8& args, const PanelSums& of, std::int64_t column, std::int64_t columns) {
+    const std::int64_t active = args.gate == Gate::kFirst ? 0 : kHalfPanel;
+    for (std::int64_t r = 0; r < of.rows; ++r) {
+        const RowScale row = scale_of(of, r);
+        T* const y = static_cast<T*>(args.y) + (of.row + r) * args.columns + column;
+        for (std::int64_t j = 0; j < columns; j += kLanes) {
+            const Vec z = activate<kind>(product_at(of, row, r, active + j), sizeof(T) == 4);
+            store(y + j, mul(z, product_at(of, row, r, kHalfPanel - active + j)),
+                  static_cast<int>(less(columns - j, kLanes)));
+        }
+    }
+}
+
+using Finish = void (*)(const ProductInt8&, const PanelSums&, std::int64_t, std::int64_t);
 template <class T>
-using Finish = void (*)(const ProductInt8&, const QuantizedRow*, const float*, const float*,
-                        const std::int32_t*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t,
-                        std::int64_t);
+constexpr Finish kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
+                              finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
+                              finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
 template <class T>
-constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
-                                 finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
-                                 finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
+constexpr Finish kFinishGated[] = {
+    finish_gated<T, Activation::kNone>,     finish_gated<T, Activation::kGelu>,
+    finish_gated<T, Activation::kGeluTanh>, finish_gated<T, Activation::kRelu>,
+    finish_gated<T, Activation::kSilu>,     finish_gated<T, Activation::kTanh>};
 
 template <int kGroup, class T>
 void product_of(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
                 const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
                 std::int64_t column, std::int64_t column_end, std::int64_t next_column) {
     const std::int64_t count = groups_of(args.depth, kGroup), panel_bytes = count * 4 * kPanel;
-    const std::int64_t panels = (args.columns + kPanel - 1) / kPanel;
+    const bool gated = args.gate != Gate::kNone;
+    const std::int64_t width = panel_columns(gated);
+    const std::int64_t panels = panel_count(gated ? 2 * args.columns : args.columns, gated);
     const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.panels + panels * panel_bytes);
+    const Finish finish = (gated ? kFinishGated<T> : kFinish<T>)[static_cast<int>(args.activation)];
     alignas(64) std::int32_t buffer[kTileRows * kPanel];
     for (std::int64_t j = column; j < column_end; j += kPanel) {
         const std::uint8_t* const panel = args.panels + j / kPanel * panel_bytes;
@@ -157,8 +206,10 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
                 Tiles<kGroup>::kAll[ahead.kind()][n - 1](groups + i * count, count, panel + 4 * part, count,
                                                          buffer + part, ahead.from, ahead.step);
             ahead.next(count);
-            kFinish<T>[static_cast<int>(args.activation)](args, quantized, scale, bias, column_sums, buffer,
-                                                          i, n, j, less(kPanel, args.columns - j));
+            const PanelSums of{
+                quantized, scale + j, bias == nullptr ? nullptr : bias + j, column_sums + j, buffer, i, n};
+            const std::int64_t first = j / kPanel * width;
+            finish(args, of, first, less(width, args.columns - first));
         }
     }
 }
@@ -229,18 +280,21 @@ QuantizedRow quantize(const ProductInt8& args, std::int64_t row, std::uint32_t* 
 template <int kGroup>
 void make_panel(const ToPanelsInt8& args, std::int64_t panel, std::int32_t* sums) {
     using Element = std::conditional_t<kGroup == 4, std::int8_t, std::int16_t>;
-    const std::int64_t first = panel * kPanel, count = groups_of(args.depth, kGroup);
+    const std::int64_t width = panel_columns(args.gated), columns = args.columns / (args.gated ? 2 : 1);
+    const std::int64_t first = panel * width, count = groups_of(args.depth, kGroup);
     std::uint8_t* const out = args.panels + panel * count * 4 * kPanel;
     __builtin_memset(out, 0, static_cast<std::size_t>(count) * 4 * kPanel);
     for (std::int64_t j = 0; j < kPanel; ++j) {
         std::int32_t sum = 0;
-        for (std::int64_t i = 0; first + j < args.columns && i < args.depth; ++i) {
-            const Element w = args.weight[(first + j) * args.depth + i];
+        const std::int64_t column = first + j % width;  // of one half
+        const std::int64_t row = column + (j < width ? 0 : columns);
+        for (std::int64_t i = 0; column < columns && i < args.depth; ++i) {
+            const Element w = args.weight[row * args.depth + i];
             sum += w;
             __builtin_memcpy(out + (i / kGroup * kPanel + j) * 4 + i % kGroup * sizeof(Element), &w,
                              sizeof w);
         }
-        sums[first + j] = sum;
+        sums[panel * kPanel + j] = sum;
     }
 }
 

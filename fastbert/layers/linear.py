@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers.form import Half
 from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain
 from fastbert.layers.parts import activation_of
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
@@ -86,18 +87,20 @@ def float_product(
     modules: list[nn.Linear],
     activation: str | None = None,
     with_bias: bool = True,
+    gated: Half | None = None,
 ) -> Tensor:
     """act(x @ [W1; W2; …].T + [b1; b2; …]) of nn.Linear layers, as one product; see `LinearKind`."""
     if len(modules) == 1:
         module, own = modules[0], modules[0]._parameters
         rows, inner, outer, dtype = x.shape[0], module.in_features, module.out_features, x.dtype
         given, sizes = [x, own.get("weight"), own.get("bias")], [(rows, inner), (outer, inner), (outer,)]
-        if with_bias and checks.are_plain(given, [dtype] * 3, sizes):
+        if with_bias and gated is None and checks.are_plain(given, [dtype] * 3, sizes):
             launch = dispatch.launcher(forward_of(activation, False, rows), x.device, dtype)
             panels = weight_panels(module, x) if checks.has_values(x) else None
             return launch(*given, activation, None, False, panels)[0]
         bias = module.bias if with_bias else None
-        return linear(x, module.weight, bias, activation, panels=weight_panels(module, x))
+        panels = weight_panels(module, x, gated is not None)
+        return linear(x, module.weight, bias, activation, panels=panels, gated=gated)
     weights: list[Tensor] = [m.weight for m in modules]
     biases: list[Tensor] = [m.bias for m in modules]
     grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
@@ -130,12 +133,12 @@ def float_joins(x: Tensor, modules: list[nn.Linear]) -> bool:
 
 
 def float_layer_operands(
-    x: Tensor, owner: nn.Module, modules: list[nn.Linear]
+    x: Tensor, owner: nn.Module, modules: list[nn.Linear], gated: bool = False
 ) -> list[tuple[Any, ...]] | None:
     """See `LinearKind`. Each module keeps its own panels."""
     if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in modules):
         return None
-    return [(m.weight, weight_panels(m, x), None, m.bias) for m in modules]
+    return [(m.weight, weight_panels(m, x, gated and m is modules[-2]), None, m.bias) for m in modules]
 
 
 class LinearKind(NamedTuple):
@@ -143,12 +146,14 @@ class LinearKind(NamedTuple):
 
     Attributes:
         op: the op that multiplies them.
-        product: (x, owner, modules, activation, with_bias) -> act(x @ [W1; W2; …].T + [b1; b2; …]), one
-            product of one or several modules. `owner` keeps what is derived from several.
+        product: (x, owner, modules, activation, with_bias, gated) -> act(x @ [W1; W2; …].T + [b1; b2; …]),
+            one product of one or several modules. `owner` keeps what is derived from several. `gated`: of one
+            module, see `ops.linear`.
         joins: (x, modules) -> whether `product` takes several modules at once, and is faster that way.
-        layer_operands: (x, owner, modules) -> (weight, panels, scale, bias) for each product of an encoder
-            layer, as `ops.encoder_layer` describes them. The modules are query, key, value, attention output,
-            intermediate and output. None if they cannot run as a whole layer in `x`'s dtype.
+        layer_operands: (x, owner, modules, gated) -> (weight, panels, scale, bias) for each product of an
+            encoder layer, as `ops.encoder_layer` describes them. The modules are query, key and value, or one
+            that is all three, then attention output, intermediate (perhaps with a gate) and output. None if
+            they cannot run as a whole layer in `x`'s dtype.
         float_weight: whether `weight` is floating-point, so that another op may read it (`first_attention`,
             `linear_cross_entropy`).
     """
@@ -156,7 +161,7 @@ class LinearKind(NamedTuple):
     op: str
     product: Callable[..., Tensor]
     joins: Callable[[Tensor, list[Any]], bool]
-    layer_operands: Callable[[Tensor, nn.Module, list[Any]], list[tuple[Any, ...]] | None]
+    layer_operands: Callable[[Tensor, nn.Module, list[Any], bool], list[tuple[Any, ...]] | None]
     float_weight: bool
 
 
@@ -176,18 +181,25 @@ def has_float_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
     return kind is not None and kind.float_weight
 
 
-def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
-    """act(module(x)), fused if the module is a plain linear layer."""
-    return _applied(None if calls_all() else kind_of(module), module, x, activation)
+def apply_linear(
+    module: nn.Module, x: Tensor, activation: str | None = None, gated: Half | None = None
+) -> Tensor:
+    """act(module(x)), fused if the module is a plain linear layer.
+
+    With `gated` it is act(a) · b, where [a, b] = module(x) and `gated` is the activated half.
+    """
+    return _applied(None if calls_all() else kind_of(module), module, x, activation, gated)
 
 
-def _applied(kind: LinearKind | None, module: Any, x: Tensor, activation: str | None) -> Tensor:
+def _applied(
+    kind: LinearKind | None, module: Any, x: Tensor, activation: str | None, gated: Half | None = None
+) -> Tensor:
     """act(module(x)), as `kind` multiplies; the module is called if `kind` is None."""
     if kind is None:
-        return activate_eager(module(x), activation)
+        return activate_eager(module(x), activation, gated)
     if is_empty(module):
-        return activate_eager(_empty_product(module, x, module.bias), activation)
-    return kind.product(x, module, [module], activation)
+        return activate_eager(_empty_product(module, x, module.bias), activation, gated)
+    return kind.product(x, module, [module], activation, gated=gated)
 
 
 def all_plain(linears: list[nn.Module], norms: list[nn.Module]) -> bool:

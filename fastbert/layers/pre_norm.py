@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.form import Half, LayerForm, Parts
+from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import (
     apply_linear,
     dropped,
@@ -31,7 +31,6 @@ from fastbert.layers.linear import (
     weight_panels,
 )
 from fastbert.layers.modules import calls_all, is_plain
-from fastbert.ops.activation import activate_eager
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
@@ -81,7 +80,7 @@ def feed_by_stock(feed: Callable[[Tensor], Tensor], x: Tensor, asked: Asked) -> 
 def gated_inner(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked) -> Tensor:
     """The product of a gated block's halves, or what taps make of it: (rows, hidden) -> (rows, inner)."""
     if parts.gate is None:
-        inner = apply_gated(parts.intermediate, x, form.activation, form.gated)
+        inner = apply_linear(parts.intermediate, x, form.activation, form.gated)
     else:
         inner = apply_linear(parts.gate, x, form.activation) * apply_linear(parts.intermediate, x)
     return inner if asked.taps is None else asked.taps.inner(asked.number, inner, batch)
@@ -123,16 +122,3 @@ def dense_sum(dense: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
 def _is_read(dense: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether our op may read the weights of a linear layer."""
     return is_plain(dense, nn.Linear) and not is_empty(dense) and not calls_all()
-
-
-def apply_gated(module: nn.Module, x: Tensor, activation: str | None, gated: Half | None) -> Tensor:
-    """act(a) · b, with [a, b] = module(x) and `gated` the activated half; act(module(x)) if it is None.
-
-    Fused if the module is a plain linear layer.
-    """
-    if gated is None:
-        return apply_linear(module, x, activation)
-    if _is_read(module):
-        panels = weight_panels(module, x, gated=True)
-        return linear(x, module.weight, module.bias, activation, panels=panels, gated=gated)
-    return activate_eager(apply_linear(module, x), activation, gated)

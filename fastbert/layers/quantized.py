@@ -202,6 +202,7 @@ def int8_product(
     modules: list[QuantizedLinear],
     activation: str | None = None,
     with_bias: bool = True,
+    gated: str | None = None,
 ) -> Tensor:
     """act(x @ [W1; W2; …].T + [b1; b2; …]) of quantised layers, as one product.
 
@@ -209,7 +210,7 @@ def int8_product(
         x: (..., in).
         owner: the module that keeps what is derived from the weights.
         modules: all with a bias, or all without one.
-        activation: as in `linear_int8`.
+        activation, gated: as in `linear_int8`; a gate of one module alone.
         with_bias: False leaves the biases out.
 
     Raises:
@@ -222,10 +223,11 @@ def int8_product(
         )
     if torch.compiler.is_compiling():
         biased = with_bias and modules[0].bias is not None
-        return linear_int8(x, *_joined(modules, biased), activation)
+        return linear_int8(x, *_joined(modules, biased), activation, gated=gated)
     dtype = x.dtype if x.dtype == torch.float64 else checks.autocast_dtype(x) or x.dtype
-    weight, scale, bias, panels = int8_operands(x.device, dtype, owner, modules, with_bias)
-    return linear_int8(x, weight, scale, bias, activation, panels)
+    how = with_bias, gated is not None
+    weight, scale, bias, panels = int8_operands(x.device, dtype, owner, modules, *how)
+    return linear_int8(x, weight, scale, bias, activation, panels, gated)
 
 
 def int8_operands(
@@ -234,6 +236,7 @@ def int8_operands(
     owner: nn.Module,
     modules: list[QuantizedLinear],
     with_bias: bool = True,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(weight, scale, bias, panels) of several quantised layers as one, for `linear_int8` on rows of `dtype`.
 
@@ -250,7 +253,8 @@ def int8_operands(
     panels, make_panels = None, panel_maker(device, dtype)
     if make_panels is not None:
         # Kept for this backend alone, because no other backend could read them
-        panels = prepared.derived(owner, ("int8 panels", make_panels), (weight,), lambda: make_panels(weight))
+        key = "int8 panels", make_panels, gated
+        panels = prepared.derived(owner, key, (weight,), lambda: make_panels(weight, gated))
     return weight, scale, bias, panels
 
 
@@ -260,7 +264,7 @@ def int8_joins(x: Tensor, modules: list[QuantizedLinear]) -> bool:
 
 
 def int8_layer_operands(
-    x: Tensor, owner: nn.Module, modules: list[QuantizedLinear]
+    x: Tensor, owner: nn.Module, modules: list[QuantizedLinear], gated: bool = False
 ) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] | None:
     """(weight, panels, scale, bias) of query, key and value as one product, and of each further layer.
 
@@ -272,12 +276,13 @@ def int8_layer_operands(
     Returns:
         Four such tuples; None if query, key and value cannot be one product.
     """
-    qkv, after = modules[:3], modules[3:]
+    qkv, after = modules[:-3], modules[-3:]
     if not int8_joins(x, qkv):
         return None
     operands = []
     for whose, together in ((owner, qkv), *((m, [m]) for m in after)):
-        weight, scale, bias, panels = int8_operands(x.device, x.dtype, whose, together)
+        up = gated and together[0] is modules[-2]
+        weight, scale, bias, panels = int8_operands(x.device, x.dtype, whose, together, gated=up)
         operands.append((weight, panels, scale, bias))
     return operands
 

@@ -18,8 +18,11 @@ The last bit of `inv` can change some u by one, so the arithmetic up to `acc` is
 row of x with NaN or infinity in it, or whose hi - lo overflows float32, makes a row of NaN. The integers fit
 in 32 bits up to in = 65,536; a larger `in` raises.
 
-A backend may read the weight in its own order: `linear_int8_panels(weight)` in its namespace makes such a
-copy, which the op gets as `panels`. There is no backward: integers have no gradient.
+With a gate, one half of the columns is activated and multiplies the other one before that rounding, as in
+`linear`.
+
+A backend may read the weight in its own order: `linear_int8_panels(weight, gated)` in its namespace makes
+such a copy, which the op gets as `panels`. There is no backward: integers have no gradient.
 
 Source: Jacob et al. 2017, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
 Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()", sec. 2.
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.activation import activate_eager, activate_ref, activated_columns, check_activation
+from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.runtime import dispatch
 
 MOST_INPUTS = 65_536
@@ -86,30 +89,34 @@ def linear_int8_fwd(
     bias: Tensor | None,
     activation: str | None,
     panels: Tensor | None,
+    gated: str | None,
 ) -> Tensor:
     """y for 2-D `x`."""
     _, depth = checks.matrix("x", x)
     _check_depth(depth)
-    check_activation(activation)
     out = weight.shape[0] if weight.dim() else 0
+    activated_columns(out, activation, gated)
     checks.operand("weight", weight, (out, depth), (torch.int8,), x)
     checks.operand("scale", scale, (out,), (torch.float32,), x)
     checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
     if panels is not None:
         checks.operand("panels", panels, (panels.numel(),), (torch.uint8,), x)
-    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, panels)
+    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, panels, gated)
 
 
 @linear_int8_fwd.register_fake
-def _(x, weight, scale, bias, activation, panels):
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _(x, weight, scale, bias, activation, panels, gated):
+    return x.new_empty((x.shape[0], weight.shape[0] // (1 if gated is None else 2)))
 
 
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def panel_maker(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """The function that makes panels of a weight for the backend that serves such `x`, or None."""
+def panel_maker(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The function (weight, gated=False) -> panels for the backend that serves such `x`, or None.
+
+    Panels serve either gated calls or the rest.
+    """
     return dispatch.serving_function("linear_int8_panels", ("linear_int8",), device, dtype)
 
 
@@ -133,8 +140,7 @@ def linear_int8(
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
         panels: made of `weight` by `panel_maker(…)` for the backend that serves this call; or None. Other
             backends work from `weight`.
-        gated: "first", "second" or None, as in `linear`. No backend has a kernel for it: PyTorch's functions
-            make it of the rounded product.
+        gated: "first", "second" or None, as in `linear`.
 
     Returns:
         y (..., out), gated (..., out / 2), of `x`'s dtype. An input without rows has an output without rows;
@@ -161,7 +167,7 @@ def linear_int8(
         checks.shape("bias", bias, (out,))
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
-    activated_columns(out, activation, gated)
+    columns = activated_columns(out, activation, gated)
     if panels is not None:
         _typed("panels", panels, torch.uint8, x)
     if torch.is_grad_enabled():
@@ -172,18 +178,16 @@ def linear_int8(
                     "trained. For inference call it under torch.no_grad(); to train, load the "
                     "floating-point checkpoint, train that, and quantise it afterwards"
                 )
-    if gated is not None:
-        return activate_eager(linear_int8(x, weight, scale, bias, None, panels), activation, gated)
     shape = x.shape
     (x,) = checks.under_autocast(x)
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
-    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels)
+    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated)
     if torch.compiler.is_compiling():
         y = linear_int8_fwd(*args)
     else:
         y = dispatch.call("linear_int8_fwd", args[0], *args)
-    return y if len(shape) == 2 else y.view(*shape[:-1], out)
+    return y if len(shape) == 2 else y.view(*shape[:-1], columns)
 
 
 def _check_depth(depth: int) -> None:

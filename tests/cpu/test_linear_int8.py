@@ -12,7 +12,7 @@ import torch
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear_int8 as launcher
-from fastbert.ops.activation import ACTIVATIONS, activate_ref
+from fastbert.ops.activation import ACTIVATIONS, activate_ref, halves
 from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.runtime import loader
 from tests.support import cpu_build
@@ -33,10 +33,10 @@ def without_vnni():
         pytest.skip("this processor has no avx512")
     library, i64, pointer = ctypes.CDLL(str(cpu_build.int8_pairs())), ctypes.c_int64, ctypes.c_void_p
     library.pairs_panels_size.restype = i64
-    library.pairs_panels_size.argtypes = (i64, i64)
-    library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)
+    library.pairs_panels_size.argtypes = (i64, i64, ctypes.c_bool)
+    library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int, ctypes.c_bool)
     code, p = ctypes.c_int, pointer
-    library.pairs_product.argtypes = (code, i64, i64, i64, p, i64, p, p, p, code, code, p, code)
+    library.pairs_product.argtypes = (code, i64, i64, i64, p, i64, p, p, p, code, code, p, code, code)
     library.pairs_start.argtypes = (ctypes.c_size_t,)
     assert library.pairs_start(loader._runtime()["gomp_parallel"])
 
@@ -252,6 +252,25 @@ def test_packed_for_another_instruction_set(depth):
         _C.set_cpu_isa(before)
 
 
+@pytest.mark.parametrize("half", [1, 15, 31, 32, 33, 64, 65, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates(isa, half, dtype):
+    """The halves of a panel are of one and the same columns; the gate is in float32, and rounded once."""
+    for rows, depth, gated, activation in ((7, 33, "first", "relu"), (250, 40, "second", "silu")):
+        x, weight, scale = randn(rows, depth, dtype=dtype), integers(2 * half, depth), scales(2 * half)
+        bias = 0.1 * randn(2 * half, dtype=dtype, seed=3)
+        y = cpu.linear_int8_fwd(x, weight, scale, bias, activation, None, gated)
+        panels = cpu.linear_int8_panels(weight, True)
+        assert_same_bits(cpu.linear_int8_fwd(x, weight, scale, bias, activation, panels, gated), y)
+        assert panels.numel() != cpu.linear_int8_panels(weight).numel()
+        active, other = halves(exact(x, weight, scale, bias).double(), gated)
+        truth = activate_ref(active, activation) * other
+        step = testing.rounding_step(truth, dtype) if dtype in HALF else 0.0
+        excess = (y.double() - truth).abs() - step - 2**-21 * (0.1 * other.abs() + truth.abs())
+        assert (excess <= 0).all()
+        assert y.shape == (rows, half)
+
+
 def test_layouts_differ_in_size_or_not_at_all(without_vnni):
     """The launcher knows from the size for which instruction set a weight was packed."""
     weights = [integers(out, depth) for depth in range(1, 20) for out in (1, 64, 130)]
@@ -263,9 +282,9 @@ def test_layouts_differ_in_size_or_not_at_all(without_vnni):
             packed.append(cpu.linear_int8_panels(weight))
         _C.set_cpu_isa(before)
         ours = torch.empty(
-            without_vnni.cpu_linear_int8_panels_size(*weight.t().shape), dtype=torch.uint8
+            without_vnni.cpu_linear_int8_panels_size(*weight.t().shape, False), dtype=torch.uint8
         ).fill_(77)
-        without_vnni.cpu_linear_int8_panels(*weight.t().shape, weight.data_ptr(), ours.data_ptr(), 1)
+        without_vnni.cpu_linear_int8_panels(*weight.t().shape, weight.data_ptr(), ours.data_ptr(), 1, False)
         for a in (*packed, ours):
             for b in (*packed, ours):
                 assert a.numel() != b.numel() or torch.equal(a, b)

@@ -19,11 +19,11 @@ FAULTS = (
     _fault("NaN not seen", "if (poison != 0.0f || !(width <= 3.40282347e+38f)) {", "if (!(width <= 3.40282347e+38f)) {"),
     _fault("last group of a row cut", "static_cast<std::size_t>(groups_of(n, kGroup)) * 4);\n    }\n    return {step", "static_cast<std::size_t>(n / kGroup) * 4);\n    }\n    return {step"),
     # the product
-    _fault("zero point times the sum of another column", "load_bits(column_sums + column + j)", "load_bits(column_sums + j)"),
-    _fault("zero point of another row", "broadcast(static_cast<std::uint32_t>(quantized[row + r].zero))", "broadcast(static_cast<std::uint32_t>(quantized[row].zero))"),
-    _fault("step of another row", "broadcast(quantized[row + r].step)", "broadcast(quantized[row].step)"),
-    _fault("steps multiplied in another order", "mul(to_float(acc), mul(step, load(scale + column + j, kLanes)))", "mul(mul(to_float(acc), step), load(scale + column + j, kLanes))"),
-    _fault("8-bit bias of the first panel", "if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));", "if (bias != nullptr) z = add(z, load(bias + j, kLanes));"),
+    _fault("zero point times the sum of another column", "column_sums + j, buffer", "column_sums, buffer"),
+    _fault("zero point of another row", "of.quantized[of.row + r].zero", "of.quantized[of.row].zero"),
+    _fault("step of another row", "of.quantized[of.row + r].step", "of.quantized[of.row].step"),
+    _fault("steps multiplied in another order", "mul(to_float(acc), mul(row.step, load(of.scale + j, kLanes)))", "mul(mul(to_float(acc), row.step), load(of.scale + j, kLanes))"),
+    _fault("8-bit bias of the first panel", "bias == nullptr ? nullptr : bias + j,", "bias,"),
     _fault("8-bit groups one row apart", "(groups + i * count, count, panel", "(groups + i * (count + 1), count, panel"),
     _fault("last group left out", "panel + 4 * part, count,", "panel + 4 * part, count - (count > 9),"),
     _fault("AVX-512's pairs lose a bit", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, b))", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, _mm512_slli_epi16(_mm512_srli_epi16(b, 1), 1)))"),
@@ -31,10 +31,17 @@ FAULTS = (
     _fault("AVX-VNNI not taken", "if (current_isa() == Isa::kAvx2Vnni) return &avx2::linear_int8_vnni_kernels;", "", _TASKS),
     _fault("sum of a column over whole groups alone", "sum += w;", "if (i / kGroup * kGroup + kGroup <= args.depth) sum += w;"),
     _fault("panel's padding unset", "__builtin_memset(out, 0, static_cast<std::size_t>(count) * 4 * kPanel);", ""),
-    _fault("layouts equal in size", "(groups_of(depth, simd->group) + 1) + simd->group;", "(groups_of(depth, simd->group) + 1) + 4;", _TASKS),
+    _fault("layouts equal in size", "return simd.group - (gated ? 1 : 0);", "return 4 * simd.group / simd.group - (gated ? 1 : 0);", _TASKS),
     _fault("last rows not quantised", "parallel_for(ceil_div(args.rows, some), team,", "parallel_for(std::max<std::int64_t>(1, args.rows / some), team,", _TASKS),
     _fault("8-bit blocks of rows lost", "if (row >= args.rows) return;\n        simd->product(args, groups,", "if (row > 0) return;\n        simd->product(args, groups,", _TASKS),
-    _fault("8-bit bias taken for float32", "widened(args.bias, j) : 0.0f;", "widened({args.bias.data, args.dtype}, j) : 0.0f;", _TASKS),
+    _fault("8-bit bias taken for float32", "widened(args.bias, from) : 0.0f;", "widened({args.bias.data, args.dtype}, from) : 0.0f;", _TASKS),
+    # gates
+    _fault("8-bit halves exchanged", "args.gate == Gate::kFirst ? 0 : kHalfPanel", "args.gate == Gate::kFirst ? kHalfPanel : 0"),
+    _fault("8-bit half multiplied by itself", "kHalfPanel - active + j", "active + j"),
+    _fault("8-bit second half is the first", "(j < width ? 0 : columns)", "0"),
+    _fault("8-bit scales of the first half", "(to % kPanel < width ? 0 : args.columns)", "0", _TASKS),
+    _fault("gated layouts equal in size", "return simd.group - (gated ? 1 : 0);", "return simd.group;", _TASKS),
+    _fault("gated panels as wide as others", "const std::int64_t first = j / kPanel * width;", "const std::int64_t first = j;"),
 )  # fmt: skip
 
 SUITE = Suite(

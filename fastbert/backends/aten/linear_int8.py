@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastbert.ops.activation import activate_eager
+from fastbert.ops.activation import activate_eager, halves
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.linear_int8 import SMALLEST_STEP
 
@@ -35,6 +35,7 @@ def linear_int8_fwd(
     bias: Tensor | None,
     activation: str | None,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> Tensor:
     compute = compute_dtype(x)
     wide = x.float()
@@ -53,7 +54,10 @@ def linear_int8_fwd(
     pre = _product(v, zero, weight).to(compute).mul_(step.to(compute) * scale.to(compute))
     if bias is not None:
         pre.add_(bias)
-    return _activated(pre, activation, x.dtype).to(x.dtype)
+    if gated is None:
+        return _activated(pre, activation, x.dtype).to(x.dtype)
+    active, other = halves(pre, gated)
+    return _activated(active, activation, x.dtype).mul(other).to(x.dtype)
 
 
 def _product(v, zero, weight):

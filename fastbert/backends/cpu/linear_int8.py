@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
-from fastbert.ops.activation import CODES
+from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -18,10 +18,11 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def linear_int8_panels(weight: Tensor) -> Tensor:
+def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:
     (out, depth), weight = weight.shape, plain(weight).contiguous()
-    panels = weight.new_empty(_C.cpu_linear_int8_panels_size(depth, out), dtype=torch.uint8)
-    _C.cpu_linear_int8_panels(depth, out, address(weight), panels.data_ptr(), torch.get_num_threads())
+    panels = weight.new_empty(_C.cpu_linear_int8_panels_size(depth, out, gated), dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    _C.cpu_linear_int8_panels(depth, out, address(weight), panels.data_ptr(), threads, gated)
     return panels
 
 
@@ -32,15 +33,17 @@ def linear_int8_fwd(
     bias: Tensor | None,
     activation: str | None,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> Tensor:
-    (rows, depth), out = x.shape, weight.shape[0]
-    if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out):
-        panels = linear_int8_panels(weight)
-    y = x.new_empty(rows, out)
+    (rows, depth), out, is_gated = x.shape, weight.shape[0], gated is not None
+    if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out, is_gated):
+        panels = linear_int8_panels(weight, is_gated)
+    columns = out // 2 if is_gated else out
+    y = x.new_empty(rows, columns)
     _C.cpu_linear_int8(
         DTYPE_CODES[x.dtype],
         rows,
-        out,
+        columns,
         depth,
         *(x.data_ptr(), x.stride(0)),
         panels.data_ptr(),
@@ -49,5 +52,6 @@ def linear_int8_fwd(
         CODES[activation],
         y.data_ptr(),
         torch.get_num_threads(),
+        GATE_CODES[gated],
     )
     return y

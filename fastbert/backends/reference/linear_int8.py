@@ -17,5 +17,6 @@ def linear_int8_fwd(
     bias: Tensor | None,
     activation: str | None,
     panels: Tensor | None = None,
+    gated: str | None = None,
 ) -> Tensor:
-    return linear_int8_ref(x, weight, scale, bias, activation)
+    return linear_int8_ref(x, weight, scale, bias, activation, gated)

@@ -9,19 +9,19 @@ extern "C" bool pairs_start(std::uintptr_t gomp_parallel) {
     return set_isa("avx512");
 }
 
-extern "C" std::int64_t pairs_panels_size(std::int64_t depth, std::int64_t columns) {
-    return int8_panels_size(depth, columns);
+extern "C" std::int64_t pairs_panels_size(std::int64_t depth, std::int64_t columns, bool gated) {
+    return int8_panels_size(depth, columns, gated);
 }
 
 extern "C" const char* pairs_panels(std::int64_t depth, std::int64_t columns, const std::int8_t* weight,
-                                    std::uint8_t* panels, int threads) {
-    return cpu_linear_int8_panels({depth, columns, weight, panels}, threads);
+                                    std::uint8_t* panels, int threads, bool gated) {
+    return cpu_linear_int8_panels({depth, columns, weight, panels, gated}, threads);
 }
 
 extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                                      const void* x, std::int64_t x_stride, const std::uint8_t* panels,
                                      const float* scale, const void* bias, int bias_dtype, int activation,
-                                     void* y, int threads) {
+                                     void* y, int threads, int gate) {
     return cpu_linear_int8({static_cast<DType>(dtype),
                             rows,
                             columns,
@@ -32,6 +32,8 @@ extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t 
                             scale,
                             {bias, static_cast<DType>(bias_dtype)},
                             static_cast<Activation>(activation),
-                            y},
+                            y,
+                            static_cast<Gate>(gate),
+                            false},
                            threads);
 }

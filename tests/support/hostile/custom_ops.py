@@ -217,7 +217,7 @@ OPS = {
     "linear_int8_fwd": (
         lambda: (
             *(floats(4, 5), torch.ones(3, 5, dtype=torch.int8), torch.ones(3), floats(3)),
-            *("gelu", bytes_of(panels_size(5, 3, True))),
+            *("gelu", bytes_of(panels_size(5, 3, True)), None),
         ),
         [MISH],
         ("x", "panels"),
