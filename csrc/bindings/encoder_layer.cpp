@@ -1,6 +1,7 @@
 // Whole encoder layers on the CPU.
 #include "../cpu/encoder_layer.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -87,21 +88,39 @@ void read_weights(EncoderLayer& args, const py::tuple& weights) {
     args.attention_norm = weight.norm();
     args.output_norm = weight.norm();
     weight.end("weights");
-    // With 8 bits, query holds all three.
-    const bool joined = args.query.scale != nullptr;
+    // Without panels of key, query holds all three.
+    const bool joined = args.key.panels == nullptr, int8 = args.query.scale != nullptr;
+    if (int8 && !joined) throw py::value_error("weights: expected one product of three with scales");
     for (const LayerLinear* linear : linears) {
         if (joined && (linear == &args.key || linear == &args.value)) continue;
         check_given("weights", linear->panels, 1);
-        if ((linear->scale != nullptr) != joined)
+        if ((linear->scale != nullptr) != int8)
             throw py::value_error("weights: expected scales for all linear layers or none");
     }
 }
 
-// Layers one after the other; each is (sizes, weights, eps of both norms, activation, softmax_scale). All but
-// the first write over what they read.
+// Addresses of the tables, and their (positions, half). `checked`: the positions are known to lie below it.
+void read_tables(EncoderLayer& args, const py::tuple& tables, std::int64_t& checked) {
+    Reader table(tables);
+    args.tables.cos = table.address<const float>();
+    args.tables.sin = table.address<const float>();
+    const std::int64_t rows = table.next<std::int64_t>();
+    args.tables.half = table.next<std::int64_t>();
+    table.end("tables");
+    if (args.tables.cos == nullptr) return;
+    if (args.tables.half < 1 || args.tables.half > args.headdim / 2)
+        refuse("half", "1 to " + std::to_string(args.headdim / 2) + " pairs per head", args.tables.half);
+    check_given("sin", args.tables.sin, elements_of("rows * half", {rows, args.tables.half}));
+    check_given("positions", args.positions, args.total);
+    for (std::int64_t t = 0; rows < checked && t < args.total; ++t) check_position(args.positions[t], rows);
+    checked = std::min(checked, rows);
+}
+
+// Layers one after the other; each is (sizes, weights, eps of both norms, activation, softmax_scale,
+// pre_norm, gated half, both sides of the window, tables). All but the first write over what they read.
 void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple& layers, Address cu_seqlens,
-                       Address x, std::int64_t x_stride, const py::tuple& bias, Address gate, Address y,
-                       int threads, Address work, std::int64_t work_bytes) {
+                       Address x, std::int64_t x_stride, const py::tuple& bias, Address gate,
+                       Address positions, Address y, int threads, Address work, std::int64_t work_bytes) {
     check_threads(threads);
     Bias shared{};
     Reader strides(bias);
@@ -111,6 +130,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
     shared.row_stride = strides.next<std::int64_t>();
     strides.end("bias");
     std::vector<EncoderLayer> all;
+    std::int64_t checked = kMostElements;
     for (const py::handle each : layers) {
         Reader layer(each.cast<py::tuple>());
         EncoderLayer args = layer_of(dtype, batch_sizes, layer.tuple());
@@ -119,7 +139,17 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
         args.output_norm.eps = layer.next<double>();
         args.activation = activation_of(layer.next<int>());
         args.softmax_scale = layer.next<float>();
+        args.pre_norm = layer.next<bool>();
+        args.gated = gate_of(layer.next<int>());
+        args.window.left = layer.next<std::int64_t>();
+        args.window.right = layer.next<std::int64_t>();
+        check_size("window", args.window.left, -1);
+        check_size("window", args.window.right, -1);
+        args.positions = pointer<const std::int64_t>(positions);
+        read_tables(args, layer.tuple(), checked);
         layer.end("layer");
+        if (args.output_norm.eps < 0.0 || (args.attention_norm.eps < 0.0 && !args.pre_norm))
+            throw py::value_error("eps: expected a norm");
         args.work = pointer(work);
         if (work != 0 && work_bytes < cpu_encoder_layer_work(args, threads))
             throw py::value_error("work: too few bytes");

@@ -24,7 +24,8 @@ void rotary(int dtype, std::int64_t rows, std::int64_t heads, std::int64_t headd
                       wide,
                       interleaved,
                       back,
-                      pointer(y)};
+                      pointer(y),
+                      heads * headdim};
     const std::int64_t elements = elements_of("rows * heads * headdim", {rows, heads, headdim});
     const std::int64_t pairs = elements_of("max_positions * half", {max_positions, half});
     if (half < 1 || half > headdim / 2)
@@ -36,12 +37,7 @@ void rotary(int dtype, std::int64_t rows, std::int64_t heads, std::int64_t headd
     check_given("sin", args.sin, pairs);
     check_given("positions", args.positions, rows);
     check_given("y", args.y, elements);
-    for (std::int64_t t = 0; t < rows; ++t) {  // under torch.compile the op cannot look
-        const std::int64_t position = position_of(args, t);
-        if (position < 0 || position >= max_positions)
-            throw py::value_error("positions: position " + std::to_string(position) +
-                                  " is out of range for tables of " + std::to_string(max_positions));
-    }
+    for (std::int64_t t = 0; t < rows; ++t) check_position(position_of(args, t), max_positions);
     run([&] { return cpu_rotary(args, threads); });
 }
 

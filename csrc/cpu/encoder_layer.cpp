@@ -8,6 +8,7 @@
 #include "layer_norm.h"
 #include "linear_int8.h"
 #include "parallel.h"
+#include "rotary.h"
 #include "workspace.h"
 
 namespace fastbert {
@@ -26,14 +27,23 @@ struct Rows {
     std::int64_t begin, count;
 };
 
-// c = act(a w + bias) for some rows; without `with_bias` the following norm adds the bias.
+// What follows a product: its bias, unless the following norm adds it, then the activation, then what c
+// holds.
+struct Epilogue {
+    bool bias = true;
+    Activation activation = Activation::kNone;
+    Gate gate = Gate::kNone;
+    bool adds = false;
+};
+
+// c = act(a w + bias), or the same added to c, for some rows.
 const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w, const void* a,
-                     std::int64_t a_stride, std::int64_t columns, std::int64_t depth, bool with_bias,
-                     Activation activation, void* c, int threads) {
+                     std::int64_t a_stride, std::int64_t columns, std::int64_t depth,
+                     const Epilogue& epilogue, void* c, int threads) {
     const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
     const void* const from = static_cast<const char*>(a) + rows.begin * a_stride * size;
     void* const to = static_cast<char*>(c) + rows.begin * columns * size;
-    const Param bias = with_bias ? w.bias : Param{nullptr, DType::kFloat32};
+    const Param bias = epilogue.bias ? w.bias : Param{nullptr, DType::kFloat32};
     if (w.scale != nullptr) {
         const ProductInt8 args{layer.dtype,
                                rows.count,
@@ -44,8 +54,10 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
                                static_cast<const std::uint8_t*>(w.panels),
                                w.scale,
                                bias,
-                               activation,
-                               to};
+                               epilogue.activation,
+                               to,
+                               epilogue.gate,
+                               epilogue.adds};
         return cpu_linear_int8(args, threads);
     }
     Product args{};
@@ -58,30 +70,65 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     args.depth_stride = 1;
     args.panels = w.panels;
     args.bias = bias;
-    args.activation = activation;
+    args.activation = epilogue.activation;
+    args.gate = epilogue.gate;
+    args.residual = epilogue.adds ? to : nullptr;
+    args.residual_stride = columns;
     args.c = to;
     return cpu_linear_product(args, threads);
 }
 
-// y = norm(residual + x + bias) for some rows.
-const char* add_norm(const EncoderLayer& layer, Rows rows, const LayerNormParams& norm, std::int64_t hidden,
-                     const void* x, Param bias, const void* residual, std::int64_t residual_stride, void* y,
-                     int threads) {
+// The sum that a norm reads: x + bias + residual. The last two may be null.
+struct Sum {
+    const void* x;
+    std::int64_t x_stride;
+    Param bias;
+    const void* residual;
+    std::int64_t residual_stride;
+};
+
+// y = norm(sum) for some rows; the sum itself goes to z, which may be null and may be the residual.
+const char* add_norm(const EncoderLayer& layer, Rows rows, const LayerNormParams& norm, const Sum& sum,
+                     void* z, void* y, int threads) {
     const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t hidden = layer.hidden, first = rows.begin * hidden * size;
     LayerNormFwd args{};
     args.dtype = layer.dtype;
     args.rows = rows.count;
     args.hidden = hidden;
-    args.x = static_cast<const char*>(x) + rows.begin * hidden * size;
-    args.x_stride = hidden;
-    args.residual = static_cast<const char*>(residual) + rows.begin * residual_stride * size;
-    args.residual_stride = residual_stride;
+    args.x = static_cast<const char*>(sum.x) + rows.begin * sum.x_stride * size;
+    args.x_stride = sum.x_stride;
+    if (sum.residual != nullptr)
+        args.residual = static_cast<const char*>(sum.residual) + rows.begin * sum.residual_stride * size;
+    args.residual_stride = sum.residual_stride;
     args.weight = norm.weight;
     args.bias = norm.bias;
-    args.x_bias = bias;
+    args.x_bias = sum.bias;
     args.eps = norm.eps;
-    args.y = static_cast<char*>(y) + rows.begin * hidden * size;
+    args.y = static_cast<char*>(y) + first;
+    args.z = z == nullptr ? nullptr : static_cast<char*>(z) + first;
     return cpu_layer_norm_fwd(args, threads);
+}
+
+// Rotates some rows of `count` heads in place.
+const char* rotate(const EncoderLayer& layer, Rows rows, const Heads& heads, std::int64_t count,
+                   int threads) {
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    Rotary args{};
+    args.dtype = layer.dtype;
+    args.rows = rows.count;
+    args.heads = count;
+    args.headdim = layer.headdim;
+    args.y = const_cast<char*>(static_cast<const char*>(heads.data)) + rows.begin * heads.row_stride * size;
+    args.x = args.y;
+    args.row_stride = args.y_stride = heads.row_stride;
+    args.head_stride = heads.head_stride;
+    args.cos = layer.tables.cos;
+    args.sin = layer.tables.sin;
+    args.half = layer.tables.half;
+    args.positions = layer.positions + rows.begin;
+    args.wide = true;
+    return cpu_rotary(args, threads);
 }
 
 bool have_own_rows(std::int64_t total, int threads) {
@@ -129,8 +176,9 @@ std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threa
 }
 
 // The working memory of a layer of this many rows: q, k, v, context. After attention, q's place holds the
-// inputs of both norms, and k's place the first norm's result. Once the context has been read, the inner rows
-// of the feed-forward start at v's place.
+// inputs of both norms, and k's place the result of the norm after attention. Once the context has been read,
+// the inner rows of the feed-forward start at v's place. With pre_norm the context's place first has the
+// result of the norm before attention, and y has the sum after attention.
 struct Places {
     std::int64_t plane, wide;
     Places(const EncoderLayer& layer, std::int64_t rows) {
@@ -162,21 +210,29 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     attention.softmax_scale = layer.softmax_scale;
     attention.bias = layer.bias;
     attention.gate = layer.gate;
+    attention.window = layer.window;
     attention.out = context;
-    const bool joined = layer.query.scale != nullptr;  // rows [q, k, v], over the three places
+    const bool joined = layer.key.panels == nullptr;  // rows [q, k, v], over the three places
     const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};
     Heads* const heads[] = {&attention.q, &attention.k, &attention.v};
     for (int i = 0; i < 3; ++i)
         *heads[i] = joined ? Heads{base + i * width * size, 3 * width, layer.headdim}
                            : Heads{base + i * plane, width, layer.headdim};
+    const bool normed = layer.pre_norm && layer.attention_norm.eps >= 0.0;
+    const void* const x = normed ? context : layer.x;
+    const std::int64_t x_stride = normed ? hidden : layer.x_stride;
     const char* failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
-        if (joined)
-            return multiply(layer, rows, layer.query, layer.x, layer.x_stride, 3 * width, hidden, true,
-                            Activation::kNone, base, team);
         const char* why = nullptr;
-        for (int i = 0; i < 3 && why == nullptr; ++i)
-            why = multiply(layer, rows, *weights[i], layer.x, layer.x_stride, width, hidden, true,
-                           Activation::kNone, base + i * plane, team);
+        if (normed)
+            why = add_norm(layer, rows, layer.attention_norm, {layer.x, layer.x_stride, {}, nullptr, 0},
+                           nullptr, context, team);
+        if (joined && why == nullptr)
+            why = multiply(layer, rows, layer.query, x, x_stride, 3 * width, hidden, {}, base, team);
+        for (int i = 0; i < 3 && !joined && why == nullptr; ++i)
+            why = multiply(layer, rows, *weights[i], x, x_stride, width, hidden, {}, base + i * plane, team);
+        if (layer.tables.cos == nullptr) return why;
+        for (int i = 0; i < (joined ? 1 : 2) && why == nullptr; ++i)
+            why = rotate(layer, rows, *heads[i], (joined ? 2 : 1) * layer.nheads, team);
         return why;
     });
     if (failed == nullptr) failed = cpu_attention_fwd(attention, threads);
@@ -185,23 +241,28 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     std::memset(context + end * width * size, 0, (layer.total - end) * width * size);
 
     failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
-        const char* why = multiply(layer, rows, layer.attention_output, context, width, hidden, width, false,
-                                   Activation::kNone, sum, team);
+        const char* why =
+            multiply(layer, rows, layer.attention_output, context, width, hidden, width, {false}, sum, team);
+        const auto& norm = layer.pre_norm ? layer.output_norm : layer.attention_norm;
         if (why == nullptr)
-            why = add_norm(layer, rows, layer.attention_norm, hidden, sum, layer.attention_output.bias,
-                           layer.x, layer.x_stride, attended, team);
+            why = add_norm(layer, rows, norm,
+                           {sum, hidden, layer.attention_output.bias, layer.x, layer.x_stride},
+                           layer.pre_norm ? layer.y : nullptr, attended, team);
         return why;
     });
     if (failed != nullptr) return failed;
     return by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
         const char* why = multiply(layer, rows, layer.intermediate, attended, hidden, layer.inner, hidden,
-                                   true, layer.activation, inner, team);
+                                   {true, layer.activation, layer.gated}, inner, team);
+        if (why != nullptr) return why;
+        if (layer.pre_norm)
+            return multiply(layer, rows, layer.output, inner, layer.inner, hidden, layer.inner,
+                            {true, Activation::kNone, Gate::kNone, true}, layer.y, team);
+        why =
+            multiply(layer, rows, layer.output, inner, layer.inner, hidden, layer.inner, {false}, sum, team);
         if (why == nullptr)
-            why = multiply(layer, rows, layer.output, inner, layer.inner, hidden, layer.inner, false,
-                           Activation::kNone, sum, team);
-        if (why == nullptr)
-            why = add_norm(layer, rows, layer.output_norm, hidden, sum, layer.output.bias, attended, hidden,
-                           layer.y, team);
+            why = add_norm(layer, rows, layer.output_norm, {sum, hidden, layer.output.bias, attended, hidden},
+                           nullptr, layer.y, team);
         return why;
     });
 }
@@ -232,6 +293,7 @@ const char* run_all(const EncoderLayer& layer, int threads, bool own_rows) {
         own.cu_seqlens = ends.data() + first + part;
         own.x = static_cast<const char*>(layer.x) + begin * layer.x_stride * size;
         own.y = static_cast<char*>(layer.y) + begin * hidden * size;
+        if (own.positions != nullptr) own.positions += begin;
         if (own.bias.data != nullptr) own.bias.data += first * own.bias.batch_stride;
         return run(own, 1, false, work + memory[part]);
     });

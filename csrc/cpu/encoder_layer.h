@@ -1,6 +1,6 @@
-// A whole encoder layer for inference on the CPU: the kernels of attention, linear (or linear_int8) and
-// layer_norm in the order of fastbert/layers/encoder.py. A layer costs one call from Python, and its
-// intermediate results stay in one workspace, which is mapped already.
+// A whole encoder layer for inference on the CPU: the kernels of attention, linear (or linear_int8), rotary
+// and layer_norm in the order of fastbert/layers/encoder.py or pre_norm.py. A layer costs one call from
+// Python, and its intermediate results stay in one workspace, which is mapped already.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,13 @@ struct LayerLinear {
 
 struct LayerNormParams {
     Param weight, bias;  // bias may be null
-    double eps;
+    double eps;          // negative: there is no norm
+};
+
+// The tables that rotate queries and keys, [positions, half]; null: they are not rotated.
+struct LayerTables {
+    const float *cos, *sin;
+    std::int64_t half;
 };
 
 struct EncoderLayer {
@@ -27,10 +33,15 @@ struct EncoderLayer {
     const std::int32_t* cu_seqlens;  // batch + 1
     const void* x;                   // (total, hidden); attention is nheads * headdim wide
     std::int64_t x_stride;
-    LayerLinear query, key, value;  // with 8 bits, query holds all three: one product of three
+    LayerLinear query, key, value;  // without panels of key, query holds all three: one product of three
     LayerLinear attention_output, intermediate, output;
-    LayerNormParams attention_norm, output_norm;
+    bool pre_norm;  // whether the norms come before the blocks, not after their residual sums
+    LayerNormParams attention_norm, output_norm;  // with pre_norm the first may be missing
     Activation activation;
+    Gate gated;  // the half of intermediate's columns that is activated, and multiplies the other one
+    Window window;
+    LayerTables tables;
+    const std::int64_t* positions;  // (total,), within the tables: the caller checks
     float softmax_scale;
     Bias bias;
     const float* gate;  // (nheads,), null: none

@@ -37,8 +37,9 @@ const char* cpu_rotary(const Rotary& args, int threads) {
     if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
     const std::int64_t width = args.heads * args.headdim, item = args.dtype == DType::kFloat32 ? 4 : 2;
-    const std::int64_t total = args.rows * width * item;
-    if (total == 0) return nullptr;
+    if (args.rows * width == 0) return nullptr;
+    // In place the pages are there already.
+    const std::int64_t total = args.x == args.y ? 0 : args.rows * width * item;
     const std::int64_t each = args.interleaved ? 4 * args.half : 0;  // floats of scratch per thread
     const Workspace workspace(std::max<std::int64_t>(1, threads * each));
     if (workspace.data() == nullptr) return kOutOfMemory;

@@ -17,7 +17,8 @@ struct Rotary {
     std::int64_t half;       // pairs per head: 2 half <= headdim
     const void* positions;   // [rows], int64 if `wide`, else int32; within the tables: the caller checks
     bool wide, interleaved, back;  // back: by the negative angle
-    void* y;                       // [rows, heads, headdim], contiguous
+    void* y;                       // [rows, heads, headdim], a row contiguous; it may be x, with x's strides
+    std::int64_t y_stride;         // from row to row
 };
 
 inline std::int64_t position_of(const Rotary& args, std::int64_t row) {

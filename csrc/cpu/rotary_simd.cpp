@@ -43,7 +43,6 @@ void rotate_rows(const Rotary& args, std::int64_t begin, std::int64_t end, float
     const std::int64_t half = args.half, rest = args.headdim - 2 * half;
     const float sign = args.back ? -1.0f : 1.0f;
     const Vec signs = broadcast(sign);
-    T* y = static_cast<T*>(args.y) + begin * args.heads * args.headdim;
     for (std::int64_t row = begin; row < end; ++row) {
         const std::int64_t at = position_of(args, row) * half;
         const float *c = args.cos + at, *s = args.sin + at;
@@ -58,6 +57,7 @@ void rotate_rows(const Rotary& args, std::int64_t begin, std::int64_t end, float
             s = spread_s;
         }
         const T* x = static_cast<const T*>(args.x) + row * args.row_stride;
+        T* y = static_cast<T*>(args.y) + row * args.y_stride;
         for (std::int64_t head = 0; head < args.heads; ++head, x += args.head_stride, y += args.headdim) {
             // The processor's own prefetch stops at each gap between rows (NOTES.md).
             const char* const ahead = reinterpret_cast<const char*>(x + kAhead * args.row_stride);
@@ -67,7 +67,7 @@ void rotate_rows(const Rotary& args, std::int64_t begin, std::int64_t end, float
                 rotate_neighbours(x, c, s, 2 * half, y);
             else
                 rotate_halves(x, c, s, half, signs, y);
-            if (rest > 0)
+            if (rest > 0 && x != y)
                 __builtin_memcpy(y + 2 * half, x + 2 * half, static_cast<std::size_t>(rest) * sizeof(T));
         }
     }

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 
 from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
+from fastbert.layers.modules import is_plain
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
 from fastbert.ops.encoder_layer import FusedLayer, close_team, encoder_layer, launchers, open_team
 from fastbert.runtime import prepared
+
+# The kinds of layer that the fused layer computes
+KINDS = frozenset({"gated", "packed", "pre_norm", "rotary", "window"})
 
 
 class Taken(NamedTuple):
@@ -42,6 +47,8 @@ def serves(x: Tensor, call: Call) -> str | None:
         return "there are no tokens"
     if call.batch.causal:
         return "a token sees only tokens before it"
+    if call.batch.columns is not None:
+        return "kept tokens are not adjacent, and layers count columns"
     if call.wants_attentions or call.taps is not None:
         return "what attention computes inside is asked for"
     return None if checks.autocast_dtype(x) is None else "autocast is on"
@@ -54,8 +61,10 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return step.reason or "the layer has mathematics of its own"
     if layer.training or any(parts.rates):
         return "the layer is in training mode, or drops"
-    if form.kinds:
-        return f"it does not know layers with {', '.join(sorted(form.kinds))}"
+    if unknown := form.kinds - KINDS:
+        return f"it does not know layers with {', '.join(sorted(unknown))}"
+    if parts.gate is not None:
+        return "the activated half of the feed-forward block is a linear layer of its own"
     if call.first_only and step.number == call.last:
         return "only the first token of each sequence is wanted"
     if not parts.fuses_norm or parts.feed is not None:
@@ -64,28 +73,31 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "the module's own call must run: something looks at it, or it has another forward"
     if not parts.plain:
         return "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
-    dense, norms = parts.linears, (parts.attention_norm, parts.output_norm)
+    dense, norms = _linears(form, parts.linears), _norms(form, parts)
     kind = INT8 if parts.int8 else LINEAR_KINDS[type(dense[0])]
     found = launchers(x.device, x.dtype, kind.op)
     if found is None:
         return "another backend than cpu serves an op of the layer"
     make, launch, keeps_panels = found
     if not keeps_panels(kind.op, x.shape[0]):
-        if _another_kind(parts, kind, x):
+        if _another_kind(dense, norms, kind, x):
             return "a parameter has another dtype or device than the tokens"
-        return Taken(launch, lambda: _fused(form, parts, _weights(kind, make, parts, dense, x, call.scratch)))
-    tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
+        return Taken(
+            launch, lambda: _fused(form, parts, _weights(kind, make, form, parts, dense, x, call.scratch))
+        )
+    modules = (*dense, *norms)
+    tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
     sources = tuple([t for d in tables for t in d.values() if t is not None])
 
     def build() -> object | None:
-        if _another_kind(parts, kind, x):
+        if _another_kind(dense, norms, kind, x):
             return None
         if not parts.int8:
-            return _weights(kind, make, parts, dense, x)
+            return _weights(kind, make, form, parts, dense, x)
         # Temporary copies: only their panels are kept
-        named = zip(dense, form.names.linears, strict=True)
+        named = zip(dense, _linears(form, form.names.linears), strict=True)
         copies = [QuantizedLinear.from_linear(m, f"{parts.label}.{path}") for m, path in named]
-        return _weights(kind, make, parts, copies, x)
+        return _weights(kind, make, form, parts, copies, x)
 
     weights = prepared.derived(layer, ("layer", kind.op, x.dtype, launch), sources, build)
     if weights is None:
@@ -127,17 +139,14 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
         if isinstance(group, Stack) and group.serves(call) and not blocks_of(group[0][0], x, call, True):
             for step, _ in group:
                 step.layer.begin(x)
-            batch = call.batch
-            lengths = batch.cu_seqlens, batch.max_seqlen
-            return encoder_layer(group[0][1].launch, x, group.layers, *lengths, bias=batch.bias)
+            return _launched(group[0][1].launch, x, group.layers, call.batch)
         for step, (launch, taken) in group:
             step.layer.begin(x)
             gate = call.asked(step).gate
             fused = [taken() if callable(taken) else taken]
 
             def layer(x, batch, out, launch=launch, fused=fused, gate=gate):
-                lengths = batch.cu_seqlens, batch.max_seqlen
-                return encoder_layer(launch, x, fused, *lengths, bias=batch.bias, gate=gate, out=out)
+                return _launched(launch, x, fused, batch, gate, out)
 
             blocks = blocks_of(step, x, call, fused=True)
             x = call.keep(by_blocks(blocks, x, call.batch_of(step.form), layer))
@@ -146,21 +155,48 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
     return x
 
 
+def _launched(
+    launch: Callable[..., Any],
+    x: Tensor,
+    layers: Sequence[FusedLayer],
+    batch: PackedBatch,
+    gate: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    lengths, rotates = (batch.cu_seqlens, batch.max_seqlen), (batch.positions, batch.tables)
+    more: dict[str, Any] = {"bias": batch.bias, "gate": gate, "out": out}
+    return encoder_layer(launch, x, layers, *lengths, positions=rotates[0], tables=rotates[1], **more)
+
+
+def _linears(form: LayerForm, each: Sequence[Any]) -> Sequence[Any]:
+    """What belongs to each linear layer, once for query, key and value of a packed layer."""
+    return each[2:] if form.packed else each
+
+
+def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
+    """The norms; of a pre-norm layer the first may be missing."""
+    first = form.pre_norm and is_plain(parts.attention_norm, nn.Identity)
+    return [parts.attention_norm, parts.output_norm][first:]
+
+
 def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
-    eps, scale = (parts.attention_norm.eps, parts.output_norm.eps), form.head_dim**-0.5
-    inner = parts.intermediate.out_features
-    return FusedLayer(weights, form.nheads, form.head_dim, inner, scale, form.activation, eps)
+    eps = getattr(parts.attention_norm, "eps", None), parts.output_norm.eps
+    inner = parts.intermediate.out_features // (1 if form.gated is None else 2)
+    sizes = form.nheads, form.head_dim, inner
+    kind = form.pre_norm, form.gated, form.window, form.rotary
+    return FusedLayer(weights, *sizes, form.softmax_scale, form.activation, eps, *kind)
 
 
-def _another_kind(parts: Parts, kind: LinearKind, x: Tensor) -> bool:
+def _another_kind(
+    dense: Sequence[nn.Module], norms: Sequence[nn.Module], kind: LinearKind, x: Tensor
+) -> bool:
     """Whether a parameter has another dtype or device than `x`; then the ops check it."""
-    norms = parts.attention_norm, parts.output_norm
-    for module in (*parts.linears, *norms):
+    for module in (*dense, *norms):
         for name, t in module._parameters.items():
             if t is not None:
                 checks.own_elements(name, t)
     of_norms = [t for m in norms for t in (m.weight, m.bias)]
-    of_linears = [t for m in parts.linears for t in ((m.weight, m.bias) if kind is FLOAT else (m.bias,))]
+    of_linears = [t for m in dense for t in ((m.weight, m.bias) if kind is FLOAT else (m.bias,))]
     known = [t for t in (*of_norms, *of_linears) if t is not None]
     return any(t.dtype != x.dtype or t.device != x.device for t in known)
 
@@ -168,6 +204,7 @@ def _another_kind(parts: Parts, kind: LinearKind, x: Tensor) -> bool:
 def _weights(
     kind: LinearKind,
     make: Callable[..., Any],
+    form: LayerForm,
     parts: Parts,
     dense: Sequence[nn.Module],
     x: Tensor,
@@ -175,6 +212,8 @@ def _weights(
 ) -> object | None:
     """The layer's weights as `make` prepares them; None if they cannot run as a whole layer."""
     # The argument after `x` keeps what is derived. For temporary copies that must not be the layer.
-    linears = kind.layer_operands(x, dense[0] if parts.int8 else parts.owner, list(dense))
-    norms = [(norm.weight, norm.bias) for norm in (parts.attention_norm, parts.output_norm)]
-    return None if linears is None else make(linears, norms, scratch)
+    gated, owner = form.gated is not None, dense[0] if parts.int8 else parts.owner
+    linears = kind.layer_operands(x, owner, list(dense), gated)
+    norms = [(norm.weight, norm.bias) for norm in _norms(form, parts)]
+    norms = [(None, None)] * (2 - len(norms)) + norms
+    return None if linears is None else make(linears, norms, scratch, gated)

@@ -19,7 +19,7 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.layers.disentangled import DisentangledAttention
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import all_plain
-from fastbert.layers.modules import attach, changed, is_hooked, part, plain_dropout, watched
+from fastbert.layers.modules import attach, changed, is_hooked, is_plain, part, plain_dropout, watched
 from fastbert.layers.parts import (
     PARTS,
     Activation,
@@ -70,7 +70,9 @@ class PackedLayer(nn.Module):
         """What the layer computes with now, if nothing keeps our ops from it (`look`)."""
         names = self.form.names
         linears, norms = ([part(self, path) for path in paths] for paths in (names.linears, names.norms))
-        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, all_plain(linears, norms)
+        missing = self.form.pre_norm and is_plain(norms[0], nn.Identity)
+        plain = all_plain(linears, norms[missing:])
+        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
         return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6]))
 
     def look(self, everything: str | None) -> Parts | str:

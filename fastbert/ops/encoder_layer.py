@@ -1,45 +1,57 @@
 """Whole encoder layers for inference in one call of a backend.
 
-It is no op of the dispatch table, but attention, linear (or linear_int8) and layer_norm fused.
+It is no op of the dispatch table, but attention, linear (or linear_int8), layer_norm and rotary fused.
 
     q, k, v = x Wqᵀ + bq, x Wkᵀ + bk, x Wvᵀ + bv
     a = LayerNorm(x + attention(q, k, v) Woᵀ + bo)
     y = LayerNorm(a + act(a Wiᵀ + bi) Wfᵀ + bf)
+
+or, with the norms before the blocks,
+
+    n = LayerNorm(x), or x
+    q, k, v = n Wqᵀ + bq, n Wkᵀ + bk, n Wvᵀ + bv
+    a = x + attention(q, k, v) Woᵀ + bo
+    y = a + act(LayerNorm(a) Wiᵀ + bi) Wfᵀ + bf
+
+q and k may be rotated, attention may have a window, and act may be gated.
 
 A fused layer returns bit for bit what those ops return one after another on the same backend. It saves the
 fixed cost of nine calls and the memory of their results, which counts where tokens are few.
 
 Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
 
-    encoder_layer_weights(linears, norms, scratch) -> weights
+    encoder_layer_weights(linears, norms, scratch, gated) -> weights
         linears: (weight, panels, scale, bias) of query, key, value, attention output, intermediate and
-        output, with panels as the backend's `linear_panels` makes them and scale None. Or, of 8-bit layers:
-        of query, key and value joined, attention output, …, with panels as `linear_int8_panels` makes them.
-        bias may be None. norms: (weight, bias or None) of both norms. panels may be None: then they are made
-        for the call, in the memory that the list `scratch` holds or gets, and the layer works there too. The
-        next call with that list overwrites it. With scratch None the weights own the memory.
+        output, or of query, key and value joined, attention output, …; with panels as the backend's
+        `linear_panels` makes them and scale None. Those of 8-bit layers are joined, with panels as
+        `linear_int8_panels` makes them. bias may be None. gated: whether the intermediate layer has a gate,
+        and panels for it. norms: (weight or None, bias or None) of both norms. panels may be None: then they
+        are made for the call, in the memory that the list `scratch` holds or gets, and the layer works there
+        too. The next call with that list overwrites it. With scratch None the weights own the memory.
     open_team(), close_team(): between the two, the threads of the calling thread's ops stay awake, so that
         each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.
     sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
-    encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, out) -> y
-        layers: `FusedLayer`s, one after the other; x, y: (total, hidden), last dimension contiguous; out:
-        the memory for y, or None; bias 4-D; the rest as in `ops.attention` and `ops.linear`.
+    encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, positions, tables, out) -> y
+        layers: `FusedLayer`s, one after the other, their windows as `checked_window` returns them; x, y:
+        (total, hidden), last dimension contiguous; out: the memory for y, or None; bias 4-D; positions int64
+        and contiguous, tables by `rotary` of the layers, or both None; the rest as in `ops.attention` and
+        `ops.linear`. The backend checks the values of the lengths and positions.
 
 Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.activation import ACTIVATIONS
-from fastbert.ops.attention_checks import check_bias, check_lengths
+from fastbert.ops.activation import ACTIVATIONS, GATES
+from fastbert.ops.attention_checks import check_bias, check_lengths, checked_window
 from fastbert.runtime import dispatch
 
 
@@ -50,9 +62,14 @@ class FusedLayer(NamedTuple):
         weights: what `encoder_layer_weights` made, for `x`'s device and dtype.
         nheads, headdim: heads, and the size of each; their product, the width of attention, need not be
             hidden.
-        inner, activation: columns and activation of the intermediate layer.
+        inner, activation: columns and activation of the intermediate layer, after the gate if there is one.
         softmax_scale: see `ops.attention`.
-        eps: eps of the norm after attention, and of the norm after the feed-forward.
+        eps: eps of the norm of attention, and of the norm of the feed-forward; None for no norm before
+            attention.
+        pre_norm: whether the norms come before the blocks, not after their residual sums.
+        gated: see `ops.linear`.
+        window: see `ops.attention`.
+        rotary: the key of the tables that rotate queries and keys; None if they are not rotated.
     """
 
     weights: Any
@@ -61,7 +78,11 @@ class FusedLayer(NamedTuple):
     inner: int
     softmax_scale: float
     activation: str | None
-    eps: tuple[float, float]
+    eps: tuple[float | None, float]
+    pre_norm: bool = False
+    gated: str | None = None
+    window: tuple[int, int] | None = None
+    rotary: Hashable = None
 
 
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
@@ -129,6 +150,8 @@ def encoder_layer(
     *,
     bias: Tensor | None,
     gate: Tensor | None = None,
+    positions: Tensor | None = None,
+    tables: Mapping[Any, tuple[Tensor, Tensor]] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One or more layers, without autograd.
@@ -139,6 +162,8 @@ def encoder_layer(
         layers: in execution order.
         cu_seqlens, max_seqlen, bias, gate: as in `ops.attention.attention`, packed layout; shared by all
             layers.
+        positions: (total,) int32 or int64, each token's position in its sequence, if a layer rotates.
+        tables: the layers' `rotary` -> (cos, sin) as in `ops.rotary`.
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
 
     Returns:
@@ -162,12 +187,23 @@ def encoder_layer(
             raise ValueError(
                 f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
-        for eps in layer.eps:
-            checks.eps(eps)
+        first, second = layer.eps
+        if first is not None or not layer.pre_norm:
+            checks.eps(cast(float, first))
+        checks.eps(second)
+        if layer.gated not in (None, *GATES):
+            raise ValueError(f"gated: expected None, 'first' or 'second', got {layer.gated!r}")
         shared = check_bias(bias, cu_seqlens.shape[0] - 1, layer.nheads, max_seqlen, x)
         if gate is not None:
             checks.float_tensor("gate", gate, x)
             checks.shape("gate", gate, (layer.nheads,))
+    rotated = {layer.rotary: layer.headdim for layer in layers if layer.rotary is not None}
+    for rotary, headdim in rotated.items():
+        positions = _check_tables(rotary, headdim, positions, tables, x)
+    # The kernels know no window that reaches over all tokens
+    windows = [layer.window for layer in layers]
+    windows = [w if w is None else checked_window(False, w, max_seqlen) for w in windows]
+    layers = [layer._replace(window=window) for layer, window in zip(layers, windows, strict=True)]
     if out is not None:
         checks.float_tensor("out", out, x)
         checks.shape("out", out, tuple(x.shape))
@@ -177,4 +213,27 @@ def encoder_layer(
             )
     shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
-    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, out)
+    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, positions, tables, out)
+
+
+def _check_tables(
+    rotary: Hashable,
+    headdim: int,
+    positions: Tensor | None,
+    tables: Mapping[Any, tuple[Tensor, Tensor]] | None,
+    x: Tensor,
+) -> Tensor:
+    """Check the tables of a layer that rotates; returns the positions as a backend takes them."""
+    if positions is None or tables is None or rotary not in tables:
+        raise ValueError(f"tables: expected positions, and tables of {rotary!r}")
+    checks.int_tensor("positions", positions, x)
+    checks.shape("positions", positions, x.shape[:1])
+    cos, sin = tables[rotary]
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.operand(name, table, cos.shape, (checks.compute_dtype(x),), x)
+    if cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= headdim:
+        raise ValueError(
+            "cos: expected shape (max_positions, rotary_dim / 2) with rotary_dim from 2 to headdim "
+            f"{headdim}, got {tuple(cos.shape)}"
+        )
+    return dispatch.plain(positions).long().contiguous()

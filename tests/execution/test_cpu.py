@@ -17,6 +17,7 @@ from fastbert.execution import plan
 from fastbert.execution.call import Call
 from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.positions import rotary_tables
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
@@ -34,6 +35,10 @@ pytestmark = pytest.mark.skipif(
 )
 FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FLOAT, BF16, FP16)
+
+
+def norms_of(layer: nn.Module) -> list[nn.LayerNorm]:
+    return [module for module in layer.modules() if isinstance(module, nn.LayerNorm)]
 
 
 def of(name: str, **overrides) -> BertModel:
@@ -73,6 +78,16 @@ def op_by_op():
         executor.launchers = found
 
 
+def packed(model: BertModel, lengths: list[int], x: torch.Tensor, bias=None) -> PackedBatch:
+    """The packed batch, with what the model's layers rotate by."""
+    ends, longest, forms = ends_of(lengths), max(lengths), [layer.form for layer in model.layer_list()]
+    rotaries = {form.rotary for form in forms} - {None}
+    rest = torch.zeros(x.shape[0] - sum(lengths), dtype=torch.long)
+    positions = torch.cat([*map(torch.arange, lengths), rest])
+    tables = rotary_tables(rotaries, forms[0].head_dim, longest, x)
+    return PackedBatch(ends, longest, bias, positions=positions, tables=tables)
+
+
 def assert_same_as_op_by_op(call, times: int) -> None:
     with torch.no_grad():
         with op_by_op():
@@ -86,29 +101,38 @@ def assert_same_as_op_by_op(call, times: int) -> None:
 # --- the same bits ------------------------------------------------------------------------------------------
 
 
-EIGHT_BITS = [("bert", True), ("mpnet", True)]
+EIGHT_BITS = [("bert", True), ("mpnet", True), ("modernbert", True), ("jina_embeddings_v3", True)]
 
 
-@pytest.mark.parametrize(("name", "int8"), [*((name, False) for name in BERT_LAYERS), *EIGHT_BITS])
+# The families whose layers rotate, of which some have norms before the blocks, gates and windows
+ROTARY_LAYERS = ("modernbert", "jina_embeddings_v3")
+NAMES = (*BERT_LAYERS, *ROTARY_LAYERS)
+
+
+@pytest.mark.parametrize(("name", "int8"), [*((name, False) for name in NAMES), *EIGHT_BITS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
-    model, inputs = of(name).to(dtype), batch(name)
+    model = of(name).to(dtype)
+    inputs = padded_right(name) if name in ROTARY_LAYERS else batch(name)
     model = model.quantize("int8") if int8 else model
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
 
 
+KINDS = [(name, number, int8) for name, number in (("bert", 0), ("modernbert", 1)) for int8 in (False, True)]
+KINDS += [("modernbert", 0, False)]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS)
 # threads share rows, or each has its own sequences: for two threads, for three, with empty sequences
 @pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 2])
-def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa: F811
-    model = of("bert", hidden_size=192, num_attention_heads=3, intermediate_size=260)
-    layer = (model.quantize("int8") if int8 else model).layer_list()[0]
+def test_any_number_of_threads(count, name, number, int8, lengths, capacity, threads):  # noqa: F811
+    model = of(name, hidden_size=192, num_attention_heads=3, intermediate_size=260)
+    layer = (model.quantize("int8") if int8 else model).layer_list()[number]
     x = torch.randn(sum(lengths) + capacity, 2 * 192)[:, :192]  # rows that are not next to each other
-    ends = ends_of(lengths)
     bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
-    for sequences in (PackedBatch(ends, max(lengths)), PackedBatch(ends, max(lengths), bias)):
+    for sequences in (packed(model, lengths, x), packed(model, lengths, x, bias)):
         torch.set_num_threads(1)
         with torch.no_grad(), fused_calls() as seen:
             expected = through(layer, x, sequences)
@@ -120,19 +144,19 @@ def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [0, 5, 5, 0, 0, 30, 0], [4], [1], [128, 129]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 9])
 @pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("int8", [False, True])
-def test_lengths_capacity_bias_and_gate(lengths, capacity, options, int8):
-    model = of("bert").quantize("int8") if int8 else of("bert")
-    layer, longest = model.layer_list()[1], max(lengths)
-    cu_seqlens = ends_of(lengths)
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS)
+def test_lengths_capacity_bias_and_gate(lengths, capacity, options, name, number, int8):
+    model = of(name).quantize("int8") if int8 else of(name)
+    layer, longest = model.layer_list()[number], max(lengths)
     x = torch.randn(sum(lengths) + capacity, 2 * 48)[:, :48]  # rows that are not next to each other
     bias = gate = None
     if options == "all":
         bias = torch.randn(len(lengths), 1, longest, longest)
         bias[torch.rand(bias.shape) < 0.3] = float("-inf")
         gate = torch.rand(6, dtype=torch.float64)[::2]
-        layer.attention.output.LayerNorm.eps, layer.output.LayerNorm.eps = 0.3, 0.01
-    sequences = PackedBatch(cu_seqlens, longest, bias)
+        for norm, eps in zip(norms_of(layer), (0.3, 0.01), strict=False):
+            norm.eps = eps
+    sequences = packed(model, lengths, x, bias)
     assert_same_as_op_by_op(lambda: through(layer, x, sequences, gate), 1)
 
 
@@ -160,14 +184,26 @@ def test_missing_biases(missing, int8):
     assert_same_as_op_by_op(lambda: model(**inputs)[0], 0 if joined else len(model.layer_list()))
 
 
+@pytest.mark.parametrize("missing", ["norm_bias", "attention_bias", "mlp_bias"])
+def test_biases_that_the_config_leaves_out(missing):
+    biases = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, missing: False}
+    model, inputs = of("modernbert", **biases), padded_right("modernbert")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
+
+
 CONFIGS = [{"intermediate_size": size} for size in (1, 96, 97, 300)]
 CONFIGS += [{"hidden_act": name} for name in ("gelu", "gelu_new", "relu", "silu", "tanh")]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
 @pytest.mark.parametrize("int8", [False, True])
-def test_narrow_and_wide_inner_layers_and_activations(config, int8):
-    model, inputs = of("bert", **config), batch("bert")
+def test_narrow_and_wide_inner_layers_and_activations(config, name, int8):
+    model, inputs = of(name, **config), padded_right(name)
     model = model.quantize("int8") if int8 else model
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
 
@@ -187,19 +223,21 @@ def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
     assert seen == [12, 12]
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [60, 60]], ids=str)
 @torch.no_grad()
-def test_layers_in_one_call(lengths, int8, threads):  # noqa: F811
+def test_layers_in_one_call(lengths, name, int8, threads):  # noqa: F811
     """The bits of a call per layer, also from rows that are not side by side, which stay as they are."""
-    model = of("bert", intermediate_size=97)
+    model = of(name, intermediate_size=97)
     model = model.quantize("int8") if int8 else model
-    ends, longest = ends_of(lengths), max(lengths)
+    longest = max(lengths)
     x = torch.randn(sum(lengths), 2 * 48)[:, :48]
     before, bias = x.clone(), torch.randn(len(lengths), 3, longest, longest)
     for number, layer in enumerate(model.layer_list()):
-        layer.attention.output.LayerNorm.eps, layer.output.LayerNorm.eps = 0.3 / (1 + number), 0.01 * number
-    steps, call = survey(model.layer_list()), Call(PackedBatch(ends, longest, bias), 2)
+        for norm, eps in zip(norms_of(layer), (0.3 / (1 + number), 0.01 * number), strict=False):
+            norm.eps = eps
+    steps, call = survey(model.layer_list()), Call(packed(model, lengths, x, bias), 2)
     stack = executor.kept([(step, executor.takes(step, x, call)) for step in steps])
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -343,10 +381,12 @@ def test_pins_hold(op):
         assert fused_layers(model) == 3
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypatch, noted, int8):
-    model = of("bert").quantize("int8") if int8 else of("bert")
-    layer, made = model.layer_list()[0], noted(cpu, "encoder_layer_weights")
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS)
+def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(
+    monkeypatch, noted, name, number, int8
+):
+    model = of(name).quantize("int8") if int8 else of(name)
+    layer, made = model.layer_list()[number], noted(cpu, "encoder_layer_weights")
     monkeypatch.setattr(cpu_sizes, "FUSED_ROWS", 700)
     dispatch._resolved.clear()
     for rows, calls in (
@@ -358,9 +398,8 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
     ):
         made.clear()
         prepared.clear(layer)
-        lengths = [100] * (rows // 100) + [rows % 100]
-        cu_seqlens = ends_of(lengths)
-        x, sequences = torch.randn(rows, 48), PackedBatch(cu_seqlens, 100)
+        lengths, x = [100] * (rows // 100) + [rows % 100], torch.randn(rows, 48)
+        sequences = packed(model, lengths, x)
         with torch.no_grad():
             with fused_calls() as seen:
                 out = through(layer, x, sequences)
@@ -407,6 +446,46 @@ def test_bad_input_is_named():
             call(cu_seqlens=ends.long())
         with pytest.raises(ValueError, match="layers: expected at least one"):
             encoder_layer(launch, x, [], ends, 4, bias=None)
+
+
+@torch.no_grad()
+def test_bad_input_of_layers_that_rotate_is_named():
+    model, x = of("modernbert"), torch.randn(6, 48)
+    batch = packed(model, [2, 4], x)
+    taken = executor.takes(survey(model.layer_list())[1], x, Call(batch, 2))
+    rotary = taken.layer.rotary
+    cos, sin = batch.tables[rotary]
+
+    def call(positions=batch.positions, tables=batch.tables, **changed):
+        layers, more = [taken.layer, taken.layer._replace(**changed)], {"bias": None, "positions": positions}
+        return encoder_layer(taken.launch, x, layers, batch.cu_seqlens, 4, tables=tables, **more)
+
+    assert torch.equal(call(), call(batch.positions.int()))
+    for match, changed in (
+        ("tables: expected positions", {"positions": None}),
+        ("tables: expected positions", {"tables": {}}),
+        ("positions: expected", {"positions": torch.arange(5)}),
+        ("positions: position 512 is out of range for tables of 512", {"positions": torch.full((6,), 512)}),
+        ("positions: position -1 is out of range", {"positions": torch.full((6,), -1)}),
+        ("cos: expected shape", {"tables": {rotary: (cos.repeat(1, 2), sin.repeat(1, 2))}}),
+        ("sin: expected", {"tables": {rotary: (cos, sin[:, :3])}}),
+        ("window: expected", {"window": (-2, 4)}),
+        ("weights: expected those of a layer", {"gated": None}),
+        ("gated: expected", {"gated": "third"}),
+        ("eps: expected", {"pre_norm": False, "eps": (None, 0.1)}),
+        ("eps: expected", {"eps": (0.1, None)}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call(**changed)
+
+
+@pytest.mark.parametrize("name", ["attention.self.query", "attention.output.dense", "intermediate.dense"])
+def test_weights_of_other_shapes_are_refused(name):
+    model = of("bert")
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.layer_list()[1].get_submodule(owner), leaf, nn.Linear(48, 32))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"weights: expected those of a layer from 48"):
+        model(**batch("bert"))
 
 
 def test_weights_for_another_instruction_set_are_refused():

@@ -5,7 +5,7 @@
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/rotary.cpp"
-_BINDING = "csrc/bindings/rotary.cpp"
+_BINDING = "csrc/bindings/bindings.h"
 _HEADER = "csrc/cpu/rotary.h"
 _fault = faults_of("csrc/cpu/rotary_simd.cpp")
 
@@ -20,7 +20,7 @@ FAULTS = (
     _fault("right columns written on the left", "store(y + half + j,", "store(y + j,"),
     _fault("neighbours not exchanged", "fma(neighbours(here), ", "fma(here, "),
     _fault("half of the neighbours", "rotate_neighbours(x, c, s, 2 * half, y);", "rotate_neighbours(x, c, s, half, y);"),
-    _fault("other columns not copied", "if (rest > 0)", "if (rest > 1)"),
+    _fault("other columns not copied", "if (rest > 0 && x != y)", "if (rest > 1 && x != y)"),
     _fault("other columns from the start", "x + 2 * half, static_cast", "x, static_cast"),
     _fault("interleaved as halves", "            if (args.interleaved)\n", "            if (false)\n"),
     # tables
@@ -31,12 +31,12 @@ FAULTS = (
     # rows
     _fault("heads side by side in x", "x += args.head_stride", "x += args.headdim"),
     _fault("rows side by side in x", "row * args.row_stride", "row * args.heads * args.headdim"),
-    _fault("every task writes to the start", "+ begin * args.heads * args.headdim", "+ 0 * begin"),
+    _fault("every task writes to the start", "static_cast<T*>(args.y) + row * args.y_stride", "static_cast<T*>(args.y) + (row - begin) * args.y_stride"),
     _fault("last rows lost", "parallel_for((args.rows + step - 1) / step, threads", "parallel_for(args.rows / step, threads", _CPP),
     _fault("past the last row", "std::min(args.rows, begin + step)", "begin + step", _CPP),
     _fault("threads share the spread tables", "workspace.data() + worker * each", "workspace.data() + 0 * worker * each", _CPP),
     # the edges
-    _fault("position one past the tables", "position >= max_positions", "position > max_positions", _BINDING),
+    _fault("position one past the tables", "position >= rows", "position > rows", _BINDING),
     _fault("negative positions", "if (position < 0 ||", "if (", _BINDING),
 )  # fmt: skip
 

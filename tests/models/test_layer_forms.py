@@ -133,14 +133,14 @@ def test_a_layer_without_heads_runs_op_by_op_and_says_why():
         call.inference = True
         found = explain(survey(small.layer_list()), torch.randn(5, 48), call)
     assert [served[:3] for served in found] == [(0, 0, "cpu"), (1, 2, "eager"), (3, 3, "cpu")]
-    other = dataclasses.make_dataclass("Other", [("gated", bool, True)], bases=(LayerForm,), frozen=True)
+    other = dataclasses.make_dataclass("Other", [("twisted", bool, True)], bases=(LayerForm,), frozen=True)
     form = other(
         *(getattr(small.layer_list()[0].form, name) for name in ("names", "stock", "nheads", "head_dim")),
         "gelu",
     )
-    step = survey(small.layer_list())[0]._replace(form=dataclasses.replace(form, gated=False))
+    step = survey(small.layer_list())[0]._replace(form=dataclasses.replace(form, twisted=False))
     with torch.no_grad():
-        assert cpu.takes(step, torch.randn(5, 48), call) == "it does not know layers with gated"
+        assert cpu.takes(step, torch.randn(5, 48), call) == "it does not know layers with twisted"
     assert (
         found[1].refused["cpu"]
         == "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 import fastbert
+from fastbert.execution import launchers
 from fastbert.execution.call import Call
 from fastbert.execution.plan import explain, survey
 from fastbert.layers import positions
@@ -201,14 +203,20 @@ def test_tables_grow_and_serve_both_modes():
     assert lengths() == {(1024, 2048)}
 
 
-def test_executors_refuse_the_layers_by_name():
+def test_executors_take_the_layers_or_refuse_them_by_name():
     _, model = both()
+    steps, x = survey(model.layer_list()), torch.randn(5, 48)
     call = Call(PackedBatch(torch.tensor([0, 5], dtype=torch.int32), 5), 3)
-    call.inference = True
-    found = explain(survey(model.layer_list()), torch.randn(5, 48), call)
-    assert [served[:3] for served in found] == [(0, 0, "eager"), (1, 2, "eager"), (3, 3, "eager")]
     words = "it does not know layers with gated, packed, pre_norm, rotary, window"
-    assert found[1].refused["cpu"] == words
+    assert launchers.takes(steps[1], x, call) == words
+    call.inference = True
+    if extension:
+        assert [served[:3] for served in explain(steps, x, call)] == [(0, 3, "cpu")]
+    call.batch = dataclasses.replace(call.batch, columns=torch.arange(5)[None])
+    words = "kept tokens are not adjacent, and layers count columns"
+    for served in explain(steps, x, call):
+        assert served.executor == "eager"
+        assert served.refused["cpu"] == words
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastbert.backends.cpu.linear import linear_panels
 from fastbert.backends.extension import DTYPE_CODES, bias_args, vector
-from fastbert.ops.activation import CODES
+from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.encoder_layer import FusedLayer
 from fastbert.runtime.dispatch import plain
@@ -20,7 +20,7 @@ from fastbert.runtime.loader import extension as _C
 
 # Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20
-# In place of the key's and of the value's linear layer, where one product makes all three.
+# In place of the key's and of the value's linear layer, where one product makes all three; or of tables.
 _NOTHING = (0, 0, 0, 0)
 
 
@@ -36,43 +36,45 @@ def encoder_layer_weights(
     linears: Sequence[Sequence[TensorOrNone]],
     norms: Sequence[Sequence[TensorOrNone]],
     scratch: list[Tensor] | None = None,
+    gated: bool = False,
 ) -> tuple[Any, ...]:
     """The `weights` of a `FusedLayer`: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit panels are made for, the tensors behind the numbers, `scratch`, and (hidden, width of
-    attention, inner), which the size of panels does not show, because panels are rounded up.
+    that 8-bit panels are made for, the tensors behind the numbers, `scratch`, and (shapes of the weights,
+    gated), which the size of panels does not show, because panels are rounded up.
     """
-    sizes = *linears[-3][0].shape, linears[-1][0].shape[1]
+    made_for = [tuple(weight.shape) for weight, *_ in linears], gated
     linears, norms = (
-        [[*map(_plain, one)] for one in each] for each in (_with_panels(linears, scratch), norms)
+        [[*map(_plain, one)] for one in each] for each in (_with_panels(linears, scratch, gated), norms)
     )
     numbers, isa = [], _C.cpu_isa()
     for panels, scale, bias in linears:
         numbers += (address(panels), 0 if scale is None else address(scale), *vector(bias))
-        if scale is not None and len(numbers) == 4:
+        if len(linears) == 4 and len(numbers) == 4:
             numbers += 2 * _NOTHING
     for weight, bias in norms:
         numbers += (*vector(weight), *vector(bias))
-    return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch, sizes
+    return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch, made_for
 
 
 def _plain(t: TensorOrNone) -> TensorOrNone:
     return None if t is None else plain(t)
 
 
-def _with_panels(linears, scratch):
+def _with_panels(linears, scratch, gated):
     """(panels, scale, bias) of each; panels made here lie side by side in the scratch memory."""
+    gates = [False] * (len(linears) - 2) + [gated, False]
     sizes = [
-        0 if panels is not None else _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0])
-        for weight, panels, _, _ in linears
+        0 if panels is not None else _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0], gate)
+        for (weight, panels, _, _), gate in zip(linears, gates, strict=True)
     ]
     memory = None
     if any(sizes):
         like = linears[0][0]
         memory = iter(_memory([] if scratch is None else scratch, 0, sum(sizes), like).split(sizes))
     return [
-        (panels if memory is None or not size else linear_panels(weight, into), scale, bias)
-        for (weight, panels, scale, bias), size, into in zip(
-            linears, sizes, memory or [None] * len(sizes), strict=True
+        (panels if memory is None or not size else linear_panels(weight, into, gate), scale, bias)
+        for (weight, panels, scale, bias), size, into, gate in zip(
+            linears, sizes, memory or [None] * len(sizes), gates, strict=True
         )
     ]
 
@@ -91,6 +93,8 @@ def encoder_layer_fwd(
     max_seqlen: int,
     bias: Tensor | None,
     gate: Tensor | None,
+    positions: Tensor | None = None,
+    tables: Mapping[Any, tuple[Tensor, Tensor]] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     total, hidden = x.shape
@@ -111,12 +115,13 @@ def encoder_layer_fwd(
     _C.cpu_encoder_layer_fwd(
         code,
         sizes,
-        _numbers(layers, hidden),
+        _numbers(layers, hidden, tables),
         cu_seqlens.data_ptr(),
         x.data_ptr(),
         x.stride(0),
         bias_numbers,
         0 if gate is None else gate.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
         y.data_ptr(),
         threads,
         0 if work is None else work.data_ptr(),
@@ -125,23 +130,36 @@ def encoder_layer_fwd(
     return y
 
 
-def _numbers(layers, hidden):
+def _numbers(layers, hidden, tables):
     """Each layer as csrc/bindings/encoder_layer.cpp takes it."""
     isa, taken = _C.cpu_isa(), []
-    for weights, nheads, headdim, inner, softmax_scale, activation, eps in layers:
+    for weights, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary in layers:
         numbers, made_with, held, _, made_for = weights
         if made_with != isa:
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
-        last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
-        size_of = _C.cpu_linear_panels_size if scale is None else _C.cpu_linear_int8_panels_size
+        last, int8 = held[-7], held[-6] is not None  # of the output layer
+        size_of = _C.cpu_linear_int8_panels_size if int8 else _C.cpu_linear_panels_size
+        width, halves = nheads * headdim, 1 if gated is None else 2
+        shapes = [(3 * width, hidden)] if len(made_for[0]) == 4 else [(width, hidden)] * 3
+        shapes += (hidden, width), (halves * inner, hidden), (hidden, inner)
         if (
-            made_for != (hidden, nheads * headdim, inner)
-            or norm.shape != (hidden,)
+            made_for != (shapes, halves == 2)
+            or any(norm is not None and norm.shape != (hidden,) for norm in held[-4::2])
             or last.numel() != size_of(inner, hidden)
         ):
             raise ValueError(
                 f"weights: expected those of a layer from {hidden} to {nheads} heads of {headdim}, and to "
-                f"{inner} columns, and back"
+                f"{inner} columns{'' if gated is None else ' with a gate'}, and back"
             )
-        taken.append(((nheads, headdim, inner), numbers, *eps, CODES[activation], softmax_scale))
+        left, right = (-1, -1) if window is None else window
+        kind = scale, pre_norm, GATE_CODES[gated], left, right, _table_numbers(rotary, tables)
+        sizes, first = (nheads, headdim, inner), -1.0 if eps[0] is None else eps[0]
+        taken.append((sizes, numbers, first, eps[1], CODES[activation], *kind))
     return tuple(taken)
+
+
+def _table_numbers(rotary, tables):
+    if rotary is None:
+        return _NOTHING
+    cos, sin = tables[rotary]
+    return cos.data_ptr(), sin.data_ptr(), *cos.shape
