@@ -297,3 +297,29 @@ REFUSED = [
 def test_configs_of_other_mathematics_are_refused(keys, message):
     with pytest.raises((TypeError, ValueError), match=message):
         EncoderConfig("deberta-v2", **keys)
+
+
+def test_the_discriminator(tmp_path):
+    """Padded, packed, compiled and from a file; its head reads each token beside the sequence's first."""
+    torch.manual_seed(0)
+    model = fastbert.DebertaV2ForReplacedTokens(native(hf_model("deberta-v2")).config).double().eval()
+    inputs, lengths = ragged((3, 40, 1)), [3, 40, 1]
+    kept = inputs["attention_mask"].bool()
+    labels = inputs["input_ids"] % 2
+    found = model(**inputs, labels=labels)
+    head, states = model.mask_predictions, model.deberta(**inputs).last_hidden_state
+    x = torch.nn.functional.gelu(head.dense(head.LayerNorm(states + states[:, :1])))
+    close(found.logits, head.classifier(x).squeeze(2) * kept, 1e-12)
+    packed = model(inputs["input_ids"][kept], cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int())
+    close(packed.logits, found.logits[kept], 1e-12)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(packed.logits, labels[kept].double())
+    close(found.loss, expected, 1e-12)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(**inputs, labels=labels)
+    close(compiled.loss, found.loss, 1e-12)
+    close(compiled.logits, found.logits, 1e-12)
+    model.save_pretrained(tmp_path)
+    again = fastbert.DebertaV2ForReplacedTokens.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    close(again(**inputs).logits, found.logits, 1e-12)
+    inputs["attention_mask"][1, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask: position 0 of sequence 1"):
+        model(**inputs)
