@@ -57,6 +57,13 @@ class Losses(nn.Module):
     def optimized(self, optimizer: Optimizer) -> None:
         """Called with each optimizer that the loop makes for this module, such as to hook its steps."""
 
+    def exported(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The values by which a checkpoint writes `exports`, from those of all parameters by name.
+
+        A checkpoint has a trained value that is not exported beside the heads.
+        """
+        return state
+
     def work(self, batch: Batch) -> float:
         """Floating-point operations of a training step on a micro-batch (training/work.py); 0 if unknown."""
         return 0.0

@@ -1,7 +1,8 @@
 """The weights and the optimizer of a run, whole on the CPU, in files, and back.
 
     model/, …                  each exported model, a HuggingFace directory
-    heads.safetensors          all other parameters of the module that is trained
+    heads.safetensors          all other parameters of the module that is trained, and those that a model has
+                               with other values
     optimizer.safetensors      "parameter/key": the optimizer's state
 
 All values are whole, however the processes share them. So any number and kind of processes can read them.
@@ -118,7 +119,8 @@ class State:
             folder: where to write them.
             state, moments: what `parameters` and `moments` return.
         """
-        shared = self._write_models(folder, state)
-        heads = {key: value.contiguous() for key, value in state.items() if key not in shared}
+        exported = self.module.exported(state)
+        shared = self._write_models(folder, exported)
+        heads = {k: v.contiguous() for k, v in state.items() if k not in shared or v is not exported[k]}
         save_file(heads, folder / HEADS)
         save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)

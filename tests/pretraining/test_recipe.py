@@ -35,6 +35,7 @@ PUBLISHED = {
     "bert-lamb": ("masked", NEXT, LAMB_PHASES, LAMB, {"kind": "poly", "power": 0.5}, 1.0),
     "roberta": ("masked", FULL, one(512, 8_192, 500_000, 6e-4, 24_000), FAST, ONCE, None),
     "albert": ("masked", ORDER, one(512, 4_096, 125_000, 1.76e-3, 3_125), LAMB, ONCE, 1.0),
+    "deberta-v3-base": ("replaced-tokens", FULL, one(512, 256, 1_000_000, 1e-4, 10_000), RIGHT, GOOGLE, 1.0),
     "electra-small": ("replaced-tokens", FULL, one(128, 128, 1_000_000, 5e-4, 10_000), RIGHT, GOOGLE, 1.0),
     "electra-base": ("replaced-tokens", FULL, one(512, 256, 766_000, 2e-4, 10_000), RIGHT, GOOGLE, 1.0),
     "spanbert": ("span-boundary", FULL, one(512, 256, 2_400_000, 1e-4, 10_000), SPAN, ONCE, 1.0),
@@ -49,10 +50,20 @@ MASKING = {
     "albert": {"unit": "ngram"},
     "mosaic": {"share": 0.3},
     "spanbert": {"unit": "span"},
+    "deberta-v3-base": {"mask_share": 1.0, "random_share": 0.0},
     "electra-small": {"mask_share": 0.85, "random_share": 0.0},
     "electra-base": {"mask_share": 0.85, "random_share": 0.0},
 }
-OPTIONS = {"electra-small": {"generator_share": 1 / 4}, "electra-base": {"generator_share": 1 / 3}}
+OPTIONS = {
+    "electra-small": {"generator_share": 1 / 4},
+    "electra-base": {"generator_share": 1 / 3},
+    "deberta-v3-base": {
+        "generator_share": 1,
+        "generator_depth": 0.5,
+        "embeddings": "disentangled",
+        "weight": 10,
+    },
+}
 SMALL = {
     "source": "a test",
     "objective": "masked",

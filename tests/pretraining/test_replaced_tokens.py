@@ -36,15 +36,25 @@ from tests.support.numbered_text import (
     relative_error,
 )
 from tests.support.objectives import batch_of, tensors
+from tests.support.small_runs import V3
 from tests.support.vocabulary_rows import VocabularyRows
 
 
-def module_of(share: float = 1 / 4, seed: int = 0, **config) -> ReplacedTokenLosses:
-    """Both models."""
+def module_of(
+    share: float = 1 / 4, seed: int = 0, embeddings: str = "shared", family: str = "electra", **config
+) -> ReplacedTokenLosses:
+    """Both models; DeBERTa's generator has half of the layers."""
     torch.manual_seed(seed)
-    objective = ReplacedTokens(Numbered(), generator_share=share)
-    config = EncoderConfig("electra", **{**SIZES, "embedding_size": 24, **config})
+    depth = 1.0 if family == "electra" else 0.5
+    sizes = {"embedding_size": 24} if family == "electra" else V3
+    objective = ReplacedTokens(
+        Numbered(), generator_share=share, generator_depth=depth, embeddings=embeddings
+    )
+    config = EncoderConfig(family, **{**SIZES, **sizes, **config})
     return at_unit_scale(objective.losses(objective.model(config)))
+
+
+BOTH = [(family, kind) for family in ("electra", "deberta-v2") for kind in replaced_tokens.EMBEDDINGS]
 
 
 @pytest.fixture
@@ -211,18 +221,84 @@ def test_autocast_gradients_are_no_worse_than_transformers_own(monkeypatch):
     assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
 
 
-def test_no_gradient_passes_through_what_was_drawn(batch):
-    """The discriminator's loss moves of the generator only what is shared with it."""
-    module = module_of()
+@pytest.mark.parametrize(("family", "embeddings"), BOTH)
+def test_a_loss_moves_its_own_model_and_what_is_shared(family, embeddings, batch):
+    """No gradient passes through what was drawn, nor through the generator's disentangled table."""
+    module = module_of(1.0, embeddings=embeddings, family=family)
     losses, _ = module(tensors(batch))
-    losses["rtd"].backward(retain_graph=True)
-    shared = {id(p) for p in module.model.parameters()}
-    assert all(p.grad is None for p in module.generator.parameters() if id(p) not in shared)
-    assert all(p.grad is not None for p in module.model.parameters())
-    module.zero_grad()
-    losses["mlm"].backward()
-    of_generator = {id(p) for p in module.generator.parameters()}
-    assert all((p.grad is not None) == (id(p) in of_generator) for p in module.parameters())
+    for loss, name in (("rtd", "model"), ("mlm", "generator")):
+        module.zero_grad()
+        losses[loss].backward(retain_graph=True)
+        of_model = {id(p) for p in getattr(module, name).parameters()}
+        assert all((p.grad is not None) == (id(p) in of_model) for p in module.parameters())
+    table, other = (m.get_input_embeddings().weight for m in (module.model, module.generator))
+    assert (table is other) == (embeddings == "shared")
+
+
+@pytest.mark.parametrize("embeddings", replaced_tokens.EMBEDDINGS)
+def test_losses_and_gradients_of_deberta_are_the_papers(embeddings, batch, monkeypatch):
+    """He et al. 2021, eq. 6 and 7, by transformers' encoders and a head of its own layers."""
+    module = module_of(1.0, embeddings=embeddings, family="deberta-v2").double()
+    inputs = tensors(batch)
+    losses, tokens = recorded(module, inputs, monkeypatch)
+    config = transformers.DebertaV2Config(**module.model.config.to_dict())
+    small = transformers.DebertaV2Config(**module.generator.config.to_dict())
+    assert (config.num_hidden_layers, small.num_hidden_layers) == (2, 1)
+    head = copy.deepcopy(module.model.mask_predictions)
+    parts = {"deberta": transformers.DebertaV2Model(config), "mask_predictions": head}
+    generator, encoder = transformers.DebertaV2ForMaskedLM(small), parts["deberta"]
+    models = torch.nn.ModuleDict({"model": torch.nn.ModuleDict(parts), "generator": generator}).double()
+    models.model.load_state_dict(module.model.state_dict())
+    models.generator.load_state_dict(module.generator.state_dict())
+    table, difference = (m.get_input_embeddings().weight for m in (generator, encoder))
+    if embeddings == "shared":
+        encoder.embeddings = generator.deberta.embeddings
+    given = padded(inputs)
+    mask, labels = given["attention_mask"], given["labels"]
+    chosen = labels != IGNORED
+    logits = generator(given["input_ids"], attention_mask=mask).logits[chosen]
+    filled, truth = given["input_ids"].clone(), given["input_ids"].clone()
+    filled[chosen], truth[chosen] = tokens, labels[chosen]
+    name = "embeddings.word_embeddings.weight"
+    rows = {name: table.detach() + difference} if embeddings == "disentangled" else {}
+    called = torch.func.functional_call(encoder, rows, (filled,), {"attention_mask": mask})
+    hidden = called.last_hidden_state
+    x = F.gelu(head.dense(head.LayerNorm(hidden + hidden[:, :1])))
+    differs = (filled != truth).double()
+    each = F.binary_cross_entropy_with_logits(head.classifier(x).squeeze(2), differs, reduction="none")
+    expected = {"mlm": F.cross_entropy(logits, labels[chosen]), "rtd": (each * mask).sum() / mask.sum()}
+    (expected["mlm"] + 50 * expected["rtd"]).backward()
+    own, truth = backward(module, losses), gradients(models)
+    if embeddings == "shared":  # the oracle's block has the generator's names
+        own = {key.replace("model.deberta.emb", "generator.deberta.emb"): g for key, g in own.items()}
+        truth = {key.replace("model.deberta.emb", "generator.deberta.emb"): g for key, g in truth.items()}
+    # transformers rounds the square root that divides the scores to float32
+    for key, value in expected.items():
+        torch.testing.assert_close(losses[key], value, rtol=1e-6, atol=0)
+    assert relative_error(own, truth) < 1e-6
+
+
+@pytest.mark.parametrize(("family", "embeddings"), BOTH)
+def test_both_models_learn(family, embeddings, batch):
+    """The generator learns the batch by heart, and the discriminator beats the share of originals."""
+    torch.manual_seed(0)
+    config = EncoderConfig(family, **SIZES, **(V3 if family == "deberta-v2" else {"embedding_size": 48}))
+    options = {"generator_share": 1.0, "generator_depth": 0.5, "embeddings": embeddings}
+    objective = ReplacedTokens(Numbered(), **options)
+    module, inputs = objective.losses(objective.model(config)).train(), tensors(batch)
+    start = module.generator.get_input_embeddings().weight.detach().clone()
+    if embeddings == "disentangled":
+        assert not module.model.get_input_embeddings().weight.any()
+    made, seen = optimizer("adamw", decay_groups(module, 0.01), 3e-3), []
+    for _ in range(60):
+        losses, _ = module(inputs)
+        backward(module, losses)
+        made.step()
+        seen.append([losses["mlm"].item(), losses["rtd"].item()])
+    (first, _), (last, found) = seen[0], np.mean(seen[-5:], 0)
+    assert last < 0.3 * first
+    assert found < 0.9 * seen[0][1]
+    assert (module.generator.get_input_embeddings().weight - start).abs().max() > 0.01
 
 
 def test_no_prediction_at_all():
@@ -372,6 +448,8 @@ def test_errors_are_named(batch):
         generator_config(EncoderConfig("electra", hidden_size=384, num_attention_heads=6), 0.25)
     for values, match in (
         ({"generator_share": 0.0}, r"generator_share: expected a number in \(0, 1\], got 0\.0"),
+        ({"generator_depth": 1.5}, r"generator_depth: expected a number in \(0, 1\], got 1\.5"),
+        ({"embeddings": "tied"}, "embeddings: expected one of shared, disentangled, separate, got 'tied'"),
         ({"weight": -1.0}, r"weight: expected a number >= 0, got -1\.0"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -379,16 +457,19 @@ def test_errors_are_named(batch):
     with pytest.raises(ValueError, match="format: replaced tokens have no loss for the 2 classes of a pair"):
         ReplacedTokens(Numbered(num_labels=2))
     objective = ReplacedTokens(Numbered())
-    words = "model_type: replaced tokens need electra's discriminator, got 'bert'"
+    words = "model_type: replaced tokens need a family with a discriminator, .*; got 'bert'"
     with pytest.raises(ValueError, match=words):
         objective.model(EncoderConfig("bert"))
-    with pytest.raises(TypeError, match="model: expected an ElectraForPreTraining, got BertForMaskedLM"):
+    with pytest.raises(TypeError, match="model: expected a discriminator, got BertForMaskedLM"):
         objective.losses(fastbert.BertForMaskedLM(EncoderConfig("bert", **SIZES)))
+    with pytest.raises(ValueError, match=r"embeddings: shared ones .* expected generator_share 1, got 0\.25"):
+        objective.losses(objective.model(EncoderConfig("deberta-v2", **SIZES)))
 
 
 def test_what_examples_depend_on():
     objective = ReplacedTokens(Numbered())
-    assert ReplacedTokens(Numbered(), generator_share=0.5, weight=1.0).hash == objective.hash
+    options = {"generator_share": 0.5, "generator_depth": 0.5, "embeddings": "separate", "weight": 1.0}
+    assert ReplacedTokens(Numbered(), **options).hash == objective.hash
     for other in (ReplacedTokens(Numbered(), Masking(share=0.25)), ReplacedTokens(Numbered(), seed=1)):
         assert other.hash != objective.hash
     module = ReplacedTokens(Numbered(), weight=3.0).losses(module_of().model)

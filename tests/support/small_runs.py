@@ -19,6 +19,16 @@ from fastbert.training.loop import Result, Trainer
 LENGTHS = (24, 48)  # of the first phase and of the second
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
+# How DeBERTa-v3 scores distances
+V3 = {
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 16,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}
+
 
 class Broken(Exception):
     """What ends a run in its middle."""
@@ -39,13 +49,14 @@ def small(name: str, steps: int = 4, **changes: Any) -> Recipe:
 
 def family_of(name: str) -> str:
     """The family that a recipe is for."""
-    return next((family for family in ("electra", "albert") if name.startswith(family)), "bert")
+    families = {"electra": "electra", "albert": "albert", "deberta": "deberta-v2"}
+    return families.get(name.partition("-")[0], "bert")
 
 
 def config(corpus: Corpus, family: str = "bert", **values: Any) -> EncoderConfig:
     """A config of a tiny model."""
     given = {"model_type": family, "vocab_size": corpus.vocab_size, "max_position_embeddings": 51}
-    return EncoderConfig.from_dict({**given, **SIZES, **values})
+    return EncoderConfig.from_dict({**given, **SIZES, **(V3 if family == "deberta-v2" else {}), **values})
 
 
 def ran(corpus: Corpus, model: Any, recipe: Any, output: Path, **options: Any) -> Result:

@@ -163,7 +163,7 @@ def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> En
     types = inputs["token_type_ids"] if has_types else None
     lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
     given = inputs["input_ids"], inputs.get("attention_mask"), types, inputs.get("position_ids")
-    return model.encode(*given, None, None, None, None, *lengths, causal)
+    return model.encode(*given, inputs.get("inputs_embeds"), None, None, None, *lengths, causal)
 
 
 class MaskedLosses(Losses):

@@ -8,27 +8,39 @@
          + 50 · mean over all tokens of the binary cross-entropy of "differs"
 
 So a drawn token that equals the original counts as original. 85% of the predicted tokens become [MASK] and
-15% stay. Both models share one embedding block, its LayerNorm included, of the discriminator's embedding
-size. A model with another hidden size has a projection of its own.
+15% stay; DeBERTa-v3 masks all of them. What the models share of their embeddings (E: table of words):
+
+    shared         one embedding block, its LayerNorm included, of the discriminator's embedding size; a model
+                   with another hidden size has a projection of its own (ELECTRA)
+    disentangled   E of the discriminator = E of the generator, without a gradient, + a trained difference
+                   that starts at 0; the rest is each model's own (DeBERTa-v3)
+    separate       nothing
+
+So with "disentangled" the generator's loss alone trains the generator's table. A checkpoint's model has the
+sum as its table.
 
 Google's code draws the positions with replacement, so it predicts slightly fewer. Here they are distinct.
+Microsoft's code takes the generator's step before the discriminator reads its table, and clips the gradients
+of each model alone. Here both models take one step together.
 
-Source: Clark et al. 2020, "ELECTRA", sec. 2, 3.2 and app. A; google-research/electra's run_pretraining.py.
+Source: Clark et al. 2020, "ELECTRA", sec. 2, 3.2 and app. A; google-research/electra's run_pretraining.py; He
+et al. 2021, "DeBERTaV3", sec. 3.3; microsoft/DeBERTa's rtd_task.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from fastbert.models.base import class_of
 from fastbert.models.config import EncoderConfig
-from fastbert.models.electra import ElectraForMaskedLM, ElectraForPreTraining
+from fastbert.models.heads.masked_lm import MaskedLMModel
+from fastbert.models.heads.replaced_tokens import ReplacedTokensModel
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops import checks
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES
@@ -38,6 +50,8 @@ from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, linear_work
 
+EMBEDDINGS = ("shared", "disentangled", "separate")
+
 
 @dataclass(frozen=True)
 class ReplacedTokens(Objective):
@@ -45,15 +59,20 @@ class ReplacedTokens(Objective):
 
     Attributes:
         generator_share: the generator's width as a share of the discriminator's: 1/4 in ELECTRA-small and
-            -large, 1/3 in -base.
+            -large, 1/3 in -base, 1 in DeBERTa-v3.
+        generator_depth: the generator's number of layers as a share of the discriminator's: 1 in ELECTRA, 1/2
+            in DeBERTa-v3.
+        embeddings: what both models share of them: "shared", "disentangled" or "separate"; see the module.
         weight: weight of the discriminator's loss.
     """
 
     masking: Masking = field(default_factory=lambda: Masking(mask_share=0.85, random_share=0.0))
     generator_share: float = 1 / 4
+    generator_depth: float = 1.0
+    embeddings: str = "shared"
     weight: float = 50.0
 
-    of_model: ClassVar[tuple[str, ...]] = ("generator_share", "weight")
+    of_model: ClassVar[tuple[str, ...]] = ("generator_share", "generator_depth", "embeddings", "weight")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,8 +81,11 @@ class ReplacedTokens(Objective):
                 f"format: replaced tokens have no loss for the {self.format.num_labels} classes of a pair; "
                 "expected a format without pairs"
             )
-        if not 0 < self.generator_share <= 1:
-            raise ValueError(f"generator_share: expected a number in (0, 1], got {self.generator_share!r}")
+        for name in ("generator_share", "generator_depth"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number in (0, 1], got {getattr(self, name)!r}")
+        if self.embeddings not in EMBEDDINGS:
+            raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, got {self.embeddings!r}")
         if not 0 <= self.weight < math.inf:
             raise ValueError(f"weight: expected a number >= 0, got {self.weight!r}")
 
@@ -74,29 +96,32 @@ class ReplacedTokens(Objective):
         counts = {"mlm": predicted, "rtd": int(batch.lengths.sum()), "replaced": predicted}
         return replace(batch, counts=counts)
 
-    def model(self, config: EncoderConfig) -> ElectraForPreTraining:
+    def model(self, config: EncoderConfig) -> ReplacedTokensModel:
         """A new discriminator.
 
         Raises:
             ValueError: the family has none.
         """
-        found = class_of(config.family, "ForPreTraining")
-        if found is None or not issubclass(found, ElectraForPreTraining):
-            raise ValueError(
-                f"config model_type: replaced tokens need electra's discriminator, got {config.model_type!r}"
-            )
-        return found(config)
+        for task in ("ForReplacedTokens", "ForPreTraining"):
+            found = class_of(config.family, task)
+            if found is not None and issubclass(found, ReplacedTokensModel):
+                return found(config)
+        raise ValueError(
+            "config model_type: replaced tokens need a family with a discriminator, electra or deberta-v2; "
+            f"got {config.model_type!r}"
+        )
 
     def losses(self, model: TaskModel) -> Losses:
         """The module that is trained; its generator is new."""
-        return ReplacedTokenLosses(model, self.generator_share, self.weight)
+        sizes = self.generator_share, self.generator_depth
+        return ReplacedTokenLosses(model, *sizes, self.embeddings, self.weight)
 
 
-def generator_config(config: EncoderConfig, share: float) -> EncoderConfig:
-    """The generator's config: a discriminator's `config` with a share of the width of its layers.
+def generator_config(config: EncoderConfig, share: float, depth: float = 1.0) -> EncoderConfig:
+    """The generator's config: a discriminator's `config` with a share of the width and number of its layers.
 
-    Hidden size, heads and intermediate size are that share; depth, embeddings and the size of a head stay. A
-    generator that is narrower than a head has one head.
+    Hidden size, heads and intermediate size are the share of the width; embeddings and the size of a head
+    stay. A generator that is narrower than a head has one head. It has at least one layer.
 
     Raises:
         ValueError: the share leaves no whole number of heads.
@@ -111,6 +136,7 @@ def generator_config(config: EncoderConfig, share: float) -> EncoderConfig:
     return EncoderConfig.from_dict(
         config.to_dict(),
         hidden_size=hidden,
+        num_hidden_layers=max(1, round(config.num_hidden_layers * depth)),
         num_attention_heads=heads,
         intermediate_size=max(1, round(config.intermediate_size * share)),
         embedding_size=config.embedding_width,
@@ -137,21 +163,46 @@ class ReplacedTokenLosses(Losses):
     generator learns; if it stays near 1, the generator does not learn.
 
     Args:
-        model: the discriminator, from which fine-tuning starts.
-        generator_share, weight: see `ReplacedTokens`.
+        model: the discriminator, from which fine-tuning starts. With "disentangled" its table of words
+            becomes the generator's, and holds the difference from then on.
+        generator_share, generator_depth, embeddings, weight: see `ReplacedTokens`.
 
     Attributes:
-        generator: a masked LM. It shares the discriminator's embedding block.
+        generator: a masked LM.
+
+    Raises:
+        TypeError: the model is no discriminator.
+        ValueError: the models would share an embedding block that does not fit both.
     """
 
-    def __init__(self, model: TaskModel, generator_share: float = 1 / 4, weight: float = 50.0) -> None:
+    def __init__(
+        self,
+        model: TaskModel,
+        generator_share: float = 1 / 4,
+        generator_depth: float = 1.0,
+        embeddings: str = "shared",
+        weight: float = 50.0,
+    ) -> None:
         super().__init__()
-        if not isinstance(model, ElectraForPreTraining):
-            raise TypeError(f"model: expected an ElectraForPreTraining, got {type(model).__name__}")
-        self.model = model
-        self.generator = ElectraForMaskedLM(generator_config(model.config, generator_share))
-        self.generator.base_model.embeddings = model.base_model.embeddings
-        self.generator.tie_weights()
+        if not isinstance(model, ReplacedTokensModel):
+            raise TypeError(f"model: expected a discriminator, got {type(model).__name__}")
+        self.model, self.embeddings = model, embeddings
+        config = generator_config(model.config, generator_share, generator_depth)
+        self.generator = cast(type[MaskedLMModel], class_of(config.family, "ForMaskedLM"))(config)
+        if embeddings == "shared":
+            own, other = (m.base_model.embeddings for m in (model, self.generator))
+            if [p.shape for p in own.parameters()] != [p.shape for p in other.parameters()]:
+                raise ValueError(
+                    f"embeddings: shared ones of {config.model_type} have the hidden size of both models; "
+                    f"expected generator_share 1, got {generator_share:g}"
+                )
+            self.generator.base_model.embeddings = own
+            self.generator.tie_weights()
+        elif embeddings == "disentangled":
+            with torch.no_grad():
+                own, other = (m.get_input_embeddings().weight for m in (model, self.generator))
+                other.copy_(own)
+                own.zero_()
         self.exports = {"model": self.model, "generator": self.generator}
         self.weights = {"rtd": weight}
 
@@ -165,13 +216,28 @@ class ReplacedTokenLosses(Losses):
         predicted = labels != IGNORED
         filled = inputs["input_ids"].masked_scatter(predicted, tokens)
         replaced = predicted & (filled != labels)
-        encoded = encode(self.model, {**inputs, "input_ids": filled})
+        encoded = encode(self.model, {**inputs, **self.embedded(filled)})
         logits, _ = self.model.logits(encoded)
         losses["rtd"] = self.model.loss(logits, replaced, encoded)
         if right is None:
             return losses, {}
         found = ((logits > 0) == replaced).sum()
         return losses, {"mlm": right, "rtd": found, "replaced": replaced.sum()}
+
+    def embedded(self, ids: Tensor) -> dict[str, Tensor | None]:
+        """What the discriminator reads of the ids (total,): the ids, or the rows of the sum of two tables."""
+        if self.embeddings != "disentangled":
+            return {"input_ids": ids}
+        own, other = (m.get_input_embeddings() for m in (self.model, self.generator))
+        return {"input_ids": None, "inputs_embeds": other(ids).detach() + own(ids)}
+
+    def exported(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `Losses.exported`: the discriminator's table is the sum of both."""
+        if self.embeddings != "disentangled":
+            return state
+        table = f"{self.model.base_model_prefix}.{self.model.family.word_table}.weight"
+        own = f"model.{table}"
+        return {**state, own: state[f"generator.{table}"] + state[own]}
 
     @torch.no_grad()
     def fill(self, hidden: Tensor, originals: Tensor, measure: bool) -> tuple[Tensor, Tensor | None]:
