@@ -21,7 +21,6 @@ PACKED = frozenset(
     (
         "data2vec-text",
         "esm",
-        "eurobert",
         "roberta-prelayernorm",
         "roc_bert",
         "xlm-roberta-xl",

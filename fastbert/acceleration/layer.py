@@ -24,7 +24,7 @@ from fastbert.layers import encoder
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.form import LayerForm, Parts
-from fastbert.layers.modules import is_hooked, plain_dropout, watched
+from fastbert.layers.modules import is_hooked, plain_dropout, rms_eps, watched
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
 from fastbert.models.config import EncoderConfig
@@ -165,7 +165,7 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             module = module._modules[name]
         # ModernBERT's first layer has no norm before attention
         empty = type(module) is nn.Identity and state.form.pre_norm
-        if type(module) is not nn.LayerNorm and not empty:
+        if type(module) is not nn.LayerNorm and rms_eps(module) is None and not empty:
             return f"{dotted} is a {type(module).__name__}"
         if watched(module):
             return f"{dotted} has hooks or another forward"
@@ -238,7 +238,9 @@ def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:
     if form.rotary is not None:
         # transformers counts the token itself
         window = None if form.window is None else form.window[1] + 1
-        sizes, wanted = (values.get("sliding_window"), values.get("head_dim")), (window, form.head_dim)
+        shared = form.nheads // (form.kv_heads or form.nheads)
+        sizes = values.get("sliding_window"), values.get("head_dim"), values.get("num_key_value_groups", 1)
+        wanted = window, form.head_dim, shared
     return sizes == wanted and values.get("scaling", scale) == scale
 
 

@@ -26,7 +26,7 @@ from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
-from fastbert.models.families import FAMILIES, Family
+from fastbert.models.families import FAMILIES
 from fastbert.models.heads.task_model import served_by
 from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.runtime import prepared
@@ -112,15 +112,18 @@ def _modules_gap(model: Any) -> str | None:
     family = FAMILIES[model.fastbert_state.model_type]
     container, _, inside = family.layers.partition(".")
     # A list of layers is no stack with a forward of its own
-    parts = ("embeddings", *[container] * bool(inside), *["rotary_emb"] * family.rotary)
+    table, dropout = family.embeddings == family.word_table, family.stock_model.dropout
+    parts = (*[family.embeddings] * (not table), *[container] * bool(inside), *["rotary_emb"] * family.rotary)
     for name in parts:
         if type(model._modules.get(name)).forward.__module__ != family.stock_module:
             return f"{name} is not the stock model's"
-    for name in _tables(family):
-        if getattr(model.embeddings._modules.get(name), "scale_grad_by_freq", False):
-            return f"embeddings.{name} counts masked tokens too (scale_grad_by_freq)"
-    if not plain_dropout(part(model.embeddings, family.stock_model.dropout)):
-        return f"embeddings.{family.stock_model.dropout} is not a plain dropout"
+    if table and type(model._modules.get(family.embeddings)) is not nn.Embedding:
+        return f"{family.embeddings} is not the stock model's"
+    for module in _tables(model):
+        if getattr(module, "scale_grad_by_freq", False):
+            return f"a table of {family.embeddings} counts masked tokens too (scale_grad_by_freq)"
+    if dropout is not None and not plain_dropout(part(model.embeddings, dropout)):
+        return f"embeddings.{dropout} is not a plain dropout"
     for name, module in model._modules.items():
         if module is None or name == container:
             continue
@@ -248,8 +251,7 @@ class AcceleratedModel(Accelerated):
     def _input_config(self) -> EncoderConfig:
         """The config for checking inputs, with the tables' present sizes (`resize_token_embeddings`)."""
         state = self.fastbert_state
-        tables = [getattr(self.embeddings, name, None) for name in _tables(FAMILIES[state.model_type])]
-        sizes = tuple(getattr(table, "num_embeddings", None) for table in tables)
+        sizes = tuple(getattr(table, "num_embeddings", None) for table in _tables(self))
         if sizes != state.sizes:
             keys = ("vocab_size", "max_position_embeddings", "type_vocab_size")
             for key, size in zip(keys, sizes, strict=True):
@@ -274,8 +276,10 @@ class AcceleratedModel(Accelerated):
     def _encode(self, plan: Plan, inputs: Inputs, **asked: Any) -> tuple[Any, ...]:
         """Packed tokens through embeddings and layers; see `run_encoder`."""
         family = FAMILIES[self.fastbert_state.model_type]
-        dropout = part(self.embeddings, family.stock_model.dropout)
-        dropout_p = dropout.p if dropout.training else 0.0
+        dropped, dropout_p = family.stock_model.dropout, 0.0
+        if dropped is not None:
+            dropout = part(self.embeddings, dropped)
+            dropout_p = dropout.p if dropout.training else 0.0
         embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
         parts = self, family, plan, embed_rows, inputs, dropout_p > 0
         return run_encoder(*parts, **asked)
@@ -304,7 +308,9 @@ class AcceleratedModel(Accelerated):
 
     def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float) -> Tensor:
         """The embedding output (rows, width). Under FSDP only a call of the module gathers its parameters."""
-        root = self.embeddings
+        root = self._modules[FAMILIES[self.fastbert_state.model_type].embeddings]
+        if isinstance(root, nn.Embedding):
+            return root(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
         if seed is None and (y := launched(root, *ids)) is not None:
             return y
@@ -385,13 +391,16 @@ def _check_masked(name: str, config: Any, given: dict[str, Any]) -> None:
         )
 
 
-def _tables(family: Family) -> tuple[str, ...]:
-    """The names of the embeddings' tables."""
-    return family.word_table.rpartition(".")[2], *_TABLES
+def _tables(model: Any) -> tuple[Any, ...]:
+    """The tables of words, positions and token types; None for a table that the model lacks."""
+    family = FAMILIES[model.fastbert_state.model_type]
+    root, name = model._modules[family.embeddings], family.word_table.rpartition(".")[2]
+    if family.embeddings == family.word_table:
+        return root, None, None
+    return tuple(getattr(root, table, None) for table in (name, *_TABLES))
 
 
 def _device(model: Any) -> torch.device:
     # captum replaces the table by a module without a weight, which takes embeddings in place of ids
-    name = _tables(FAMILIES[model.fastbert_state.model_type])[0]
-    weight = getattr(getattr(model.embeddings, name, None), "weight", None)
+    weight = getattr(_tables(model)[0], "weight", None)
     return next(model.parameters()).device if weight is None else weight.device

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.form import Half
-from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain
+from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain, rms_eps
 from fastbert.layers.parts import activation_of
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
@@ -243,11 +243,12 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), by our op if the module is a plain nn.LayerNorm or nn.RMSNorm."""
+    """module(x), by our op if the module is a plain nn.LayerNorm, or an RMSNorm (`rms_eps`) without hooks."""
     if is_plain(module, nn.LayerNorm) and has_weight(module) and not calls_all():
         return cast(Tensor, layer_norm(x, module.weight, module.bias, eps=module.eps))
-    if is_plain(module, nn.RMSNorm) and has_weight(module) and not calls_all():
-        return cast(Tensor, rms_norm(x, module.weight, eps=cast(float, module.eps)))
+    eps = rms_eps(module)
+    if eps is not None and not is_hooked(module) and has_weight(module) and not calls_all():
+        return cast(Tensor, rms_norm(x, cast(Tensor, module.weight), eps=eps))
     return module(x)
 
 

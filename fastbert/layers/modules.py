@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from operator import attrgetter
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
@@ -111,7 +111,8 @@ def by_row(module: nn.Module) -> bool:
     if kind.__module__.startswith(_BY_ROW):
         return not any(map(watched, module.modules()))
     # Parametrized, or a subclass that only stores its weight in another way
-    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    stored = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    return stored or rms_eps(module) is not None
 
 
 def changed(module: nn.Module) -> str | None:
@@ -123,9 +124,19 @@ def changed(module: nn.Module) -> str | None:
     return None if by_row(module) else f"is a {type(module).__name__}"
 
 
-def has_weight(norm: nn.LayerNorm | nn.RMSNorm) -> bool:
+def has_weight(norm: Any) -> bool:
     """Whether the norm has the weight that our ops take."""
     return norm.weight is not None and norm.weight.dim() == 1
+
+
+def rms_eps(norm: nn.Module) -> float | None:
+    """eps of an RMSNorm, be it PyTorch's or transformers' as Llama has it; None for any other module."""
+    kind = type(norm)
+    if kind is nn.RMSNorm:
+        return cast(nn.RMSNorm, norm).eps
+    # The classes that compute another norm name it otherwise
+    known = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.models.")
+    return getattr(norm, "variance_epsilon", None) if known else None
 
 
 def calls_all() -> str | None:

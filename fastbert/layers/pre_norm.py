@@ -30,7 +30,7 @@ from fastbert.layers.linear import (
     product_and_bias,
     weight_panels,
 )
-from fastbert.layers.modules import calls_all, is_plain
+from fastbert.layers.modules import calls_all, is_hooked, is_plain, rms_eps
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
@@ -98,12 +98,15 @@ def dense_sum_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(z), z) with z = residual + dropout(dense(x)); one pass after the product, as in `dense_norm`."""
     x, x_bias = product_and_bias(dense, x)
-    if fuse and (is_plain(norm, nn.LayerNorm) or is_plain(norm, nn.RMSNorm)):
+    eps = rms_eps(norm)
+    if fuse and not is_hooked(norm) and (eps is not None or type(norm) is nn.LayerNorm):
         how: Any = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
-        how |= {"residual": residual, "x_bias": x_bias, "eps": norm.eps}
-        if isinstance(norm, nn.RMSNorm):
-            return cast(tuple[Tensor, Tensor], rms_norm(x, norm.weight, **how))
-        return cast(tuple[Tensor, Tensor], layer_norm(x, norm.weight, norm.bias, **how))
+        how |= {"residual": residual, "x_bias": x_bias}
+        if isinstance(norm, nn.LayerNorm):
+            found = layer_norm(x, norm.weight, norm.bias, eps=norm.eps, **how)
+        else:
+            found = rms_norm(x, cast(Tensor, norm.weight), eps=cast(float, eps), **how)
+        return cast(tuple[Tensor, Tensor], found)
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:

@@ -66,7 +66,7 @@ class StockModel:
         embeds_by_name: whether the ids are passed to the embeddings by name.
         tuple_keeps_none: whether a missing output is None in the tuple of return_dict=False, because heads
             index the tuple.
-        dropout: name of the embeddings' dropout.
+        dropout: name of the embeddings' dropout; None if there is none.
     """
 
     output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
@@ -74,4 +74,4 @@ class StockModel:
     stack_by_name: bool = False
     embeds_by_name: bool = True
     tuple_keeps_none: bool = False
-    dropout: str = "dropout"
+    dropout: str | None = "dropout"

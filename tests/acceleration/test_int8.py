@@ -444,7 +444,7 @@ def test_another_activation():
 
 
 def test_other_architectures_stay_in_floating_point():
-    model = other_stock("eurobert")
+    model = other_stock("xmod")
     with pytest.raises(ValueError, match="of no family that int8 knows"):
         fastbert.accelerate(model, dtype="int8", strict=True)
     with pytest.warns(RuntimeWarning, match="the model runs in floating point.*of a family that int8 knows"):

@@ -38,7 +38,6 @@ SIZES = dict(
     pad_token_id=0,
 )
 EXTRA = {
-    "eurobert": dict(num_key_value_heads=1, bos_token_id=1, eos_token_id=2, mask_token_id=3),
     "llama": dict(num_key_value_heads=1, bos_token_id=1, eos_token_id=2),
     "xmod": dict(languages=["en_XX"], default_language="en_XX"),
     "vit": dict(image_size=16, patch_size=4),
@@ -424,7 +423,7 @@ def test_dropout_drops_scales_and_repeats_by_the_seed():
 
 
 def test_apply_is_idempotent_and_undo_is_bit_equal():
-    model = stock("eurobert")
+    model = stock("xmod")
     x, mask = ids(), masks()["right"]
     with torch.no_grad():
         before = model(x, attention_mask=mask)[0]
@@ -609,6 +608,6 @@ def test_accelerate_applies_explains_and_takes_it_back():
 
 
 def test_of_models_inside_each_other_the_outermost_is_named():
-    """EuroBertForMaskedLM holds a EuroBertModel; both are PreTrainedModels."""
-    model = stock("eurobert", transformers.AutoModelForMaskedLM)
+    """XmodForMaskedLM holds an XmodModel; both are PreTrainedModels."""
+    model = stock("xmod", transformers.AutoModelForMaskedLM)
     assert [m.name for m in fastbert.explain(torch.nn.Sequential(model)).models] == ["0"]

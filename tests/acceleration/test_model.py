@@ -71,7 +71,8 @@ def _rows(output, count: int):
 
 
 @pytest.mark.parametrize(
-    "name", ["bert", "roberta", "albert", "distilbert", "electra", "mpnet", "modernbert", "gte"]
+    "name",
+    ["bert", "roberta", "albert", "distilbert", "electra", "mpnet", "modernbert", "gte", "eurobert"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):

@@ -65,6 +65,9 @@ def test_layers_of_a_model_on_flash_attention_apply_the_window(padding):
         ("modernbert", "layers.0.attn_norm", "attn_norm has hooks"),
         ("modernbert", "rotary_emb", "rotary_emb has hooks"),
         ("gte", "layers.1.mlp.gate_proj", "mlp.gate_proj has hooks"),
+        ("eurobert", "embed_tokens", "embed_tokens has hooks"),
+        ("eurobert", "layers.1.input_layernorm", "input_layernorm has hooks"),
+        ("eurobert", "norm", "norm has hooks"),
     ],
 )
 def test_hooks_see_what_they_see_in_the_stock_model(name, path, said):
@@ -103,6 +106,25 @@ def test_what_has_changed_runs_as_stock():
     assert [layer.fused for layer in fastbert.explain(fast).layers] == [True, False, True]
 
 
+def test_norms_and_shared_keys_that_have_changed():
+    """A subclass of the norm is another norm; a plain LayerNorm is one of ours."""
+    slow, fast = build("eurobert")
+    inputs, norm, wide = first_kept("eurobert"), nn.LayerNorm(48, bias=False), nn.Linear(48, 48)
+    kind = type(fast.layers[1].input_layernorm)
+    twice = type(kind.__name__, (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    for model in (slow, fast):
+        model.layers[0].input_layernorm = norm
+        model.layers[1].input_layernorm.__class__ = twice
+        attention = model.layers[2].self_attn
+        attention.num_key_value_groups, attention.k_proj, attention.v_proj = 1, wide, wide
+    with torch.no_grad(), calls(fast, padded=1, fused=1, stock=2):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    reasons = [layer.reason for layer in fastbert.explain(fast).layers]
+    assert reasons[0] is None
+    assert "input_layernorm is a" in reasons[1]
+    assert "self_attn has other heads" in reasons[2]
+
+
 @pytest.mark.parametrize("kind", ["yarn", "dynamic"])
 def test_scaled_angles(kind):
     """Our own models refuse the first; the second depends on earlier calls of the stock model."""
@@ -118,7 +140,7 @@ def test_scaled_angles(kind):
         fastbert.accelerate(copy.deepcopy(slow), strict=True)
 
 
-@pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert", "eurobert"])
 def test_lora(name):
     peft = pytest.importorskip("peft")
     slow, inputs = stock(name, HEAD), first_kept(name)
@@ -137,12 +159,20 @@ def test_lora(name):
         close(grads[1][key], grad, 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["ForMaskedLM", "ForTokenClassification", "ForMultipleChoice"])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_heads(kind, pooling):
-    slow, fast = build("modernbert", getattr(transformers, f"AutoModel{kind}"), classifier_pooling=pooling)
-    inputs = first_kept("modernbert")
+@pytest.mark.parametrize(
+    ("name", "kind", "pooling"),
+    [
+        *(("modernbert", k, p) for k in ("ForMaskedLM", "ForMultipleChoice") for p in ("cls", "mean")),
+        *(("eurobert", "ForSequenceClassification", p) for p in ("bos", "mean", "late")),
+        ("modernbert", "ForTokenClassification", "mean"),
+    ],
+)
+def test_heads(name, kind, pooling):
+    slow, fast = build(name, getattr(transformers, f"AutoModel{kind}"), classifier_pooling=pooling)
+    inputs = first_kept(name)
     kept = inputs["attention_mask"].bool()
+    if kind == "ForSequenceClassification":
+        kept = ...
     if kind == "ForMultipleChoice":
         inputs, kept = ({k: v.view(2, 2, 40) for k, v in inputs.items()}, torch.ones(2, 2).bool())
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):

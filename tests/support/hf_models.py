@@ -84,7 +84,7 @@ FAMILY_NAMES = (
 # The families whose layers are of BERT's form, which every executor knows
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
 # The families whose layers `accelerate` fuses
-ACCELERATED = FAMILY_NAMES[: FAMILY_NAMES.index("eurobert")]
+ACCELERATED = FAMILY_NAMES[: FAMILY_NAMES.index("deberta-v2")]
 PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 _SIZES = dict(

@@ -201,9 +201,13 @@ FAMILIES = (
         classifier=ClassifierHead("dense", "gelu", "classifier", act="activation", dropout=""),
         tokens=ClassifierHead(None, None, "classifier", dropout=""),
         lacks=("ForMultipleChoice", "ForQuestionAnswering"),
-        accelerated=False,
         positional={"": 2},
-        stock_layer=replace(ROTARY_STOCK, dropouts=("self_attn.attention_dropout", None, None)),
-        stock_model=StockModel("BaseModelOutput", embeds_by_name=False),
+        stock_layer=replace(
+            ROTARY_STOCK,
+            name="EuroBertDecoderLayer",
+            dropouts=("self_attn.attention_dropout", None, None),
+            positional=("attention_mask", "position_ids", "cache", "use_cache", "position_embeddings"),
+        ),
+        stock_model=StockModel("BaseModelOutput", embeds_by_name=False, dropout=None),
     ),
 )
