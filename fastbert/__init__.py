@@ -144,6 +144,9 @@ __all__ = [
     "ModernBertForTokenClassification",
     "ModernBertModel",
     "MultiVectorEncoder",
+    "NeoBertForMaskedLM",
+    "NeoBertForSequenceClassification",
+    "NeoBertModel",
     "NomicBertForMaskedLM",
     "NomicBertForSequenceClassification",
     "NomicBertForTokenClassification",
@@ -313,6 +316,11 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         MPNetForSequenceClassification,
         MPNetForTokenClassification,
         MPNetModel,
+    )
+    from fastbert.models.neobert import (
+        NeoBertForMaskedLM,
+        NeoBertForSequenceClassification,
+        NeoBertModel,
     )
     from fastbert.models.nomic_bert import (
         NomicBertForMaskedLM,

@@ -290,7 +290,7 @@ class WordEmbeddings(nn.Embedding):
 
     def gap(self) -> str | None:
         """See `Embeddings`."""
-        return "embed_tokens has hooks or another forward" if watched(self) else None
+        return "the table of words has hooks or another forward" if watched(self) else None
 
     def dropout_rate(self) -> float:
         """See `Embeddings`; nothing is dropped."""

@@ -129,7 +129,7 @@ class PackedLayer(nn.Module):
         """The feed-forward block's output, as transformers' layer calls its modules."""
         form, block = self.form, self.form.stock.feed_forward
         if form.rotary is not None:
-            norm, feed = part(self, form.names.output_norm), part(self, form.stock.containers[1])
+            norm, feed = part(self, form.names.output_norm), part(self, form.stock.containers[-1])
             if form.pre_norm:
                 return hidden + feed(norm(hidden))
             return norm(hidden + self._dropped(2, feed(hidden)))

@@ -119,12 +119,14 @@ class LayerForm:
         kept: which of the model's heads the layer has, ascending; None for all.
         pre_norm: whether the norms come before the blocks, not after their residual sums.
         packed: whether query, key and value are one linear layer with outputs (3, nheads, head_dim).
+        head_major: whether such outputs are (nheads, 3, head_dim).
         gated: which half of the feed-forward block's outputs is activated and multiplies the other half;
             None if there are no halves.
         window: how many tokens before and after its own a token sees, (left, right); None for all.
         kv_heads: the number of heads of keys and values, each of which serves equally many heads of queries;
             None for one per head.
         rotary: by which angles queries and keys are rotated; None if they are not rotated.
+        interleaved: whether two neighbouring columns are rotated as a pair, not one of each half of a head.
         relative: how the distance between two tokens is scored; None if it is not scored.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
@@ -139,10 +141,12 @@ class LayerForm:
     kept: tuple[int, ...] | None = None
     pre_norm: bool = False
     packed: bool = False
+    head_major: bool = False
     gated: Half | None = None
     window: tuple[int, int] | None = None
     kv_heads: int | None = None
     rotary: Rotary | None = None
+    interleaved: bool = False
     relative: Relative | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 

@@ -119,6 +119,16 @@ class Part(nn.Module):
         return self._modules[self.norm](hidden_states + input_tensor)
 
 
+def probabilities(q: Tensor, k: Tensor, scaling: float, attention_mask: Tensor | None) -> Tensor:
+    """The attention probabilities of queries and keys, each (batch, nheads, seqlen, head_dim)."""
+    scores = q @ k.transpose(2, 3) * scaling
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    return torch.softmax(scores, -1)
+
+
 class SelfAttention(Part):
     """Self-attention on a padded batch in PyTorch's own operations, as transformers' eager attention.
 
@@ -168,12 +178,7 @@ class SelfAttention(Part):
         head_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As `forward`, from query, key and value, each (batch, nheads, seqlen, head_dim)."""
-        scores = q @ k.transpose(2, 3) * self.scaling
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
-        elif attention_mask is not None:
-            scores = scores + attention_mask
-        probs, dropout = torch.softmax(scores, -1), self._modules[self.drop]
+        probs, dropout = probabilities(q, k, self.scaling, attention_mask), self._modules[self.drop]
         if not self.drops_by_itself:
             probs = dropout(probs)
         elif self.training:

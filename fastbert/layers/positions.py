@@ -73,10 +73,13 @@ def rotated(form: LayerForm, qkv: Tensor, batch: PackedBatch) -> tuple[Tensor, T
 
     Args:
         form: the form of a packed layer.
-        qkv: (total, 3 · nheads · head_dim), the product of its linear layer.
+        qkv: (total, 3 · nheads · head_dim), the product of its linear layer; read in place.
         batch: has the positions, and the tables of the layer's base.
     """
     nheads = form.nheads
+    if form.head_major:
+        q, k, v = qkv.view(qkv.shape[0], nheads, 3, form.head_dim).unbind(2)
+        return rotate(form, q, batch), rotate(form, k, batch), v
     both, v = qkv.view(qkv.shape[0], 3 * nheads, form.head_dim).split([2 * nheads, nheads], 1)
     q, k = rotate(form, both, batch).split(nheads, 1)
     return q, k, v
@@ -87,7 +90,7 @@ def rotate(form: LayerForm, heads: Tensor, batch: PackedBatch) -> Tensor:
     if form.rotary is None:
         return heads
     assert batch.tables is not None
-    return rotary(heads, *batch.tables[form.rotary], batch.positions)
+    return rotary(heads, *batch.tables[form.rotary], batch.positions, interleaved=form.interleaved)
 
 
 def window_bias(batch: PackedBatch, window: tuple[int, int]) -> Tensor:

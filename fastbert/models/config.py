@@ -158,6 +158,12 @@ class EncoderConfig(Keys):
             weight: written in place.
         """
         std, cutoff = self.initializer_range, self.get("initializer_cutoff_factor")
+        head = self.family.classifier
+        place = "embedding" if path.endswith(self.family.word_table) else "decoder"
+        spread = self.get(f"{place}_init_range")
+        if spread is not None and path not in (head.dense, head.out):
+            weight.uniform_(-spread, spread)
+            return
         if self.family.out_layers and path.endswith(self.family.out_layers):
             std /= (2 * max(self.num_hidden_layers, 1)) ** 0.5
         elif self.family.out_layers and path == self.family.classifier.out:

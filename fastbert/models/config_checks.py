@@ -368,6 +368,10 @@ def _refuse_other_mathematics(config: Keys) -> None:
     for key, value in config.__dict__.items():
         if key.startswith(refused) and value not in (None, False):
             raise ValueError(f"config {key}: {brief(value)} is not supported; expected no such key")
+    # Keys of NeoBERT's training code
+    for key in ("rope", "rms_norm"):
+        if config.__dict__.get(key) not in (None, True):
+            raise ValueError(f"config {key}: expected True, got {config.__dict__[key]!r}")
     if (sinusoidal := config.__dict__.get("sinusoidal_pos_embds")) not in (None, False, True):
         raise ValueError(f"config sinusoidal_pos_embds: expected a boolean, got {sinusoidal!r}")
     if config.family.shared_layers:

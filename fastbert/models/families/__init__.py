@@ -21,11 +21,12 @@ from fastbert.models.families import (
     electra,
     modernbert,
     mpnet,
+    neobert,
     rotary,
 )
 from fastbert.models.families.family import FAMILIES, REFUSED, Family
 
-for _module in (bert, distilbert, electra, albert, mpnet, modernbert, rotary, deberta_v2):
+for _module in (bert, distilbert, electra, albert, mpnet, modernbert, rotary, deberta_v2, neobert):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 
 

@@ -57,8 +57,8 @@ class Family:
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
         own_heads: first parts of the keys of heads that only this family has.
         tokens, spans: the heads of one label per token and of question answering.
-        lacks: tasks for which transformers has no class of this family; of ForMultipleChoice and
-            ForQuestionAnswering.
+        lacks: tasks for which transformers has no class of this family; of ForMultipleChoice,
+            ForTokenClassification and ForQuestionAnswering.
         accelerated: whether `fastbert.accelerate` fuses the layers of transformers' models.
         lm_head: paths of the masked-LM head.
         new_lm_head: those of config legacy False, if the family has that key.

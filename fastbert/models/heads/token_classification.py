@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
+from fastbert.models.families import families_with
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.labels import check_classes
 
@@ -19,6 +20,7 @@ class BertForTokenClassification(TaskModel):
     """
 
     task = "ForTokenClassification"
+    model_types = families_with(task)
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
