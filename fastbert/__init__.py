@@ -137,6 +137,14 @@ __all__ = [
     "MPNetForSequenceClassification",
     "MPNetForTokenClassification",
     "MPNetModel",
+    "MobileBertForMaskedLM",
+    "MobileBertForMultipleChoice",
+    "MobileBertForNextSentencePrediction",
+    "MobileBertForPreTraining",
+    "MobileBertForQuestionAnswering",
+    "MobileBertForSequenceClassification",
+    "MobileBertForTokenClassification",
+    "MobileBertModel",
     "ModernBertForMaskedLM",
     "ModernBertForMultipleChoice",
     "ModernBertForQuestionAnswering",
@@ -300,6 +308,16 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         JinaEmbeddingsV3ForSequenceClassification,
         JinaEmbeddingsV3ForTokenClassification,
         JinaEmbeddingsV3Model,
+    )
+    from fastbert.models.mobilebert import (
+        MobileBertForMaskedLM,
+        MobileBertForMultipleChoice,
+        MobileBertForNextSentencePrediction,
+        MobileBertForPreTraining,
+        MobileBertForQuestionAnswering,
+        MobileBertForSequenceClassification,
+        MobileBertForTokenClassification,
+        MobileBertModel,
     )
     from fastbert.models.modernbert import (
         ModernBertForMaskedLM,

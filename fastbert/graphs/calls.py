@@ -56,6 +56,8 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
         return "its layers rotate by tables of positions, which graphs do not know"
     if model.family.disentangled:
         return "its layers score distances, which graphs do not know"
+    if model.family.bottleneck:
+        return "its layers have bottlenecks, which graphs do not know"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     if model.taps is not None:

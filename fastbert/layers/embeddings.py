@@ -8,8 +8,12 @@ from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from fastbert.layers.bottleneck import norm_of
+from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout, watched
+from fastbert.layers.packing import Packing
 from fastbert.layers.parts import HOOKS
 from fastbert.ops import checks
 from fastbert.ops.dropout import keep_mask_2d
@@ -165,10 +169,12 @@ class Embeddings(nn.Module):
 
     Attributes:
         dropped_by: name of the dropout.
+        reads_neighbours: whether `forward` takes the places of the tokens.
     """
 
     _modules: dict[str, Any]
     dropped_by: ClassVar[str] = "dropout"
+    reads_neighbours: ClassVar[bool] = False
 
     def __init__(self, config: Any):
         super().__init__()
@@ -275,6 +281,102 @@ class TokenEmbeddings(Embeddings):
         if not (flat or (inputs_embeds is not None and inputs_embeds.dim() == 2)):
             return self.drop(norm(tokens(input_ids) if inputs_embeds is None else inputs_embeds))
         return embed(self, input_ids, None, None, inputs_embeds, seed, self.dropout_rate())
+
+
+class TrigramEmbeddings(Embeddings):
+    """MobileBERT's embeddings: three adjacent words, a linear layer, position, segment, norm, dropout.
+
+    A neighbour that is masked, or of another sequence, counts as zeros. So a sequence has the same embeddings
+    in any batch; transformers reads a padding token after the last one of a padded sequence.
+
+    Args:
+        config: the model's `EncoderConfig`. Its trigram_input says whether the neighbours are read.
+
+    Source: Sun et al. 2020, "MobileBERT", sec. 3.2, "Embedding Factorization".
+    """
+
+    reads_neighbours = True
+
+    def __init__(self, config: Any):
+        nn.Module.__init__(self)
+        hidden = config.hidden_size
+        self.word_embeddings = table(config.vocab_size, config.embedding_width, config.pad_token_id)
+        self.position_embeddings = table(config.max_position_embeddings, hidden)
+        self.token_type_embeddings = table(config.type_vocab_size, hidden)
+        # `embedding_transformation` is put here by the model
+        self.LayerNorm = norm_of(config, hidden)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.trigram_input = config.trigram_input
+        self.transforms = config.trigram_input or config.embedding_width != hidden
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        seed: Tensor | None = None,
+        packing: Packing | None = None,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """As `Embeddings.forward`.
+
+        Args:
+            packing: the places of packed tokens.
+            kept: (batch, seqlen) bool, which tokens of a padded batch are not masked; None for all.
+
+        Raises:
+            TypeError: the model computes in float16, whose range its hidden states exceed.
+        """
+        x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if torch.float16 in (x.dtype, checks.autocast_dtype(x)):
+            raise TypeError(
+                "model: expected float32, float64 or bfloat16, got float16, whose range MobileBERT's hidden "
+                "states exceed"
+            )
+        if self.trigram_input:
+            x = with_neighbours(x, _follows(packing, kept, x))
+        if self.transforms:
+            dense: Any = self.embedding_transformation
+            x = dense(x) if packing is None else apply_linear(dense, x)
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[-2], device=x.device)[None]
+        if token_type_ids is None:
+            token_type_ids = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+        x = x + self.position_embeddings(position_ids) + self.token_type_embeddings(token_type_ids)
+        x = self.LayerNorm(x)
+        return self.dropout(x) if packing is None else _dropped(x, self.dropout_rate(), seed)
+
+
+def _follows(packing: Packing | None, kept: Tensor | None, x: Tensor) -> Tensor:
+    """Whether the neighbour before each token counts, (…, tokens) bool; see `TrigramEmbeddings.forward`."""
+    if packing is None:
+        if kept is None:
+            kept = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        return kept & F.pad(kept, (1, -1))
+    rows = x.shape[0]
+    inside = torch.ones(rows + 1, dtype=torch.bool, device=x.device)
+    inside = inside.index_fill(0, packing.cu_seqlens.long(), False)[:rows]
+    return inside if packing.indices is None else inside & F.pad(packing.indices.diff() == 1, (1, 0))
+
+
+def with_neighbours(x: Tensor, follows: Tensor) -> Tensor:
+    """[next, own, previous] of each token, (…, tokens, 3 · width); zeros for a missing neighbour.
+
+    Args:
+        x: (…, tokens, width), in order.
+        follows: (…, tokens) bool, whether the neighbour before each token counts.
+    """
+    zero, before = x.new_zeros(()), follows.unsqueeze(-1)
+    after = F.pad(before, (0, 0, -1, 1))
+    return torch.cat(
+        [
+            torch.where(after, F.pad(x, (0, 0, -1, 1)), zero),
+            x,
+            torch.where(before, F.pad(x, (0, 0, 1, -1)), zero),
+        ],
+        -1,
+    )
 
 
 class WordEmbeddings(nn.Embedding):

@@ -4,7 +4,8 @@
     a = LayerNorm(x + dropout(attention(q, k, v) Woᵀ + bo))
     y = LayerNorm(a + dropout(act(a Wiᵀ + bi) Wfᵀ + bf))
 
-A layer whose norms come before the blocks has the rest of its mathematics in `pre_norm.py`.
+A layer whose norms come before the blocks has the rest of its mathematics in `pre_norm.py`, a layer with
+bottlenecks in `bottleneck.py`.
 
 `layer` is the whole of it, a function of a form (form.py, plain data), of parts (modules that hold the
 parameters) and of packed tokens (batch.py). A part that is no longer plain (LoRA, parametrized, hooked) is
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.layers import disentangled, packing, pre_norm
+from fastbert.layers import bottleneck, disentangled, packing, pre_norm
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import INNER_SITE, LayerForm, Parts
@@ -58,7 +59,7 @@ def layer(
         context, probs = attend(form, parts, x, batch, asked)
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
-    plain = form.rotary is None and form.relative is None and not form.packed
+    plain = not (form.rotary or form.relative or form.packed or form.bottleneck)
     if form.heads is None and form.nheads and plain:
         context = first_context(form, parts, x, starts, batch, asked)
     else:
@@ -88,7 +89,8 @@ def attend(
         qkv = apply_linear(parts.query, x)
         q, k, v = rotated(form, qkv, batch)
     else:
-        q, k, v = queries_keys_values(form, parts, x)
+        given = (x, x) if form.bottleneck is None else bottleneck.inputs(parts, x)
+        q, k, v = queries_keys_values(form, parts, *given)
         if form.rotary is not None:
             q, k = (rotate(form, t, batch) for t in (q, k))
     relative = batch.relative
@@ -144,19 +146,24 @@ def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None, rel
     )
 
 
-def queries_keys_values(form: LayerForm, parts: Parts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def queries_keys_values(
+    form: LayerForm, parts: Parts, x: Tensor, source: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, each (total, nheads, head_dim); a head with a fixed pattern has a value alone.
 
-    It is one product with [Wq; Wk; Wv] if that is cheaper than three.
+    It is one product with [Wq; Wk; Wv] if that is cheaper than three. Values are made from `source` if it is
+    given, all else from `x`.
     """
+    source = x if source is None else source
     modules = [parts.query, parts.key, parts.value]
     nheads, size = form.nheads, form.head_dim
     learned = nheads if form.heads is None else len(form.heads.learned)
     shared = form.kv_heads
     columns = [learned * size, (shared or learned) * size, (shared or nheads) * size]
-    joined = apply_joined(parts.owner, modules, x)
+    joined = apply_joined(parts.owner, modules, x) if source is x else None
     wanted = f"{columns[0]}, {columns[1]} and {columns[2]} outputs, {nheads} heads of {size}"
-    each = [joined] if joined is not None else [apply_linear(m, x) for m in modules]
+    given = zip(modules, (x, x, source), strict=True)
+    each = [joined] if joined is not None else [apply_linear(m, t) for m, t in given]
     if sum(t.shape[1] for t in each) != sum(columns):
         raise ValueError(
             f"query, key, value: expected {wanted}, got {', '.join(str(m.out_features) for m in modules)}; "
@@ -209,6 +216,8 @@ def after_attention(
     parts = parts.as_multiplied(form.names)
     if form.pre_norm:
         return pre_norm.after_attention(form, parts, x, context, batch, asked)
+    if form.bottleneck is not None:
+        return bottleneck.after_attention(form, parts, x, context, batch, asked)
     following = parts.intermediate if parts.feed is None else None
     how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, following
     x, rounded = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)

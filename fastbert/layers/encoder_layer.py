@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import disentangled, encoder
+from fastbert.layers import bottleneck, disentangled, encoder
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.disentangled import DisentangledAttention
@@ -32,7 +32,7 @@ from fastbert.layers.parts import (
 )
 from fastbert.layers.patterns import Heads
 
-_PARTS = PARTS | {DisentangledAttention}
+_PARTS = PARTS | bottleneck.PARTS | {DisentangledAttention}
 
 
 class PackedLayer(nn.Module):
@@ -73,7 +73,7 @@ class PackedLayer(nn.Module):
         missing = self.form.pre_norm and is_plain(norms[0], nn.Identity)
         plain = all_plain(linears, norms[missing:])
         how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
-        return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6]))
+        return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6], None))
 
     def look(self, everything: str | None) -> Parts | str:
         """What the layer computes with now, or why it must be called module by module on a padded batch.
@@ -273,6 +273,11 @@ class EncoderLayer(PackedLayer):
             return f"{'.'.join(activation)} was replaced, or has hooks"
         return None
 
+    def by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """(output on a padded batch, as transformers' layer calls its modules, probabilities)."""
+        attended, probs = self.attend_by_modules(hidden, *args, **kwargs)
+        return self.feed_by_modules(attended), probs
+
     def look(self, everything: str | None) -> Parts | str:
         """See `PackedLayer`."""
         reason, made = everything or self.gap(), self.as_made
@@ -324,6 +329,5 @@ class EncoderLayer(PackedLayer):
         given: dict[str, Any] = {} if gate is None else {"head_mask": gate}
         if grid is not None:
             given["grid"] = grid
-        attended, probs = self.attend_by_modules(hidden, batch, **given)
-        y = self.feed_by_modules(attended)
+        y, probs = self.by_modules(hidden, batch, **given)
         return (y, probs) if output_attentions else y

@@ -104,6 +104,35 @@ class StockLayer:
     attention_drops_by_itself: bool = True
 
 
+class Bottleneck(NamedTuple):
+    """How a layer's blocks compute in a narrower width, and how many there are; see `bottleneck.py`.
+
+    Attributes:
+        keys, values: paths of the bottlenecks that queries and keys, and values, are made from; None if they
+            are made from the layer's input.
+        residual: path of the bottleneck whose output is added to attention's; None for the layer's input.
+        output: path of the bottleneck back to the hidden size; None if there is none.
+        feeds: paths of the feed-forward blocks before the last.
+    """
+
+    keys: str | None
+    values: str | None
+    residual: str | None
+    output: str | None
+    feeds: tuple[str, ...]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The paths of the bottlenecks that are computed."""
+        return tuple(path for path in dict.fromkeys(self[:4]) if path is not None)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The paths of the linear layers of the bottlenecks and of `feeds`."""
+        feeds = (f"{feed}.{name}.dense" for feed in self.feeds for name in ("intermediate", "output"))
+        return (*(f"{path}.dense" for path in self.steps), *feeds)
+
+
 @dataclass(frozen=True)
 class LayerForm:
     """What one encoder layer computes, apart from its parameters.
@@ -128,6 +157,7 @@ class LayerForm:
         rotary: by which angles queries and keys are rotated; None if they are not rotated.
         interleaved: whether two neighbouring columns are rotated as a pair, not one of each half of a head.
         relative: how the distance between two tokens is scored; None if it is not scored.
+        bottleneck: in which width the blocks compute; None if it is the hidden size and there are two blocks.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
     """
@@ -148,6 +178,7 @@ class LayerForm:
     rotary: Rotary | None = None
     interleaved: bool = False
     relative: Relative | None = None
+    bottleneck: Bottleneck | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -170,6 +201,11 @@ class LayerForm:
         sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths")
         others = [field for field in fields(self) if field.name not in sizes]
         return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The paths of all linear layers."""
+        return self.names.linears if self.bottleneck is None else self.names.linears + self.bottleneck.linears
 
     @property
     def softmax_scale(self) -> float:
@@ -210,6 +246,7 @@ class Parts(NamedTuple):
         plain: whether one op could compute the whole layer: the linear layers are of one kind, none is empty,
             the norms are LayerNorms, and nothing looks at any of them.
         gate: the linear layer with the activated half of a gated feed-forward block; None if there is none.
+        steps: the further modules of a layer with bottlenecks, `bottleneck.Steps`; None in other layers.
     """
 
     query: Any
@@ -228,6 +265,7 @@ class Parts(NamedTuple):
     label: str = "layer"
     plain: bool = False
     gate: Any = None
+    steps: Any = None
 
     @property
     def linears(self) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 A weight is rounded once, to integers from -127 to 127, with one float32 scale per output channel. The input
 is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py).
 
-The six linear layers of every encoder layer are quantised, which do nearly all of a model's arithmetic. The
+The linear layers of every encoder layer are quantised, which do nearly all of a model's arithmetic. The
 embeddings are not, because they multiply nothing. Neither are the pooler, the projection of ELECTRA and
 ALBERT and the heads: they cost little, and no later layer averages their rounding out. LayerNorm, softmax and
 the residual sums stay in the model's dtype.
@@ -362,7 +362,7 @@ def _replace(model: Any) -> None:
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
     # A shared layer is replaced once
     for layer in {id(layer): layer for layer in model.base_model.layer_list()}.values():
-        for path in layer.form.names.linears:
+        for path in layer.form.linears:
             module, name = part(layer, path), f"{names[id(layer)]}.{path}"
             if isinstance(module, QuantizedLinear):
                 continue

@@ -248,7 +248,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                 old = getattr(module, leaf)
                 # transformers leaves the bias of a tied decoder at 0
                 like_old = mean_resizing and (old.dim() > 1 or not config.tie_word_embeddings)
-                setattr(module, leaf, _resized(old, size, None if like_old else config.initializer_range))
+                setattr(module, leaf, resized(old, size, None if like_old else config.initializer_range))
             if isinstance(module, nn.Embedding):
                 module.num_embeddings = size
             elif isinstance(module, nn.Linear):
@@ -399,16 +399,21 @@ def _first_parameter(module: nn.Module) -> Any:
     return None
 
 
-def _resized(old: nn.Parameter, rows: int, std: float | None) -> nn.Parameter:
-    """`old` with another number of rows: new rows are drawn by `std`, or like the old rows if it is None."""
-    new = old.new_zeros(rows, *old.shape[1:])
-    added = new[old.shape[0] :]
+@torch.no_grad()
+def resized(old: nn.Parameter, rows: int, std: float | None, dim: int = 0) -> nn.Parameter:
+    """`old` with another number of rows: new rows are drawn by `std`, or like the old rows if it is None.
+
+    The rows are along the dimension `dim`.
+    """
+    source = old.transpose(0, dim)
+    new = source.new_zeros(rows, *source.shape[1:])
+    added = new[source.shape[0] :]
     if std is None:
-        added.copy_(_like(old.to(torch.promote_types(old.dtype, torch.float32)), len(added)))
+        added.copy_(_like(source.to(torch.promote_types(old.dtype, torch.float32)), len(added)))
     elif old.dim() > 1:
         added.normal_(0.0, std)
-    new[: old.shape[0]] = old[:rows]
-    return nn.Parameter(new, old.requires_grad)
+    new[: source.shape[0]] = source[:rows]
+    return nn.Parameter(new.transpose(0, dim).contiguous(), old.requires_grad)
 
 
 def _like(old: Tensor, count: int) -> Tensor:

@@ -64,7 +64,7 @@ class BertModel(PreTrainedModel):
         other_width = config.embedding_width != config.hidden_size
         if family.projection and (family.projection_always or other_width):
             bias = config.has_bias(family.projection)
-            attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size, bias))
+            attach(self, family.projection, nn.Linear(config.projected_width, config.hidden_size, bias))
         elif other_width:
             raise ValueError(
                 f"config embedding_size: {config.embedding_width} differs from hidden_size "
@@ -85,9 +85,10 @@ class BertModel(PreTrainedModel):
             add_pooling_layer = not family.pooler_asked
         if family.pooler and add_pooling_layer:
             if "." in family.pooler:
-                self.pooler = Pooler()
-            attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
-            attach(self, pooler_activation(family), Activation("tanh"))
+                self.pooler = Pooler(config.get("pooler_dense", True))
+            if config.get("pooler_dense", True):
+                attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
+                attach(self, pooler_activation(family), Activation("tanh"))
         self.post_init()
 
     @property
@@ -409,13 +410,16 @@ class BertModel(PreTrainedModel):
             if inputs.inputs_embeds is not None and self.family.embeddings == self.family.word_table:
                 return inputs.inputs_embeds
             own = ours or isinstance(embeddings, self.embeddings_class)
+            reads = getattr(embeddings, "reads_neighbours", False)
             if not (calls_all() or (embeddings.gap() if ours else not own)):
-                return embeddings(*ids, seed)
+                return embeddings(*ids, seed, **({"packing": inputs.packing} if reads else {}))
             packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
             given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
             if self.family.rotary:
                 del given["position_ids"]
             kept = packing.grid(ids[1])[1]
+            if reads and kept is not None:
+                given["kept"] = kept
             if kept is not None and "input_ids" in given:
                 given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
             first = () if self.family.stock_model.embeds_by_name else (given.pop("input_ids", None),)

@@ -117,7 +117,7 @@ class EncoderConfig(Keys):
     def head_dim(self) -> int:
         """Size of one attention head: the family's key, or the heads' equal share of `hidden_size`."""
         own = self.__dict__.get("head_dim") if "head_dim" in self.family.defaults else None
-        return self.hidden_size // self.num_attention_heads if own is None else own
+        return self.block_width // self.num_attention_heads if own is None else own
 
     @property
     def activation_name(self) -> str:
@@ -133,7 +133,7 @@ class EncoderConfig(Keys):
     @property
     def head_activation(self) -> str:
         """The activation of heads whose family names none, spelt likewise: the config's."""
-        return SPELLINGS[self.get("classifier_activation") or self.hidden_act]
+        return SPELLINGS[self.__dict__.get("classifier_activation") or self.hidden_act]
 
     def has_bias(self, path: str) -> bool:
         """Whether the linear layer at a path of its layer, or of the model, has a bias."""
@@ -144,6 +144,11 @@ class EncoderConfig(Keys):
     def embedding_width(self) -> int:
         """Size of the embedding tables' rows: `embedding_size` if the family has one, else `hidden_size`."""
         return getattr(self, "embedding_size", None) or self.hidden_size
+
+    @property
+    def projected_width(self) -> int:
+        """Inputs of the linear layer from the embedding to the hidden size: one token's, or three tokens'."""
+        return self.embedding_width * (3 if self.get("trigram_input") else 1)
 
     @property
     def norm_eps(self) -> float:
@@ -256,6 +261,10 @@ class EncoderConfig(Keys):
         if self.family.disentangled:
             values["pos_att_type"] = sorted(self.pos_att_type or ())
             for key in ("max_relative_positions", "position_buckets", "position_biased_input", "conv_act"):
+                values[key] = self.get(key)
+        if self.family.bottleneck:
+            # The weights of both kinds of norm have the same names and shapes
+            for key in ("normalization_type", "use_bottleneck_attention"):
                 values[key] = self.get(key)
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)

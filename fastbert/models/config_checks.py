@@ -49,6 +49,8 @@ _COUNTS = (
     "inner_group_num",
     "head_dim",
     "relative_attention_num_buckets",
+    "intra_bottleneck_size",
+    "num_feedforward_networks",
 )
 _PROBABILITIES = (
     "hidden_dropout_prob",
@@ -109,6 +111,14 @@ class Keys:
         return family_of(self.model_type)
 
     @property
+    def block_width(self) -> int:
+        """The width in which a layer's blocks compute: that of its bottlenecks, or the hidden size."""
+        own = self.__dict__
+        if self.family.bottleneck and own["use_bottleneck"]:
+            return own["intra_bottleneck_size"]
+        return self.hidden_size
+
+    @property
     def has_positions(self) -> bool:
         """Whether the embeddings have a table of positions, whose size limits the texts."""
         family = self.family
@@ -162,10 +172,13 @@ def check_config(config: Keys) -> None:
         value = config.__dict__[key]
         if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             raise ValueError(f"config {key}: expected a finite number >= 0, got {brief(value)}")
-    if config.hidden_size % config.num_attention_heads:
+    if config.family.bottleneck:
+        _check_bottleneck(config)
+    if config.block_width % config.num_attention_heads:
+        key = "hidden_size" if config.block_width == config.hidden_size else "intra_bottleneck_size"
         raise ValueError(
             f"config num_attention_heads: {config.num_attention_heads} heads do not divide "
-            f"hidden_size {config.hidden_size}"
+            f"{key} {config.block_width}"
         )
     if not isinstance(config.hidden_act, str) or config.hidden_act not in SPELLINGS:
         raise ValueError(
@@ -206,6 +219,30 @@ def check_config(config: Keys) -> None:
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
+
+
+def _check_bottleneck(config: Keys) -> None:
+    """See `fastbert.layers.bottleneck_layer`."""
+    own = config.__dict__
+    switches = "use_bottleneck", "use_bottleneck_attention", "key_query_shared_bottleneck", "trigram_input"
+    for key in (*switches, "pooler_dense"):
+        if type(own[key]) is not bool:
+            raise TypeError(f"config {config.family.spelt(key)}: expected a boolean, got {brief(own[key])}")
+    if own["normalization_type"] not in ("no_norm", "layer_norm"):
+        raise ValueError(
+            f"config normalization_type: expected 'no_norm' or 'layer_norm', got "
+            f"{brief(own['normalization_type'])}"
+        )
+    if own.get("true_hidden_size", config.block_width) not in (None, config.block_width):
+        raise ValueError(
+            f"config true_hidden_size: expected {config.block_width}, got {brief(own['true_hidden_size'])}"
+        )
+    narrow = own["use_bottleneck_attention"] or own["key_query_shared_bottleneck"]
+    if not narrow and config.block_width != config.hidden_size:
+        raise ValueError(
+            f"config intra_bottleneck_size: expected hidden_size {config.hidden_size} without "
+            f"use_bottleneck_attention and key_query_shared_bottleneck, got {config.block_width}"
+        )
 
 
 def _check_relative(config: Keys) -> None:
@@ -339,10 +376,13 @@ def _check_inner_sizes(config: Keys) -> None:
             f"config intermediate_sizes: expected None or {layers} integers from 0 to {MAX_SIZE}, one per "
             f"layer, got {brief(given)}"
         )
-    if config.family.shared_layers:
-        raise ValueError(
-            f"config intermediate_sizes: expected None, as {config.model_type} shares its layers"
+    if config.family.shared_layers or config.family.bottleneck:
+        why = (
+            "shares its layers"
+            if config.family.shared_layers
+            else "has several feed-forward blocks per layer"
         )
+        raise ValueError(f"config intermediate_sizes: expected None, as {config.model_type} {why}")
 
 
 def _refuse_other_mathematics(config: Keys) -> None:

@@ -304,10 +304,14 @@ class Stack(nn.Module):
 
 
 class Pooler(Part):
-    """BERT's pooler, tanh(dense(first token)) (Devlin et al. 2018, sec. 3, "C")."""
+    """BERT's pooler, tanh(dense(first token)) (Devlin et al. 2018, sec. 3, "C").
 
-    def __init__(self):
-        super().__init__("dense", "activation")
+    Args:
+        dense: False for a pooler that is the first token.
+    """
+
+    def __init__(self, dense: bool = True):
+        super().__init__(*(("dense", "activation") if dense else ()))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(batch, seqlen, hidden) -> (batch, hidden)."""
@@ -339,6 +343,9 @@ def pooler_activation(family: Family) -> str:
 def pool(root: nn.Module, family: Family, first: Tensor) -> Tensor:
     """The output of an encoder's pooler for first tokens: (batch, hidden) -> (batch, hidden)."""
     assert family.pooler is not None
+    module = root._modules.get("pooler")
+    if isinstance(module, Pooler) and not module.steps:
+        return first
     return apply_activated(part(root, family.pooler), part(root, pooler_activation(family)), first)
 
 
@@ -348,11 +355,10 @@ def pooler_gap(root: nn.Module, family: Family) -> bool:
     if not above:
         return False
     module = part(root, above)
-    return (
-        calls_all() is not None
-        or type(module) is not Pooler
-        or watched(module)
-        or changed(part(module, name)) is not None
+    if calls_all() is not None or type(module) is not Pooler or watched(module):
+        return True
+    return bool(module.steps) and (
+        changed(part(module, name)) is not None
         or activation_of(part(root, pooler_activation(family))) is None
     )
 

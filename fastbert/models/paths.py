@@ -17,7 +17,9 @@ class LMHead:
     embeddings itself is multiplied.
     `bias` is the path of the separate bias to which the decoder's bias is tied, or None. `act` is the path of
     the activation module, or None if transformers has none. If `activation` is None, it is the config's
-    (`EncoderConfig.head_activation`).
+    (`EncoderConfig.head_activation`). `more` is the path of a linear layer whose weight, (hidden - embedding
+    size, vocabulary), is below the decoder's transposed weight, so that `dense` and `norm` keep the hidden
+    size; or None.
     """
 
     dense: str | None
@@ -26,6 +28,7 @@ class LMHead:
     bias: str | None
     act: str | None = None
     activation: str | None = None
+    more: str | None = None
 
 
 @dataclass(frozen=True)

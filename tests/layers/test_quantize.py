@@ -30,7 +30,7 @@ def test_the_layers_are_replaced_and_nothing_else(family):
     assert {n for n, m in model.named_modules() if type(m) is nn.Linear} == linears - in_layers
     shared = model.family.shared_layers
     groups = 4 if family == "albert-groups" else 1
-    each = len({*model.layer_list()[0].form.names.linears})
+    each = len({*model.layer_list()[0].form.linears})
     assert len(int8) == each * (groups if shared else model.config.num_hidden_layers)
     for n in int8:  # each from its own original
         expected = QuantizedLinear.from_linear(full.get_submodule(n))

@@ -56,13 +56,15 @@ def products():
         dispatch.call, dispatch.launcher, cpu.launchers = call, launcher, found
 
 
-def inner_rows(seen: list[tuple[int, int]], gated: bool = False) -> list[int]:
-    """The number of rows in the feed-forward of each layer, which has two such products if it is `gated`."""
-    return [rows for rows, out in seen if out == INNER][:: 1 + gated]
+def inner_rows(seen: list[tuple[int, int]], each: int = 1) -> list[int]:
+    """The number of rows in the feed-forward of each layer, which has `each` such products."""
+    return [rows for rows, out in seen if out == INNER][::each]
 
 
-def is_gated(model: BertModel) -> bool:
-    return model.base_model.layer_list()[0].form.names.gate is not None
+def inner_products(model: BertModel) -> int:
+    form = model.base_model.layer_list()[0].form
+    feeds = 0 if form.bottleneck is None else len(form.bottleneck.feeds)
+    return 1 + feeds + (form.names.gate is not None)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 5e-6) -> None:
@@ -86,7 +88,7 @@ def test_equals_the_first_rows_of_the_whole(name):
             first = model(**inputs, first_token_only=True)
             as_tuple = model(**inputs, first_token_only=True, return_dict=False)
     total, n = int(inputs["attention_mask"].sum()), depth(model)
-    assert inner_rows(seen, is_gated(model)) == [*[total] * (n - 1), 4] * 2
+    assert inner_rows(seen, inner_products(model)) == [*[total] * (n - 1), 4] * 2
     assert first.last_hidden_state.shape == (4, 1, HIDDEN)
     close(first.last_hidden_state[:, 0], whole.last_hidden_state[:, 0])
     assert first.last_hidden_state[1].eq(0).all()  # padded on the left: position 0 is masked
@@ -104,7 +106,7 @@ def test_heads_that_read_position_0_equal_transformers(name, task):
     with torch.no_grad(), products() as seen:
         expected, actual = hf(**inputs, **labels), model(**inputs, **labels)
     total, n = int(inputs["attention_mask"].sum()), depth(model)
-    assert inner_rows(seen, is_gated(model)) == [*[total] * (n - 1), 4]
+    assert inner_rows(seen, inner_products(model)) == [*[total] * (n - 1), 4]
     close(actual.logits, expected.logits, 2e-5)
     close(actual.loss, expected.loss, 1e-5)
     model.reads_first_only = False

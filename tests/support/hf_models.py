@@ -80,6 +80,7 @@ FAMILY_NAMES = (
     "jina_embeddings_v3",
     "eurobert",
     "deberta-v2",
+    "mobilebert",
 )
 # The families whose layers are of BERT's form, which every executor knows
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
@@ -143,6 +144,11 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         # Without it transformers rounds the loss to float32
         kinds["problem_type"] = "single_label_classification"
         return transformers.DebertaV2Config(**{**kinds, **sizes})
+    if name == "mobilebert":
+        # Heads are of the same size as in other families
+        small = {"intra_bottleneck_size": sizes["hidden_size"], "embedding_size": sizes["hidden_size"] // 2}
+        small["num_feedforward_networks"] = 2
+        return transformers.MobileBertConfig(**{**small, **sizes})
     classes = {
         "nomic_bert": transformers.NomicBertConfig,
         "gte": transformers.GteConfig,
@@ -181,7 +187,12 @@ def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **ov
         model = auto.from_config(hf_config(name, **overrides)).eval()
     if name not in ("mpnet", "deberta-v2"):  # their own eager attention is all they have
         model.set_attn_implementation("eager")
-    return unit_scale(model)
+    # Without LayerNorm nothing else bounds the hidden states
+    unit_scale(model, 1.0 if name == "mobilebert" else 1.5)
+    if name == "mobilebert":
+        # transformers reads a padding token as the last token's neighbour; ours has none there
+        model.get_input_embeddings().weight.data[model.config.pad_token_id] = 0
+    return model
 
 
 def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -192,8 +203,8 @@ def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> di
     mask[1, : seqlen // 3] = 0
     mask[2] = (torch.rand(seqlen, generator=g) > 0.4).long()
     ids = torch.randint(5, 120, (batch_size, seqlen), generator=g)
-    if name in PAD_POSITIONS:
-        ids = torch.where(mask.bool(), ids, 1)
+    if name in (*PAD_POSITIONS, "mobilebert"):
+        ids = torch.where(mask.bool(), ids, 0 if name == "mobilebert" else 1)
     out = {"input_ids": ids, "attention_mask": mask}
     if name not in ("distilbert", "mpnet", "modernbert", "eurobert", "deberta-v2"):
         out["token_type_ids"] = torch.randint(0, 2, (batch_size, seqlen), generator=g)

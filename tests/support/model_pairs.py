@@ -30,7 +30,7 @@ SEQUENCE_TASKS = (
     "ForSequenceClassification",
     "ForMultipleChoice",
 )
-NEXT_SENTENCE = ("bert", "ernie")
+NEXT_SENTENCE = ("bert", "ernie", "mobilebert")
 _EMBEDDERS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 # The heads of the families that do not have all of transformers' heads
 _HAVE = {

@@ -19,6 +19,7 @@ from fastbert.models.families import (
     deberta_v2,
     distilbert,
     electra,
+    mobilebert,
     modernbert,
     mpnet,
     neobert,
@@ -26,7 +27,19 @@ from fastbert.models.families import (
 )
 from fastbert.models.families.family import FAMILIES, REFUSED, Family
 
-for _module in (bert, distilbert, electra, albert, mpnet, modernbert, rotary, deberta_v2, neobert):
+for _module in (
+    bert,
+    distilbert,
+    electra,
+    albert,
+    mpnet,
+    modernbert,
+    rotary,
+    deberta_v2,
+    neobert,
+    mobilebert,
+    # one per line
+):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 
 

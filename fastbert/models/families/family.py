@@ -39,6 +39,7 @@ class Family:
         pre_norm: whether the norms of a layer that rotates come before the blocks.
         rms_norm: whether norms are RMSNorms.
         disentangled: whether layers score distances between tokens (`fastbert.layers.disentangled`).
+        bottleneck: whether layers compute in a narrower width (`fastbert.layers.bottleneck`).
         shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
@@ -81,6 +82,7 @@ class Family:
     pre_norm: bool = False
     rms_norm: bool = False
     disentangled: bool = False
+    bottleneck: bool = False
     shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -181,7 +183,6 @@ REFUSED: dict[str, str] = {
     "xlnet": "two-stream relative attention over permutations",
     "longformer": "sliding-window attention with global tokens",
     "big_bird": "block-sparse attention",
-    "mobilebert": "bottlenecks and stacked feed-forward blocks in each layer",
     "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
     "roformer": "rotary positions",
     "funnel": "pools the sequence between blocks",

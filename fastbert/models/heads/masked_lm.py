@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm, has_float_weight
 from fastbert.layers.modules import attach
 from fastbert.layers.parts import Activation
+from fastbert.models.base import resized
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel
@@ -24,6 +25,7 @@ from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
+from fastbert.runtime import prepared
 
 if TYPE_CHECKING:
     from fastbert.models.calls import MaskedLMCall
@@ -36,7 +38,7 @@ class MaskedLMModel(TaskModel):
         super().__init__(config)
         self.base_model._vocabulary_owner = type(self).__name__
         config, head = self.config, self.config.lm_head
-        width = config.embedding_width
+        width = config.embedding_width if head.more is None else config.hidden_size
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(config.hidden_size, width, config.has_bias(head.dense)))
         if head.act is not None:
@@ -45,7 +47,14 @@ class MaskedLMModel(TaskModel):
             attach(self, head.norm, config.norm(width))
         if head.decoder:
             bias = config.has_bias(head.decoder)
-            attach(self, head.decoder, nn.Linear(width, config.vocab_size, bias))
+            attach(self, head.decoder, nn.Linear(config.embedding_width, config.vocab_size, bias))
+        if head.more is not None:
+            if (more := width - config.embedding_width) < 0:
+                raise ValueError(
+                    f"config embedding_size: expected at most hidden_size {width}, got "
+                    f"{config.embedding_width}"
+                )
+            attach(self, head.more, nn.Linear(config.vocab_size, more, bias=False))
         if head.bias is not None:
             owner, _, name = head.bias.rpartition(".")
             self.get_submodule(owner).register_parameter(name, nn.Parameter(torch.zeros(config.vocab_size)))
@@ -73,6 +82,20 @@ class MaskedLMModel(TaskModel):
         path = self.config.lm_head.decoder
         return self.head_part(path) if path else self.get_input_embeddings()
 
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """See `PreTrainedModel`."""
+        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if (path := self.config.lm_head.more) is not None:
+            more, std = self.head_part(path), None if mean_resizing else self.config.initializer_range
+            more.weight = resized(more.weight, self.config.vocab_size, std, 1)
+            more.in_features = self.config.vocab_size
+        return table
+
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Replace the decoder; its bias becomes the head's.
 
@@ -94,7 +117,7 @@ class MaskedLMModel(TaskModel):
             setattr(self.get_submodule(owner), name, value.bias)
 
     def transform(self, hidden: Tensor) -> Tensor:
-        """(…, hidden) -> (…, embedding size): what the decoder reads."""
+        """(…, hidden) -> (…, embedding size, with `LMHead.more` hidden): what the decoder reads."""
         head = self.config.lm_head
         if head.dense is None or head.norm is None:
             return hidden
@@ -110,11 +133,30 @@ class MaskedLMModel(TaskModel):
         return self.decode(self.transform(hidden))
 
     def decode(self, x: Tensor) -> Tensor:
-        """(…, embedding size) -> (…, vocab_size)."""
-        decoder = self.get_output_embeddings()
+        """The output of `transform` -> (…, vocab_size)."""
+        decoder: Any = self.get_output_embeddings()
         if isinstance(decoder, nn.Embedding):
             return linear(x, decoder.weight, self._word_bias())
-        return apply_linear(decoder, x)
+        if self.config.lm_head.more is None:
+            return apply_linear(decoder, x)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return linear(x, self._word_weight(decoder), decoder.bias)
+        sources = decoder.weight, self.head_part(self.config.lm_head.more).weight, decoder.bias
+        return apply_linear(prepared.derived(decoder, "whole", sources, lambda: self._whole(decoder)), x)
+
+    def _word_weight(self, decoder: nn.Linear) -> Tensor:
+        """The weight by which the output of `transform` is multiplied."""
+        path = self.config.lm_head.more
+        if path is None:
+            return decoder.weight
+        return torch.cat([decoder.weight, self.head_part(path).weight.T], 1)
+
+    def _whole(self, decoder: nn.Linear) -> nn.Linear:
+        """The decoder with the weight of `LMHead.more`."""
+        weight = self._word_weight(decoder)
+        whole = nn.Linear(weight.shape[1], weight.shape[0], device="meta").eval()
+        whole.weight, whole.bias = nn.Parameter(weight, False), nn.Parameter(decoder.bias.detach(), False)
+        return whole
 
     def _word_bias(self) -> Tensor:
         """The bias of a head without decoder."""
@@ -131,7 +173,8 @@ class MaskedLMModel(TaskModel):
         x = self.transform(hidden)
         table = isinstance(decoder, nn.Embedding)
         if table or has_float_weight(decoder):
-            weight, bias = decoder.weight, self._word_bias() if table else decoder.bias
+            weight = decoder.weight if table else self._word_weight(decoder)
+            bias = self._word_bias() if table else decoder.bias
             return linear_cross_entropy(x, weight, bias, labels, ignore_index=IGNORED, labelled=count)
         return cross_entropy(self.decode(x), labels, ignore_index=IGNORED)
 
@@ -159,7 +202,8 @@ class MaskedLMModel(TaskModel):
     def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
         """The padded logits, not computed yet."""
         head, hidden = self.config.lm_head, encoded.hidden
-        modules: list[Any] = [self.head_part(path) for path in (head.dense, head.norm) if path]
+        paths = head.dense, head.norm, head.more
+        modules: list[Any] = [self.head_part(path) for path in paths if path]
         modules.append(self.get_output_embeddings())
         dtype = modules[-1].weight.dtype
         if dtype != torch.float64:  # which autocast leaves alone

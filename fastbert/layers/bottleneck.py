@@ -1,0 +1,205 @@
+"""MobileBERT's layer: its blocks compute in a narrower width, and it has several feed-forward blocks.
+
+    b, a = norm(x Wbᵀ), norm(x Waᵀ)
+    q, k, v = a Wqᵀ, a Wkᵀ, x Wvᵀ
+    h = norm(b + attention(q, k, v) Woᵀ)
+    h = norm(h + act(h Wiᵀ) Wfᵀ)        several times
+    y = norm(x + dropout(h Wyᵀ))
+
+Each matrix is another one in each line and has a bias, left out here. A norm is NoNorm, w · x + b, or
+LayerNorm. `Bottleneck` (form.py) says which of the narrow inputs there are. `attend` (encoder.py) computes
+attention, so that taps, gates and probabilities are the same as in other layers.
+
+Source: Sun et al. 2020, "MobileBERT: a Compact Task-Agnostic BERT for Resource-Limited Devices", sec. 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers.asked import Asked
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.form import LayerForm, Parts
+from fastbert.layers.linear import apply_linear, apply_norm, dense_norm
+from fastbert.layers.modules import calls_all, is_plain
+from fastbert.layers.parts import Attention, Part, SelfAttention, two
+from fastbert.layers.pre_norm import dense_sum
+
+
+class NoNorm(nn.LayerNorm):
+    """x · weight + bias in place of LayerNorm, whose parameters it has.
+
+    Args:
+        width: size of the last dimension.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, width) -> (…, width), rounded once."""
+        return torch.addcmul(self.bias, input, self.weight)
+
+
+def norm_of(config: Any, width: int, eps: float = 1e-5) -> nn.LayerNorm:
+    """A new norm as config normalization_type has it. Some of transformers' norms have PyTorch's eps."""
+    return NoNorm(width) if config.normalization_type == "no_norm" else nn.LayerNorm(width, eps=eps)
+
+
+class Steps(NamedTuple):
+    """The modules of a layer beside those that every layer has.
+
+    Attributes:
+        keys, values, residual, output: the (linear layer, norm) of `Bottleneck`'s paths, or None.
+        feeds: the (linear layer, linear layer, norm) of each feed-forward block before the last.
+    """
+
+    keys: tuple[Any, Any] | None
+    values: tuple[Any, Any] | None
+    residual: tuple[Any, Any] | None
+    output: tuple[Any, Any] | None
+    feeds: tuple[tuple[Any, Any, Any], ...]
+
+
+def inputs(parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries and keys are made of, and what values are made of: (rows, hidden) -> two of (rows, …)."""
+    steps = parts.steps
+    keys = _narrowed(steps.keys, x)
+    return keys, keys if steps.values == steps.keys else _narrowed(steps.values, x)
+
+
+def after_attention(
+    form: LayerForm, parts: Parts, x: Tensor, context: Tensor, batch: PackedBatch, asked: Asked
+) -> Tensor:
+    """The layer's output from its input (rows, hidden) and what attention has computed.
+
+    Args:
+        context: (rows, nheads, headdim) or (rows, nheads · headdim).
+    """
+    steps, rates, seed, site = parts.steps, parts.rates, batch.seed, asked.site
+    # A layer with bottlenecks drops only after the last of them
+    own = rates[2] if steps.output is None else 0.0
+    h = _narrowed(steps.residual, x)
+    h = _sum_norm(
+        parts.attention_output, parts.attention_norm, context.flatten(1), h, rates[1], seed, site + 1
+    )
+    for up, down, norm in steps.feeds:
+        h = _sum_norm(down, norm, apply_linear(up, h, form.activation), h)
+    inner = apply_linear(parts.intermediate, h, form.activation)
+    if asked.taps is not None:
+        inner = asked.taps.inner(asked.number, inner, batch)
+    h = _sum_norm(parts.output, parts.output_norm, inner, h, own, seed, site + 2)
+    if steps.output is None:
+        return h
+    dense, norm = steps.output
+    return _sum_norm(dense, norm, h, x, rates[2], seed, site + 2)
+
+
+def _narrowed(step: tuple[Any, Any] | None, x: Tensor) -> Tensor:
+    """norm(dense(x)), or x if there is no bottleneck."""
+    return x if step is None else _norm(step[1], apply_linear(step[0], x))
+
+
+def _sum_norm(
+    dense: Any,
+    norm: Any,
+    x: Tensor,
+    residual: Tensor,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """norm(residual + dropout(dense(x)))."""
+    if dropout_p == 0.0 and type(norm) is NoNorm:
+        return _norm(norm, dense_sum(dense, x, residual))
+    return dense_norm(dense, norm, x, residual, dropout_p, seed, offset)[0]
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    if is_plain(norm, NoNorm) and not calls_all():
+        return torch.addcmul(norm.bias, x, norm.weight)
+    return apply_norm(norm, x)
+
+
+class Narrowing(Part):
+    """All bottlenecks before a layer's attention.
+
+    Args:
+        keys, values, residual: names of the children, or None; see `Bottleneck`.
+    """
+
+    def __init__(self, keys: str | None, values: str | None, residual: str | None):
+        super().__init__()
+        self.inputs = keys, keys, values, residual
+
+    def forward(self, hidden_states: Tensor, input_tensor: Any = None) -> Any:
+        """(batch, seqlen, hidden) -> the inputs of query, key and value, and the residual of attention."""
+        made: dict[str | None, Any] = {None: hidden_states}
+        for name in self.inputs:
+            if name is not None and name not in made:
+                made[name] = self._modules[name](hidden_states)
+        return tuple(made[name] for name in self.inputs)
+
+
+class NarrowSelfAttention(SelfAttention):
+    """Self-attention whose queries, keys and values have inputs of their own; see `SelfAttention`."""
+
+    def forward(
+        self,
+        query_tensor: Tensor,
+        key_tensor: Tensor,
+        value_tensor: Tensor,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `SelfAttention`; each of the first three is (batch, seqlen, width)."""
+        given = zip(self.inputs, (query_tensor, key_tensor, value_tensor), strict=True)
+        heads = (-1 if self.num_attention_heads else 0, self.attention_head_size)
+        q, k, v = (self._modules[name](x).unflatten(-1, heads).transpose(1, 2) for name, x in given)
+        return self.attended(q, k, v, value_tensor, attention_mask, head_mask)
+
+
+class NarrowAttention(Attention):
+    """The attention block with its residual sum and norm; see `Attention`."""
+
+    def forward(
+        self,
+        query_tensor: Tensor,
+        key_tensor: Tensor,
+        value_tensor: Tensor,
+        layer_input: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `NarrowSelfAttention.forward`, with the residual `layer_input`."""
+        inside = self._modules[self.inside]
+        attended, probs = two(inside(query_tensor, key_tensor, value_tensor, *args, **kwargs))
+        return self._modules["output"](attended, layer_input), probs
+
+
+class Feed(Part):
+    """A feed-forward block before the last one."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Any = None) -> Tensor:
+        """(batch, seqlen, width) -> (batch, seqlen, width)."""
+        return self._modules["output"](self._modules["intermediate"](hidden_states), hidden_states)
+
+
+class NarrowOutput(Part):
+    """The end of the last feed-forward block, and the bottleneck back to the hidden size; see `Part`."""
+
+    def forward(
+        self, hidden_states: Tensor, input_tensor: Any = None, layer_input: Tensor | None = None
+    ) -> Tensor:
+        """(batch, seqlen, inner) -> (batch, seqlen, hidden).
+
+        Args:
+            input_tensor: the residual of the feed-forward block.
+            layer_input: the residual of the bottleneck.
+        """
+        y = super().forward(hidden_states, input_tensor)
+        wide = self._modules.get("bottleneck")
+        return y if wide is None else wide(y, layer_input)
+
+
+PARTS = frozenset((Narrowing, NarrowSelfAttention, NarrowAttention, Feed, NarrowOutput))
