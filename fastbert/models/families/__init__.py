@@ -38,7 +38,6 @@ for _module in (
     deberta_v2,
     neobert,
     mobilebert,
-    # one per line
 ):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 
