@@ -80,6 +80,13 @@ __all__ = [
     "BertForSequenceClassification",
     "BertForTokenClassification",
     "BertModel",
+    "BigBirdForMaskedLM",
+    "BigBirdForMultipleChoice",
+    "BigBirdForPreTraining",
+    "BigBirdForQuestionAnswering",
+    "BigBirdForSequenceClassification",
+    "BigBirdForTokenClassification",
+    "BigBirdModel",
     "CamembertForMaskedLM",
     "CamembertForMultipleChoice",
     "CamembertForQuestionAnswering",
@@ -190,6 +197,7 @@ __all__ = [
 
 # Families whose module has words apart
 _MODULES = {
+    "bigbird": "big_bird",
     "debertav2": "deberta_v2",
     "jinaembeddingsv3": "jina_embeddings_v3",
     "nomicbert": "nomic_bert",
@@ -234,6 +242,15 @@ if TYPE_CHECKING:  # names that `__all__` makes public
     )
     from fastbert.models.bert import (
         BertModel,
+    )
+    from fastbert.models.big_bird import (
+        BigBirdForMaskedLM,
+        BigBirdForMultipleChoice,
+        BigBirdForPreTraining,
+        BigBirdForQuestionAnswering,
+        BigBirdForSequenceClassification,
+        BigBirdForTokenClassification,
+        BigBirdModel,
     )
     from fastbert.models.camembert import (
         CamembertForMaskedLM,

@@ -26,7 +26,8 @@ def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int,
         call: the call.
         fused: whether the layer runs as one `encoder_layer`, or else op by op.
     """
-    asks = call.batch.bias is not None or call.batch.columns is not None
+    batch = call.batch
+    asks = batch.bias is not None or batch.columns is not None or batch.lengths is not None
     if asks or call.taps is not None or call.wants_attentions or not call.inference:
         return []
     if fused not in call.blocks:

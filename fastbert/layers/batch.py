@@ -45,6 +45,29 @@ class Relative(NamedTuple):
     shared: bool
 
 
+class Blocks(NamedTuple):
+    """How a layer attends by blocks of tokens; see `block_sparse.py`.
+
+    Attributes:
+        size: tokens per block.
+        random: how many random blocks a query sees.
+        seed: of the random blocks.
+        heads: the number of the model's heads, each of which has random blocks of its own.
+        positions: the longest text of the model.
+    """
+
+    size: int
+    random: int
+    seed: int
+    heads: int
+    positions: int
+
+    @property
+    def full(self) -> int:
+        """The longest text whose tokens see all tokens."""
+        return (5 + 2 * self.random) * self.size
+
+
 class Distances(NamedTuple):
     """The table of distances of one call.
 
@@ -78,6 +101,8 @@ class PackedBatch:
             have windows or score distances, which count columns; else None.
         relative: scores of distances that all layers share; None if there are none.
         distances: the table of distances, for layers that score them; None if none does.
+        lengths: the length of each sequence, for layers that attend by blocks; () under `torch.compile`. None
+            if no sequence is long enough for that, or no layer attends by blocks.
     """
 
     cu_seqlens: Tensor
@@ -91,6 +116,7 @@ class PackedBatch:
     columns: Tensor | None = None
     relative: RelativeScores | None = None
     distances: Distances | None = None
+    lengths: tuple[int, ...] | None = None
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from fastbert.layers.parts import HOOKS
 from fastbert.ops import checks
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import EmbeddingInputs, embedding
-from fastbert.ops.layer_norm import NARROW
+from fastbert.ops.layer_norm import NARROW, layer_norm
 from fastbert.runtime import dispatch
 
 
@@ -230,6 +230,17 @@ class Embeddings(nn.Module):
         ):
             ids = (input_ids, position_ids, token_type_ids, inputs_embeds)
             return embed(self, *ids, seed, self.dropout_rate())
+        x = self._sum(input_ids, position_ids, token_type_ids, inputs_embeds)
+        return self.dropout(self.LayerNorm(x))
+
+    def _sum(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+    ) -> Tensor:
+        """The sum of the embeddings, by modules; see `forward`."""
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         at = self._modules.get("position_embeddings")
         if at is not None and position_ids is None:
@@ -240,7 +251,7 @@ class Embeddings(nn.Module):
             x = x + self.token_type_embeddings(token_type_ids)
         x = x if at is None else x + at(position_ids)
         projection = self._modules.get("embed_proj")
-        return self.dropout(self.LayerNorm(x if projection is None else projection(x)))
+        return x if projection is None else projection(x)
 
     def _positions(self, x: Tensor, input_ids: Tensor | None) -> Tensor:
         """Positions (batch or 1, seqlen) as the family counts them."""
@@ -250,6 +261,40 @@ class Embeddings(nn.Module):
             return real.cumsum(1) * real + pad
         start = 0 if pad is None else pad + 1
         return torch.arange(start, start + x.shape[1], device=x.device)[None]
+
+
+class DroppedEmbeddings(Embeddings):
+    """Embeddings that are dropped before the norm, and whose words config rescale_embeddings may multiply.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.factor = config.hidden_size**0.5 if config.rescale_embeddings else None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """See `Embeddings`."""
+        if self.factor is not None:
+            words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            input_ids, inputs_embeds = None, words * self.factor
+        ids, rate = (input_ids, position_ids, token_type_ids, inputs_embeds), self.dropout_rate()
+        dims = 1 if inputs_embeds is None else 2
+        if dims < next(t.dim() for t in (inputs_embeds, input_ids) if t is not None):
+            return self.LayerNorm(self.dropout(self._sum(*ids)))
+        if rate == 0.0:
+            return embed(self, *ids, None, 0.0)
+        norm = self.LayerNorm
+        x = _dropped(self._sum(*ids), rate, seed)
+        return cast(Tensor, layer_norm(x, norm.weight, norm.bias, eps=norm.eps))
 
 
 class TokenEmbeddings(Embeddings):

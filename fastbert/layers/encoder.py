@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.layers import bottleneck, disentangled, packing, pre_norm
+from fastbert.layers import block_sparse, bottleneck, disentangled, packing, pre_norm
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import INNER_SITE, LayerForm, Parts
@@ -60,6 +60,7 @@ def layer(
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
     plain = not (form.rotary or form.relative or form.packed or form.bottleneck)
+    plain = plain and batch.lengths is None
     if form.heads is None and form.nheads and plain:
         context = first_context(form, parts, x, starts, batch, asked)
     else:
@@ -100,6 +101,12 @@ def attend(
         found = dense_scores(relative, batch.cu_seqlens, batch.max_seqlen, q)
         seen, relative = replace(seen, bias=found if bias is None else bias + found), None
         bias = seen.bias
+    if batch.lengths is not None:
+        if batch.lengths and taps is None and bias is None and not (asked.probabilities or batch.causal):
+            return block_sparse.attend(form, parts, q, k, v, batch, asked), None
+        draws = block_sparse.training(form, parts)
+        seen = replace(batch, bias=block_sparse.bias(form, draws, batch, checks.compute_dtype(q)))
+        parts, bias = parts._replace(rates=(0.0, *parts.rates[1:])), seen.bias
     if heads is not None and taps is not None and type(taps).qkv is not Taps.qkv:
         raise ValueError(
             "model: has heads with fixed patterns (config fixed_heads), which have no queries and keys to "

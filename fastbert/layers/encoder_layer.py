@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastbert.layers import bottleneck, disentangled, encoder
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.block_sparse import BlockSparseAttention
 from fastbert.layers.disentangled import DisentangledAttention
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import all_plain
@@ -32,7 +33,7 @@ from fastbert.layers.parts import (
 )
 from fastbert.layers.patterns import Heads
 
-_PARTS = PARTS | bottleneck.PARTS | {DisentangledAttention}
+_PARTS = PARTS | bottleneck.PARTS | {BlockSparseAttention, DisentangledAttention}
 
 
 class PackedLayer(nn.Module):
@@ -220,6 +221,8 @@ class EncoderLayer(PackedLayer):
         after = below(names.attention_output, stock.dropouts[1])
         norm = next(iter(below(*names.norms)), None)
         if path == names.query.rpartition(".")[0]:
+            if form.blocks is not None:
+                return BlockSparseAttention(form, *after, norm=norm)
             kind = SelfAttention if form.relative is None else DisentangledAttention
             return kind(form, *after, norm=norm)
         inside = below(names.query.rpartition(".")[0])
@@ -317,7 +320,7 @@ class EncoderLayer(PackedLayer):
             asked: what else is asked for; packed tokens only.
             gate: (nheads,) factor of each head's output, or None; padded batches only.
             output_attentions: whether to return (output, probabilities); padded batches only.
-            grid: what attention on a padded batch rotates by, or scores distances by.
+            grid: what attention on a padded batch rotates by, scores distances by, or divides into blocks by.
         """
         if isinstance(batch, PackedBatch):
             return encoder.layer(self.form, self.parts(), hidden, batch, asked)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.batch import PackedBatch, Relative, Rotary
+from fastbert.layers.batch import Blocks, PackedBatch, Relative, Rotary
 from fastbert.layers.patterns import Heads
 from fastbert.layers.quantized import copy_of
 
@@ -158,6 +158,7 @@ class LayerForm:
         interleaved: whether two neighbouring columns are rotated as a pair, not one of each half of a head.
         relative: how the distance between two tokens is scored; None if it is not scored.
         bottleneck: in which width the blocks compute; None if it is the hidden size and there are two blocks.
+        blocks: by which blocks a long text attends; None if all tokens see all tokens.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
     """
@@ -179,6 +180,7 @@ class LayerForm:
     interleaved: bool = False
     relative: Relative | None = None
     bottleneck: Bottleneck | None = None
+    blocks: Blocks | None = None
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -183,3 +183,27 @@ class SpanCall(Protocol):
         max_seqlen: Any = None,
         causal: Any = None,
     ) -> QuestionAnsweringOutput: ...
+
+
+class QuestionCall(Protocol):
+    """The signature of `BigBirdForQuestionAnswering`."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        question_lengths: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
+    ) -> QuestionAnsweringOutput: ...

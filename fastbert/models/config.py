@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbert.checkpoint import files, hub
-from fastbert.layers.batch import Relative, Rotary
+from fastbert.layers.batch import Blocks, Relative, Rotary
 from fastbert.layers.patterns import NAMES
 from fastbert.models import arguments, config_rope, config_windows
 from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
@@ -208,6 +208,13 @@ class EncoderConfig(Keys):
         terms = tuple(sorted(set(self.pos_att_type or ())))
         return Relative(buckets or farthest, buckets, farthest, terms, self.share_att_key)
 
+    def blocks(self, layer: int) -> Blocks | None:
+        """By which blocks the layer attends; None if all tokens see all tokens."""
+        if not self.family.block_sparse or self.attention_type != "block_sparse":
+            return None
+        sizes = self.block_size, self.num_random_blocks
+        return Blocks(*sizes, layer, self.num_attention_heads, self.max_position_embeddings)
+
     def fixed_patterns(self) -> list[tuple[int, ...]] | None:
         """`fixed_heads` as indices into `fastbert.layers.patterns.NAMES`, per layer and head; None if unset.
 
@@ -265,6 +272,9 @@ class EncoderConfig(Keys):
         if self.family.bottleneck:
             # The weights of both kinds of norm have the same names and shapes
             for key in ("normalization_type", "use_bottleneck_attention"):
+                values[key] = self.get(key)
+        if self.family.block_sparse:
+            for key in ("attention_type", "block_size", "num_random_blocks", "rescale_embeddings"):
                 values[key] = self.get(key)
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)

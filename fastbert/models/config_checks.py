@@ -51,6 +51,8 @@ _COUNTS = (
     "relative_attention_num_buckets",
     "intra_bottleneck_size",
     "num_feedforward_networks",
+    "block_size",
+    "num_random_blocks",
 )
 _PROBABILITIES = (
     "hidden_dropout_prob",
@@ -64,7 +66,7 @@ _PROBABILITIES = (
     "pooler_dropout",
     "cls_dropout",
 )
-_MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
+_MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size", "num_random_blocks")
 # Most of any one size: the product of two sizes and an element's bytes fits 64 bits
 MAX_SIZE = 2**24
 # Most labels: each has a name in memory
@@ -216,6 +218,8 @@ def check_config(config: Keys) -> None:
         (config_windows if config.family.windows else config_rope).check(config)
     if config.family.disentangled:
         _check_relative(config)
+    if config.family.block_sparse:
+        _check_blocks(config)
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
@@ -297,13 +301,32 @@ def _check_relative(config: Keys) -> None:
         )
 
 
+def _check_blocks(config: Keys) -> None:
+    """See `EncoderConfig.blocks`."""
+    kind, rescales = (config.__dict__[key] for key in ("attention_type", "rescale_embeddings"))
+    if kind not in ("block_sparse", "original_full"):
+        raise ValueError(
+            f"config attention_type: expected 'block_sparse' or 'original_full', got {brief(kind)}"
+        )
+    if type(rescales) is not bool:
+        raise TypeError(f"config rescale_embeddings: expected a boolean, got {brief(rescales)}")
+    if config.is_decoder and kind == "block_sparse":
+        raise ValueError(
+            "config is_decoder: True is not supported with attention_type 'block_sparse', whose tokens see "
+            "later tokens"
+        )
+
+
 def _check_fixed_heads(config: Keys) -> None:
     """See `EncoderConfig.fixed_patterns`."""
     given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
     if given is None:
         return
-    if config.family.rotary or config.family.disentangled:
-        what = "rotates queries and keys" if config.family.rotary else "scores distances by queries and keys"
+    family = config.family
+    if family.rotary or family.disentangled or family.block_sparse:
+        what = "attends by blocks of queries and keys"
+        if not family.block_sparse:
+            what = "rotates queries and keys" if family.rotary else "scores distances by queries and keys"
         raise ValueError(
             f"config fixed_heads: expected None, as {config.model_type} {what}, which fixed heads do not have"
         )

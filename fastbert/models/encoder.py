@@ -23,6 +23,7 @@ from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import Plan, plan_of
 from fastbert.layers.batch import Distances, PackedBatch
+from fastbert.layers.block_sparse import lengths_of
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm
@@ -131,9 +132,13 @@ def run_encoder(
         if family.disentangled:
             columns = columns_of(packed) if inputs.holes else None
             batch = replace(batch, distances=distances_of(part(root, container)), columns=columns)
+        if family.block_sparse:
+            batch = with_lengths(batch, steps)
         if changed_one is not None:
             mask = padded_mask(root, family, inputs, x, causal)
             grid = None if batch.distances is None else batch
+            if family.block_sparse:
+                grid = replace(batch, bias=None, columns=places_of(packed))
             padded = Padded(packed, mask, on_grid(batch, packed) if family.rotary else grid)
         call = Call(
             batch,
@@ -186,6 +191,19 @@ def with_positions(batch: PackedBatch, steps: list[Step], inputs: Inputs, x: Ten
     tables = rotary_tables(thetas, sizes.pop(), inputs.table_rows, x) if thetas else {}
     columns = columns_of(inputs.packing) if inputs.holes else None
     return replace(batch, positions=inputs.position_ids, tables=tables, columns=columns)
+
+
+def with_lengths(batch: PackedBatch, steps: list[Step]) -> PackedBatch:
+    """The batch with the lengths of its sequences if one is long enough to be attended by blocks."""
+    found = (step.form.blocks for step in steps if step.form is not None)
+    blocks = next((each for each in found if each is not None), None)
+    return batch if blocks is None else replace(batch, lengths=lengths_of(batch, blocks))
+
+
+def places_of(packed: Packing) -> Tensor | None:
+    """(batch, seqlen): how many kept tokens of its sequence come before each token; None if all are kept."""
+    mask = packed.mask
+    return None if mask is None else mask.long().cumsum(1) - mask.long()
 
 
 def distances_of(stack: nn.Module) -> Distances | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from fastbert.models.families import (
     albert,
     bert,
+    big_bird,
     deberta_v2,
     distilbert,
     electra,
@@ -38,6 +39,7 @@ for _module in (
     deberta_v2,
     neobert,
     mobilebert,
+    big_bird,
 ):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 

@@ -40,6 +40,8 @@ class Family:
         rms_norm: whether norms are RMSNorms.
         disentangled: whether layers score distances between tokens (`fastbert.layers.disentangled`).
         bottleneck: whether layers compute in a narrower width (`fastbert.layers.bottleneck`).
+        block_sparse: whether layers attend by blocks of tokens if config attention_type says so
+            (`fastbert.layers.block_sparse`).
         shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
@@ -83,6 +85,7 @@ class Family:
     rms_norm: bool = False
     disentangled: bool = False
     bottleneck: bool = False
+    block_sparse: bool = False
     shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -182,7 +185,6 @@ REFUSED: dict[str, str] = {
     "deberta": "disentangled attention adds content-to-position terms inside the softmax",
     "xlnet": "two-stream relative attention over permutations",
     "longformer": "sliding-window attention with global tokens",
-    "big_bird": "block-sparse attention",
     "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
     "roformer": "rotary positions",
     "funnel": "pools the sequence between blocks",

@@ -33,6 +33,7 @@ class BertForPreTraining(MaskedLMModel):
     task = "ForPreTraining"
     model_types = ("bert", "ernie")
     pair_label: ClassVar[str] = "next_sentence_label"  # what `forward` calls the labels of the pair
+    needs_pair: ClassVar[bool] = True  # whether there is no loss without the labels of the pair
     output_class: ClassVar[type[ModelOutput]] = PreTrainingOutput
     __call__: PreTrainingCall
 
@@ -90,8 +91,8 @@ class BertForPreTraining(MaskedLMModel):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        both = labels is not None and next_sentence_label is not None
-        self.check_output_logits(output_logits, both)
+        has_loss = labels is not None and not (self.needs_pair and next_sentence_label is None)
+        self.check_output_logits(output_logits, has_loss)
         count = None
         if labels is not None:
             count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
@@ -111,10 +112,10 @@ class BertForPreTraining(MaskedLMModel):
             causal,
         )
         words, words_loss = self.logits_and_loss(
-            encoded, labels if both else None, count, output_logits, "prediction_logits"
+            encoded, labels if has_loss else None, count, output_logits, "prediction_logits"
         )
         pair = self.pair_logits(encoded)
-        loss = None
+        loss = words_loss
         if next_sentence_label is not None:
             pair_loss = sequence_loss(self.pair_label, pair, next_sentence_label)
             loss = None if words_loss is None else words_loss + pair_loss

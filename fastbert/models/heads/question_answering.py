@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import families_with
-from fastbert.models.heads.task_model import TaskModel, without_masked
+from fastbert.models.heads.task_model import Encoded, TaskModel, without_masked
 from fastbert.models.labels import check_one_per_sequence, check_positions
 from fastbert.models.outputs import QuestionAnsweringOutput
 from fastbert.ops.cross_entropy import cross_entropy
@@ -64,10 +64,7 @@ class BertForQuestionAnswering(TaskModel):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        positions = {"start_positions": start_positions, "end_positions": end_positions}
-        for name, p in positions.items():
-            if p is not None:
-                check_positions(name, p, attention_mask)
+        positions = self._positions(start_positions, end_positions, attention_mask)
         encoded = self.encode(
             input_ids,
             attention_mask,
@@ -82,6 +79,27 @@ class BertForQuestionAnswering(TaskModel):
             causal,
         )
         logits = encoded.by_token(lambda x: self.classes_of(self.family.spans, x))
+        return self._spans(logits, positions, encoded, return_dict)
+
+    @staticmethod
+    def _positions(
+        start: Tensor | None, end: Tensor | None, attention_mask: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """The labels by their names, checked."""
+        positions = {"start_positions": start, "end_positions": end}
+        for name, p in positions.items():
+            if p is not None:
+                check_positions(name, p, attention_mask)
+        return positions
+
+    def _spans(
+        self,
+        logits: Tensor,
+        positions: dict[str, Tensor | None],
+        encoded: Encoded,
+        return_dict: bool | None,
+    ) -> QuestionAnsweringOutput | tuple[Any, ...]:
+        """The output from the scores (rows, 2) of each token as start and as end."""
         packing = encoded.inputs.packing
         padded, kept = packing.grid(logits)
         scores = [s.contiguous() for s in padded.unbind(-1)]

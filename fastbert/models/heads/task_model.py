@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -427,7 +427,7 @@ class TaskModel(PreTrainedModel):
             self.reads_first_only = False
         if "." in head.out:
             self.around_classifier = head.out.rpartition(".")[0]
-            attach(self, self.around_classifier, FirstTokenHead(head))
+            attach(self, self.around_classifier, FirstTokenHead(self._named(head)))
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden, self.config.has_bias(head.dense)))
         if head.act is not None:
@@ -440,6 +440,12 @@ class TaskModel(PreTrainedModel):
         if head.dropout:
             self.attach_dropout(head.dropout, head.dropout_key)
         attach(self, head.out, nn.Linear(hidden, classes))
+
+    def _named(self, head: ClassifierHead) -> ClassifierHead:
+        """The head with the activation of the config key that names it, where it has no module of its own."""
+        if head.act is not None or not head.act_key:
+            return head
+        return replace(head, activation=SPELLINGS[self.config.get(head.act_key)])
 
     def classify(self, head: ClassifierHead, encoded: Encoded) -> Tensor:
         """(batch, classes), from the pooler's output or the head's own dense layer on the first token."""
@@ -468,7 +474,7 @@ class TaskModel(PreTrainedModel):
                 x = self.head_part(head.first_dropout[0])(x)
             dense = self.head_part(head.dense)
             if head.act is None:
-                x = apply_linear(dense, x, head.activation)
+                x = apply_linear(dense, x, self._named(head).activation)
             else:
                 x = apply_activated(dense, self.head_part(head.act), x)
         if head.norm is not None:
