@@ -49,6 +49,8 @@ def serves(x: Tensor, call: Call) -> str | None:
         return "a token sees only tokens before it"
     if call.batch.columns is not None:
         return "kept tokens are not adjacent, and layers count columns"
+    if call.batch.lengths is not None:
+        return "a text is long enough to attend by blocks"
     if call.wants_attentions or call.taps is not None:
         return "what attention computes inside is asked for"
     return None if checks.autocast_dtype(x) is None else "autocast is on"

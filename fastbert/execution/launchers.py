@@ -70,6 +70,8 @@ def serves(x: Tensor, call: Call) -> str | None:
         return "gradients are recorded, or torch.compile traces the call"
     if call.wants_attentions or call.taps is not None or call.gates is not None:
         return "gates are set, or what attention computes inside is asked for"
+    if call.batch.lengths is not None:
+        return "a text is long enough to attend by blocks"
     if checks.autocast_dtype(x) is not None:
         return "autocast is on"
     ends = call.batch.cu_seqlens

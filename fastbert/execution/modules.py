@@ -35,7 +35,8 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
             mask = step.form.of_own_heads(mask, 1)
         gate = call.asked(step).gate
         given: dict[str, Any] = {} if gate is None else {"gate": gate}
-        if step.form is not None and step.form.kinds & {"rotary", "relative", "blocks"}:
+        form = step.form
+        if form is not None and any(each is not None for each in (form.rotary, form.relative, form.blocks)):
             given["grid"] = grid
         layer = functools.partial(_on_grid, step.layer, packing, mask, given, call.wants_attentions)
         x = call.keep(*recomputed(step, call, layer, x))

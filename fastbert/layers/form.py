@@ -198,9 +198,10 @@ class LayerForm:
     def kinds(self) -> frozenset[str]:
         """The fields in which the layer is of another kind than BERT's.
 
-        An executor with mathematics of its own refuses a layer with a kind that it does not know.
+        An executor with mathematics of its own refuses a layer with a kind that it does not know. `blocks` is
+        none, because it matters in some calls alone (`PackedBatch.lengths`).
         """
-        sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths")
+        sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths", "blocks")
         others = [field for field in fields(self) if field.name not in sizes]
         return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import transformers
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 import fastbert
+from fastbert.execution import cpu
+from fastbert.execution.call import Call
 from fastbert.layers import block_sparse
-from fastbert.layers.batch import Blocks
+from fastbert.layers.batch import Blocks, PackedBatch
 from fastbert.layers.taps import Taps
 from fastbert.models.config import EncoderConfig
 from tests.support.accelerated_models import same_gradients
@@ -186,6 +189,18 @@ def test_head_mask_and_first_tokens_of_long_texts():
     close(found, cut(**inputs).last_hidden_state, 1e-12)
     first = model(**inputs, first_token_only=True).last_hidden_state
     close(first, model(**inputs).last_hidden_state[:, :1], 1e-12)
+
+
+def test_executors_of_berts_layers_refuse_long_texts_alone():
+    model = both("two random blocks")[1]
+    assert not any(layer.form.kinds for layer in model.layer_list())
+    x, refused = torch.randn(145, 48), "a text is long enough to attend by blocks"
+    for n, reason in ((144, None), (145, refused)):
+        batch = PackedBatch(torch.tensor([0, n], dtype=torch.int32), n)
+        lengths = block_sparse.lengths_of(batch, model.layer_list()[0].form.blocks)
+        with torch.no_grad():
+            call = Call(replace(batch, lengths=lengths), 1)
+        assert cpu.serves(x, call) == reason
 
 
 @pytest.mark.parametrize("lengths", [None, (7, 3)])
