@@ -138,6 +138,12 @@ __all__ = [
     "JinaEmbeddingsV3ForSequenceClassification",
     "JinaEmbeddingsV3ForTokenClassification",
     "JinaEmbeddingsV3Model",
+    "LongformerForMaskedLM",
+    "LongformerForMultipleChoice",
+    "LongformerForQuestionAnswering",
+    "LongformerForSequenceClassification",
+    "LongformerForTokenClassification",
+    "LongformerModel",
     "MPNetForMaskedLM",
     "MPNetForMultipleChoice",
     "MPNetForQuestionAnswering",
@@ -325,6 +331,14 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         JinaEmbeddingsV3ForSequenceClassification,
         JinaEmbeddingsV3ForTokenClassification,
         JinaEmbeddingsV3Model,
+    )
+    from fastbert.models.longformer import (
+        LongformerForMaskedLM,
+        LongformerForMultipleChoice,
+        LongformerForQuestionAnswering,
+        LongformerForSequenceClassification,
+        LongformerForTokenClassification,
+        LongformerModel,
     )
     from fastbert.models.mobilebert import (
         MobileBertForMaskedLM,

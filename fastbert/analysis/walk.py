@@ -90,6 +90,11 @@ def batches(
     """
     if not isinstance(batch_tokens, int) or isinstance(batch_tokens, bool) or batch_tokens < 1:
         raise ValueError(f"batch_tokens: expected an integer >= 1, got {batch_tokens!r}")
+    if model.config.family.global_tokens:
+        raise ValueError(
+            f"model: {model.config.model_type} may have global tokens, which attend by projections of their "
+            "own; no analysis knows these"
+        )
     examples.check(model.config)
     device, segments = model.device, model.config.family.segments
     for groups in pack_batches(examples.lengths.reshape(-1, in_a_row).sum(1), batch_tokens):

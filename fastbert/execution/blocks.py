@@ -27,7 +27,8 @@ def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int,
         fused: whether the layer runs as one `encoder_layer`, or else op by op.
     """
     batch = call.batch
-    asks = batch.bias is not None or batch.columns is not None or batch.lengths is not None
+    special = (batch.bias, batch.columns, batch.globals, batch.lengths)
+    asks = any(t is not None for t in special)
     if asks or call.taps is not None or call.wants_attentions or not call.inference:
         return []
     if fused not in call.blocks:

@@ -36,7 +36,7 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
         gate = call.asked(step).gate
         given: dict[str, Any] = {} if gate is None else {"gate": gate}
         form = step.form
-        if form is not None and any(each is not None for each in (form.rotary, form.relative, form.blocks)):
+        if form is not None and (form.rotary or form.relative or form.blocks or form.global_tokens):
             given["grid"] = grid
         layer = functools.partial(_on_grid, step.layer, packing, mask, given, call.wants_attentions)
         x = call.keep(*recomputed(step, call, layer, x))

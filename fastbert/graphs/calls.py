@@ -60,6 +60,8 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
         return "its layers have bottlenecks, which graphs do not know"
     if model.family.block_sparse:
         return "its layers may attend by blocks, which graphs do not know"
+    if model.family.global_tokens:
+        return "its layers have global tokens, which graphs do not know"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     if model.taps is not None:

@@ -192,6 +192,8 @@ class GraphedTraining(GraphedModel):
             return "its layers have bottlenecks, which graphs do not know"
         if model.family.block_sparse:
             return "its layers may attend by blocks, which graphs do not know"
+        if model.family.global_tokens:
+            return "its layers have global tokens, which graphs do not know"
         if type(model.embeddings) is not Embeddings or any(m.is_called() for m in model.layer_list()):
             return "the embeddings or a layer have code of their own"
         if (reason := by_grid(model)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -80,6 +80,30 @@ class Distances(NamedTuple):
     sources: tuple[Tensor, ...]
 
 
+class Globals(NamedTuple):
+    """The global tokens of one call; see `global_tokens.py`.
+
+    Attributes:
+        flags: (total,) bool, which tokens are global; on a padded batch (batch, seqlen).
+        rows: (count,) int64, the packed rows of the global tokens, ascending. This and what follows is None
+            under `torch.compile`, and on a padded batch.
+        numbers: (batch, most) int64, the places in `rows` of each sequence's global tokens; `count` where the
+            sequence has fewer.
+        positions: (batch, most) int64, where each is in its sequence; 0 where the sequence has fewer.
+        sequences: (n,) int64, the sequences that have global tokens; None if all have.
+        keys: (n tokens,) int64, the packed rows of those sequences; None for all.
+        ends: (n + 1,) int32, `cu_seqlens` of those sequences alone.
+    """
+
+    flags: Tensor
+    rows: Any = None
+    numbers: Any = None
+    positions: Any = None
+    sequences: Any = None
+    keys: Any = None
+    ends: Any = None
+
+
 # What layers rotate by -> (cosines, sines), each (positions, head_dim / 2); see `positions.py`
 Tables = Mapping[Rotary, tuple[Tensor, Tensor]]
 
@@ -103,6 +127,7 @@ class PackedBatch:
         distances: the table of distances, for layers that score them; None if none does.
         lengths: the length of each sequence, for layers that attend by blocks; () under `torch.compile`. None
             if no sequence is long enough for that, or no layer attends by blocks.
+        globals: the global tokens; None if no token is global.
     """
 
     cu_seqlens: Tensor
@@ -117,6 +142,7 @@ class PackedBatch:
     relative: RelativeScores | None = None
     distances: Distances | None = None
     lengths: tuple[int, ...] | None = None
+    globals: Globals | None = None
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""

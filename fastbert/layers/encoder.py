@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.layers import block_sparse, bottleneck, disentangled, packing, pre_norm
+from fastbert.layers import (
+    block_sparse,
+    bottleneck,
+    disentangled,
+    global_tokens,
+    packing,
+    pre_norm,
+)
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import INNER_SITE, LayerForm, Parts
@@ -59,7 +66,7 @@ def layer(
         context, probs = attend(form, parts, x, batch, asked)
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
-    plain = not (form.rotary or form.relative or form.packed or form.bottleneck)
+    plain = not (form.rotary or form.relative or form.window or form.packed or form.bottleneck)
     plain = plain and batch.lengths is None
     if form.heads is None and form.nheads and plain:
         context = first_context(form, parts, x, starts, batch, asked)
@@ -120,7 +127,11 @@ def attend(
     values = v
     if heads is not None:
         v, bias, gate = heads.of_learned(v, 1), heads.of_learned(bias, 1), heads.of_learned(gate, 0)
-    found = _attention(parts, q, k, v, batch, asked, bias, gate, scale, window, relative)
+    if batch.globals is not None:
+        assert v is not None
+        found = global_tokens.attention(form, parts, x, (q, k, v), seen, asked)
+    else:
+        found = _attention(parts, q, k, v, batch, asked, bias, gate, scale, window, relative)
     context, probs = found if asked.probabilities else (found, None)
     if heads is not None:
         rows = Rows.of(batch.cu_seqlens, x.shape[0], batch.max_seqlen)

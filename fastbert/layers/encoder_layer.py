@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import bottleneck, disentangled, encoder
+from fastbert.layers import bottleneck, disentangled, encoder, global_tokens
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.block_sparse import BlockSparseAttention
 from fastbert.layers.disentangled import DisentangledAttention
 from fastbert.layers.form import LayerForm, Parts
+from fastbert.layers.global_tokens import GlobalAttention
 from fastbert.layers.linear import all_plain
 from fastbert.layers.modules import attach, changed, is_hooked, is_plain, part, plain_dropout, watched
 from fastbert.layers.parts import (
@@ -33,7 +34,7 @@ from fastbert.layers.parts import (
 )
 from fastbert.layers.patterns import Heads
 
-_PARTS = PARTS | bottleneck.PARTS | {BlockSparseAttention, DisentangledAttention}
+_PARTS = PARTS | bottleneck.PARTS | {BlockSparseAttention, DisentangledAttention, GlobalAttention}
 
 
 class PackedLayer(nn.Module):
@@ -196,6 +197,9 @@ class EncoderLayer(PackedLayer):
             for path in dict.fromkeys(disentangled.projections(self.form)):
                 if path is not None and path not in names.linears:
                     attach(self, path, linear(hidden, columns))
+        if self.form.global_tokens:
+            for path in global_tokens.projections(names):
+                attach(self, path, linear(hidden, columns))
         attach(self, names.attention_output, linear(nheads * size, hidden, bias(names.attention_output)))
         attach(self, names.attention_norm, config.norm(hidden))
         for path in (names.intermediate, names.gate):
@@ -224,6 +228,7 @@ class EncoderLayer(PackedLayer):
             if form.blocks is not None:
                 return BlockSparseAttention(form, *after, norm=norm)
             kind = SelfAttention if form.relative is None else DisentangledAttention
+            kind = GlobalAttention if form.global_tokens else kind
             return kind(form, *after, norm=norm)
         inside = below(names.query.rpartition(".")[0])
         if inside:
@@ -266,7 +271,8 @@ class EncoderLayer(PackedLayer):
                 return f"{'.'.join(path)} has other heads"
         if (self.form.stock.feed_forward or "feed_forward_chunk") in self.__dict__:
             return "it has another feed-forward block"
-        for _, dotted in (*linears, *norms):
+        others = global_tokens.projections(self.form.names) if self.form.global_tokens else ()
+        for dotted in (*(path for _, path in (*linears, *norms)), *others):
             if (reason := changed(part(self, dotted))) is not None:
                 return f"{dotted} {reason}"
         for path in dropouts:
@@ -320,7 +326,8 @@ class EncoderLayer(PackedLayer):
             asked: what else is asked for; packed tokens only.
             gate: (nheads,) factor of each head's output, or None; padded batches only.
             output_attentions: whether to return (output, probabilities); padded batches only.
-            grid: what attention on a padded batch rotates by, scores distances by, or divides into blocks by.
+            grid: what attention on a padded batch rotates by, scores distances by, or divides into blocks by;
+                or the global tokens.
         """
         if isinstance(batch, PackedBatch):
             return encoder.layer(self.form, self.parts(), hidden, batch, asked)

@@ -159,6 +159,7 @@ class LayerForm:
         relative: how the distance between two tokens is scored; None if it is not scored.
         bottleneck: in which width the blocks compute; None if it is the hidden size and there are two blocks.
         blocks: by which blocks a long text attends; None if all tokens see all tokens.
+        global_tokens: whether some tokens may see all tokens, and be seen by all; see `global_tokens.py`.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
     """
@@ -181,6 +182,7 @@ class LayerForm:
     relative: Relative | None = None
     bottleneck: Bottleneck | None = None
     blocks: Blocks | None = None
+    global_tokens: bool = False
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

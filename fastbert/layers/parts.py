@@ -226,11 +226,11 @@ class RotaryAttention(SelfAttention):
         q, k, v = (t.unflatten(0, (size, seqlen)).transpose(1, 2) for t in each)
         if self.form.window is not None:
             own = window_bias(replace(grid, max_seqlen=seqlen, bias=None, columns=None), self.form.window)
-            attention_mask = own if attention_mask is None else _both(attention_mask, own)
+            attention_mask = own if attention_mask is None else both(attention_mask, own)
         return self.attended(q, k, v, hidden_states, attention_mask, head_mask)
 
 
-def _both(mask: Tensor, bias: Tensor) -> Tensor:
+def both(mask: Tensor, bias: Tensor) -> Tensor:
     """A mask of attention, bool (True = attend) or additive, and an additive bias as one."""
     if mask.dtype != torch.bool:
         return mask + bias.to(mask.dtype)

@@ -453,6 +453,8 @@ def _layers_of(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.Module
             own |= {"number": number} if config.family.rotary else {}
             own |= {"relative": relative} if relative is not None else {}
             own |= {} if (blocks := config.blocks(number)) is None else {"blocks": blocks}
+            if config.family.global_tokens:
+                own |= {"window": config.window(number), "global_tokens": True}
             own |= {} if kept is None else {"kept": kept}
             own |= {} if size == config.intermediate_size else {"inner": size}
             made.append(layer_class(config, **own))

@@ -192,7 +192,15 @@ class EncoderConfig(Keys):
 
     def window(self, layer: int) -> tuple[int, int] | None:
         """How many tokens before and after its own a token of the layer sees; None for all."""
+        if self.family.global_tokens:
+            half = self._attention_windows()[layer] // 2
+            return half, half
         return config_windows.window(self, layer) if self.family.windows else None
+
+    def _attention_windows(self) -> list[int]:
+        """`attention_window` of each layer; a token is in the middle of it."""
+        given = self.attention_window
+        return [given] * self.num_hidden_layers if isinstance(given, int) else list(given)
 
     def rotary(self, layer: int) -> Rotary:
         """By which angles the layer rotates queries and keys."""
@@ -265,6 +273,8 @@ class EncoderConfig(Keys):
             values["layer_types"] = config_windows.layer_types(self)
             for key in ("global_rope_theta", "local_rope_theta", "local_attention"):
                 values[key] = self.get(key)
+        if self.family.global_tokens:
+            values["attention_window"] = self._attention_windows()
         if self.family.disentangled:
             values["pos_att_type"] = sorted(self.pos_att_type or ())
             for key in ("max_relative_positions", "position_buckets", "position_biased_input", "conv_act"):

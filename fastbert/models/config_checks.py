@@ -220,6 +220,8 @@ def check_config(config: Keys) -> None:
         _check_relative(config)
     if config.family.block_sparse:
         _check_blocks(config)
+    if config.family.global_tokens:
+        _check_attention_window(config)
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
@@ -317,16 +319,35 @@ def _check_blocks(config: Keys) -> None:
         )
 
 
+def _check_attention_window(config: Keys) -> None:
+    """See `EncoderConfig.window`."""
+    given, layers = config.__dict__["attention_window"], config.num_hidden_layers
+    each = given if isinstance(given, (list, tuple)) else [given] * layers
+    if len(each) != layers or any(type(w) is not int or w < 2 or w % 2 or w > MAX_SIZE for w in each):
+        raise ValueError(
+            f"config attention_window: expected an even integer >= 2, or {layers} of them, one per layer, "
+            f"got {brief(given)}"
+        )
+    sep = config.__dict__["sep_token_id"]
+    if sep is not None and (type(sep) is not int or not 0 <= sep < config.vocab_size):
+        raise ValueError(
+            f"config sep_token_id: expected None or an id below vocab_size {config.vocab_size}, got "
+            f"{brief(sep)}"
+        )
+
+
 def _check_fixed_heads(config: Keys) -> None:
     """See `EncoderConfig.fixed_patterns`."""
     given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
     if given is None:
         return
     family = config.family
-    if family.rotary or family.disentangled or family.block_sparse:
-        what = "attends by blocks of queries and keys"
-        if not family.block_sparse:
-            what = "rotates queries and keys" if family.rotary else "scores distances by queries and keys"
+    if family.rotary or family.disentangled or family.block_sparse or family.global_tokens:
+        what = (
+            "attends by blocks of queries and keys" if family.block_sparse else "has global tokens' queries"
+        )
+        what = "scores distances by queries and keys" if family.disentangled else what
+        what = "rotates queries and keys" if family.rotary else what
         raise ValueError(
             f"config fixed_heads: expected None, as {config.model_type} {what}, which fixed heads do not have"
         )

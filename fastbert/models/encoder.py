@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import Plan, plan_of
-from fastbert.layers.batch import Distances, PackedBatch
+from fastbert.layers import global_tokens
+from fastbert.layers.batch import Distances, Globals, PackedBatch
 from fastbert.layers.block_sparse import lengths_of
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
@@ -134,11 +135,17 @@ def run_encoder(
             batch = replace(batch, distances=distances_of(part(root, container)), columns=columns)
         if family.block_sparse:
             batch = with_lengths(batch, steps)
+        if family.global_tokens:
+            columns = columns_of(packed) if inputs.holes else None
+            batch = replace(batch, globals=global_tokens.of(inputs.globals, batch), columns=columns)
         if changed_one is not None:
             mask = padded_mask(root, family, inputs, x, causal)
             grid = None if batch.distances is None else batch
             if family.block_sparse:
                 grid = replace(batch, bias=None, columns=places_of(packed))
+            if family.global_tokens:
+                flags = None if batch.globals is None else packed.grid(batch.globals.flags)[0]
+                grid = replace(batch, globals=None if flags is None else Globals(flags))
             padded = Padded(packed, mask, on_grid(batch, packed) if family.rotary else grid)
         call = Call(
             batch,

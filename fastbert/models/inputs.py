@@ -49,6 +49,8 @@ class Inputs:
         holes: whether the kept tokens of a sequence are not adjacent; under `torch.compile`, whether there is
             a mask. False if the family's attention does not depend on it.
         last_position: the largest of the caller's position_ids, if positions are rotary; else None.
+        globals: (rows,) bool, which tokens the attention mask's value 2 makes global, if the family has such
+            tokens; else None.
     """
 
     input_ids: Tensor | None
@@ -60,6 +62,7 @@ class Inputs:
     first_masked: int | None = None
     holes: bool = False
     last_position: int | None = None
+    globals: Tensor | None = None
 
     @property
     def table_rows(self) -> int:
@@ -75,7 +78,7 @@ class Inputs:
         """The inputs with their tensors on `device`; the host does not wait for the copies."""
         if self.device == device:
             return self
-        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "bias")
+        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "bias", "globals")
         given = {name: getattr(self, name) for name in names}
         moved = {n: None if t is None else packing.send(t, device) for n, t in given.items()}
         return replace(self, packing=self.packing.to(device), **moved)
@@ -146,6 +149,9 @@ class Inputs:
             last_position = _last_position(config, position_ids, facts)
         cu_seqlens = packing.send(cu_seqlens, home)
         packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen, flat=True)
+        flags = None
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 1 and config.family.global_tokens:
+            flags, attention_mask = _packed_globals(attention_mask, total, home), None
         if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
             raise ValueError(
                 "attention_mask: expected None or a 4-D mask beside cu_seqlens, because packed tokens have "
@@ -159,7 +165,16 @@ class Inputs:
         if token_type_ids is None and config.has_segments:
             token_type_ids = torch.zeros_like(position_ids)
         given = input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed
-        return cls(*given, last_position=last_position)
+        return cls(*given, last_position=last_position, globals=flags)
+
+
+def _packed_globals(mask: Tensor, total: int, home: torch.device) -> Tensor:
+    """Which packed tokens are global, (total,) bool, by a mask of 1 and 2."""
+    _on("attention_mask", mask, home)
+    checks.shape("attention_mask", mask, (total,))
+    if not torch.compiler.is_compiling() and bool((mask == 0).any()):
+        raise ValueError("attention_mask: expected 1, or 2 for a global token, beside cu_seqlens, got 0")
+    return mask == 2
 
 
 def _check_lengths(cu_seqlens: object, max_seqlen: object, home: torch.device) -> None:
@@ -285,7 +300,11 @@ def packed_inputs(config: EncoderConfig, device: torch.device, *given: Tensor | 
     found = None
     if position_ids is None and inputs_embeds is None:
         found = packed_on_host(config, device, *usual)
-    return check_inputs(config, device, *given).to(device) if found is None else found
+    found = check_inputs(config, device, *given).to(device) if found is None else found
+    mask = given[1]
+    if config.family.global_tokens and mask is not None and mask.dim() == 2 and mask.dtype != torch.bool:
+        found = replace(found, globals=found.packing.pack(packing.send(mask == 2, device)))
+    return found
 
 
 def check_inputs(

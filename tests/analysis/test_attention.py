@@ -24,7 +24,7 @@ from fastbert.analysis.effective import effective_attention
 from fastbert.analysis.geometry import geometry
 from fastbert.tasks.examples import KINDS, tokenized
 from tests.support.analysis import both, maps_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 
 def like_itself(model, examples):
@@ -58,7 +58,7 @@ def by_maps(maps, examples, numbers):
 
 
 @pytest.mark.parametrize("which", ["texts", "pairs"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_as_the_maps_of_transformers_say(request, family, which):
     """Of examples in another order, in several batches."""
     examples = request.getfixturevalue(which).chosen([4, 2, 0, 3, 1])

@@ -10,7 +10,7 @@ import torch
 
 from fastbert.analysis.change import change
 from tests.support.analysis import both, maps_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 
 def tuned(theirs, ours, share=0.3):
@@ -30,7 +30,7 @@ def tuned(theirs, ours, share=0.3):
     return others
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_cosines_of_maps(pairs, family):
     theirs, ours = both(family)
     other_theirs, other_ours = tuned(theirs, ours)

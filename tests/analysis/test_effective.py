@@ -13,7 +13,7 @@ from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.tasks.examples import KINDS, tokenized
 from tests.support.analysis import both, inputs_of, maps_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 HEADS, WIDTH = 3, 16
 
@@ -54,7 +54,7 @@ def long(tokenizer):
     return tokenized(tokenizer, texts)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_as_the_projection_says(long, family):
     theirs, ours = both(family)
     found = effective_attention(ours, long, batch_tokens=20)

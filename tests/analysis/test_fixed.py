@@ -17,7 +17,7 @@ from fastbert.models.encoder import layers_of, tapped
 from fastbert.models.families import FAMILIES
 from fastbert.tasks.examples import FIRST, KINDS, SEPARATOR
 from tests.support.analysis import both, inputs_of, losses, statistics
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 from tests.support.pattern_maps import ALL, dense
 
 HEADS = 3
@@ -80,7 +80,7 @@ def losses_with_maps(theirs, examples, assignment):
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 4096])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_as_transformers_with_maps(labelled, family, tokens):
     theirs, ours = both(family)
     layers = len(ours.base_model.layer_list())

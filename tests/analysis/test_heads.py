@@ -18,7 +18,7 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.runtime import dispatch
 from fastbert.tasks.examples import masked
 from tests.support.analysis import both, inputs_of, losses, without_head
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 HEADS = 3
 CLOSE = dict(rtol=1e-9, atol=1e-11)
@@ -64,9 +64,7 @@ def mask_without(layers, unit, layer, head):
 
 
 @pytest.mark.parametrize("unit", heads.UNITS)
-@pytest.mark.parametrize(
-    ("family", "tokens"), [("bert", 1), ("bert", 4096), *((f, 40) for f in FAMILY_NAMES)]
-)
+@pytest.mark.parametrize(("family", "tokens"), [("bert", 1), ("bert", 4096), *((f, 40) for f in ANALYSED)])
 def test_shared_prefixes_change_nothing(labelled, family, unit, tokens):
     """Every unit of BERT by a head mask through the whole model, and some units of other families."""
     ours = both(family)[1]
@@ -188,7 +186,7 @@ def test_the_best_head_alone(labelled):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_importance_is_the_central_difference(labelled, family):
     ours = both(family)[1]
     found = importance(ours, labelled).derivatives

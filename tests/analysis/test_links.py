@@ -13,7 +13,7 @@ from fastbert.analysis.links import Links, links
 from fastbert.analysis.targets import LabelledText, of_texts
 from fastbert.analysis.treebank import as_examples
 from tests.support.analysis import both, maps_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 # words, and the spans that are linked: of several words, of several pieces, overlapping, two in one text
 TEXTS = [
@@ -62,7 +62,7 @@ def by_maps(theirs, examples, number, spans, shift=0):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_as_in_the_maps(examples, family):
     theirs, ours = both(family)
     found = links(ours, examples, of_texts(labelled(), examples), batch_tokens=40)

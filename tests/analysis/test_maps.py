@@ -11,7 +11,7 @@ from fastbert.analysis import maps
 from fastbert.analysis.attention import HETEROGENEOUS, VERTICAL, attention_statistics
 from fastbert.analysis.maps import attention_maps, example_maps
 from tests.support.analysis import both, maps_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
@@ -64,7 +64,7 @@ def test_short_examples_are_shown(texts, monkeypatch, short, expected):
     assert all(len(m.probabilities) == texts.lengths[m.example] for m in made)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_all_maps_of_an_example(pairs, family):
     theirs, ours = both(family)
     expected = maps_of(theirs, pairs, 3)

@@ -14,7 +14,7 @@ from fastbert.layers import patterns as fixed
 from fastbert.tasks.examples import paired, tokenized
 from tests.analysis.conftest import PAIRS, TEXTS, make_tokenizer
 from tests.support.analysis import both, cosines, inputs_of, losses, without_head
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 from tests.support.model_pairs import CASES
 
 HEADS = 3
@@ -92,7 +92,7 @@ def test_an_exact_match(asked):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_pairs_as_transformers(couples, family, pooling):
     theirs, ours = encoder(family)
     found = ablate(ours, couples, pooling=pooling)

@@ -19,7 +19,7 @@ from fastbert.analysis.targets import LabelledText, Targets, of_texts, of_treeba
 from fastbert.analysis.treebank import as_examples, pieces_of
 from tests.support.analysis import both, inputs_of
 from tests.support.analysis import sentence as tree
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 SHORT = Recipe(inner=16, dropout_p=0.1, lr=0.01, batch=64, epochs=30, patience=5)
 
@@ -41,7 +41,7 @@ def targets_of(labels, types=None, per_example=4, classes=None):
 # -- features ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_hidden_states_are_those_of_transformers(texts, family, tmp_path):
     theirs, ours = both(family)
     rows = np.flatnonzero(texts.words >= 0)[1::2]

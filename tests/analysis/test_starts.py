@@ -19,7 +19,7 @@ from fastbert.tasks.examples import tokenized
 from fastbert.tasks.published import STARTS
 from tests.analysis.conftest import make_tokenizer
 from tests.support.analysis import both, inputs_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 from tests.support.rule_tasks import quick, tiny_model, written
 
 FROZEN, RANDOM, PRETRAINED = range(len(STARTS))
@@ -105,7 +105,7 @@ def others_in_the_sweep(family: str):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", [others_in_the_sweep(name) for name in FAMILY_NAMES])
+@pytest.mark.parametrize("family", [others_in_the_sweep(name) for name in ANALYSED])
 def test_what_each_start_changes(tmp_path, seen, family):
     model = directory(tmp_path, family)
     whole = AutoModelForSequenceClassification.from_pretrained(model)

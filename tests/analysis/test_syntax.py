@@ -12,7 +12,7 @@ from fastbert.analysis.intervals import mean_interval
 from fastbert.analysis.syntax import ALL, LABELS, Parsing, attention_by_label, labels_of, merged, parse
 from fastbert.analysis.treebank import Sentence, as_examples
 from tests.support.analysis import both, maps_of
-from tests.support.hf_models import FAMILY_NAMES
+from tests.support.hf_models import ANALYSED
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def by_maps(maps, examples, sentences):
     return [np.array(each).swapaxes(0, 1) for each in (to_label, share, score)]
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_labels_as_the_maps_of_transformers_say(family, examples, sentences):
     theirs, ours = both(family)
     found = attention_by_label(ours, examples, sentences, batch_tokens=30)
@@ -176,7 +176,7 @@ def check_arcs(found, expected):
     np.testing.assert_array_equal(found.right, np.stack([right for *_, right in expected]))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 def test_parsers_as_the_maps_of_transformers_say(family, examples, sentences):
     theirs, ours = both(family)
     expected = arcs_by_maps(lambda i: maps_of(theirs, examples, i), examples, sentences)

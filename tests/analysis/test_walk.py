@@ -22,7 +22,7 @@ from fastbert.analysis.heads import ablate, importance, pruning_curve
 from fastbert.analysis.walk import at_rest, batches, native
 from fastbert.tasks.examples import tokenized
 from tests.support.analysis import both
-from tests.support.hf_models import FAMILY_NAMES, hf_model
+from tests.support.hf_models import ANALYSED, hf_model
 
 
 @pytest.mark.parametrize("tokens", [1, 25, 10_000])
@@ -42,7 +42,7 @@ def test_every_example_is_in_one_batch(pairs, tokens):
     assert sorted(seen) == list(range(len(pairs)))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ANALYSED)
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_a_model_of_transformers(texts, family, accelerated):
     theirs = hf_model(family, transformers.AutoModelForSequenceClassification, num_labels=3)

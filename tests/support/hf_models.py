@@ -40,6 +40,49 @@ def _rms_norm_in_own_dtype(norm, x):
     return norm.weight * wide.to(x.dtype)
 
 
+class _Changed:
+    """A module with other values of some names."""
+
+    def __init__(self, module, **names):
+        self.module = module
+        vars(self).update(names)
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+def _softmax_in_own_dtype(scores, dim, dtype=None):
+    """Longformer's softmax, which does not round float64 to float32."""
+    return torch.softmax(scores, dim, torch.float64 if scores.dtype == torch.float64 else dtype)
+
+
+def _with_whole_attentions(forward):
+    """The forward of Longformer's layers, whose attentions become (batch, nheads, seqlen, seqlen)."""
+
+    @functools.wraps(forward)
+    def whole(encoder, hidden_states, attention_mask=None, padding_len=0, **kwargs):
+        out = forward(encoder, hidden_states, attention_mask, padding_len, **kwargs)
+        if out.attentions is None:
+            return out
+        made, n = [], hidden_states.shape[1] - padding_len
+        for number, band in enumerate(out.attentions):
+            own = None if out.global_attentions is None else out.global_attentions[number]
+            most = 0 if own is None else own.shape[-1]
+            near, half = band[..., most:], (band.shape[-1] - most - 1) // 2
+            grid = band.new_zeros(*band.shape[:2], n, n + 2 * half)
+            for i in range(n):
+                grid[:, :, i, i : i + 2 * half + 1] = near[:, :, i]
+            grid = grid[..., half : half + n]
+            for b, flags in enumerate(attention_mask[:, :n] > 0):
+                at = flags.nonzero().squeeze(1)
+                grid[b, :, :, at] += band[b, :, :, : len(at)]
+                grid[b, :, at] = 0.0 if own is None else own[b, :, :n, : len(at)].transpose(1, 2)
+            made.append(grid)
+        return type(out)(out.last_hidden_state, out.hidden_states, tuple(made))
+
+    return whole
+
+
 def _size_sqrt_in_own_dtype(query, terms):
     """DeBERTa's divisor of the scores, not rounded to float32."""
     return torch.tensor(query.size(-1) * terms, dtype=torch.float64).sqrt()
@@ -52,9 +95,13 @@ def _make_exact() -> None:
     from transformers.loss.loss_utils import LOSS_MAPPING
     from transformers.models.deberta_v2 import modeling_deberta_v2 as deberta
     from transformers.models.eurobert import modeling_eurobert as eurobert
+    from transformers.models.longformer import modeling_longformer as longformer
     from transformers.models.modernbert import modeling_modernbert as modeling
 
     LOSS_MAPPING["ForMaskedLM"] = _masked_lm_loss_in_own_dtype
+    functional = _Changed(torch.nn.functional, softmax=_softmax_in_own_dtype)
+    longformer.nn = _Changed(torch.nn, functional=functional)
+    longformer.LongformerEncoder.forward = _with_whole_attentions(longformer.LongformerEncoder.forward)
     deberta.scaled_size_sqrt = _size_sqrt_in_own_dtype
     modeling.eager_attention_forward = _eager_in_own_dtype
     eurobert.eager_attention_forward = _eager_in_own_dtype
@@ -82,12 +129,15 @@ FAMILY_NAMES = (
     "deberta-v2",
     "mobilebert",
     "big_bird",
+    "longformer",
 )
 # The families whose layers are of BERT's form, which every executor knows
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
 # The families whose layers `accelerate` fuses
 ACCELERATED = FAMILY_NAMES[: FAMILY_NAMES.index("deberta-v2")]
-PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
+# The families that `fastbert.analysis` takes
+ANALYSED = tuple(name for name in FAMILY_NAMES if name != "longformer")
+PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
 
 _SIZES = dict(
     vocab_size=120,
@@ -161,7 +211,10 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         "ernie": transformers.ErnieConfig,
         "mpnet": transformers.MPNetConfig,
         "big_bird": transformers.BigBirdConfig,
+        "longformer": transformers.LongformerConfig,
     }
+    if name == "longformer":
+        sizes.setdefault("attention_window", [4, 8, 16][: sizes["num_hidden_layers"]])
     if name in PAD_POSITIONS:
         sizes["layer_norm_eps"] = 1e-5
     if name in ("gte", "jina_embeddings_v3"):  # which have one by default
@@ -182,7 +235,7 @@ def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
 
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
-    if name in ("modernbert", "eurobert", "deberta-v2"):
+    if name in ("modernbert", "eurobert", "deberta-v2", "longformer"):
         _make_exact()
     torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):
@@ -210,6 +263,8 @@ def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> di
     ids = torch.randint(5, 120, (batch_size, seqlen), generator=g)
     if name in (*PAD_POSITIONS, "mobilebert"):
         ids = torch.where(mask.bool(), ids, 0 if name == "mobilebert" else 1)
+    if name == "longformer":  # the separators of its heads
+        ids[:, [4, 5, 9]] = 2
     out = {"input_ids": ids, "attention_mask": mask}
     if name not in ("distilbert", "mpnet", "modernbert", "eurobert", "deberta-v2"):
         out["token_type_ids"] = torch.randint(0, 2, (batch_size, seqlen), generator=g)

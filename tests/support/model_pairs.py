@@ -38,6 +38,7 @@ _HAVE = {
     "nomic_bert": _EMBEDDERS,
     "gte": _EMBEDDERS,
     "eurobert": _EMBEDDERS,
+    "longformer": (*_EMBEDDERS, "ForMultipleChoice", "ForQuestionAnswering"),
     "deberta-v2": (*_EMBEDDERS, "ForMultipleChoice", "ForQuestionAnswering"),
     "jina_embeddings_v3": (*_EMBEDDERS, "ForQuestionAnswering"),
 }

@@ -20,6 +20,7 @@ from fastbert.models.families import (
     deberta_v2,
     distilbert,
     electra,
+    longformer,
     mobilebert,
     modernbert,
     mpnet,
@@ -40,6 +41,7 @@ for _module in (
     neobert,
     mobilebert,
     big_bird,
+    longformer,
 ):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 

@@ -42,6 +42,8 @@ class Family:
         bottleneck: whether layers compute in a narrower width (`fastbert.layers.bottleneck`).
         block_sparse: whether layers attend by blocks of tokens if config attention_type says so
             (`fastbert.layers.block_sparse`).
+        global_tokens: whether layers have windows of config attention_window, and some tokens are global
+            (`fastbert.layers.global_tokens`).
         shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
@@ -86,6 +88,7 @@ class Family:
     disentangled: bool = False
     bottleneck: bool = False
     block_sparse: bool = False
+    global_tokens: bool = False
     shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -130,7 +133,7 @@ class Family:
     @property
     def counts_columns(self) -> bool:
         """Whether attention depends on the padded columns of tokens, not on their order alone."""
-        return self.relative_bias is not None or self.windows or self.disentangled
+        return self.relative_bias is not None or self.windows or self.disentangled or self.global_tokens
 
     @property
     def shares_head(self) -> bool:
@@ -184,7 +187,6 @@ FAMILIES: dict[str, Family] = {}
 REFUSED: dict[str, str] = {
     "deberta": "disentangled attention adds content-to-position terms inside the softmax",
     "xlnet": "two-stream relative attention over permutations",
-    "longformer": "sliding-window attention with global tokens",
     "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
     "roformer": "rotary positions",
     "funnel": "pools the sequence between blocks",

@@ -1,0 +1,247 @@
+"""Longformer against transformers: windows and global tokens, in inference, training and half precision."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+import transformers
+
+import fastbert
+from fastbert.layers import global_tokens
+from fastbert.layers.taps import Taps
+from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import tapped
+from tests.support.accelerated_models import same_gradients
+from tests.support.hf_models import hf_model
+from tests.support.model_pairs import build, close, half_errors, kept_rows, native
+
+# Around the edges of windows of 4 and 8 tokens each side
+LENGTHS = (1, 4, 5, 8, 9, 17, 18, 70)
+MORE = (2, 63, 64, 65, 128, 129, 257, 600)
+# Sequence -> its global tokens
+GLOBALS = {
+    "none": {},
+    "first": {row: [0] for row in range(8)},
+    "some": {2: [1, 4], 5: [16], 7: [0, 3, 9, 30, 69]},
+    "one": {7: [35]},
+    "all": {0: [0], 4: list(range(9)), 7: list(range(70))},
+}
+
+
+@functools.cache
+def both(windows=(8, 16), **config):
+    """(transformers' model, ours), in eval; shared between tests that change neither."""
+    config = {"num_hidden_layers": len(windows), "attention_window": list(windows), **config}
+    hf = hf_model("longformer", **config)
+    return hf, native(hf)
+
+
+def exact(*args, **config):
+    return tuple(copy.deepcopy(m).double() for m in both(*args, **config))
+
+
+def ragged(lengths=LENGTHS, which="first"):
+    shape = len(lengths), max(lengths)
+    ids = torch.randint(5, 120, shape, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).long()
+    flags = torch.zeros_like(mask)
+    for row, columns in GLOBALS[which].items():
+        flags[row, columns] = 1
+    return {"input_ids": ids.where(mask.bool(), 1), "attention_mask": mask, "global_attention_mask": flags}
+
+
+@pytest.mark.parametrize(
+    ("windows", "lengths", "which"),
+    [*(((8, 16), LENGTHS, w) for w in GLOBALS), pytest.param((128,), MORE, "first", marks=pytest.mark.sweep)],
+    ids=str,
+)
+@torch.no_grad()
+def test_ragged_lengths(windows, lengths, which, monkeypatch):
+    """No padding to the window (allenai/longformer#102), packed, padded, with holes, and each text alone."""
+    monkeypatch.setattr(global_tokens, "_dense", None)  # which scores all pairs of tokens
+    hf, model = exact(windows, max_position_embeddings=1024)
+    inputs = ragged(lengths, which)
+    kept, flags = inputs["attention_mask"].bool(), inputs["global_attention_mask"]
+    found = kept_rows(model, inputs)
+    close(found, kept_rows(hf, inputs), 1e-9)
+    packed = dict(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(), global_attention_mask=flags[kept])
+    close(model(inputs["input_ids"][kept], **packed).last_hidden_state, found, 1e-12)
+    for row in (0, 5, 7):
+        one = slice(row, row + 1), slice(lengths[row])
+        alone = model(inputs["input_ids"][one], global_attention_mask=flags[one]).last_hidden_state[0]
+        close(alone, found[sum(lengths[:row]) :][: lengths[row]], 1e-12)
+    inputs["attention_mask"] *= torch.rand(kept.shape, generator=torch.Generator().manual_seed(1)) > 0.3
+    found = kept_rows(model, inputs)
+    close(found, kept_rows(hf, inputs), 1e-9)
+    # 2 means global, and the mask of global tokens is not needed
+    merged = inputs["attention_mask"] * (1 + inputs.pop("global_attention_mask"))
+    close(kept_rows(model, {**inputs, "attention_mask": merged}), found, 1e-12)
+
+
+@pytest.mark.parametrize("which", ["first", "some", "all"])
+def test_gradients(which):
+    hf, model = exact()
+    inputs = ragged((1, 9, 20, 8, 9, 17, 18, 70), which)
+    for m in (hf, model):
+        rows = kept_rows(m, inputs)
+        (rows * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
+    same_gradients(model, hf, 1e-9)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_scores_of_all_pairs_have_the_same_results_dropout_and_gradients(rate):
+    """Those are used where probabilities are asked for, and under torch.compile."""
+    models = [exact(attention_probs_dropout_prob=rate)[1].train() for _ in range(2)]
+    inputs, found = ragged(which="some"), []
+    inputs["attention_mask"][6, 3:5] = 0
+    gates = torch.rand(2, 3, dtype=torch.float64)
+    for model, asked in zip(models, (False, True), strict=True):
+        torch.manual_seed(1)
+        out = model(**inputs, head_mask=gates, output_attentions=asked)
+        found.append(out.last_hidden_state[inputs["attention_mask"].bool()])
+        (
+            found[-1] * torch.randn(found[-1].shape, generator=torch.Generator().manual_seed(0))
+        ).sum().backward()
+    close(*found, 1e-11)
+    same_gradients(*models, 1e-11)
+
+
+@torch.no_grad()
+def test_compiled():
+    model, inputs = exact()[1], ragged(which="some")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(kept_rows(compiled, inputs), kept_rows(model, inputs), 1e-11)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("key", 18), ("value", 18), ("query", 3)])
+@torch.no_grad()
+def test_projections_of_global_tokens_run_where_there_are_some(kind, rows, monkeypatch):
+    model, seen = both()[1], []
+    module = getattr(model.encoder.layer[1].attention.self, f"{kind}_global")
+    apply_linear = global_tokens.apply_linear
+    monkeypatch.setattr(
+        global_tokens, "apply_linear", lambda m, x: (seen.append((m, len(x))), apply_linear(m, x))[1]
+    )
+    inputs = ragged((1, 18, 9), "none")
+    model(**inputs)
+    assert seen == []
+    inputs["global_attention_mask"][1, [2, 3, 17]] = 1
+    model(**inputs)
+    assert [count for m, count in seen if m is module] == [rows]
+
+
+@torch.no_grad()
+def test_large_scores_of_one_part():
+    """One global token, or one token of the window, has nearly all of the weight."""
+    hf, model = exact()
+    for m in (hf, model):
+        for layer in m.encoder.layer:
+            layer.attention.self.query.weight.mul_(60)
+    inputs = ragged(which="some")
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", ["first", "some"])
+def test_error_is_no_larger_than_transformers_own(dtype, which):
+    hf, model = both((64, 64))
+    mine, theirs = half_errors((model, hf), dtype, [ragged((1, 64, 65, 70, 33, 70, 66, 70), which)])
+    assert mine.mean() <= theirs.mean()
+    assert mine.square().mean() <= theirs.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("task", "first", "last"),
+    [
+        ("ForSequenceClassification", 0, 1),
+        ("ForQuestionAnswering", 0, 4),
+        ("ForMultipleChoice", 6, 9),
+        ("ForTokenClassification", 0, 0),
+        ("ForMaskedLM", 0, 0),
+    ],
+)
+@torch.no_grad()
+def test_global_tokens_by_default(task, first, last):
+    """A forgotten mask of global tokens (huggingface/transformers#12993) is that of transformers."""
+    hf, model = build("longformer", task)
+    ids = torch.tensor([[7, 8, 9, 10, 2, 2, 11, 12, 2], [7, 8, 9, 10, 2, 2, 11, 12, 2]])
+    mask = torch.ones_like(ids)
+    flags = torch.zeros_like(ids)
+    flags[:, first:last] = 1
+    given = {"input_ids": ids, "attention_mask": mask, "global_attention_mask": flags}
+    if task == "ForMultipleChoice":
+        given = {key: t[None] for key, t in given.items()}
+    found = model(**given).to_tuple()[0]
+    close(found, hf(**given).to_tuple()[0])
+    del given["global_attention_mask"]
+    assert torch.equal(model(**given).to_tuple()[0], found)
+    close(hf(**given).to_tuple()[0], found)
+    embeds = {"inputs_embeds": model.get_input_embeddings()(given.pop("input_ids"))}
+    if task not in ("ForQuestionAnswering", "ForMultipleChoice"):
+        close(model(**given, **embeds).to_tuple()[0], found)
+    else:  # which read the separators
+        close(model(**given, **embeds).to_tuple()[0], hf(**given, **embeds).to_tuple()[0])
+
+
+def test_files_and_windows(tmp_path):
+    """One window for all layers, or one per layer, in files of either side."""
+    hf, model = both()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModel.from_pretrained(tmp_path)
+    assert again.config.attention_window == [8, 16]
+    assert all(torch.equal(t, again.state_dict()[key]) for key, t in hf.state_dict().items())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_window": 8}))
+    with pytest.raises(fastbert.CheckpointError, match="attention_window"):
+        fastbert.AutoModel.from_pretrained(tmp_path)
+    each = [EncoderConfig("longformer", attention_window=w, num_hidden_layers=2) for w in (10, [10, 10])]
+    assert [config.window(1) for config in each] == [(5, 5), (5, 5)]
+    assert each[0].mathematics() == each[1].mathematics()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention_window": 7}, "attention_window"),
+        ({"attention_window": 0}, "attention_window"),
+        ({"attention_window": [8] * 11}, "attention_window: .* 12 of them"),
+        ({"attention_window": [8.0] * 12}, "attention_window"),
+        ({"sep_token_id": -1}, "sep_token_id"),
+        ({"fixed_heads": ["learned"] * 12}, "fixed_heads: expected None, as longformer"),
+        ({"is_decoder": True}, "is_decoder"),
+    ],
+    ids=str,
+)
+def test_configs_of_other_mathematics_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        EncoderConfig("longformer", **keys)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"causal": True}, "causal: got True, but the call has global tokens"),
+        ({"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}, "attention_mask: expected shape"),
+        ({"global_attention_mask": torch.ones(2, 8)}, "global_attention_mask: expected shape"),
+    ],
+    ids=("causal", "4-D", "shape"),
+)
+def test_calls_that_are_refused(given, message):
+    model, inputs = both()[1], {"input_ids": torch.full((2, 9), 7), "global_attention_mask": torch.eye(2, 9)}
+    with pytest.raises(ValueError, match=message):
+        model(**{**inputs, **given})
+
+
+def test_what_knows_no_global_tokens_refuses_them():
+    model = both()[1]
+    ids, packed = torch.full((9,), 7), {"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}
+    with pytest.raises(ValueError, match="attention_mask: expected 1, or 2 for a global token"):
+        model(ids, attention_mask=torch.zeros(9), **packed)
+    with pytest.raises(ValueError, match="is tapped"), tapped(model, Taps()):
+        model(ids, global_attention_mask=ids == 7, **packed)
+    with pytest.raises(TypeError, match="at most 2 positional arguments, got 3; pass token_type_ids by name"):
+        model(ids[None], ids[None], ids[None])
