@@ -186,6 +186,13 @@ __all__ = [
     "XLMRobertaForSequenceClassification",
     "XLMRobertaForTokenClassification",
     "XLMRobertaModel",
+    "XLNetForMultipleChoice",
+    "XLNetForQuestionAnswering",
+    "XLNetForQuestionAnsweringSimple",
+    "XLNetForSequenceClassification",
+    "XLNetForTokenClassification",
+    "XLNetLMHeadModel",
+    "XLNetModel",
     "__version__",
     "accelerate",
     "clear",
@@ -215,7 +222,9 @@ def _model_place(name: str) -> str:
     """The module of a model class."""
     if name.startswith("BertFor"):
         return "models.heads"
-    family = name.partition("For")[0].removesuffix("Model").removesuffix("Config").lower()
+    family = (
+        name.partition("For")[0].removesuffix("Model").removesuffix("LMHead").removesuffix("Config").lower()
+    )
     return f"models.{_MODULES.get(family, family)}"
 
 
@@ -392,6 +401,15 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         XLMRobertaForSequenceClassification,
         XLMRobertaForTokenClassification,
         XLMRobertaModel,
+    )
+    from fastbert.models.xlnet import (
+        XLNetForMultipleChoice,
+        XLNetForQuestionAnswering,
+        XLNetForQuestionAnsweringSimple,
+        XLNetForSequenceClassification,
+        XLNetForTokenClassification,
+        XLNetLMHeadModel,
+        XLNetModel,
     )
     from fastbert.ops.checks import double_backward
     from fastbert.runtime.dispatch import use_backend

@@ -40,8 +40,8 @@ class Padded(NamedTuple):
     """How to make the padded batch, for layers that are called on it, and its attention mask.
 
     `grid` has the tables of layers that rotate or score distances, the global tokens, and for layers that
-    rotate the positions of all tokens, padding included. For layers that attend by blocks its `columns` has the
-    place of each token among the kept tokens of its sequence.
+    rotate the positions of all tokens, padding included. For layers that attend by blocks its `columns` has
+    the place of each token among the kept tokens of its sequence.
     """
 
     packing: Packing

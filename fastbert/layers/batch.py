@@ -104,6 +104,24 @@ class Globals(NamedTuple):
     ends: Any = None
 
 
+class Sinusoids(NamedTuple):
+    """What XLNet's layers score distances and segments by; see `two_streams.py`.
+
+    Attributes:
+        table: (2n, hidden), n >= reach: the sinusoids of the distances from n to 1 - n.
+        reach: more than the largest distance of the call.
+        index: (batch, S, S) int64: reach less the distance of query and key, which is the row of the scores
+            of distances; None if tokens are adjacent.
+        segments: (batch, 1, S, S) bool, whether query and key have different token types; None if no types
+            are given.
+    """
+
+    table: Tensor
+    reach: int
+    index: Tensor | None
+    segments: Tensor | None
+
+
 # What layers rotate by -> (cosines, sines), each (positions, head_dim / 2); see `positions.py`
 Tables = Mapping[Rotary, tuple[Tensor, Tensor]]
 
@@ -128,6 +146,7 @@ class PackedBatch:
         lengths: the length of each sequence, for layers that attend by blocks; () under `torch.compile`. None
             if no sequence is long enough for that, or no layer attends by blocks.
         globals: the global tokens; None if no token is global.
+        sinusoids: what XLNet's layers need instead of that table; None for other layers.
     """
 
     cu_seqlens: Tensor
@@ -143,6 +162,7 @@ class PackedBatch:
     distances: Distances | None = None
     lengths: tuple[int, ...] | None = None
     globals: Globals | None = None
+    sinusoids: Sinusoids | None = None
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastbert.layers import quantized as quantization
 from fastbert.layers.modules import attach, part
+from fastbert.layers.two_streams import OwnMatrices
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_checks import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
@@ -149,6 +150,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                     child.weight[child.padding_idx].zero_()
             elif isinstance(child, (nn.LayerNorm, nn.RMSNorm)):
                 child.weight.fill_(1.0)
+            elif isinstance(child, OwnMatrices):
+                child.draw_own_(self.config.initializer_range)
             if (bias := getattr(child, "bias", None)) is not None:
                 bias.zero_()
 
@@ -456,7 +459,7 @@ def class_of(family: Family, task: str) -> type[PreTrainedModel] | None:
     """
     for module in (family.module, "heads"):
         home = importlib.import_module(f"fastbert.models.{module}")
-        found = vars(home).get(family.class_prefix + task)
+        found = vars(home).get(family.class_prefix + family.class_names.get(task, task))
         if found is not None:
             return found
     return None

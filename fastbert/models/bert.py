@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fastbert.layers.disentangled import Convolution
@@ -79,6 +80,9 @@ class BertModel(PreTrainedModel):
             attach(self, "encoder.LayerNorm", config.norm(config.hidden_size))
         if family.disentangled and config.conv_kernel_size:
             attach(self, "encoder.conv", Convolution(config))
+        if family.two_streams:
+            self.mask_emb = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+            self.dropout = nn.Dropout(config.hidden_dropout_prob)
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if add_pooling_layer is None:

@@ -286,6 +286,9 @@ class EncoderConfig(Keys):
         if self.family.block_sparse:
             for key in ("attention_type", "block_size", "num_random_blocks", "rescale_embeddings"):
                 values[key] = self.get(key)
+        if self.family.two_streams:
+            for key in ("attn_type", "bi_data", "clamp_len", "same_length"):
+                values[key] = self.get(key)
         if self.family.may_be_causal:
             values["is_decoder"] = bool(self.is_decoder)
         if patterns := self.fixed_patterns():
@@ -384,6 +387,9 @@ class EncoderConfig(Keys):
         if self.family.windows:
             values["layer_types"] = config_windows.layer_types(self)
             values["rope_parameters"] = config_windows.rope_parameters(self)
+        if self.family.two_streams:
+            # A config of transformers that has no limit refuses the key
+            del values["max_position_embeddings"]
         return values
 
     def to_diff_dict(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Keys:
     def has_positions(self) -> bool:
         """Whether the embeddings have a table of positions, whose size limits the texts."""
         family = self.family
-        return not family.rotary and (not family.disentangled or self.__dict__["position_biased_input"])
+        return not family.unlimited and (not family.disentangled or self.__dict__["position_biased_input"])
 
     @property
     def has_segments(self) -> bool:
@@ -222,6 +222,8 @@ def check_config(config: Keys) -> None:
         _check_blocks(config)
     if config.family.global_tokens:
         _check_attention_window(config)
+    if config.family.two_streams:
+        _check_streams(config)
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
@@ -336,17 +338,60 @@ def _check_attention_window(config: Keys) -> None:
         )
 
 
+def _check_streams(config: Keys) -> None:
+    """XLNet's keys."""
+    own = config.__dict__
+    if own["attn_type"] not in ("bi", "uni"):
+        raise ValueError(f"config attn_type: expected 'bi' or 'uni', got {brief(own['attn_type'])}")
+    if own["classifier_pooling"] not in (kinds := ("last", "first", "mean", "cls_index")):
+        raise ValueError(
+            f"config summary_type: expected one of {', '.join(kinds)}, got {brief(own['classifier_pooling'])}"
+        )
+    for key in ("bi_data", "same_length", "use_mems_eval", "use_mems_train"):
+        if type(own[key]) is not bool:
+            raise TypeError(f"config {key}: expected a boolean, got {brief(own[key])}")
+    limits = {"clamp_len": -1, "mem_len": 0, "reuse_len": 0, "start_n_top": 1, "end_n_top": 1}
+    for key, least in limits.items():
+        value = own[key]
+        if value is None and key in ("mem_len", "reuse_len"):
+            continue
+        if type(value) is not int or not least <= value <= MAX_SIZE:
+            raise ValueError(
+                f"config {key}: expected an integer from {least} to {MAX_SIZE}, got {brief(value)}"
+            )
+    size = config.hidden_size // config.num_attention_heads
+    if own["head_dim"] not in (None, size):
+        raise ValueError(f"config d_head: expected d_model / n_head = {size}, got {own['head_dim']}")
+    act = own["summary_activation"]
+    if not isinstance(act, str) or act not in SPELLINGS:
+        raise ValueError(
+            f"config summary_activation: unknown activation {brief(act)}; "
+            f"expected one of {', '.join(SPELLINGS)}"
+        )
+    # No published checkpoint has another value
+    for key, only in (
+        ("summary_use_proj", True),
+        ("summary_proj_to_labels", False),
+        ("summary_first_dropout", 0),
+        ("pruned_heads", None),
+        ("intermediate_sizes", None),
+    ):
+        value = own.get(key, only)
+        if bool(value) != bool(only):
+            raise ValueError(f"config {key}: only {only!r} is supported, got {brief(value)}")
+
+
 def _check_fixed_heads(config: Keys) -> None:
     """See `EncoderConfig.fixed_patterns`."""
     given, layers, heads = config.fixed_heads, config.num_hidden_layers, config.num_attention_heads
     if given is None:
         return
     family = config.family
-    if family.rotary or family.disentangled or family.block_sparse or family.global_tokens:
+    if family.unlimited or family.disentangled or family.block_sparse or family.global_tokens:
         what = (
             "attends by blocks of queries and keys" if family.block_sparse else "has global tokens' queries"
         )
-        what = "scores distances by queries and keys" if family.disentangled else what
+        what = "scores distances by queries and keys" if family.disentangled or family.two_streams else what
         what = "rotates queries and keys" if family.rotary else what
         raise ValueError(
             f"config fixed_heads: expected None, as {config.model_type} {what}, which fixed heads do not have"

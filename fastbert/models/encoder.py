@@ -65,6 +65,7 @@ def run_encoder(
     causal: bool = False,
     taps: Taps | None = None,
     seed: Tensor | None = None,
+    complete: Callable[[PackedBatch], PackedBatch] | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Packed tokens through the embeddings, the projection (if the encoder has one) and all layers.
 
@@ -84,6 +85,7 @@ def run_encoder(
         causal: whether a token attends only to itself and the tokens before it.
         taps: hooks into what the layers compute inside, or None. With taps no row is skipped.
         seed: (1,) int64, the seed of all dropouts, on the device, or None.
+        complete: adds to the batch what layers of the family's own class need; None for nothing.
 
     Returns:
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
@@ -138,6 +140,8 @@ def run_encoder(
         if family.global_tokens:
             columns = columns_of(packed) if inputs.holes else None
             batch = replace(batch, globals=global_tokens.of(inputs.globals, batch), columns=columns)
+        if complete is not None:
+            batch = complete(batch)
         if changed_one is not None:
             mask = padded_mask(root, family, inputs, x, causal)
             grid = None if batch.distances is None else batch

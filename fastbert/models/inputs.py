@@ -48,7 +48,7 @@ class Inputs:
             and under `torch.compile`.
         holes: whether the kept tokens of a sequence are not adjacent; under `torch.compile`, whether there is
             a mask. False if the family's attention does not depend on it.
-        last_position: the largest of the caller's position_ids, if positions are rotary; else None.
+        last_position: the largest of the caller's position_ids, if no table limits them; else None.
         globals: (rows,) bool, which tokens the attention mask's value 2 makes global, if the family has such
             tokens; else None.
     """
@@ -130,7 +130,7 @@ class Inputs:
                 looked_at |= dict(
                     input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids
                 )
-            elif config.family.rotary:
+            elif config.family.unlimited:
                 looked_at["position_ids"] = position_ids
             facts = _read_back(looked_at, cu_seqlens)
             first, last = facts["extra"][0], facts["extra"][-1]
@@ -356,7 +356,7 @@ def check_inputs(
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
         # The host has the lengths: do not wait for the rest
         if mask is not None and mask.device != home:
-            ids = {"position_ids": position_ids} if config.family.rotary else {}
+            ids = {"position_ids": position_ids} if config.family.unlimited else {}
         asked = []
         if mask is not None:
             asked = [mask.sum(1), mask[:, 0].long()]
@@ -502,7 +502,7 @@ def _last_position(
     config: EncoderConfig, position_ids: Tensor | None, facts: dict[str, list[int]]
 ) -> int | None:
     """See `Inputs`. Where values are not read it is the last position that the model is made for."""
-    if position_ids is None or not config.family.rotary:
+    if position_ids is None or not config.family.unlimited:
         return None
     return facts.get("position_ids", (0, config.max_position_embeddings - 1))[1]
 

@@ -26,6 +26,7 @@ from fastbert.models.families import (
     mpnet,
     neobert,
     rotary,
+    xlnet,
 )
 from fastbert.models.families.family import FAMILIES, REFUSED, Family
 
@@ -42,6 +43,7 @@ for _module in (
     mobilebert,
     big_bird,
     longformer,
+    xlnet,
 ):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 

@@ -44,6 +44,8 @@ class Family:
             (`fastbert.layers.block_sparse`).
         global_tokens: whether layers have windows of config attention_window, and some tokens are global
             (`fastbert.layers.global_tokens`).
+        two_streams: whether layers score distances by sinusoids, and may have a second stream of tokens to
+            predict (`fastbert.layers.two_streams`).
         shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
@@ -62,6 +64,7 @@ class Family:
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
         own_heads: first parts of the keys of heads that only this family has.
         tokens, spans: the heads of one label per token and of question answering.
+        class_names: task -> the last part of transformers' name of its class, where it is not the task.
         lacks: tasks for which transformers has no class of this family; of ForMultipleChoice,
             ForTokenClassification and ForQuestionAnswering.
         accelerated: whether `fastbert.accelerate` fuses the layers of transformers' models.
@@ -89,6 +92,7 @@ class Family:
     bottleneck: bool = False
     block_sparse: bool = False
     global_tokens: bool = False
+    two_streams: bool = False
     shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -116,6 +120,7 @@ class Family:
     next_sentence_dropout: tuple[str, str] | None = None  # path and config key of the dropout before it
     tokens: ClassifierHead = _AFTER_POOLER
     spans: ClassifierHead = _SPANS
+    class_names: dict[str, str] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     accelerated: bool = True
     own_heads: tuple[str, ...] = ()
@@ -131,9 +136,15 @@ class Family:
         return self.group_layers is not None
 
     @property
+    def unlimited(self) -> bool:
+        """Whether layers compute with the numbers of positions, which no table limits."""
+        return self.rotary or self.two_streams
+
+    @property
     def counts_columns(self) -> bool:
         """Whether attention depends on the padded columns of tokens, not on their order alone."""
-        return self.relative_bias is not None or self.windows or self.disentangled or self.global_tokens
+        counts = self.windows or self.disentangled or self.global_tokens or self.two_streams
+        return counts or self.relative_bias is not None
 
     @property
     def shares_head(self) -> bool:
@@ -173,7 +184,8 @@ class Family:
     def foreign_prefixes(self) -> set[str]:
         """First parts of the keys of other architectures."""
         known = {family.prefix for family in FAMILIES.values()}
-        return known.union(name.replace("-", "_") for name in REFUSED) - {self.prefix}
+        own = {self.prefix, self.layers.partition(".")[0]}
+        return known.union(name.replace("-", "_") for name in REFUSED) - own
 
     def spelt(self, key: str) -> str:
         """A config key as the family's config.json spells it."""
@@ -186,7 +198,6 @@ FAMILIES: dict[str, Family] = {}
 # model_type -> why its mathematics is not ours
 REFUSED: dict[str, str] = {
     "deberta": "disentangled attention adds content-to-position terms inside the softmax",
-    "xlnet": "two-stream relative attention over permutations",
     "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
     "roformer": "rotary positions",
     "funnel": "pools the sequence between blocks",

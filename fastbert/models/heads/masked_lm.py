@@ -261,6 +261,7 @@ class BertForMaskedLM(MaskedLMModel):
         max_seqlen: int | None = None,
         causal: bool | None = None,
         output_logits: bool | None = None,
+        **more: Any,
     ) -> LogitsOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and run the head; see the class for `labels`, and
         `BertModel.forward` for the rest. With `cu_seqlens` labels and logits are (total, …).
@@ -269,6 +270,7 @@ class BertForMaskedLM(MaskedLMModel):
             output_logits: True computes the logits, False returns only the loss. None computes them, but in
                 training with labels it defers them: they are computed if they are read before the next step
                 of the optimizer. Under `torch.compile` reading deferred logits is an error.
+            more: what the family's encoder takes besides.
 
         Returns:
             loss (if labels are given), logits, hidden_states, attentions.
@@ -292,6 +294,7 @@ class BertForMaskedLM(MaskedLMModel):
             cu_seqlens,
             max_seqlen,
             causal,
+            **more,
         )
         if labels is not None and self.config.get("sparse_prediction"):
             # As in transformers, the logits are those of the labelled tokens

@@ -60,11 +60,13 @@ class BertForMultipleChoice(TaskModel):
         max_seqlen: int | None = None,
         causal: bool | None = None,
         choices: int | None = None,
+        **more: Any,
     ) -> LogitsOutput | tuple[Any, ...]:
         """Encode all choices as one batch and compare them; see the class.
 
         Args:
             choices: with `cu_seqlens`, how many sequences in a row belong to each example; None otherwise.
+            more: what the family's encoder takes besides.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -92,6 +94,7 @@ class BertForMultipleChoice(TaskModel):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             causal=causal,
+            **more,
         )
         logits = self.classify(self.family.choice, encoded).reshape(-1, choices)
         loss = None if labels is None else sequence_loss("labels", logits, labels)

@@ -55,11 +55,12 @@ class BertForQuestionAnswering(TaskModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         causal: bool | None = None,
+        **more: Any,
     ) -> QuestionAnsweringOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and score every token as start and as end; see the class.
 
         With `cu_seqlens` the logits are (total,). Positions are counted from the sequence's start, and a
-        position from its length on does not count.
+        position from its length on does not count. `more` is what the family's encoder takes besides.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -77,6 +78,7 @@ class BertForQuestionAnswering(TaskModel):
             cu_seqlens,
             max_seqlen,
             causal,
+            **more,
         )
         logits = encoded.by_token(lambda x: self.classes_of(self.family.spans, x))
         return self._spans(logits, positions, encoded, return_dict)

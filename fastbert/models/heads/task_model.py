@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.calls import LabelsCall
 
+# Values of config classifier_pooling with which a classifier reads the last token
+_LAST = ("last", "cls_index")
 # encoder -> its substitute in calls of this context, set by `fastbert.graph`
 served_by: ContextVar[Mapping[nn.Module, Callable[..., Any]]] = ContextVar(
     "served_by", default=MappingProxyType({})
@@ -47,10 +49,12 @@ class Encoded:
         hidden: (rows, hidden), the kept tokens of all sequences; with `first_only` (batch, hidden), the
             token at position 0 of each, zeros if it is masked.
         inputs: the batch.
-        states, probs: all hidden states and attention probabilities, packed; None if not asked for.
+        states, probs: all hidden states and attention probabilities, packed; None if not asked for. The states
+            of two streams are padded already.
         first_only: see `hidden`.
         by_modules: whether the head's modules must be called on the padded batch; see `by_token`.
         pooled: the pooler's output, if it has run already.
+        mems: XLNet's memories, or None.
     """
 
     hidden: Tensor
@@ -60,6 +64,7 @@ class Encoded:
     first_only: bool
     by_modules: bool = False
     pooled: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -124,10 +129,20 @@ class Encoded:
             )
         return self.hidden if self.first_only else self.inputs.packing.first_rows(self.hidden)
 
+    def last(self) -> Tensor:
+        """The last kept token of each sequence, (batch, hidden); zeros for an empty sequence."""
+        lengths, ends = self.inputs.packing.cu_seqlens.diff(), self.inputs.packing.cu_seqlens[1:].long()
+        rows = self.hidden.index_select(0, (ends - 1).clamp_min(0)) if self.hidden.shape[0] else self.first()
+        return torch.where(
+            lengths.unsqueeze(1) > 0, rows, torch.zeros((), dtype=rows.dtype, device=rows.device)
+        )
+
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
         """The embedding output and every layer's output, padded."""
-        return None if self.states is None else tuple(self.unpack(s) for s in self.states)
+        if self.states is None:
+            return None
+        return tuple(s if s.dim() == 3 else self.unpack(s) for s in self.states)
 
     @property
     def attentions(self) -> tuple[Tensor, ...] | None:
@@ -239,9 +254,10 @@ class TaskModel(PreTrainedModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         causal: bool | None = None,
+        **more: Any,
     ) -> LogitsOutput | tuple[Any, ...]:
         """Encode a padded or packed batch and run the head; see the class for `labels`, and
-        `BertModel.forward` for the rest.
+        `BertModel.forward` for the rest. `more` is what the family's encoder takes besides.
 
         With `cu_seqlens` labels and logits of tokens are (total, …); labels and logits of sequences stay
         (batch, …).
@@ -266,6 +282,7 @@ class TaskModel(PreTrainedModel):
             cu_seqlens,
             max_seqlen,
             causal,
+            **more,
         )
         logits, padded = self.logits(encoded)
         loss = None if labels is None else self.loss(logits, labels, encoded)
@@ -298,8 +315,9 @@ class TaskModel(PreTrainedModel):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
         causal: bool | None,
+        **more: Any,
     ) -> Encoded:
-        """The packed tokens, encoded."""
+        """The packed tokens, encoded; `more` is what the family's encoder takes besides."""
         encoder, by_modules = self.base_model, self._calls_modules()
         if not hasattr(encoder, "has_pooler"):
             raise TypeError(
@@ -325,7 +343,7 @@ class TaskModel(PreTrainedModel):
         above: Any = self._modules.get("above")
         if above is not None and above.reads_states:
             asked["output_hidden_states"] = True
-        if watched(encoder) or _has_any_global_hook():
+        if (watched(encoder) or _has_any_global_hook()) and not more:
             # Hooks read the output of transformers' encoder
             inputs, ids = encoder.checked(**given), given.pop("input_ids")
             output = encoder(ids, **given, **asked, return_dict=True)
@@ -338,14 +356,16 @@ class TaskModel(PreTrainedModel):
                 None if probs is None else [pack_scores(p) for p in probs],
                 False,
                 by_modules,
-                output.pooler_output,
+                output.get("pooler_output"),
+                output.get("mems"),
             )
             return encoded if above is None else above(encoded)
         first_only = self.reads_first_only and not whole and above is None
         # torch.compile cannot trace a ContextVar, and no graph serves it
         call: Any = encoder if torch.compiler.is_compiling() else served_by.get().get(encoder, encoder)
-        hidden, states, probs, inputs = call(**given, **asked, first_token_only=first_only, packed=True)
-        encoded = Encoded(hidden, inputs, states, probs, first_only, by_modules)
+        found = call(**given, **asked, **more, first_token_only=first_only, packed=True)
+        hidden, states, probs, inputs, *mems = found
+        encoded = Encoded(hidden, inputs, states, probs, first_only, by_modules, None, *mems)
         return encoded if above is None else above(encoded)
 
     def _calls_modules(self) -> bool:
@@ -423,7 +443,7 @@ class TaskModel(PreTrainedModel):
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
         """Create the layers of a head that reads one vector per sequence, or each token's."""
         hidden = self.config.hidden_size
-        if self.config.get("classifier_pooling") in ("mean", "late"):
+        if self.config.get("classifier_pooling") in ("mean", "late", *_LAST):
             self.reads_first_only = False
         if "." in head.out:
             self.around_classifier = head.out.rpartition(".")[0]
@@ -460,6 +480,8 @@ class TaskModel(PreTrainedModel):
             return pooling(scores, ends).to(scores.dtype)
         if how == "mean":
             x = pooling(encoded.hidden, ends).to(encoded.hidden.dtype)
+        elif how in _LAST:
+            x = encoded.last()
         else:
             x = encoded.first()
         return self.classes_of(head, x)

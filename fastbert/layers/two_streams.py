@@ -1,0 +1,419 @@
+"""XLNet's layer: scores of distances by sinusoids, and a second stream of the tokens to predict.
+
+    score(i, j) = ((q_i + b_w) · k_j + (q_i + b_r) · R[i - j] + (q_i + b_s) · s[t_i ≠ t_j]) / sqrt(head_dim)
+    a = LayerNorm(x + dropout(attention Woᵀ)),  y = LayerNorm(a + dropout(W2 dropout(act(W1 a))))
+
+R is the layer's product with [sin | cos] of the distance; t are token types, and s has one vector for pairs
+of one type and one for pairs of two. A softmax does not change if the first vector is added to all scores of
+a query, so the difference of the two alone is scored. All of it but q · k is an additive bias.
+
+The content stream h is what other encoders have. The query stream g begins with one trained vector at each
+token to predict, and has its own queries, but the keys and values of h. A mask of pairs says what it sees.
+
+`StreamLayer.forward` computes the content stream of packed tokens, by the op `attention`. Rows of a query
+stream may be among them, with a mask. `StreamLayer.streams` computes both streams of a padded batch, and
+memories: the layer's inputs in previous calls, as further keys and values.
+
+Source: Yang et al. 2019, "XLNet: Generalized Autoregressive Pretraining for Language Understanding", sec. 2;
+Dai et al. 2019, "Transformer-XL", sec. 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers.asked import NOTHING_MORE, Asked
+from fastbert.layers.batch import PackedBatch, Sinusoids
+from fastbert.layers.form import INNER_SITE
+from fastbert.layers.linear import apply_linear, dropped, feed_forward_norm
+from fastbert.layers.modules import calls_all, is_plain
+from fastbert.ops import checks
+from fastbert.ops.attention import attention
+from fastbert.ops.attention_grid import to_grid
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.runtime import prepared
+
+# Dropout call sites of the table of sinusoids, and of the encoder's output
+TABLE_SITE, LAST_SITE = (1 << 32) - 2, (1 << 32) - 1
+
+
+class OwnMatrices:
+    """A module with parameters that are drawn like matrices, but belong to no linear layer."""
+
+    def draw_own_(self, std: float) -> None:
+        """Draw the first values of these parameters: normal(0, std)."""
+        raise NotImplementedError
+
+
+def sinusoids(distances: Tensor, width: int) -> Tensor:
+    """[sin | cos] of distances: (n,) int64 -> (n, width), in float32 as in transformers."""
+    steps = torch.arange(0, width, 2, dtype=torch.int64, device=distances.device).float()
+    angles = distances.float()[:, None] * (1 / torch.pow(10000, steps / width))
+    return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def shifted(x: Tensor, keys: int) -> Tensor:
+    """Scores by row of the table -> scores by key: (…, S, rows) -> (…, S, keys), a view.
+
+    Row S - i + j of the table has the distance of query i from key j.
+    """
+    *lead, queries, rows = x.shape
+    x = x.reshape(*lead, rows, queries)[..., 1:, :].reshape(*lead, queries, rows - 1)
+    return x[..., :keys]
+
+
+def rate(module: Any) -> float:
+    """The probability of a dropout module now."""
+    return module.p if module.training else 0.0
+
+
+class RelativeAttention(nn.Module, OwnMatrices):
+    """XLNet's attention block: its parameters, with transformers' names and shapes.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        heads = config.num_attention_heads, config.head_dim
+        for name in "qkvor":
+            self.register_parameter(name, nn.Parameter(torch.empty(config.hidden_size, *heads)))
+        for name in ("r_r_bias", "r_s_bias", "r_w_bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(heads)))
+        self.seg_embed = nn.Parameter(torch.empty(2, *heads))
+        self.layer_norm = config.norm(config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.heads, self.scale = heads, config.head_dim**-0.5
+
+    def draw_own_(self, std: float) -> None:
+        """See `OwnMatrices`."""
+        for parameter in self.parameters(recurse=False):
+            parameter.normal_(0.0, std)
+
+    def product(self, names: str, x: Tensor) -> Tensor:
+        """(rows, hidden) times the matrices of these names, side by side: (rows, all their heads · head_dim).
+
+        The matrix "o" is multiplied from the other side: (rows, heads · head_dim) -> (rows, hidden).
+        """
+        own = tuple(cast(Tensor, self._parameters[name]).flatten(1) for name in names)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # The products of three narrow matrices, whose gradients are not copied
+            return torch.cat([x @ (m.T if names == "o" else m) for m in own], -1)
+
+        def build() -> nn.Linear:
+            weight = own[0] if names == "o" else torch.cat([m.T for m in own])
+            linear = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta").eval()
+            linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+            return linear
+
+        sources = tuple(cast(Tensor, self._parameters[name]) for name in names)
+        return apply_linear(prepared.derived(self, ("product", names), sources, build), x)
+
+    def of_distances(self, given: Sinusoids, keeps: bool) -> Tensor:
+        """R of the distances within reach: (2 · reach, nheads, head_dim).
+
+        Args:
+            given: the table of sinusoids.
+            keeps: whether the table depends on its number of rows alone, so that R may be kept.
+        """
+        x, middle = given.table.to(self.r.dtype), given.table.shape[0] // 2
+
+        def build() -> Tensor:
+            return self.product("r", x)
+
+        if not keeps or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            r = build()
+        else:
+            name = "distances", x.shape[0], checks.autocast_dtype(x)
+            r = prepared.derived(self, name, (self.r,), build)
+        return r[middle - given.reach : middle + given.reach].unflatten(1, self.heads)
+
+    def scores(
+        self, q: Tensor, r: Tensor, keys: int, index: Tensor | None, segments: Tensor | None
+    ) -> Tensor:
+        """The scores of distances and segments, (batch, nheads, S, keys), in float32, or float64 for float64.
+
+        Args:
+            q: (batch, S, nheads, head_dim).
+            r: (rows, nheads, head_dim), or one per sequence, (batch, rows, nheads, head_dim).
+            keys: the number of keys.
+            index: see `Sinusoids`.
+            segments: see `Sinusoids`.
+        """
+        compute = checks.compute_dtype(q)
+        # Scaled before the product, which might overflow in half precision
+        scaled = (q.to(compute) + self.r_r_bias.to(compute)) * self.scale
+        if r.dim() == 4:
+            every = torch.einsum("bind,blnd->bnil", scaled, r.to(compute))
+        else:
+            # One product per head, of the rows of all sequences
+            rows = scaled.permute(2, 0, 1, 3).flatten(1, 2)
+            every = (rows @ r.to(compute).permute(1, 2, 0)).unflatten(1, q.shape[:2]).transpose(0, 1)
+        if index is None:
+            found = shifted(every.transpose(0, 1), keys).transpose(0, 1)
+        else:
+            found = every.gather(-1, index[:, None].expand(-1, every.shape[1], -1, -1))
+        if segments is None:
+            return found
+        apart = (self.seg_embed[1] - self.seg_embed[0]).to(compute) * self.scale
+        more = ((q.to(compute) + self.r_s_bias.to(compute)) * apart).sum(-1)  # (batch, S, nheads)
+        return torch.addcmul(found, more.transpose(1, 2).unsqueeze(-1), segments.to(compute))
+
+    def attend(self, x: Tensor, batch: PackedBatch, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """(total, hidden) -> ((total, nheads, head_dim), probabilities or None)."""
+        given = batch.sinusoids
+        assert given is not None
+        q, k, v = self.product("qkv", x).unflatten(1, (3, *self.heads)).unbind(1)
+        r = self.of_distances(given, batch.seed is None)
+        bias = self.scores(_grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
+        bias = bias if batch.bias is None else bias + batch.bias
+        q = q + self.r_w_bias.to(q.dtype)
+        if asked.taps is not None:
+            q, k, v, bias = asked.taps.qkv(asked.number, q, k, v, replace(batch, bias=bias))
+        found: Any = attention(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            softmax_scale=self.scale,
+            causal=batch.causal,
+            bias=bias,
+            gate=asked.gate,
+            dropout_p=rate(self.dropout),
+            seed=batch.seed,
+            offset=asked.site,
+            return_probs=asked.probabilities,
+            places=batch.fitting_places(),
+        )
+        context, probs = found if asked.probabilities else (found, None)
+        if asked.taps is not None:
+            context = asked.taps.context(asked.number, context, batch)
+        return context, probs
+
+    def after(self, x: Tensor, context: Tensor, seed: Tensor | None, site: int) -> Tensor:
+        """The block's output: the output layer, dropout, the residual sum and the norm.
+
+        Args:
+            x: (rows, hidden), the block's input.
+            context: (rows, nheads, head_dim).
+            seed: of the dropout, None for none; its call site is `site`.
+        """
+        y, norm = self.product("o", context.flatten(1)), self.layer_norm
+        p = 0.0 if seed is None else rate(self.dropout)
+        if is_plain(norm, nn.LayerNorm) and not calls_all():
+            drops = {"dropout_p": p, "seed": seed, "offset": site}
+            return cast(Tensor, layer_norm(y, norm.weight, norm.bias, residual=x, eps=norm.eps, **drops))
+        return norm(x + (dropped(y, p, seed, site) if p else y))
+
+    def stream(
+        self, x: Tensor, k: Tensor, v: Tensor, r: Tensor, given: Pairs, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One stream of a padded batch: (context (batch, S, nheads, head_dim), probabilities).
+
+        Args:
+            x: (batch, S, nheads, head_dim), the queries.
+            k, v: (batch, keys, nheads, head_dim).
+            r: see `scores`.
+            given: see `Pairs`.
+            hidden: (batch or 1, 1, S, keys) bool, the keys that each query does not see; None for none. A
+                query that sees no key gets zeros.
+        """
+        compute = checks.compute_dtype(x)
+        q = (x.to(compute) + self.r_w_bias.to(compute)) * self.scale
+        found = torch.einsum("bind,bjnd->bnij", q, k.to(compute))
+        found = found + self.scores(x, r, k.shape[1], None, given.segments)
+        if hidden is not None:
+            found = found.masked_fill(hidden, torch.finfo(compute).min)
+        probs = found.softmax(-1)
+        if hidden is not None:
+            probs = probs.masked_fill(hidden, 0.0)
+        kept = self.dropout(probs)
+        return torch.einsum("bnij,bjnd->bind", kept, v.to(compute)).to(v.dtype), probs.to(v.dtype)
+
+
+class Pairs(NamedTuple):
+    """What both streams of a padded batch need.
+
+    Attributes:
+        table: (batch or 1, rows, hidden), the sinusoids of the distances from `keys` to 1 - S.
+        segments: see `Sinusoids`; (batch, 1, S, keys).
+        hidden: (batch or 1, 1, S, keys) bool, what the content stream does not see, and the same of the query
+            stream; None for nothing.
+        places: (batch, predictions, S), which token each row of the query stream predicts, or None.
+    """
+
+    table: Tensor
+    segments: Tensor | None
+    hidden: tuple[Tensor | None, Tensor | None]
+    places: Tensor | None
+
+
+class FeedForward(nn.Module):
+    """XLNet's feed-forward block.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.layer_norm = config.norm(config.hidden_size)
+        self.layer_1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.layer_2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.activation = config.activation_name
+
+    def forward(self, x: Tensor, seed: Tensor | None = None, asked: Asked = NOTHING_MORE, batch: Any = None):
+        """(rows, hidden) -> (rows, hidden).
+
+        Args:
+            seed: of the dropouts; None for none.
+            asked: has their call site, and the taps.
+            batch: the packed batch, for the taps.
+        """
+        p = 0.0 if seed is None else rate(self.dropout)
+
+        def tap(inner: Tensor) -> Tensor:
+            if asked.taps is not None:
+                inner = asked.taps.inner(asked.number, inner, batch)
+            return dropped(inner, p, seed, asked.site + INNER_SITE) if p else inner
+
+        more = {} if p == 0 and asked.taps is None else {"tap": tap}
+        modules = self.layer_1, self.layer_2, self.layer_norm
+        return feed_forward_norm(*modules, x, self.activation, p, seed, asked.site + 2, **more)
+
+
+class StreamLayer(nn.Module):
+    """One layer of XLNet.
+
+    Args:
+        config: the model's `EncoderConfig`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.rel_attn = RelativeAttention(config)
+        self.ff = FeedForward(config)
+
+    def forward(
+        self, hidden: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
+    ) -> tuple[Tensor, Tensor | None]:
+        """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None)."""
+        context, probs = self.rel_attn.attend(hidden, batch, asked)
+        x = self.rel_attn.after(hidden, context, batch.seed, asked.site + 1)
+        return self.ff(x, batch.seed, asked, batch), probs
+
+    def streams(
+        self,
+        h: Tensor,
+        g: Tensor | None,
+        memory: Tensor | None,
+        given: Pairs,
+        asked: Asked,
+        seeds: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Both streams of a padded batch.
+
+        Args:
+            h: (batch, S, hidden).
+            g: (batch, predictions, hidden), or None.
+            memory: (batch, M, hidden), or None.
+            given: see `Pairs`.
+            asked: has the first of the layer's dropout call sites.
+            seeds: of the dropouts of both streams; None for none.
+
+        Returns:
+            The new `h` and `g`, and the probabilities of each stream, (batch, nheads, S, M + S).
+        """
+        attn = self.rel_attn
+        seen = h if memory is None else torch.cat([memory.to(h.dtype), h], 1)
+        k, v, r = (_times(x, m) for x, m in ((seen, attn.k), (seen, attn.v), (given.table, attn.r)))
+        r = r if r.shape[0] > 1 else r[0]
+        found, probs = [], []
+        for x, hides, seed in zip((h, g), given.hidden, seeds, strict=True):
+            if x is None:
+                found.append(None)
+                continue
+            q, places = _times(x, attn.q), given.places if x is g else None
+            if places is not None:
+                q = torch.einsum("bpnd,bps->bsnd", q, places)
+            context, seen_by = attn.stream(q, k, v, r, given, hides)
+            if places is not None:
+                context = torch.einsum("bsnd,bps->bpnd", context, places)
+            y = attn.after(x.flatten(0, 1), context.flatten(0, 1), seed, asked.site + 1)
+            found.append(self.ff(y, seed, asked).view_as(x))
+            probs.append(seen_by)
+        return found[0], found[1], tuple(probs)
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    """(batch, S, hidden) times (hidden, nheads, head_dim): (batch, S, nheads, head_dim)."""
+    return (x.to(matrix.dtype) @ matrix.flatten(1)).unflatten(-1, matrix.shape[1:])
+
+
+def _grid(x: Tensor, batch: PackedBatch) -> Tensor:
+    """Packed (total, …) -> (batch, S, …), zeros past each length."""
+    size = batch.cu_seqlens.shape[0] - 1
+    # Under torch.compile there are rows past the last length
+    if x.shape[0] == size * batch.max_seqlen and not torch.compiler.is_compiling():
+        return x.unflatten(0, (size, batch.max_seqlen))
+    return to_grid(x, batch.cu_seqlens, batch.max_seqlen)
+
+
+# (width, limit, device) -> its tables, each longer than the previous. Short tables are kept: a graph that a
+# caller has captured reads them.
+_tables: dict[tuple[int, int, torch.device], list[Tensor]] = {}
+
+
+def _table(reach: int, width: int, limit: int, device: torch.device) -> Tensor:
+    """The sinusoids of the distances from `reach` to 1 - reach, clamped if `limit` > 0."""
+    distances = torch.arange(reach, -reach, -1, device=device)
+    return sinusoids(distances.clamp(-limit, limit) if limit > 0 else distances, width)
+
+
+def kept_table(reach: int, width: int, limit: int, device: torch.device) -> Tensor:
+    """A table of at least this reach, (2 · its reach, width); it is kept, and made longer when needed."""
+    # What a trace makes belongs to the trace
+    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
+        return _table(reach, width, limit, device)
+    found = _tables.setdefault((width, limit, device), [])
+    if not found or found[-1].shape[0] < 2 * reach:
+        # Autograd cannot save tensors that were made in inference mode
+        with torch.inference_mode(False):
+            found.append(_table(max(128, 1 << (reach - 1).bit_length()), width, limit, device))
+    return next(t for t in found if t.shape[0] >= 2 * reach)
+
+
+def sinusoids_of(
+    batch: PackedBatch, reach: int, width: int, limit: int, token_types: Tensor | None, drops: float
+) -> Sinusoids:
+    """What layers score distances and segments by.
+
+    Args:
+        batch: has the columns of tokens, if their order alone does not say the distances; and the seed.
+        reach: more than the largest distance.
+        width: the hidden size.
+        limit: the largest distance that is told from farther ones; 0 or less for no limit.
+        token_types: (total,) int64, or None.
+        drops: the probability of dropout of the table, whose one pattern serves all sequences and layers.
+    """
+    device = batch.cu_seqlens.device
+    if batch.seed is None:
+        table = kept_table(reach, width, limit, device)
+    else:
+        table = _table(reach, width, limit, device)
+        table = dropped(table, drops, batch.seed, TABLE_SITE) if drops else table
+    index = segments = None
+    if batch.columns is not None:
+        index = reach - batch.columns[:, :, None] + batch.columns[:, None, :]
+    if token_types is not None:
+        types = _grid(token_types, batch)
+        segments = (types[:, :, None] != types[:, None, :]).unsqueeze(1)
+    return Sinusoids(table, reach, index, segments)
