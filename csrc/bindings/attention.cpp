@@ -100,45 +100,11 @@ AttentionFwd fwd_args(const py::tuple& common, Address out, Address lse, Address
     return args;
 }
 
-// Scores of distances, in the order of `relative_args` in fastbert/backends/cpu/attention.py; () for none.
-Relative relative_of(const py::tuple& given, const Attention& args) {
-    Relative out;
-    if (given.empty()) return out;
-    if (given.size() != 11) throw py::value_error("relative: expected 11 arguments");
-    std::size_t next = 0;
-    const auto size = [&] { return number<std::int64_t>(given[next++]); };
-    const auto* columns = pointer<const std::int32_t>(number<Address>(given[next++]));
-    const std::int64_t count = size();
-    out.ncolumns = size();
-    out.half = size() != 0;
-    for (Heads* scores : {&out.query, &out.key}) {
-        scores->data = pointer(number<Address>(given[next++]));
-        scores->row_stride = size();
-        scores->head_stride = size();
-        if (scores->data != nullptr)
-            check_strides(
-                "relative",
-                {{args.total, scores->row_stride}, {args.nheads, scores->head_stride}, {out.ncolumns, 1}});
-    }
-    out.bias = pointer<const float>(number<Address>(given[next++]));
-    check_given("columns", columns, count);
-    check_size("columns", count, 2 * args.max_seqlen - 1);
-    check_size("ncolumns", out.ncolumns, out.half ? 2 : 1);
-    elements_of("relative", {args.batch + args.total, args.nheads, out.ncolumns});
-    for (std::int64_t i = 0; i < count; ++i)
-        if (columns[i] < 0 || columns[i] >= out.ncolumns)
-            refuse("columns", "columns of the scores", columns[i]);
-    // a vector's indices are ints
-    if (out.key.row_stride > (1 << 26)) refuse("key", "a row stride of at most 2^26", out.key.row_stride);
-    out.columns = columns + count / 2;
-    return out;
-}
-
 void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
                    int threads, const py::tuple& relative) {
     const AttentionFwd args = fwd_args(common, out, lse, probs, keep_bits, false);
     check_threads(threads);
-    const Relative scores = relative_of(relative, args);
+    const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen);
     run([&] { return cpu_attention_fwd(args, threads, scores); });
 }
 
@@ -158,7 +124,7 @@ void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Add
     check_given("dout", args.dout, end);
     check_matrices("ds", args, args.ds);
     check_bits(args, args.keep_bits);
-    const Relative scores = relative_of(relative, args);
+    const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen);
     RelativeGrads grads;
     grads.query = pointer<float>(dquery);
     grads.key = pointer<float>(dkey);
@@ -232,6 +198,42 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
 #endif
 
 }  // namespace
+
+Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nheads, std::int64_t total,
+                     std::int64_t max_seqlen) {
+    Relative out;
+    if (given.empty()) return out;
+    if (given.size() != 11) throw py::value_error("relative: expected 11 numbers");
+    std::size_t next = 0;
+    const auto size = [&] { return number<std::int64_t>(given[next++]); };
+    const auto* const columns = pointer<const std::int32_t>(number<Address>(given[next++]));
+    const std::int64_t count = size();
+    out.ncolumns = size();
+    out.half = size() != 0;
+    for (Heads* scores : {&out.query, &out.key}) {
+        scores->data = pointer(number<Address>(given[next++]));
+        scores->row_stride = size();
+        scores->head_stride = size();
+        if (scores->data == nullptr) continue;
+        check_strides("relative",
+                      {{total, scores->row_stride}, {nheads, scores->head_stride}, {out.ncolumns, 1}});
+    }
+    const auto* const bias = pointer<const float>(number<Address>(given[next++]));
+    check_given("columns", columns, count);
+    check_size("columns", count, 2 * max_seqlen - 1);
+    check_size("ncolumns", out.ncolumns, out.half ? 2 : 1);
+    elements_of("relative", {total + 1, nheads, out.ncolumns});
+    elements_of("relative", {batch + 1, nheads, count});
+    for (std::int64_t i = 0; i < count; ++i)
+        if (columns[i] < 0 || columns[i] >= out.ncolumns)
+            refuse("columns", "columns of the scores", columns[i]);
+    // a vector's indices are ints
+    if (out.key.row_stride > (1 << 26)) refuse("key", "a row stride of at most 2^26", out.key.row_stride);
+    out.reach = count / 2;
+    out.columns = columns + out.reach;
+    if (bias != nullptr) out.bias = bias + out.reach;
+    return out;
+}
 
 void bind_attention(py::module_& m) {
     m.def("cpu_attention_fwd", &attention_fwd, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),

@@ -187,6 +187,10 @@ void run(F&& f) {
     if (reason != nullptr) throw std::runtime_error(reason);
 }
 
+// Scores of distances, as `relative_args` in fastbert/backends/cpu/attention.py passes them; () for none.
+Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nheads, std::int64_t total,
+                     std::int64_t max_seqlen);
+
 // Each file defines the functions of its op.
 void bind_attention(py::module_& m);
 void bind_cross_entropy(py::module_& m);

@@ -120,7 +120,8 @@ void read_tables(EncoderLayer& args, const py::tuple& tables, std::int64_t& chec
 // pre_norm, gated half, both sides of the window, tables). All but the first write over what they read.
 void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple& layers, Address cu_seqlens,
                        Address x, std::int64_t x_stride, const py::tuple& bias, Address gate,
-                       Address positions, Address y, int threads, Address work, std::int64_t work_bytes) {
+                       Address positions, Address y, int threads, Address work, std::int64_t work_bytes,
+                       const py::tuple& relative) {
     check_threads(threads);
     Bias shared{};
     Reader strides(bias);
@@ -165,6 +166,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
             check_given("y", args.y, args.total);
         }
         check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
+        args.relative = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen);
         all.push_back(args);
     }
     run([&]() -> const char* {

@@ -9,17 +9,20 @@ namespace fastbert {
 
 // Scores of distances, which are added to those of q and k: fastbert/ops/attention_relative.py.
 struct Relative {
-    const std::int32_t* columns = nullptr;  // of distance 0, with those of all others around it; null: none
+    std::int64_t reach = 0;                 // the largest distance
+    const std::int32_t* columns = nullptr;  // of distance 0, with `reach` others on both sides
     bool half = false;                      // whether query and key are bf16, else float
     Heads query{}, key{};                   // (total, nheads, ncolumns); data null: none
-    const float* bias = nullptr;            // (nheads, ncolumns) contiguous; null: none
     std::int64_t ncolumns = 0;              // at least 2 if half
+    // (nheads, 2 reach + 1) contiguous, at distance 0 of head 0: the bias of each distance; null: none
+    const float* bias = nullptr;
+    bool given() const { return query.data != nullptr || key.data != nullptr || bias != nullptr; }
 };
 
 // Their gradients, contiguous and zero on entry; null: not wanted.
 struct RelativeGrads {
     float *query = nullptr, *key = nullptr;  // (total, nheads, ncolumns)
-    double* bias = nullptr;                  // (batch, nheads, ncolumns): of each sequence
+    double* bias = nullptr;                  // (batch, nheads, 2 reach + 1): of each sequence
     bool wanted() const { return query != nullptr || key != nullptr || bias != nullptr; }
 };
 

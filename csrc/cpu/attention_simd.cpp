@@ -159,8 +159,8 @@ void forward_as(const AttentionFwd& args, const Relative& relative, std::int64_t
                 std::int64_t begin, std::int64_t end, float* scratch) {
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length;
-    const bool plain = sees_all(args, n) && args.bias.data == nullptr && relative.columns == nullptr &&
-                       args.dropout.seed == nullptr;
+    const bool plain =
+        sees_all(args, n) && args.bias.data == nullptr && !relative.given() && args.dropout.seed == nullptr;
     if (plain && n <= kFewKeys && end - begin == n && forward_few<T>(args, sequence, head, scratch)) return;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), kv_head = kv_head_of(args, head);
     // packed are the keys from `low` on

@@ -231,15 +231,16 @@ FASTBERT_INLINE void distance_scores(const Relative& relative, std::int64_t star
     const std::int64_t step = relative.key.row_stride;
     const T* query = relative.query.data == nullptr ? nullptr : row_of<T>(relative.query, start + i, head);
     const T* key = relative.key.data == nullptr ? nullptr : row_of<T>(relative.key, start + seen.begin, head);
-    const float* every = relative.bias == nullptr ? nullptr : relative.bias + head * relative.ncolumns;
-    const std::int32_t* columns = relative.columns + (seen.begin - i);
+    const std::int64_t first = seen.begin - i, distances = 2 * relative.reach + 1;
+    const float* every = relative.bias == nullptr ? nullptr : relative.bias + head * distances + first;
+    const std::int32_t* columns = relative.columns + first;
     const UVec rows = multiples(static_cast<std::int32_t>(step));
     for_vectors(seen.end - seen.begin, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
         const UVec column = load_indices(columns + j, n);
         Vec x = bias == nullptr ? zero() : load(bias + j, n);
         if (query != nullptr) x = add(x, gather(query, column, n));
         if (key != nullptr) x = add(x, gather(key + j * step, plus(column, rows), n));
-        if (every != nullptr) x = add(x, gather(every, column, n));
+        if (every != nullptr) x = add(x, load(every + j, n));
         store(line + j, x, n);
     });
 }
@@ -260,8 +261,9 @@ FASTBERT_INLINE void add_distances(const Attention& args, const Relative& relati
             rows[j * step + columns[j]] += ds[j - keys.first];
     }
     if (grads.bias != nullptr) {
-        double* const row = grads.bias + (sequence * args.nheads + head) * n;
-        for (std::int64_t j = keys.begin; j < keys.end; ++j) row[columns[j]] += ds[j - keys.first];
+        const std::int64_t distances = 2 * relative.reach + 1;
+        double* const row = grads.bias + (sequence * args.nheads + head) * distances + relative.reach - i;
+        for (std::int64_t j = keys.begin; j < keys.end; ++j) row[j] += ds[j - keys.first];
     }
 }
 
@@ -272,7 +274,8 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relativ
                                   std::int64_t head, std::int64_t n, std::int64_t first_row,
                                   std::int64_t rows, const Keys& keys, std::int64_t width, float* s,
                                   std::int64_t stride, float* line, Row* out) {
-    const bool scored = relative.columns != nullptr;
+    const bool scored = relative.given();
+    const bool by_rows = relative.query.data != nullptr || relative.key.data != nullptr;
     const float scale = args.bias.data != nullptr || scored ? 1.0f : args.softmax_scale;
     const bool limited = args.window.left >= 0 || args.window.right >= 0;
     const auto seen_by = [&](std::int64_t r) { return limited ? keys_of(args, n, first_row + r, 1) : keys; };
@@ -280,12 +283,14 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relativ
         const Keys seen = seen_by(r);
         const float* bias = bias_row(args.bias, sequence, head, first_row + r);
         if (bias != nullptr) bias += seen.begin;
-        if (scored) {
-            const std::int64_t start = args.cu_seqlens[sequence];
+        const std::int64_t start = args.cu_seqlens[sequence], i = first_row + r;
+        if (scored && !by_rows && bias == nullptr) {
+            bias = relative.bias + head * (2 * relative.reach + 1) + seen.begin - i;
+        } else if (scored) {
             if (relative.half)
-                distance_scores<bf16>(relative, start, head, first_row + r, seen, bias, line);
+                distance_scores<bf16>(relative, start, head, i, seen, bias, line);
             else
-                distance_scores<float>(relative, start, head, first_row + r, seen, bias, line);
+                distance_scores<float>(relative, start, head, i, seen, bias, line);
             bias = line;
         }
         out[r].top = top_of_row(s + r * stride + (seen.begin - keys.first), seen.end - seen.begin,

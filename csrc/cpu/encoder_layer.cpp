@@ -235,7 +235,7 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
             why = rotate(layer, rows, *heads[i], (joined ? 2 : 1) * layer.nheads, team);
         return why;
     });
-    if (failed == nullptr) failed = cpu_attention_fwd(attention, threads);
+    if (failed == nullptr) failed = cpu_attention_fwd(attention, threads, layer.relative);
     if (failed != nullptr) return failed;
     const std::int64_t end = layer.cu_seqlens[layer.batch];
     std::memset(context + end * width * size, 0, (layer.total - end) * width * size);

@@ -44,6 +44,7 @@ struct EncoderLayer {
     const std::int64_t* positions;  // (total,), within the tables: the caller checks
     float softmax_scale;
     Bias bias;
+    Relative relative;
     const float* gate;  // (nheads,), null: none
     void* y;            // (total, hidden), contiguous
     void* work;         // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call

@@ -27,7 +27,8 @@ def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int,
         fused: whether the layer runs as one `encoder_layer`, or else op by op.
     """
     batch = call.batch
-    special = (batch.bias, batch.columns, batch.globals, batch.lengths)
+    positions = None if batch.relative is None else batch.relative.positions
+    special = (batch.bias, positions, batch.columns, batch.globals, batch.lengths)
     asks = any(t is not None for t in special)
     if asks or call.taps is not None or call.wants_attentions or not call.inference:
         return []

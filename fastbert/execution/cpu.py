@@ -126,7 +126,7 @@ class Stack(list[Any]):
     def serves(self, call: Call) -> bool:
         """Whether one call runs all layers."""
         asked = call.wants_states or call.gates is not None or call.after_first is not None
-        return not (asked or (self.owns_bias and call.batch.bias is not None))
+        return not (asked or (self.owns_bias and call.batch.has_bias))
 
 
 def kept(group: list[tuple[Step, Taken]]) -> list[tuple[Step, Taken]] | None:
@@ -165,8 +165,10 @@ def _launched(
     gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    if batch.relative is not None and batch.relative.positions is not None:
+        batch = batch.dense()
     lengths, rotates = (batch.cu_seqlens, batch.max_seqlen), (batch.positions, batch.tables)
-    more: dict[str, Any] = {"bias": batch.bias, "gate": gate, "out": out}
+    more: dict[str, Any] = {"bias": batch.bias, "relative": batch.relative, "gate": gate, "out": out}
     return encoder_layer(launch, x, layers, *lengths, positions=rotates[0], tables=rotates[1], **more)
 
 

@@ -33,7 +33,7 @@ def takes(step: Step, x: Tensor, call: Call) -> str | LayerStack:
     if isinstance(taken, str):
         return taken
     form, parameters, eps = taken
-    if form.kept is not None and call.batch.bias is not None:
+    if form.kept is not None and call.batch.has_bias:
         return "the layer has the bias of its own heads"
 
     def build() -> LayerStack:
@@ -64,7 +64,7 @@ def run(group: list[tuple[Step, LayerStack]], x: Tensor, call: Call) -> Tensor:
     group = group if isinstance(group, Joined) else Joined(group)
     for step, _ in group:
         step.layer.begin(x)
-    batch, number = call.batch, group[-1][0].number
+    batch, number = call.batch.dense(), group[-1][0].number
     outputs = encoder_layers.encoder_layers(
         x,
         group.stack,

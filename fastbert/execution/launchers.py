@@ -168,10 +168,11 @@ def _checked(x: Tensor, batch: PackedBatch, nheads: int) -> Checked:
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     known: dict[tuple[Any, ...], Checked] = {}
+    dense = call.batch.dense()
     for step, taken in group:
         step.layer.begin(x)
         form = taken.form
-        batch = form.own_batch(call.batch)
+        batch = form.own_batch(dense)
         key = form.nheads, form.kept
         if key not in known:
             known[key] = _checked(x, batch, form.nheads)

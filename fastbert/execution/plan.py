@@ -165,7 +165,7 @@ class Plan:
         if not call.inference:
             return run(self.steps, x, call)
         serving = [each.serves(x, call) is None for each in EXECUTORS]
-        key = x.dtype, cpu.keeps_panels(x), call.batch.bias is None, call.first_only, *serving
+        key = x.dtype, cpu.keeps_panels(x), call.batch.has_bias, call.first_only, *serving
         found = self.kept.get(key)
         if found is None:
             return self._run_first(key, x, call)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fastbert.ops.attention_places import Places
-from fastbert.ops.attention_relative import RelativeScores
+from fastbert.ops.attention_relative import RelativeScores, dense_scores
 
 
 class Rotary(NamedTuple):
@@ -163,6 +163,20 @@ class PackedBatch:
     lengths: tuple[int, ...] | None = None
     globals: Globals | None = None
     sinusoids: Sinusoids | None = None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias, or scores of distances that all layers share."""
+        return self.bias is not None or self.relative is not None
+
+    def dense(self) -> PackedBatch:
+        """The batch with the shared scores of distances in its bias."""
+        relative, bias = self.relative, self.bias
+        if relative is None:
+            return self
+        like = next(t for t in relative[1:4] if t is not None)
+        found = dense_scores(relative, self.cu_seqlens, self.max_seqlen, like)
+        return replace(self, bias=found if bias is None else bias + found, relative=None)
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""

@@ -16,6 +16,7 @@ from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout,
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import HOOKS
 from fastbert.ops import checks
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import EmbeddingInputs, embedding
 from fastbert.ops.layer_norm import NARROW, layer_norm
@@ -450,22 +451,20 @@ class WordEmbeddings(nn.Embedding):
 
 def relative_bias(
     table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None
-) -> Tensor:
+) -> RelativeScores:
     """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
 
     Args:
         table: embedding of 32 buckets, (32, nheads).
         seqlen: S.
         positions: (batch, S) positions of the packed tokens if they are not consecutive, else None.
-
-    Returns:
-        (1 or batch, nheads, S, S).
     """
-    if positions is None:
-        positions = torch.arange(seqlen, device=device)[None]
-    distance = positions[:, None, :] - positions[:, :, None]  # key - query
+    # Larger distances share the last buckets
+    reach = 128 if positions is not None else max(seqlen - 1, 0)
+    distance = torch.arange(-reach, reach + 1, device=device)  # key - query
     # half of the 32 buckets per direction: 8 exact, 8 logarithmic up to a distance of 128
     size = distance.abs()
     far = 8 + (torch.log(size.clamp_min(1).float() / 8) / math.log(128 / 8) * 8).long()
     bucket = torch.where(size < 8, size, far.clamp_max(15)) + 16 * (distance > 0)
-    return table(bucket).permute(0, 3, 1, 2)
+    rows = table(torch.arange(32, device=device))
+    return RelativeScores(bucket.to(torch.int32), bias=rows.t(), positions=positions)

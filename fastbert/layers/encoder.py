@@ -198,6 +198,7 @@ def first_context(
     form: LayerForm, parts: Parts, x: Tensor, starts: Tensor, batch: PackedBatch, asked: Asked
 ) -> Tensor:
     """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, nheads · head_dim)."""
+    batch = batch.dense()
     key, value, shape = parts.key, parts.value, (-1, form.nheads, form.head_dim)
     q, scale = apply_linear(parts.query, x.index_select(0, starts)).reshape(shape), form.softmax_scale
     if (

@@ -37,6 +37,7 @@ from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.ops.attention_places import attention_places
+from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from fastbert.ops.checks import autocast_dtype
 from fastbert.runtime import prepared
 
@@ -128,8 +129,9 @@ def run_encoder(
         places = None
         if steps:
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
-        bias = attention_bias(root, family, inputs, x.device)
-        batch, padded = PackedBatch(*lengths, bias, seed, causal, places), None
+        batch, padded = PackedBatch(*lengths, inputs.bias, seed, causal, places), None
+        if (relative := shared_scores(root, family, inputs, x.device)) is not None:
+            batch = replace(batch, relative=relative)
         if family.rotary:
             batch = with_positions(batch, steps, inputs, x)
         if family.disentangled:
@@ -278,7 +280,8 @@ def padded_mask(
     kept = packed.grid(hidden[:, :1])[1]
     mask = None if kept is None else kept[:, None, None, :]
     if family.relative_bias is not None:
-        relative = relative_bias(part(root, family.relative_bias), packed.seqlen, hidden.device)
+        scores = relative_bias(part(root, family.relative_bias), packed.seqlen, hidden.device)
+        relative = dense_scores(scores, None, packed.seqlen, hidden)
         bias = relative if bias is None else bias + relative
     if causal:
         earlier = torch.ones(packed.seqlen, packed.seqlen, dtype=torch.bool, device=hidden.device).tril()
@@ -415,14 +418,12 @@ def projection_of(root: nn.Module, family: Family) -> nn.Module | None:
     return (part(root, above) if above else root)._modules.get(name)
 
 
-def attention_bias(root: nn.Module, family: Family, inputs: Inputs, device: torch.device) -> Tensor | None:
-    """The additive attention bias of a call: the caller's 4-D mask, MPNet's relative bias, or their sum.
-
-    None if there is neither.
-    """
-    bias, packed = inputs.bias, inputs.packing
+def shared_scores(
+    root: nn.Module, family: Family, inputs: Inputs, device: torch.device
+) -> RelativeScores | None:
+    """The scores of distances that all layers share; None if there are none."""
+    packed = inputs.packing
     if family.relative_bias is None or packed.max_seqlen == 0:
-        return bias
-    positions = columns_of(packed) if inputs.holes else None
-    relative = relative_bias(part(root, family.relative_bias), packed.max_seqlen, device, positions)
-    return relative if bias is None else bias + relative
+        return None
+    positions = columns_of(packed).contiguous() if inputs.holes else None
+    return relative_bias(part(root, family.relative_bias), packed.max_seqlen, device, positions)

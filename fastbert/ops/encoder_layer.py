@@ -52,6 +52,7 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.activation import ACTIVATIONS, GATES
 from fastbert.ops.attention_checks import check_bias, check_lengths, checked_window
+from fastbert.ops.attention_relative import RelativeScores, checked_relative
 from fastbert.runtime import dispatch
 
 
@@ -152,6 +153,7 @@ def encoder_layer(
     gate: Tensor | None = None,
     positions: Tensor | None = None,
     tables: Mapping[Any, tuple[Tensor, Tensor]] | None = None,
+    relative: RelativeScores | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One or more layers, without autograd.
@@ -164,6 +166,7 @@ def encoder_layer(
             layers.
         positions: (total,) int32 or int64, each token's position in its sequence, if a layer rotates.
         tables: the layers' `rotary` -> (cos, sin) as in `ops.rotary`.
+        relative: a bias by distance, shared by all layers; as in `ops.attention.attention`.
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
 
     Returns:
@@ -193,7 +196,14 @@ def encoder_layer(
         checks.eps(second)
         if layer.gated not in (None, *GATES):
             raise ValueError(f"gated: expected None, 'first' or 'second', got {layer.gated!r}")
-        shared = check_bias(bias, cu_seqlens.shape[0] - 1, layer.nheads, max_seqlen, x)
+        batch = cu_seqlens.shape[0] - 1
+        shared = check_bias(bias, batch, layer.nheads, max_seqlen, x)
+        if relative is not None:
+            of_layer = x.new_empty(0, layer.nheads, 1)
+            relative = checked_relative(relative, x.shape[:1], batch, max_seqlen, of_layer)
+            assert relative is not None
+            if any(t is not None for t in (relative.query, relative.key, relative.positions)):
+                raise ValueError("relative: expected a bias alone, got scores of tokens, or positions")
         if gate is not None:
             checks.float_tensor("gate", gate, x)
             checks.shape("gate", gate, (layer.nheads,))
@@ -213,7 +223,8 @@ def encoder_layer(
             )
     shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
-    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, positions, tables, out)
+    rotates = positions, tables
+    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *rotates, relative, out)
 
 
 def _check_tables(

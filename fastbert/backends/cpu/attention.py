@@ -70,15 +70,12 @@ def attention_bwd(
     grads = [q.new_empty(t.shape if needed else 0) for t, needed in qkv]
     ds = lse.new_zeros((batch, nheads, max_seqlen, max_seqlen) if need.dbias else 0)
     dgate = lse.new_empty((batch, nheads) if need.dgate else 0, dtype=torch.float64)
-    columns = 0 if relative is None else next(t.shape[-1] for t in relative[1:4] if t is not None)
+    ncolumns, distances = (0, 0) if relative is None else (_ncolumns(relative), relative.columns.shape[0])
+    sizes = (total, nheads, ncolumns), (total, nheads, ncolumns), (batch, nheads, distances)
+    dtypes = torch.float32, torch.float32, torch.float64
     dscores = [
-        lse.new_zeros((*rows, nheads, columns) if needed else 0, dtype=dtype)
-        for rows, dtype, needed in zip(
-            ((total,), (total,), (batch,)),
-            (torch.float32, torch.float32, torch.float64),
-            need_scores,
-            strict=True,
-        )
+        lse.new_zeros(size if needed else 0, dtype=dtype)
+        for size, dtype, needed in zip(sizes, dtypes, need_scores, strict=True)
     ]
     wanted = zip(dscores, need_scores, strict=True)
     _C.cpu_attention_bwd(
@@ -97,7 +94,12 @@ def attention_bwd(
             grad[end:] = 0
     dbias = ds.sum_to_size(inputs.bias.shape) if need.dbias else ds
     found = *grads, dbias, dgate.sum(0).float() if need.dgate else lse.new_empty(0)
-    return found if relative is None else (*found, *dscores[:2], dscores[2].sum(0).float())
+    if relative is None:
+        return found
+    dbias_of_columns = lse.new_zeros((nheads, ncolumns) if need_scores[2] else 0)
+    if need_scores[2]:
+        dbias_of_columns.index_add_(1, relative.columns, dscores[2].sum(0).float())
+    return *found, *dscores[:2], dbias_of_columns
 
 
 def relative_args(relative: RelativeScores | None) -> tuple[tuple[Any, ...], list[Any]]:
@@ -105,15 +107,22 @@ def relative_args(relative: RelativeScores | None) -> tuple[tuple[Any, ...], lis
     if relative is None:
         return (), []
     columns, query, key, bias, _ = relative
-    ncolumns = next(t.shape[-1] for t in (query, key, bias) if t is not None)
+    ncolumns = _ncolumns(relative)
     given = [t for t in (query, key) if t is not None]
     # The kernels read pairs of bf16
     half = ncolumns > 1 and all(t.dtype == torch.bfloat16 for t in given)
     query, key = (None if t is None else _rows(t if half else t.float()) for t in (query, key))
-    columns, bias = columns.contiguous(), None if bias is None else bias.float().contiguous()
+    columns = columns.contiguous()
+    if bias is not None:
+        # Once per distance, so that neighbours are side by side
+        bias = bias.detach().float().index_select(1, columns)
     of_rows = [n for t in (query, key) for n in _strided(t)]
     numbers = columns.data_ptr(), columns.shape[0], ncolumns, half, *of_rows, *_strided(bias)[:1]
     return numbers, [columns, query, key, bias]
+
+
+def _ncolumns(relative: RelativeScores) -> int:
+    return next(t.shape[-1] for t in relative[1:4] if t is not None)
 
 
 def _rows(t: Tensor) -> Tensor:

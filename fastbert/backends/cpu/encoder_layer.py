@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert.backends.cpu.attention import relative_args
 from fastbert.backends.cpu.linear import linear_panels
 from fastbert.backends.extension import DTYPE_CODES, bias_args, vector
 from fastbert.ops.activation import CODES, GATE_CODES
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.encoder_layer import FusedLayer
 from fastbert.runtime.dispatch import plain
@@ -95,6 +97,7 @@ def encoder_layer_fwd(
     gate: Tensor | None,
     positions: Tensor | None = None,
     tables: Mapping[Any, tuple[Tensor, Tensor]] | None = None,
+    relative: RelativeScores | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     total, hidden = x.shape
@@ -104,6 +107,7 @@ def encoder_layer_fwd(
     bias, bias_numbers = bias_args(bias, batch, layers[0].nheads, max_seqlen)
     if gate is not None:
         gate = gate.float().contiguous()
+    scores, _held = relative_args(relative)
     y = x.new_empty(total, hidden) if out is None else out
     code, sizes = DTYPE_CODES[x.dtype], (batch, total, max_seqlen, hidden)
     threads, work, room = torch.get_num_threads(), None, 0
@@ -126,6 +130,7 @@ def encoder_layer_fwd(
         threads,
         0 if work is None else work.data_ptr(),
         room,
+        scores,
     )
     return y
 
