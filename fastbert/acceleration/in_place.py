@@ -43,11 +43,11 @@ def accelerate(
 ) -> _Model:
     """Make a transformers or sentence-transformers model run on fastbert's kernels, in place.
 
-    Accepted are BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA, ALBERT, ERNIE, MPNet, ModernBERT,
-    nomic, gte, jina-embeddings-v3 and EuroBERT models, bare or with any head, and objects that hold one
-    (PeftModel, SentenceTransformer, CrossEncoder, a pipeline). Other transformers models get only fastbert's
-    attention, if their architecture lets attention be chosen. Models run so in inference and training, on any
-    device.
+    Accepted are BERT, RoBERTa, XLM-R, CamemBERT, DeBERTa-v2 and v3, DistilBERT, ELECTRA, ALBERT, ERNIE,
+    MPNet, ModernBERT, nomic, gte, jina-embeddings-v3 and EuroBERT models, bare or with any head, and objects
+    that hold one (PeftModel, SentenceTransformer, CrossEncoder, a pipeline). Other transformers models get
+    only fastbert's attention, if their architecture lets attention be chosen. Models run so in inference and
+    training, on any device.
 
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
     most stock models, are zeros. ColBERT models score such rows as parts of a query. ColBERT models of

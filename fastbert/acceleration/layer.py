@@ -20,7 +20,7 @@ from fastbert.acceleration.watching import HARMLESS, collects, exporting, is_sha
 from fastbert.execution.call import Call
 from fastbert.execution.plan import run as run_layers
 from fastbert.execution.plan import survey
-from fastbert.layers import encoder
+from fastbert.layers import disentangled, encoder
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.form import LayerForm, Parts
@@ -33,7 +33,14 @@ from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
 
 # Arguments of a layer with which it may run fused
-_SERVED = HARMLESS | {"attention_mask", "position_bias", "position_embeddings", "output_hidden_states"}
+_SERVED = HARMLESS | {
+    "attention_mask",
+    "position_bias",
+    "position_embeddings",
+    "output_hidden_states",
+    "relative_pos",
+    "rel_embeddings",
+}
 
 
 @dataclass
@@ -71,11 +78,13 @@ class LayerState:
         width = getattr(attention, "attention_head_size", width)
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
-        if family.rotary:
+        if family.rotary or family.disentangled:
             try:
-                kind = _rotary_kind(family, checked_config(model_type, config), layer)
+                kind = _kind(family, checked_config(model_type, config), layer)
             except (TypeError, ValueError) as error:
                 reason = str(error)
+        if kind.get("relative") is not None:
+            stock = replace(stock, dropouts=(*stock.dropouts, disentangled.dropout(names)))
         form = LayerForm(names, stock, heads, width, activation, **kind)
         return cls(model_type, name, form, _identity(act), options, reason)
 
@@ -92,8 +101,10 @@ def checked_config(model_type: str, config: Any) -> EncoderConfig:
     return EncoderConfig.from_dict(values)
 
 
-def _rotary_kind(family: Family, config: EncoderConfig, layer: nn.Module) -> dict[str, Any]:
-    """The fields in which the form of a layer that rotates queries and keys differs from BERT's."""
+def _kind(family: Family, config: EncoderConfig, layer: nn.Module) -> dict[str, Any]:
+    """The fields in which the form of a layer that knows positions differs from BERT's."""
+    if family.disentangled:
+        return {"relative": config.relative()}
     number, packed = getattr(layer, "layer_idx", 0), family.layer.query == family.layer.key
     return {
         "pre_norm": family.pre_norm or packed,
@@ -155,6 +166,10 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             return f"{dotted} has hooks or another forward"
         elif not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
+    if state.form.relative is not None:
+        for dotted in filter(None, disentangled.projections(state.form)):
+            if watched(part_of(layer, dotted)):
+                return f"{dotted} has hooks or another forward"
     if state.form.packed:
         path, module = state.form.names.query, part_of(layer, state.form.names.query)
         if module.out_features != 3 * state.form.nheads * state.form.head_dim:
@@ -417,11 +432,13 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         rows = hidden_states.reshape(batch * seqlen, width)
         ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_states.device) * seqlen
         packed = PackedBatch(ends, seqlen, bias, seed, **places)
-        if state.options.attention:
+        scores_distances = FAMILIES[state.model_type].disentangled
+        # Distances are passed as indices, which may be a caller's own
+        if state.options.attention and not scores_distances:
             steps = [step._replace(form=form) for step in survey([self], inside=True)]
             out = run_layers(steps, rows, Call(packed, 0))
         else:
-            if form.rotary is None:
+            if form.rotary is None and not scores_distances:
                 attended = self.attend_by_modules(hidden_states, *args, **kwargs)[0]
             else:
                 # transformers' attention takes them in another order
@@ -429,7 +446,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
             self.begin(rows)
             out = encoder.feed_forward(self.form, self.parts(), attended.reshape(rows.shape), packed)
         out = out.reshape(hidden_states.shape)
-        return (out,) if stock.returns_tuple else out
+        return (out, *[None] * (stock.tuple_size - 1)) if stock.tuple_size else out
 
     def _bias(self, hidden: Tensor, given: dict[str, Any]) -> tuple[Tensor | None, str | None]:
         """(additive attention bias or None, None), or (None, why these arguments need the stock layer)."""
@@ -443,6 +460,9 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         batch, seqlen, _ = hidden.shape
         if batch * seqlen == 0:
             return None, "there are no tokens"
+        if FAMILIES[self.fastbert_state.model_type].disentangled:
+            # Attention runs as stock, with this mask
+            return None, "int8 is for packed tokens alone" if self.fastbert_state.options.int8 else None
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[-1] != seqlen:
                 return None, "the attention mask is of a kind that only the stock layer knows"

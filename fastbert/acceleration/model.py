@@ -23,7 +23,7 @@ from fastbert.acceleration.watching import HARMLESS, exporting, is_sharded, unco
 from fastbert.execution.plan import Plan, plan_of
 from fastbert.layers.embeddings import embed, launched
 from fastbert.layers.linear import apply_linear
-from fastbert.layers.modules import has_other_forward, is_hooked, part, plain_dropout, watched
+from fastbert.layers.modules import changed, has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
 from fastbert.models.families import FAMILIES
@@ -140,6 +140,13 @@ def _modules_gap(model: Any) -> str | None:
             return "a group of layers, or the mapping before them, has hooks or another forward"
     if family.relative_bias and watched(part(model, family.relative_bias)):
         return f"{family.relative_bias} has hooks or another forward"
+    if family.disentangled:
+        stack = part(model, container)._modules
+        if stack.get("conv") is not None:
+            return f"{container}.conv reads the padded batch"
+        for name in {"rel_embeddings", "LayerNorm"} & stack.keys():
+            if (reason := changed(stack[name])) is not None:
+                return f"{container}.{name} {reason}"
     for layer in layers_of(model, model.config, family):
         if not isinstance(layer, AcceleratedLayer) or layer.fastbert_state is None:
             return "a layer is not accelerated"

@@ -69,7 +69,7 @@ class StockLayer:
             fourth dropout is there in a post-norm layer that is gated, or that scores distances.
         activation: the activation of the feed-forward block.
         positional: names of the positional arguments of `forward` after the hidden states.
-        returns_tuple: whether the stock layer's output is (hidden,).
+        tuple_size: size of the tuple that the stock layer returns, hidden states first; 0 for no tuple.
         feed_forward: the layer's module or method (ALBERT's) that computes the feed-forward block, to which
             the layer adds the residual and the norm; None if `intermediate` and `output` compute all of it.
         norms_attention: whether the layer, and not its attention module, adds the attention's residual and
@@ -98,7 +98,7 @@ class StockLayer:
         "encoder_attention_mask",
         "past_key_values",
     )
-    returns_tuple: bool = False
+    tuple_size: int = 0
     feed_forward: str | None = None
     norms_attention: bool = False
     attention_drops_by_itself: bool = True

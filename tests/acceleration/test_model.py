@@ -72,7 +72,10 @@ def _rows(output, count: int):
 
 @pytest.mark.parametrize(
     "name",
-    ["bert", "roberta", "albert", "distilbert", "electra", "mpnet", "modernbert", "gte", "eurobert"],
+    [
+        *("bert", "roberta", "albert", "distilbert", "electra", "mpnet", "modernbert", "gte", "eurobert"),
+        "deberta-v2",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):

@@ -63,10 +63,16 @@ FAMILIES = (
             "lm_predictions.lm_head.bias",
         ),
         own_heads=("lm_predictions", "mask_predictions"),
-        accelerated=False,
         positional={"": 5},
         stock_layer=StockLayer(
-            positional=("attention_mask",),
+            positional=(
+                "attention_mask",
+                "query_states",
+                "relative_pos",
+                "rel_embeddings",
+                "output_attentions",
+            ),
+            tuple_size=2,
             attention_drops_by_itself=False,
         ),
         stock_model=StockModel("BaseModelOutput"),

@@ -41,7 +41,7 @@ FAMILIES = (
             containers=("attention", "attention.attn", "intermediate", "output"),
             dropouts=("attention.attn.dropout", "attention.dropout", "output.dropout"),
             positional=("attention_mask", "position_bias", "output_attentions"),
-            returns_tuple=True,
+            tuple_size=1,
             attention_drops_by_itself=False,
         ),
         stock_model=StockModel("BaseModelOutputWithPooling", tuple_keeps_none=True),

@@ -1,0 +1,128 @@
+"""Accelerated DeBERTa-v2 and v3: every form of its layers, a caller's own distances and masks, hooks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fastbert
+from tests.support.accelerated_models import (
+    HEAD,
+    LAYERS,
+    build,
+    calls,
+    close,
+    first_kept,
+    same_gradients,
+    same_outputs,
+    stock,
+)
+
+FORMS = {
+    "v3": {"position_buckets": 256, "max_position_embeddings": 512},
+    "own projections": {"share_att_key": False, "position_biased_input": True, "type_vocab_size": 2},
+    "c2p": {"pos_att_type": ["c2p"], "norm_rel_ebd": "none"},
+    "content alone": {"pos_att_type": None},
+    "no distances": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True},
+    "narrow embeddings": {"embedding_size": 24},
+    "convolution": {"conv_kernel_size": 3},
+}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form, layout):
+    """Outputs and gradients of the stock model; the convolution reads the padded batch."""
+    slow, fast = (model.double() for model in build("deberta-v2", HEAD, **FORMS[form]))
+    inputs, labels = first_kept("deberta-v2"), torch.tensor([1, 0, 1, 1])
+    if layout == "padded":
+        inputs["attention_mask"][1, 0] = 0
+    packed = int(layout == "packed" and form != "convolution")
+    with calls(fast, packed=packed, padded=1 - packed, fused=LAYERS, stock=0):
+        actual = fast(**inputs, labels=labels)
+    expected = slow(**inputs, labels=labels)
+    close(actual.logits, expected.logits, 1e-9)
+    for output in (actual, expected):
+        output.loss.backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+@torch.no_grad()
+def test_a_sequence_ignores_its_neighbours():
+    _, fast = build("deberta-v2")
+    inputs = first_kept("deberta-v2")
+    inputs["attention_mask"][:, 20:] = 0
+    whole = fast(**inputs).last_hidden_state
+    for row in range(4):
+        alone = {key: value[row : row + 1, :20] for key, value in inputs.items()}
+        close(fast(**alone).last_hidden_state[0], whole[row, :20])
+
+
+@torch.no_grad()
+def test_distances_and_masks_of_a_caller():
+    """They reach the stock attention, inside a fused layer."""
+    slow, fast = build("deberta-v2")
+    inputs = first_kept("deberta-v2")
+    hidden, kept = torch.randn(4, 40, 48), inputs["attention_mask"]
+    given = {"relative_pos": torch.randint(-16, 16, (1, 40, 40)), "output_hidden_states": False}
+    with calls(fast, fused=LAYERS, stock=0):
+        actual = fast.encoder(hidden, kept, **given).last_hidden_state
+    close(actual[kept.bool()], slow.encoder(hidden, kept, **given).last_hidden_state[kept.bool()])
+    given, kept = {"query_states": hidden}, torch.ones(4, 40)
+    with calls(fast, fused=0, stock=LAYERS):
+        actual = fast.encoder(hidden, kept, **given).last_hidden_state
+    close(actual, slow.encoder(hidden, kept, **given).last_hidden_state)
+    seen = (torch.rand(4, 40, 40) > 0.3) | torch.eye(40).bool()
+    for mask in (seen, seen.long(), seen.float()):
+        with calls(fast, fused=LAYERS, stock=0):
+            actual = fast.encoder(hidden, mask).last_hidden_state
+        close(actual, slow.encoder(hidden, mask).last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("encoder.rel_embeddings", "encoder.rel_embeddings has hooks"),
+        ("encoder.LayerNorm", "encoder.LayerNorm has hooks"),
+        ("encoder.layer.1.attention.self.pos_key_proj", "pos_key_proj has hooks"),
+        ("encoder.layer.1.attention.self.pos_dropout", "pos_dropout is not a plain dropout"),
+    ],
+)
+@torch.no_grad()
+def test_hooks_see_what_they_see_in_the_stock_model(path, said):
+    slow, fast = build("deberta-v2", share_att_key=False)
+    inputs, seen = first_kept("deberta-v2"), []
+    fast(**inputs)
+    fast(**inputs)
+    for model in (slow, fast):
+        model.get_submodule(path).register_forward_hook(lambda _, __, y: seen.append(y))
+    with calls(fast, packed=0, padded=1):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    for ours, theirs in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
+        close(ours, theirs)
+    assert said in str(fastbert.explain(fast))
+
+
+@torch.no_grad()
+def test_8_bits_serve_packed_tokens_alone():
+    fast, inputs = fastbert.accelerate(stock("deberta-v2"), dtype="int8"), first_kept("deberta-v2")
+    with calls(fast, packed=1, fused=LAYERS, stock=0):
+        fast(**inputs)
+    inputs["attention_mask"][1, 0] = 0
+    with calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
+        fast(**inputs)
+
+
+def test_lora():
+    peft = pytest.importorskip("peft")
+    slow, inputs = stock("deberta-v2", HEAD), first_kept("deberta-v2")
+    config = peft.LoraConfig(target_modules=["query_proj", "dense"], r=4, init_lora_weights=False)
+    torch.manual_seed(0)
+    slow = peft.get_peft_model(slow, config).double().train()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    for model in (slow, fast):
+        with calls(model, **({"packed": 1, "fused": LAYERS, "stock": 0} if model is fast else {})):
+            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+    same_gradients(fast, slow, 1e-9)
