@@ -204,7 +204,7 @@ def _dense(
     flags = to_grid(known.flags, batch.cu_seqlens, batch.max_seqlen)
     bias: Any = batch.bias if batch.columns is not None else window_bias(batch, form.window)
     modules = (part(parts.owner, path) for path in projections(form.names))
-    others = [apply_linear(m, x).reshape(-1, form.nheads, form.head_dim) for m in modules]
+    q, k, v = (apply_linear(m, x).reshape(-1, form.nheads, form.head_dim) for m in modules)
     how: dict[str, Any] = dict(
         softmax_scale=form.softmax_scale,
         gate=asked.gate,
@@ -217,7 +217,7 @@ def _dense(
     )
     bias = torch.where(flags[:, None, None, :], 0.0, bias)
     found: Any = ops.attention(*qkv, bias=bias, offset=asked.site, **how)
-    own: Any = ops.attention(*others, offset=asked.site + INNER_SITE, **how)
+    own: Any = ops.attention(q, k, v, offset=asked.site + INNER_SITE, **how)
     rows = known.flags[:, None, None]
     if not asked.probabilities:
         return torch.where(rows, own, found)
