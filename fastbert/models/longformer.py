@@ -83,14 +83,15 @@ class GlobalMask:
             checks.same_device(_NAME, mask, tokens)
             checks.shape(_NAME, mask, tuple(tokens.shape))
             mask = mask != 0
-        elif cu_seqlens is None or not isinstance(cu_seqlens, Tensor):
+        elif cu_seqlens is None:
             mask = self.default_globals(input_ids, tokens)
-        elif type(self).default_globals is not GlobalMask.default_globals and cu_seqlens.shape[0] > 1:
-            longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
-            ends = cu_seqlens.to(tokens.device)
-            grid = to_grid(tokens, ends, longest)
-            mask = self.default_globals(None if input_ids is None else grid, grid)
-            mask = None if mask is None else from_grid(mask, ends, tokens.shape[0])
+        elif type(self).default_globals is not GlobalMask.default_globals and tokens.dim() == 1:
+            longest = max_seqlen if torch.compiler.is_compiling() else _longest(cu_seqlens, tokens.shape[0])
+            if longest is not None:
+                ends = cu_seqlens.to(tokens.device)
+                grid = to_grid(tokens, ends, longest)
+                mask = self.default_globals(None if input_ids is None else grid, grid)
+                mask = None if mask is None else from_grid(mask, ends, tokens.shape[0])
         if mask is None:
             return attention_mask
         if attention_mask is None:
@@ -102,6 +103,15 @@ class GlobalMask:
             )
         kept = (attention_mask != 0).long()
         return kept + kept * (mask.to(kept.device) | (attention_mask == 2)).long()
+
+
+def _longest(cu_seqlens: object, total: int) -> int | None:
+    """The longest length; None if there is none, or if `cu_seqlens` is what `forward` refuses."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        return None
+    first, *ends = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip((first, *ends), ends, strict=False)]
+    return max(lengths) if first == 0 and ends[-1] == total and min(lengths) >= 0 else None
 
 
 def _with_global_mask(forward: Callable[..., Any]) -> Callable[..., Any]:

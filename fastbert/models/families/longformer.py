@@ -20,6 +20,8 @@ FAMILIES = (
             "positional": {"": 2},
         },
         global_tokens=True,
+        # Keys of the paper's own code
+        refused=("attention_dilation", "autoregressive"),
         may_be_causal=False,
         tokens=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
         accelerated=False,
