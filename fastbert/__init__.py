@@ -133,6 +133,12 @@ __all__ = [
     "GteForSequenceClassification",
     "GteForTokenClassification",
     "GteModel",
+    "JinaBertForMaskedLM",
+    "JinaBertForMultipleChoice",
+    "JinaBertForQuestionAnswering",
+    "JinaBertForSequenceClassification",
+    "JinaBertForTokenClassification",
+    "JinaBertModel",
     "JinaEmbeddingsV3ForMaskedLM",
     "JinaEmbeddingsV3ForQuestionAnswering",
     "JinaEmbeddingsV3ForSequenceClassification",
@@ -212,6 +218,7 @@ __all__ = [
 _MODULES = {
     "bigbird": "big_bird",
     "debertav2": "deberta_v2",
+    "jinabert": "jina_bert",
     "jinaembeddingsv3": "jina_embeddings_v3",
     "nomicbert": "nomic_bert",
     "xlmroberta": "xlm_roberta",
@@ -333,6 +340,14 @@ if TYPE_CHECKING:  # names that `__all__` makes public
         BertForQuestionAnswering,
         BertForSequenceClassification,
         BertForTokenClassification,
+    )
+    from fastbert.models.jina_bert import (
+        JinaBertForMaskedLM,
+        JinaBertForMultipleChoice,
+        JinaBertForQuestionAnswering,
+        JinaBertForSequenceClassification,
+        JinaBertForTokenClassification,
+        JinaBertModel,
     )
     from fastbert.models.jina_embeddings_v3 import (
         JinaEmbeddingsV3ForMaskedLM,

@@ -98,7 +98,10 @@ def checked_config(model_type: str, config: Any) -> EncoderConfig:
     values = config.to_dict()
     # Only the layers read the activation
     values[FAMILIES[model_type].spelt("hidden_act")] = "gelu"
-    return EncoderConfig.from_dict(values)
+    config = EncoderConfig.from_dict(values)
+    if config.model_type != model_type:
+        raise ValueError(f"config: expected one of {model_type}, got one of {config.model_type}")
+    return config
 
 
 def _kind(family: Family, config: EncoderConfig, layer: nn.Module) -> dict[str, Any]:

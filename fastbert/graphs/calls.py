@@ -54,7 +54,7 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
         return "the model's forward was replaced"
     if model.family.rotary:
         return "its layers rotate by tables of positions, which graphs do not know"
-    if model.family.disentangled:
+    if model.family.disentangled or model.family.alibi:
         return "its layers score distances, which graphs do not know"
     if model.family.bottleneck:
         return "its layers have bottlenecks, which graphs do not know"

@@ -186,7 +186,7 @@ class GraphedTraining(GraphedModel):
             return reason
         if model.family.rotary:
             return "its layers rotate by tables of positions, which graphs do not know"
-        if model.family.disentangled:
+        if model.family.disentangled or model.family.alibi:
             return "its layers score distances, which graphs do not know"
         if model.family.bottleneck:
             return "its layers have bottlenecks, which graphs do not know"

@@ -67,7 +67,7 @@ def layer(
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
     plain = not (form.rotary or form.relative or form.window or form.packed or form.bottleneck)
-    plain = plain and batch.lengths is None
+    plain = plain and batch.lengths is None and batch.relative is None
     if form.heads is None and form.nheads and plain:
         context = first_context(form, parts, x, starts, batch, asked)
     else:

@@ -202,9 +202,10 @@ class EncoderLayer(PackedLayer):
                 attach(self, path, linear(hidden, columns))
         attach(self, names.attention_output, linear(nheads * size, hidden, bias(names.attention_output)))
         attach(self, names.attention_norm, config.norm(hidden))
+        halves = 2 if self.form.gated is not None and names.gate is None else 1
         for path in (names.intermediate, names.gate):
             if path is not None:
-                attach(self, path, linear(hidden, wide, bias(path)))
+                attach(self, path, linear(hidden, halves * wide, bias(path)))
         attach(self, stock.activation, Activation(config.activation_name))
         attach(self, names.output, linear(wide, hidden, bias(names.output)))
         attach(self, names.output_norm, config.norm(hidden))

@@ -229,10 +229,10 @@ class LayerForm:
         return t if self.kv_heads is None else t.repeat_interleave(self.nheads // self.kv_heads, dim)
 
     def own_batch(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with the bias, and the bias by distance, of the layer's heads alone."""
-        if self.kept is None or (batch.bias is None and batch.relative is None):
-            return batch
+        """The batch with the biases of the layer's heads alone."""
         bias, relative = batch.bias, batch.relative
+        if self.kept is None or (bias is None and relative is None):
+            return batch
         if relative is not None and relative.bias is not None:
             relative = relative._replace(bias=self.of_own_heads(relative.bias, 0))
         return replace(batch, bias=None if bias is None else self.of_own_heads(bias, 1), relative=relative)

@@ -243,10 +243,11 @@ class GatedPart(Part):
     Args:
         up, act, steps: names of the children; the steps are called in order after the product.
         gate: name of the child with the activated half, or None.
+        norm: name of the child that is applied to the sum with the input; None for neither.
     """
 
-    def __init__(self, up: str, act: str, *steps: str, gate: str | None = None):
-        super().__init__(*steps)
+    def __init__(self, up: str, act: str, *steps: str, gate: str | None = None, norm: str | None = None):
+        super().__init__(*steps, norm=norm)
         self.halves = gate, up, act
 
     def forward(self, hidden_states: Tensor, input_tensor: Any = None) -> Tensor:
@@ -254,7 +255,7 @@ class GatedPart(Part):
         gate, up, act = self.halves
         b = self._modules[up](hidden_states)
         a, b = b.chunk(2, -1) if gate is None else (self._modules[gate](hidden_states), b)
-        return super().forward(self._modules[act](a) * b)
+        return super().forward(self._modules[act](a) * b, hidden_states)
 
 
 def two(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:

@@ -61,7 +61,7 @@ class EncoderConfig(Keys):
         label2id: dict[str, int] | None = None,
         **kwargs: Any,
     ):
-        family = family_of(model_type)
+        family = family_of(model_type, kwargs)
         if shadowing := sorted(key for key in kwargs if callable(getattr(type(self), key, None))):
             raise ValueError(
                 f"config {shadowing[0]}: is a method of {type(self).__name__} and cannot be a config key"
@@ -78,7 +78,7 @@ class EncoderConfig(Keys):
         if family.rotary and not family.windows:
             config_rope.settle(values, kwargs, family.defaults["rope_parameters"]["rope_theta"])
         self.__dict__.update(values)
-        self.model_type = model_type
+        self.model_type = family.model_type
         self._set_labels(num_labels, id2label, label2id)
         self.validate()
 
@@ -383,6 +383,7 @@ class EncoderConfig(Keys):
         """The content of config.json, with the family's own spellings."""
         spelt = self.family.spelt
         values = {spelt(k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
+        values["model_type"] = self.family.stored_type
         values["id2label"] = {str(i): name for i, name in self.id2label.items()}
         if self.family.windows:
             values["layer_types"] = config_windows.layer_types(self)

@@ -124,7 +124,9 @@ class Keys:
     def has_positions(self) -> bool:
         """Whether the embeddings have a table of positions, whose size limits the texts."""
         family = self.family
-        return not family.unlimited and (not family.disentangled or self.__dict__["position_biased_input"])
+        if family.unlimited or family.alibi:
+            return False
+        return not family.disentangled or self.__dict__["position_biased_input"]
 
     @property
     def has_segments(self) -> bool:
@@ -477,8 +479,13 @@ def _check_inner_sizes(config: Keys) -> None:
 def _refuse_other_mathematics(config: Keys) -> None:
     position = config.__dict__.get("position_embedding_type", "absolute")
     # ModernBERT's files say "sans_pos" or "absolute" and mean nothing by it
-    if position not in (None, "absolute") and not config.family.windows:
-        raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")
+    known = ("alibi",) if config.family.alibi else ("absolute", None)
+    if position not in known and not config.family.windows:
+        raise ValueError(
+            f"config position_embedding_type: {position!r} is not supported; only {known[0]!r} is"
+        )
+    if (kind := config.__dict__.get("feed_forward_type", "geglu")) != "geglu":
+        raise ValueError(f"config feed_forward_type: expected 'geglu', got {brief(kind)}")
     for key in ("add_cross_attention", "is_encoder_decoder", "use_task_id"):
         if config.__dict__.get(key):
             raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import Plan, plan_of
-from fastbert.layers import global_tokens
+from fastbert.layers import alibi, global_tokens
 from fastbert.layers.batch import Distances, Globals, PackedBatch
 from fastbert.layers.block_sparse import lengths_of
 from fastbert.layers.embeddings import relative_bias
@@ -130,8 +130,10 @@ def run_encoder(
         if steps:
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
         batch, padded = PackedBatch(*lengths, inputs.bias, seed, causal, places), None
-        if (relative := shared_scores(root, family, inputs, x.device)) is not None:
-            batch = replace(batch, relative=relative)
+        if family.relative_bias is not None or family.alibi:
+            columns = columns_of(packed).contiguous() if inputs.holes else None
+            longest = packed.max_seqlen if columns is None else packed.seqlen
+            batch = replace(batch, relative=shared_scores(root, family, longest, x.device, columns))
         if family.rotary:
             batch = with_positions(batch, steps, inputs, x)
         if family.disentangled:
@@ -279,10 +281,10 @@ def padded_mask(
     packed, bias, lowest = inputs.packing, inputs.bias, torch.finfo(hidden.dtype).min
     kept = packed.grid(hidden[:, :1])[1]
     mask = None if kept is None else kept[:, None, None, :]
-    if family.relative_bias is not None:
-        scores = relative_bias(part(root, family.relative_bias), packed.seqlen, hidden.device)
-        relative = dense_scores(scores, None, packed.seqlen, hidden)
-        bias = relative if bias is None else bias + relative
+    if family.relative_bias is not None or family.alibi:
+        relative = shared_scores(root, family, packed.seqlen, hidden.device)
+        dense = dense_scores(relative, None, packed.seqlen, hidden)
+        bias = dense if bias is None else bias + dense
     if causal:
         earlier = torch.ones(packed.seqlen, packed.seqlen, dtype=torch.bool, device=hidden.device).tril()
         mask = earlier[None, None] if mask is None else mask & earlier
@@ -419,11 +421,9 @@ def projection_of(root: nn.Module, family: Family) -> nn.Module | None:
 
 
 def shared_scores(
-    root: nn.Module, family: Family, inputs: Inputs, device: torch.device
-) -> RelativeScores | None:
-    """The scores of distances that all layers share; None if there are none."""
-    packed = inputs.packing
-    if family.relative_bias is None or packed.max_seqlen == 0:
-        return None
-    positions = columns_of(packed).contiguous() if inputs.holes else None
-    return relative_bias(part(root, family.relative_bias), packed.max_seqlen, device, positions)
+    root: Any, family: Family, seqlen: int, device: torch.device, positions: Tensor | None = None
+) -> RelativeScores:
+    """The scores of distances that all layers of MPNet or jina-v2 share; arguments as `relative_bias`."""
+    if family.relative_bias is not None:
+        return relative_bias(part(root, family.relative_bias), seqlen, device, positions)
+    return alibi.scores(root.config.num_attention_heads, seqlen, device, positions)

@@ -140,7 +140,7 @@ def test_other_dtypes(dtype):
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in transformers.CONFIG_MAPPING])
 def test_config_defaults_are_transformers_own(model_type):
     theirs = transformers.AutoConfig.for_model(model_type).to_dict()
     mine = EncoderConfig(model_type).to_dict()

@@ -13,6 +13,10 @@ Families that need other mathematics are refused, with the reason in `REFUSED`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from fastbert.models.families import (
     albert,
     bert,
@@ -20,6 +24,7 @@ from fastbert.models.families import (
     deberta_v2,
     distilbert,
     electra,
+    jina_bert,
     longformer,
     mobilebert,
     modernbert,
@@ -44,6 +49,7 @@ for _module in (
     big_bird,
     longformer,
     xlnet,
+    jina_bert,
 ):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 
@@ -53,8 +59,8 @@ def families_with(task: str) -> tuple[str, ...]:
     return tuple(name for name, family in FAMILIES.items() if task not in family.lacks)
 
 
-def family_of(model_type: object) -> Family:
-    """The family of a `model_type`.
+def family_of(model_type: object, keys: Mapping[str, Any] = MappingProxyType({})) -> Family:
+    """The family of a `model_type`, or the variant of it that these config keys choose.
 
     Raises:
         TypeError, ValueError: for anything else; the error has the reason if it is known.
@@ -62,6 +68,10 @@ def family_of(model_type: object) -> Family:
     if not isinstance(model_type, str):
         raise TypeError(f"model_type: expected a text, got {repr(model_type)[:80]}")
     if model_type in FAMILIES:
+        for family in FAMILIES.values():
+            of, key, value = family.variant_of or (None, "", None)
+            if of == model_type and keys.get(key) == value:
+                return family
         return FAMILIES[model_type]
     known = ", ".join(FAMILIES)
     if model_type in REFUSED:

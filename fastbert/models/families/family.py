@@ -46,6 +46,9 @@ class Family:
             (`fastbert.layers.global_tokens`).
         two_streams: whether layers score distances by sinusoids, and may have a second stream of tokens to
             predict (`fastbert.layers.two_streams`).
+        alibi: whether layers subtract a multiple of the distance from scores (`fastbert.layers.alibi`).
+        variant_of: (model_type, config key, value) of this family's files, which have another family's
+            model_type and differ by the key's value; None for files with its own model_type.
         shares_keys: whether config num_key_value_heads says how many heads of keys and values there are.
         unbiased: paths of a layer's linear layers that never have a bias.
         refused: first parts of config keys that have other mathematics.
@@ -93,6 +96,8 @@ class Family:
     block_sparse: bool = False
     global_tokens: bool = False
     two_streams: bool = False
+    alibi: bool = False
+    variant_of: tuple[str, str, Any] | None = None
     shares_keys: bool = False
     unbiased: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -143,7 +148,7 @@ class Family:
     @property
     def counts_columns(self) -> bool:
         """Whether attention depends on the padded columns of tokens, not on their order alone."""
-        counts = self.windows or self.disentangled or self.global_tokens or self.two_streams
+        counts = self.windows or self.disentangled or self.global_tokens or self.two_streams or self.alibi
         return counts or self.relative_bias is not None
 
     @property
@@ -160,6 +165,11 @@ class Family:
     def module(self) -> str:
         """The module of `fastbert.models` that has the family's classes."""
         return self.model_type.replace("-", "_")
+
+    @property
+    def stored_type(self) -> str:
+        """The model_type in files."""
+        return self.model_type if self.variant_of is None else self.variant_of[0]
 
     @property
     def head_roots(self) -> set[str]:

@@ -169,7 +169,7 @@ class Permutation(Objective):
         Raises:
             ValueError: the family has relative positions.
         """
-        if model.family.relative_bias is not None:
+        if model.family.relative_bias is not None or model.family.alibi:
             raise ValueError(
                 f"model: {model.config.model_type} has relative positions, but the distance between two rows "
                 "is not that between their tokens; expected a family with absolute positions alone"
