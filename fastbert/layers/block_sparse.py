@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -115,6 +116,7 @@ def attend(
     blocks, lengths = form.blocks, batch.lengths
     assert blocks is not None
     assert lengths
+    q, k, v = (cast(Tensor, t) for t in checks.under_autocast(q, k, v))
     pieces = [t.split(lengths) for t in (q, k, v)]
     found: list[Tensor] = [q] * len(lengths)
     short = [i for i, n in enumerate(lengths) if n <= blocks.full]
@@ -129,7 +131,8 @@ def attend(
     for i, n in enumerate(lengths):
         if n > blocks.full:
             q, k, v = (own[i] for own in pieces)
-            found[i] = _attended(form, training(form, parts), q, k, v)
+            with torch.autocast(q.device.type, enabled=False):
+                found[i] = _attended(form, training(form, parts), q, k, v)
     context = torch.cat(found)
     return context if asked.gate is None else context * asked.gate.to(context.dtype)[:, None]
 
@@ -151,7 +154,7 @@ def _attended(form: LayerForm, training: bool, q: Tensor, k: Tensor, v: Tensor) 
     ends = torch.cat((q[: inner.start], q[inner.stop :])).transpose(0, 1)
     ends = F.scaled_dot_product_attention(ends[None], k[None, :, :n], v[None, :, :n], scale=scale)
     ends = ends[0].transpose(0, 1)
-    seen, bias = _seen(form, training, n, q.device, checks.compute_dtype(q))
+    seen, bias = _seen(form, training, n, q)
     # (heads, count - 2, seen blocks · size, head_dim)
     at = (seen + count * torch.arange(heads, device=q.device)[:, None, None]).flatten()
     k, v = (
@@ -165,33 +168,40 @@ def _attended(form: LayerForm, training: bool, q: Tensor, k: Tensor, v: Tensor) 
     return torch.cat((ends[:size], own, ends[size:]))
 
 
-def _seen(
-    form: LayerForm, training: bool, n: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _seen(form: LayerForm, training: bool, n: int, q: Tensor) -> tuple[Tensor, Tensor]:
     """The blocks of keys that blocks 1 to count - 2 of a text of `n` tokens see.
 
     Returns:
         Their numbers, (nheads or 1, count - 2, seen blocks) int64, and what is added to the scores of their
-        keys, (nheads or 1, count - 2, seen blocks · size) in `dtype`.
+        keys, (nheads or 1, count - 2, seen blocks · size).
     """
-    blocks = form.blocks
+    blocks, device = form.blocks, q.device
     assert blocks is not None
-    count = -(-n // blocks.size)
+    count, dtype = -(-n // blocks.size), _bias_dtype(q)
     middle = torch.arange(1, count - 1, device=device)
     first, last = torch.zeros_like(middle), torch.full_like(middle, count - 1)
     seen = torch.stack((first, last, middle - 1, middle, middle + 1), 1)[None]
     bias = torch.zeros(seen.shape, dtype=dtype, device=device)
     # The first and the last block are in the window of their neighbours, and count once
     bias[:, 0, 2] = bias[:, -1, 4] = -math.inf
-    if training and blocks.random:
+    if training:
         drawn = form.of_own_heads(random_blocks(blocks, count).to(device), 0)
-        seen = torch.cat((seen.expand(drawn.shape[0], -1, -1), drawn), 2)
-        bias = torch.cat((bias.expand(drawn.shape[0], -1, -1), torch.zeros_like(drawn, dtype=dtype)), 2)
-    else:
+    elif dtype == checks.compute_dtype(q):
         bias[:, :, 0] = math.log(1 + blocks.random)
+        drawn = seen[:, :, :0]
+    else:
+        # Rounding would change the logarithm
+        drawn = seen[:, :, :1].expand(-1, -1, blocks.random)
+    seen = torch.cat((seen.expand(drawn.shape[0], -1, -1), drawn), 2)
+    bias = torch.cat((bias.expand(drawn.shape[0], -1, -1), torch.zeros_like(drawn, dtype=dtype)), 2)
     bias = bias.repeat_interleave(blocks.size, 2)
     token = seen[..., None] * blocks.size + torch.arange(blocks.size, device=device)
     return seen, bias.masked_fill(token.flatten(2) >= n, -math.inf)
+
+
+def _bias_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of a bias that PyTorch's attention takes; on a GPU it is that of `q`."""
+    return checks.compute_dtype(q) if q.device.type == "cpu" else q.dtype
 
 
 def bias(form: LayerForm, training: bool, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
