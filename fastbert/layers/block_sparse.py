@@ -155,16 +155,18 @@ def _attended(form: LayerForm, training: bool, q: Tensor, k: Tensor, v: Tensor) 
     ends = F.scaled_dot_product_attention(ends[None], k[None, :, :n], v[None, :, :n], scale=scale)
     ends = ends[0].transpose(0, 1)
     seen, bias = _seen(form, training, n, q)
-    # (heads, count - 2, seen blocks · size, head_dim)
-    at = (seen + count * torch.arange(heads, device=q.device)[:, None, None]).flatten()
-    k, v = (
-        t.reshape(heads * count, size * width).index_select(0, at).view(heads, count - 2, -1, width)
-        for t in (k, v)
-    )
-    own = q[inner].reshape(count - 2, size, heads, width).permute(2, 0, 1, 3)
+    seen = seen + count * torch.arange(heads, device=q.device)[:, None, None]
     bias = bias[:, :, None].expand(heads, -1, size, -1)
-    own = F.scaled_dot_product_attention(own, k, v, bias, scale=scale)
-    own = own.permute(1, 2, 0, 3).flatten(0, 1)
+    k, v = (t.reshape(heads * count, size * width) for t in (k, v))
+    own = q[inner].reshape(count - 2, size, heads, width).permute(2, 0, 1, 3)
+    found = []
+    # On a CPU the keys and values of two heads fit in a cache
+    group = heads if q.is_cuda or torch.is_grad_enabled() else 2
+    for rows, at, more in zip(own.split(group), seen.split(group), bias.split(group), strict=True):
+        # (heads of the group, count - 2, seen blocks · size, head_dim)
+        keys, values = (t.index_select(0, at.flatten()).view(*at.shape[:2], -1, width) for t in (k, v))
+        found.append(F.scaled_dot_product_attention(rows, keys, values, more, scale=scale))
+    own = torch.cat(found).permute(1, 2, 0, 3).flatten(0, 1)
     return torch.cat((ends[:size], own, ends[size:]))
 
 
