@@ -123,10 +123,15 @@ def attend(
     if short:
         sizes = [lengths[i] for i in short]
         ends = torch.tensor([0, *sizes], device=q.device).cumsum(0, dtype=torch.int32)
-        rows = (torch.cat([own[i] for i in short]) for own in pieces)
-        how = {"dropout_p": parts.rates[0], "seed": batch.seed, "offset": asked.site}
-        context = attention(*rows, ends, max(sizes), softmax_scale=form.softmax_scale, **how)
-        for i, own in zip(short, context.split(sizes), strict=True):
+        rows = [torch.cat([own[i] for i in short]) for own in pieces]
+        context = attention(
+            *(rows[0], rows[1], rows[2], ends, max(sizes)),
+            softmax_scale=form.softmax_scale,
+            dropout_p=parts.rates[0],
+            seed=batch.seed,
+            offset=asked.site,
+        )
+        for i, own in zip(short, cast(Tensor, context).split(sizes), strict=True):
             found[i] = own
     for i, n in enumerate(lengths):
         if n > blocks.full:

@@ -37,7 +37,7 @@ from tests.support.hf_models import batch
 from tests.support.model_pairs import CASES, SEQUENCE_TASKS, build, inputs_for, labels_for
 
 LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet", "modernbert", "deberta-v2")
-LAYOUTS += ("longformer",)
+LAYOUTS += ("longformer", "big_bird")
 # Modules of heads, and ALBERT's groups, that have no code of their own here
 REFUSED = ("cls", "cls.predictions", "cls.predictions.transform", "lm_head", "classifier", "predictions")
 REFUSED += (
@@ -46,6 +46,9 @@ REFUSED += (
     "sequence_summary",
     "sop_classifier",
     "head",
+    "qa_classifier",
+    "qa_classifier.intermediate",
+    "qa_classifier.output",
 )
 # Modules of transformers that fastbert's models lack: nothing ever happens in them, or only the loss, or they
 # have no parameters (`rotary_emb`)
@@ -134,8 +137,9 @@ def paths(model: nn.Module, task: str) -> list[str]:
 
 def inputs_of(name: str, task: str) -> dict:
     inputs = batch(name) if task == "Model" else inputs_for(name, task)
-    if task in SEQUENCE_TASKS:
-        inputs["attention_mask"][..., 0] = 1  # our heads refuse to read a masked token
+    # Our heads refuse to read a masked token; BigBird has a pooler below every head
+    if task in SEQUENCE_TASKS or name == "big_bird":
+        inputs["attention_mask"][..., 0] = 1
     return inputs
 
 

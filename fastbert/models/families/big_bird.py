@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastbert.layers.form import StockLayer
 from fastbert.models.families.bert import BERT_LM
 from fastbert.models.families.family import Family
 from fastbert.models.paths import ClassifierHead, StockModel
@@ -49,6 +50,7 @@ FAMILIES = (
         ),
         accelerated=False,
         positional={"": 5},
+        stock_layer=StockLayer(attention_drops_by_itself=False),
         stock_model=StockModel(pooler_activation="activation"),
     ),
 )
