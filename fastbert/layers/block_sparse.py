@@ -11,6 +11,9 @@ probability is dropped. A text of at most `Blocks.full` tokens has BERT's attent
 
 Each text is divided by its own length. So the rest of a batch changes nothing.
 
+Where a caller asks for probabilities or taps, passes a bias or a causal mask, or compiles the model, the
+blocks are an additive bias of full attention (`bias`).
+
 Source: Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences", sec. 2 and app. D.
 """
 
