@@ -82,17 +82,18 @@ std::int64_t encoder_layer_work(int dtype, const py::tuple& batch_sizes, const p
 
 void read_weights(EncoderLayer& args, const py::tuple& weights) {
     Reader weight(weights);
-    LayerLinear* const linears[] = {&args.query,        &args.key,   &args.value, &args.attention_output,
-                                    &args.intermediate, &args.output};
+    LayerLinear* const linears[] = {&args.query,        &args.key,    &args.value,    &args.attention_output,
+                                    &args.intermediate, &args.output, &args.activated};
     for (LayerLinear* linear : linears) *linear = weight.linear();
     args.attention_norm = weight.norm();
     args.output_norm = weight.norm();
     weight.end("weights");
-    // Without panels of key, query holds all three.
+    // Without panels of key, query holds all three. Only some layers have `activated`.
     const bool joined = args.key.panels == nullptr, int8 = args.query.scale != nullptr;
     if (int8 && !joined) throw py::value_error("weights: expected one product of three with scales");
     for (const LayerLinear* linear : linears) {
         if (joined && (linear == &args.key || linear == &args.value)) continue;
+        if (linear == &args.activated && linear->panels == nullptr) continue;
         check_given("weights", linear->panels, 1);
         if ((linear->scale != nullptr) != int8)
             throw py::value_error("weights: expected scales for all linear layers or none");
@@ -151,6 +152,8 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
         layer.end("layer");
         if (args.output_norm.eps < 0.0 || (args.attention_norm.eps < 0.0 && !args.pre_norm))
             throw py::value_error("eps: expected a norm");
+        if (args.activated.panels != nullptr && args.gated != Gate::kNone)
+            throw py::value_error("gated: expected no halves beside a gate of its own");
         args.work = pointer(work);
         if (work != 0 && work_bytes < cpu_encoder_layer_work(args, threads))
             throw py::value_error("work: too few bytes");

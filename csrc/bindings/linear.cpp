@@ -56,7 +56,8 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
                        pointer(pre),
                        dtype_of(b_dtype) != dtype_of(dtype),
                        dtype_of(c_dtype) != dtype_of(dtype),
-                       gate_of(gate)};
+                       gate_of(gate),
+                       false};
     for (const int other : {b_dtype, c_dtype})
         if (other != dtype && dtype_of(other) != DType::kFloat32)
             throw py::value_error("product: expected b and c of a's dtype or of float32");
@@ -131,7 +132,7 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
                            activation_of(activation),
                            pointer(y),
                            gate_of(gate),
-                           false};
+                           Onto::kNone};
     const bool gated = args.gate != Gate::kNone;
     const std::int64_t all_columns = gated ? 2 * columns : columns;
     check_shape(rows, all_columns);

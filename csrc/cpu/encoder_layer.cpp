@@ -33,10 +33,10 @@ struct Epilogue {
     bool bias = true;
     Activation activation = Activation::kNone;
     Gate gate = Gate::kNone;
-    bool adds = false;
+    Onto onto = Onto::kNone;
 };
 
-// c = act(a w + bias), or the same added to c, for some rows.
+// c = act(a w + bias) for some rows, or the same plus or times c.
 const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w, const void* a,
                      std::int64_t a_stride, std::int64_t columns, std::int64_t depth,
                      const Epilogue& epilogue, void* c, int threads) {
@@ -57,7 +57,7 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
                                epilogue.activation,
                                to,
                                epilogue.gate,
-                               epilogue.adds};
+                               epilogue.onto};
         return cpu_linear_int8(args, threads);
     }
     Product args{};
@@ -72,8 +72,9 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     args.bias = bias;
     args.activation = epilogue.activation;
     args.gate = epilogue.gate;
-    args.residual = epilogue.adds ? to : nullptr;
+    args.residual = epilogue.onto == Onto::kNone ? nullptr : to;
     args.residual_stride = columns;
+    args.multiplies = epilogue.onto == Onto::kMultiplies;
     args.c = to;
     return cpu_linear_product(args, threads);
 }
@@ -252,12 +253,17 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     });
     if (failed != nullptr) return failed;
     return by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
-        const char* why = multiply(layer, rows, layer.intermediate, attended, hidden, layer.inner, hidden,
-                                   {true, layer.activation, layer.gated}, inner, team);
+        const Epilogue activates{true, layer.activation, layer.gated};
+        const bool alone = layer.activated.panels != nullptr;
+        const char* why = multiply(layer, rows, alone ? layer.activated : layer.intermediate, attended,
+                                   hidden, layer.inner, hidden, activates, inner, team);
+        if (alone && why == nullptr)
+            why = multiply(layer, rows, layer.intermediate, attended, hidden, layer.inner, hidden,
+                           {true, Activation::kNone, Gate::kNone, Onto::kMultiplies}, inner, team);
         if (why != nullptr) return why;
         if (layer.pre_norm)
             return multiply(layer, rows, layer.output, inner, layer.inner, hidden, layer.inner,
-                            {true, Activation::kNone, Gate::kNone, true}, layer.y, team);
+                            {true, Activation::kNone, Gate::kNone, Onto::kAdds}, layer.y, team);
         why =
             multiply(layer, rows, layer.output, inner, layer.inner, hidden, layer.inner, {false}, sum, team);
         if (why == nullptr)

@@ -35,7 +35,8 @@ struct EncoderLayer {
     std::int64_t x_stride;
     LayerLinear query, key, value;  // without panels of key, query holds all three: one product of three
     LayerLinear attention_output, intermediate, output;
-    bool pre_norm;  // whether the norms come before the blocks, not after their residual sums
+    LayerLinear activated;  // of the half that is activated, if intermediate has the other half alone
+    bool pre_norm;          // whether the norms come before the blocks, not after their residual sums
     LayerNormParams attention_norm, output_norm;  // with pre_norm the first may be missing
     Activation activation;
     Gate gated;  // the half of intermediate's columns that is activated, and multiplies the other one

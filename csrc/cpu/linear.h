@@ -56,10 +56,11 @@ struct Product {
     Activation activation;
     const void* residual;  // may be null
     std::int64_t residual_stride;
-    void *c, *pre;  // contiguous; pre (the activation's argument) may be null
-    bool wide_b;    // b, where it is not in panels, is float32, whatever dtype is, and is rounded to dtype
-    bool wide_c;    // c is float32, whatever dtype is; pre and residual are null
-    Gate gate;      // none where wide_c
+    void *c, *pre;    // contiguous; pre (the activation's argument) may be null
+    bool wide_b;      // b, where it is not in panels, is float32, whatever dtype is, and is rounded to dtype
+    bool wide_c;      // c is float32, whatever dtype is; pre and residual are null
+    Gate gate;        // none where wide_c
+    bool multiplies;  // c = residual * the rest, which is rounded first; not with a gate
 };
 
 struct ActivationBwd {

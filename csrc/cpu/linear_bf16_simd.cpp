@@ -253,6 +253,7 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
                     n = tile_height(rows - i, tiles);
                     const bf16* const tile_a = by_rows ? a + i * row_stride + k : a + i * padded + k * n;
                     float* const c = sums + (padded > kRunDepth ? i * kPanel : 0);
+                    if (last) fetch_residual<bf16>(args, row + i, n, of);
                     kTiles[ahead.kind()][n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c,
                                                 k > 0, ahead.from, ahead.step);
                     ahead.next(depth / 2);

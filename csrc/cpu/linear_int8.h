@@ -19,6 +19,9 @@ struct ToPanelsInt8 {
     bool gated;                 // columns is even
 };
 
+// y = the product, or what y holds plus or times the product, which is rounded first; not with a gate.
+enum class Onto : int { kNone = 0, kAdds = 1, kMultiplies = 2 };
+
 struct ProductInt8 {
     DType dtype;                        // of x and y
     std::int64_t rows, columns, depth;  // columns: of y; with a gate scale and bias have twice as many
@@ -30,7 +33,7 @@ struct ProductInt8 {
     Activation activation;
     void* y;  // contiguous
     Gate gate;
-    bool adds;  // y = what y holds + the product, which is rounded first; not with a gate
+    Onto onto;
 };
 
 // Bytes of the panels and of the weight's column sums after them, for the instruction set in use.

@@ -148,13 +148,14 @@ void finish(const ProductInt8& args, const PanelSums& of, std::int64_t column, s
         for (std::int64_t j = 0; j < columns; j += kLanes) {
             const int n = static_cast<int>(less(columns - j, kLanes));
             const Vec z = activate<kind>(product_at(of, row, r, j), exact);
-            if (!args.adds) {
+            if (args.onto == Onto::kNone) {
                 store(y + j, z, n);
                 continue;
             }
             const Vec held = load(y + j, n);
             store(y + j, z, n);
-            store(y + j, add(held, load(y + j, n)), n);
+            const Vec rounded = load(y + j, n);
+            store(y + j, args.onto == Onto::kAdds ? add(held, rounded) : mul(held, rounded), n);
         }
     }
 }

@@ -103,15 +103,6 @@ FASTBERT_INLINE void widen_panel(const bf16* panel, std::int64_t depth, float* o
         }
 }
 
-// v rounded to T.
-template <class T>
-FASTBERT_INLINE Vec rounded(Vec v) {
-    if constexpr (kIsFloat<T>) return v;
-    alignas(64) T narrow[kLanes];
-    store(narrow, v, kLanes);
-    return load(narrow, kLanes);
-}
-
 // Rows of b, rounded to T, as the first kWidth columns of a panel, with zeros after the last column of b.
 template <class T, int kWidth, class B>
 void copy_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
@@ -239,6 +230,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                     const float* const tile_a = left + i * (by_rows ? row_stride : depth);
                     float* c = buffer;
                     std::int64_t c_stride = kPanel;
+                    if (k + step >= args.depth) fetch_residual<T>(args, row + i, n, of);
                     for (std::int64_t d = 0; d < depth; d += kSumDepth)
                         for (int part = 0; part < kPanel; part += kTileColumns)
                             kTiles[ahead.kind()][n - 1](tile_a + d * depth_stride, row_stride, depth_stride,

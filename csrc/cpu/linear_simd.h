@@ -27,6 +27,15 @@ struct Columns {
 template <class T>
 constexpr bool kIsFloat = sizeof(T) == 4;
 
+// v rounded to T.
+template <class T>
+FASTBERT_INLINE Vec rounded(Vec v) {
+    if constexpr (kIsFloat<T>) return v;
+    alignas(64) T narrow[kLanes];
+    store(narrow, v, kLanes);
+    return load(narrow, kLanes);
+}
+
 // Tiles of nearly equal height: a tile of one row would wait for its own sums.
 FASTBERT_INLINE std::int64_t tile_height(std::int64_t rows, std::int64_t tiles) {
     return (rows + tiles - 1) / tiles;
@@ -46,7 +55,8 @@ void finish(const Product& args, const float* bias, const float* c, std::int64_t
             z = activate<kind>(z, kIsFloat<T>);
             if (args.residual != nullptr) {
                 const T* residual = static_cast<const T*>(args.residual);
-                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));
+                const Vec held = load(residual + (row + r) * args.residual_stride + column + j, n);
+                z = args.multiplies ? mul(rounded<T>(z), held) : add(z, held);
             }
             store(static_cast<T*>(args.c) + at + j, z, n);
         }
@@ -81,6 +91,18 @@ void finish_gated(const Product& args, const float* bias, const float* c, std::i
             store(static_cast<T*>(args.c) + r * args.columns + begin + j, y, n);
         }
     }
+}
+
+// Prefetches what `finish` reads of the residual. Its rows are too far apart for the processor's own
+// prefetch.
+template <class T>
+FASTBERT_INLINE void fetch_residual(const Product& args, std::int64_t row, std::int64_t rows,
+                                    const Columns& of) {
+    if (args.residual == nullptr) return;
+    const T* from = static_cast<const T*>(args.residual) + row * args.residual_stride + of.begin;
+    for (std::int64_t r = 0; r < rows; ++r, from += args.residual_stride)
+        for (std::int64_t j = 0; j < of.count; j += 64 / static_cast<std::int64_t>(sizeof(T)))
+            __builtin_prefetch(from + j);
 }
 
 template <class T>

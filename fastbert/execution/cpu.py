@@ -65,8 +65,6 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "the layer is in training mode, or drops"
     if unknown := form.kinds - KINDS:
         return f"it does not know layers with {', '.join(sorted(unknown))}"
-    if parts.gate is not None:
-        return "the activated half of the feed-forward block is a linear layer of its own"
     if call.first_only and step.number == call.last:
         return "only the first token of each sequence is wanted"
     if not parts.fuses_norm or parts.feed is not None:
@@ -185,9 +183,10 @@ def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
 
 def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
     eps = getattr(parts.attention_norm, "eps", None), parts.output_norm.eps
-    inner = parts.intermediate.out_features // (1 if form.gated is None else 2)
+    gated = form.gated if parts.gate is None else None
+    inner = parts.intermediate.out_features // (1 if gated is None else 2)
     sizes = form.nheads, form.head_dim, inner
-    kind = form.pre_norm, form.gated, form.window, form.rotary
+    kind = form.pre_norm, gated, form.window, form.rotary
     return FusedLayer(weights, *sizes, form.softmax_scale, form.activation, eps, *kind)
 
 
@@ -216,7 +215,8 @@ def _weights(
 ) -> object | None:
     """The layer's weights as `make` prepares them; None if they cannot run as a whole layer."""
     # The argument after `x` keeps what is derived. For temporary copies that must not be the layer.
-    gated, owner = form.gated is not None, dense[0] if parts.int8 else parts.owner
+    gated = form.gated is not None and parts.gate is None
+    owner = dense[0] if parts.int8 else parts.owner
     linears = kind.layer_operands(x, owner, list(dense), gated)
     norms = [(norm.weight, norm.bias) for norm in _norms(form, parts)]
     norms = [(None, None)] * (2 - len(norms)) + norms

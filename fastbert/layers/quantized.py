@@ -271,12 +271,13 @@ def int8_layer_operands(
     Args:
         x: rows with the dtype and device that the layer runs in.
         owner: the module that keeps what is derived from query, key and value.
-        modules: query, key, value, attention output, intermediate, output.
+        modules: see `LinearKind`.
 
     Returns:
-        Four such tuples; None if query, key and value cannot be one product.
+        One tuple per product; None if query, key and value cannot be one product.
     """
-    qkv, after = modules[:-3], modules[-3:]
+    joined = 1 if len(modules) < 6 else 3
+    qkv, after = modules[:joined], modules[joined:]
     if not int8_joins(x, qkv):
         return None
     operands = []

@@ -13,7 +13,8 @@ or, with the norms before the blocks,
     a = x + attention(q, k, v) Woᵀ + bo
     y = a + act(LayerNorm(a) Wiᵀ + bi) Wfᵀ + bf
 
-q and k may be rotated, attention may have a window, and act may be gated.
+q and k may be rotated, and attention may have a window. Instead of act(z), z = a Wiᵀ + bi, there may be
+act(z1) z2, where z = [z1, z2], or act(g) z with g = a Wgᵀ + bg.
 
 A fused layer returns bit for bit what those ops return one after another on the same backend. It saves the
 fixed cost of nine calls and the memory of their results, which counts where tokens are few.
@@ -24,10 +25,11 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
         linears: (weight, panels, scale, bias) of query, key, value, attention output, intermediate and
         output, or of query, key and value joined, attention output, …; with panels as the backend's
         `linear_panels` makes them and scale None. Those of 8-bit layers are joined, with panels as
-        `linear_int8_panels` makes them. bias may be None. gated: whether the intermediate layer has a gate,
-        and panels for it. norms: (weight or None, bias or None) of both norms. panels may be None: then they
-        are made for the call, in the memory that the list `scratch` holds or gets, and the layer works there
-        too. The next call with that list overwrites it. With scratch None the weights own the memory.
+        `linear_int8_panels` makes them. bias may be None. One more is the activated factor of the
+        intermediate layer's rows. gated: whether the intermediate layer has both factors, and panels for
+        that. norms: (weight or None, bias or None) of both norms. panels may be None: then they are made for
+        the call, in the memory that the list `scratch` holds or gets, and the layer works there too. The
+        next call with that list overwrites it. With scratch None the weights own the memory.
     open_team(), close_team(): between the two, the threads of the calling thread's ops stay awake, so that
         each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.

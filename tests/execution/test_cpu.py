@@ -101,11 +101,11 @@ def assert_same_as_op_by_op(call, times: int) -> None:
 # --- the same bits ------------------------------------------------------------------------------------------
 
 
-EIGHT_BITS = [("bert", True), ("mpnet", True), ("modernbert", True), ("jina_embeddings_v3", True)]
+EIGHT_BITS = [(name, True) for name in ("bert", "mpnet", "modernbert", "nomic_bert", "gte")]
 
 
 # The families whose layers rotate, of which some have norms before the blocks, gates and windows
-ROTARY_LAYERS = ("modernbert", "jina_embeddings_v3")
+ROTARY_LAYERS = ("modernbert", "nomic_bert", "gte", "jina_embeddings_v3")
 NAMES = (*BERT_LAYERS, *ROTARY_LAYERS)
 
 
@@ -119,7 +119,7 @@ def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
 
 
 KINDS = [(name, number, int8) for name, number in (("bert", 0), ("modernbert", 1)) for int8 in (False, True)]
-KINDS += [("modernbert", 0, False)]
+KINDS += [("modernbert", 0, False), ("nomic_bert", 0, False)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -28,7 +28,7 @@ FAULTS = (
     _fault("later passes from a's first column", "left = reinterpret_cast<const float*>(a + k);", "left = reinterpret_cast<const float*>(a);"),
     _fault("a of the first pass kept", "} else if (held != k) {", "} else if (held < 0) {"),
     _fault("partial sums of another row", "sums + i * width + j - first", "sums + j - first"),
-    _fault("finished after the first pass", "if (k + step >= args.depth)", "if (k == 0)"),
+    _fault("finished after the first pass", "if (k + step >= args.depth) finish(", "if (k == 0) finish("),
     _fault("columns past the first 1,024 forgotten", "first < column_end; first += kMaxColumns)", "first < less(column_end, kMaxColumns); first += kMaxColumns)"),
     _fault("second half of the panel forgotten", "part < kPanel; part += kTileColumns)", "part < kPanel; part += 2 * kTileColumns)"),
     _fault("a's rows one stride", "const float* const tile_a = left + i * (by_rows ? row_stride : depth);", "const float* const tile_a = left + (by_rows ? i * row_stride : 0);"),
@@ -41,9 +41,9 @@ FAULTS = (
     # the epilogue
     _fault("bias of the first panel", "load(bias + column + j, kLanes));\n            if (args.pre", "load(bias + j, kLanes));\n            if (args.pre", _SHARED),
     _fault("pre behind the activation", "if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);\n            z = activate<kind>(z, kIsFloat<T>);", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);", _SHARED),
-    _fault("residual before the activation", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }",
-           "if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }\n            z = activate<kind>(z, kIsFloat<T>);", _SHARED),
-    _fault("residual read past the row's end", "args.residual_stride + column + j, n));", "args.residual_stride + column + j, kLanes));", _SHARED),
+    _fault("residual before the activation", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                const Vec held = load(residual + (row + r) * args.residual_stride + column + j, n);\n                z = args.multiplies ? mul(rounded<T>(z), held) : add(z, held);\n            }",
+           "if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                const Vec held = load(residual + (row + r) * args.residual_stride + column + j, n);\n                z = args.multiplies ? mul(rounded<T>(z), held) : add(z, held);\n            }\n            z = activate<kind>(z, kIsFloat<T>);", _SHARED),
+    _fault("residual read past the row's end", "args.residual_stride + column + j, n);", "args.residual_stride + column + j, kLanes);", _SHARED),
     _fault("output written past the row's end", "store(static_cast<T*>(args.c) + at + j, z, n);", "store(static_cast<T*>(args.c) + at + j, z, kLanes);", _SHARED),
     # packing
     _fault("panel not filled with zeros", "given && j < columns ?", "given ?"),

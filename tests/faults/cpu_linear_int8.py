@@ -35,7 +35,7 @@ FAULTS = (
     _fault("last rows not quantised", "parallel_for(ceil_div(args.rows, some), team,", "parallel_for(std::max<std::int64_t>(1, args.rows / some), team,", _TASKS),
     _fault("8-bit blocks of rows lost", "if (row >= args.rows) return;\n        simd->product(args, groups,", "if (row > 0) return;\n        simd->product(args, groups,", _TASKS),
     _fault("8-bit bias taken for float32", "widened(args.bias, from) : 0.0f;", "widened({args.bias.data, args.dtype}, from) : 0.0f;", _TASKS),
-    # gates
+    # gates, and what y holds
     _fault("8-bit halves exchanged", "args.gate == Gate::kFirst ? 0 : kHalfPanel", "args.gate == Gate::kFirst ? kHalfPanel : 0"),
     _fault("8-bit half multiplied by itself", "kHalfPanel - active + j", "active + j"),
     _fault("8-bit second half is the first", "(j < width ? 0 : columns)", "0"),

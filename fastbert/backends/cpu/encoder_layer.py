@@ -22,7 +22,7 @@ from fastbert.runtime.loader import extension as _C
 
 # Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20
-# In place of the key's and of the value's linear layer, where one product makes all three; or of tables.
+# In place of a linear layer that is missing, or of tables.
 _NOTHING = (0, 0, 0, 0)
 
 
@@ -51,8 +51,10 @@ def encoder_layer_weights(
     numbers, isa = [], _C.cpu_isa()
     for panels, scale, bias in linears:
         numbers += (address(panels), 0 if scale is None else address(scale), *vector(bias))
-        if len(linears) == 4 and len(numbers) == 4:
+        if len(linears) < 6 and len(numbers) == 4:  # one product makes query, key and value
             numbers += 2 * _NOTHING
+    if len(linears) in (4, 6):
+        numbers += _NOTHING
     for weight, bias in norms:
         numbers += (*vector(weight), *vector(bias))
     return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch, made_for
@@ -64,7 +66,7 @@ def _plain(t: TensorOrNone) -> TensorOrNone:
 
 def _with_panels(linears, scratch, gated):
     """(panels, scale, bias) of each; panels made here lie side by side in the scratch memory."""
-    gates = [False] * (len(linears) - 2) + [gated, False]
+    gates = [gated and each is linears[-2] for each in linears]
     sizes = [
         0 if panels is not None else _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0], gate)
         for (weight, panels, _, _), gate in zip(linears, gates, strict=True)
@@ -142,11 +144,12 @@ def _numbers(layers, hidden, tables):
         numbers, made_with, held, _, made_for = weights
         if made_with != isa:
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
-        last, int8 = held[-7], held[-6] is not None  # of the output layer
-        size_of = _C.cpu_linear_int8_panels_size if int8 else _C.cpu_linear_panels_size
-        width, halves = nheads * headdim, 1 if gated is None else 2
-        shapes = [(3 * width, hidden)] if len(made_for[0]) == 4 else [(width, hidden)] * 3
+        count, width, halves = len(made_for[0]), nheads * headdim, 1 if gated is None else 2
+        shapes = [(3 * width, hidden)] if count < 6 else [(width, hidden)] * 3
         shapes += (hidden, width), (halves * inner, hidden), (hidden, inner)
+        shapes += [(inner, hidden)] * (count - len(shapes))
+        last, int8 = held[9 if count < 6 else 15], held[1] is not None  # panels of the output layer
+        size_of = _C.cpu_linear_int8_panels_size if int8 else _C.cpu_linear_panels_size
         if (
             made_for != (shapes, halves == 2)
             or any(norm is not None and norm.shape != (hidden,) for norm in held[-4::2])

@@ -34,6 +34,6 @@ extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t 
                             static_cast<Activation>(activation),
                             y,
                             static_cast<Gate>(gate),
-                            false},
+                            Onto::kNone},
                            threads);
 }
