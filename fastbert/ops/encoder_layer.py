@@ -37,8 +37,8 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
     encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, positions, tables, out) -> y
         layers: `FusedLayer`s, one after the other, their windows as `checked_window` returns them; x, y:
         (total, hidden), last dimension contiguous; out: the memory for y, or None; bias 4-D; positions int64
-        and contiguous, tables by `rotary` of the layers, or both None; the rest as in `ops.attention` and
-        `ops.linear`. The backend checks the values of the lengths and positions.
+        and contiguous, or None if no layer rotates; tables by `rotary` of the layers; the rest as in
+        `ops.attention` and `ops.linear`. The backend checks the values of the lengths and positions.
 
 Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 """
@@ -55,6 +55,7 @@ from fastbert.ops import checks
 from fastbert.ops.activation import ACTIVATIONS, GATES
 from fastbert.ops.attention_checks import check_bias, check_lengths, checked_window
 from fastbert.ops.attention_relative import RelativeScores, checked_relative
+from fastbert.ops.rotary import check_tables
 from fastbert.runtime import dispatch
 
 
@@ -210,8 +211,9 @@ def encoder_layer(
             checks.float_tensor("gate", gate, x)
             checks.shape("gate", gate, (layer.nheads,))
     rotated = {layer.rotary: layer.headdim for layer in layers if layer.rotary is not None}
-    for rotary, headdim in rotated.items():
-        positions = _check_tables(rotary, headdim, positions, tables, x)
+    used = {rotary: _checked_tables(rotary, size, positions, tables, x) for rotary, size in rotated.items()}
+    if positions is not None:
+        positions = dispatch.plain(positions).long().contiguous() if used else None
     # The kernels know no window that reaches over all tokens
     windows = [layer.window for layer in layers]
     windows = [w if w is None else checked_window(False, w, max_seqlen) for w in windows]
@@ -225,28 +227,22 @@ def encoder_layer(
             )
     shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
-    rotates = positions, tables
-    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *rotates, relative, out)
+    given = positions, used, relative, out
+    return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *given)
 
 
-def _check_tables(
+def _checked_tables(
     rotary: Hashable,
     headdim: int,
     positions: Tensor | None,
     tables: Mapping[Any, tuple[Tensor, Tensor]] | None,
     x: Tensor,
-) -> Tensor:
-    """Check the tables of a layer that rotates; returns the positions as a backend takes them."""
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of a layer that rotates, checked like the positions."""
     if positions is None or tables is None or rotary not in tables:
         raise ValueError(f"tables: expected positions, and tables of {rotary!r}")
     checks.int_tensor("positions", positions, x)
     checks.shape("positions", positions, x.shape[:1])
     cos, sin = tables[rotary]
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.operand(name, table, cos.shape, (checks.compute_dtype(x),), x)
-    if cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= headdim:
-        raise ValueError(
-            "cos: expected shape (max_positions, rotary_dim / 2) with rotary_dim from 2 to headdim "
-            f"{headdim}, got {tuple(cos.shape)}"
-        )
-    return dispatch.plain(positions).long().contiguous()
+    check_tables(cos, sin, headdim, "x", x)
+    return dispatch.plain(cos).contiguous(), dispatch.plain(sin).contiguous()

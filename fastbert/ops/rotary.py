@@ -177,19 +177,7 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | N
             f"{name}: expected shape (total, heads, headdim) or (batch, seqlen, heads, headdim), "
             f"got {tuple(x.shape)}"
         )
-    compute = checks.compute_dtype(x)
-    for what, table in (("cos", cos), ("sin", sin)):
-        checks.float_tensor(what, table, x)
-        if table.dtype != compute:
-            raise TypeError(f"{what}: expected {compute} for {x.dtype} {name}, got {table.dtype}")
-        if table.dim() != 2 or not 0 < 2 * table.shape[1] <= x.shape[-1]:
-            raise ValueError(
-                f"{what}: expected shape (max_positions, rotary_dim / 2) with rotary_dim from 2 to headdim "
-                f"{x.shape[-1]}, got {tuple(table.shape)}"
-            )
-        if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{what}: expected a tensor that requires no gradient, got one that does")
-    checks.shape("sin", sin, cos.shape)
+    check_tables(cos, sin, x.shape[-1], name, x)
     if positions is None:
         if x.dim() == 3:
             raise ValueError(f"positions: expected one position per row of a packed {name}, got None")
@@ -200,6 +188,23 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | N
     checks.shape("positions", positions, x.shape[:-2])
     checks.ids_in_range("positions", "position", positions, cos.shape[0], "tables")
     return positions
+
+
+def check_tables(cos: Tensor, sin: Tensor, headdim: int, name: str, x: Tensor) -> None:
+    """Raise unless the tables rotate heads of `headdim` columns of `x`, which errors call `name`."""
+    compute = checks.compute_dtype(x)
+    for what, table in (("cos", cos), ("sin", sin)):
+        checks.float_tensor(what, table, x)
+        if table.dtype != compute:
+            raise TypeError(f"{what}: expected {compute} for {x.dtype} {name}, got {table.dtype}")
+        if table.dim() != 2 or not 0 < 2 * table.shape[1] <= headdim:
+            raise ValueError(
+                f"{what}: expected shape (max_positions, rotary_dim / 2) with rotary_dim from 2 to headdim "
+                f"{headdim}, got {tuple(table.shape)}"
+            )
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{what}: expected a tensor that requires no gradient, got one that does")
+    checks.shape("sin", sin, cos.shape)
 
 
 def _counted(x: Tensor) -> Tensor:

@@ -97,8 +97,8 @@ def encoder_layer_fwd(
     max_seqlen: int,
     bias: Tensor | None,
     gate: Tensor | None,
-    positions: Tensor | None = None,
-    tables: Mapping[Any, tuple[Tensor, Tensor]] | None = None,
+    positions: Tensor | None,
+    tables: Mapping[Any, tuple[Tensor, Tensor]],
     relative: RelativeScores | None = None,
     out: Tensor | None = None,
 ) -> Tensor:

@@ -71,7 +71,10 @@ FREE = {
     *((f"cpu_cross_entropy_{way}", (at,)) for way in ("fwd", "bwd") for at in (4, 6)),  # one row; ignored
     *(("cpu_embedding_bwd", (at, 2)) for at in (13, 14, 15)),  # the id whose row stays zero
     ("cpu_linear_product", (15,)),  # the stride of no residual
-    ("cpu_encoder_layer_fwd", (11,)),  # the bytes of no memory
+    ("cpu_encoder_layer_fwd", (12,)),  # the bytes of no memory
+    # a side of a window without a limit
+    *((f"cpu_attention_{way}", (0, side)) for way in ("fwd", "bwd") for side in (18, 19)),
+    *(("cpu_encoder_layer_fwd", (2, 0, side)) for side in (8, 9)),
     ("set_always_alone", (1,)),
     ("HostBatch", (2,)),
 }

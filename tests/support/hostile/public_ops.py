@@ -56,7 +56,9 @@ class Public(NamedTuple):
 
 
 def layer_call(**kwargs):
-    layer = FusedLayer(**{name: kwargs.pop(name) for name in FusedLayer._fields})
+    fields = {name: kwargs.pop(name) for name in FusedLayer._fields if name in kwargs}
+    layer = FusedLayer(**fields, rotary="by angles")
+    kwargs["tables"] = {"by angles": (kwargs.pop("cos"), kwargs.pop("sin"))}
     return encoder_layer_op.encoder_layer(kwargs.pop("launch"), kwargs.pop("x"), [layer], **kwargs)
 
 
@@ -85,6 +87,10 @@ def layer_operands(kind="linear"):
         "gate": floats(HEADS),
         "activation": "gelu",
         "eps": (1e-5, 1e-5),
+        "window": (2, 1),
+        "cos": floats(6, 2),
+        "sin": floats(6, 2),
+        "positions": ints(*range(TOTAL)) % 6,
     }
 
 
@@ -145,7 +151,10 @@ PUBLIC = {
             ({"headdim": 2**40}, "weights"),
             ({"x": floats(TOTAL, 2 * HEADS * DIM)}, "weights"),
             ({"x": floats(TOTAL, HEADS)}, "weights"),
-            ({"x": floats(7, HEADS * DIM)}, "cu_seqlens"),
+            ({"x": floats(7, HEADS * DIM)}, "cu_seqlens|positions"),
+            *(({"positions": ints(*[bad] * TOTAL)}, "positions") for bad in (6, -1, 2**62, -(2**63))),
+            ({"cos": floats(6, 3), "sin": floats(6, 3)}, "cos"),
+            ({"sin": floats(5, 2)}, "sin"),
         ],
         False,
     ),
