@@ -52,16 +52,8 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
         return HOOKED
     if "forward" in vars(model):
         return "the model's forward was replaced"
-    if model.family.rotary:
-        return "its layers rotate by tables of positions, which graphs do not know"
-    if model.family.disentangled or model.family.alibi:
-        return "its layers score distances, which graphs do not know"
-    if model.family.bottleneck:
-        return "its layers have bottlenecks, which graphs do not know"
-    if model.family.block_sparse:
-        return "its layers may attend by blocks, which graphs do not know"
-    if model.family.global_tokens:
-        return "its layers have global tokens, which graphs do not know"
+    if (reason := model.family.unknown_to_graphs) is not None:
+        return reason
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     if model.taps is not None:

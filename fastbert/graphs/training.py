@@ -184,16 +184,8 @@ class GraphedTraining(GraphedModel):
             return HOOKED
         if (reason := model.gap()) is not None:
             return reason
-        if model.family.rotary:
-            return "its layers rotate by tables of positions, which graphs do not know"
-        if model.family.disentangled or model.family.alibi:
-            return "its layers score distances, which graphs do not know"
-        if model.family.bottleneck:
-            return "its layers have bottlenecks, which graphs do not know"
-        if model.family.block_sparse:
-            return "its layers may attend by blocks, which graphs do not know"
-        if model.family.global_tokens:
-            return "its layers have global tokens, which graphs do not know"
+        if (reason := model.family.unknown_to_graphs) is not None:
+            return reason
         if type(model.embeddings) is not Embeddings or any(m.is_called() for m in model.layer_list()):
             return "the embeddings or a layer have code of their own"
         if (reason := by_grid(model)) is not None:

@@ -363,6 +363,8 @@ def _replace(model: Any) -> None:
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
     # A shared layer is replaced once
     for layer in {id(layer): layer for layer in model.base_model.layer_list()}.values():
+        if not hasattr(layer, "form"):
+            raise TypeError(f"{names[id(layer)]}: a {type(layer).__name__} has no int8 form")
         for path in layer.form.linears:
             module, name = part(layer, path), f"{names[id(layer)]}.{path}"
             if isinstance(module, QuantizedLinear):

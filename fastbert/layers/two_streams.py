@@ -400,7 +400,7 @@ def sinusoids_of(
         batch: has the columns of tokens, if their order alone does not say the distances; and the seed.
         reach: more than the largest distance.
         width: the hidden size.
-        limit: the largest distance that is told from farther ones; 0 or less for no limit.
+        limit: farther distances count as this one; 0 or less for no limit.
         token_types: (total,) int64, or None.
         drops: the probability of dropout of the table, whose one pattern serves all sequences and layers.
     """

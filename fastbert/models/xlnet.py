@@ -1,4 +1,4 @@
-"""XLNet's encoder and heads: BERT's under the family's names, with a second stream, memories and XLNet's heads.
+"""XLNet's encoder and heads: BERT's under the family's names, with a second stream and memories.
 
 What differs from BERT is data in `families/`, and the mathematics of `layers/two_streams.py`.
 
@@ -88,8 +88,8 @@ class XLNetSpanOutput(ModelOutput):
 
 @dataclass
 class XLNetForQuestionAnsweringOutput(ModelOutput):
-    """The best starts, (batch, start_n_top); the best ends of each, (batch, start_n_top · end_n_top), start by
-    start; and cls_logits (batch,), whether there is no answer."""
+    """The best starts (batch, start_n_top), the best ends of each (batch, end_n_top · start_n_top), and
+    cls_logits (batch,), whether there is no answer."""
 
     loss: Tensor | None = None
     start_top_log_probs: Tensor | None = None
@@ -426,8 +426,6 @@ _OUTPUTS: dict[Any, Any] = {LogitsOutput: XLNetLogitsOutput, QuestionAnsweringOu
 class _WithMemories(TaskModel):
     """A head whose output has the memories."""
 
-    model_type = "xlnet"
-
     def _output(
         self, output_class: Any, values: tuple[Any, ...], encoded: Encoded, return_dict: bool | None
     ) -> Any:
@@ -442,6 +440,7 @@ class XLNetLMHeadModel(_WithMemories, BertForMaskedLM):
     `BertForMaskedLM`, from a content stream that sees the tokens themselves."""
 
     model_type = "xlnet"
+    task = "LMHeadModel"
 
 
 class XLNetForSequenceClassification(_WithMemories, BertForSequenceClassification):
@@ -472,6 +471,7 @@ class XLNetForQuestionAnsweringSimple(_WithMemories, BertForQuestionAnswering):
     """See `BertForQuestionAnswering`."""
 
     model_type = "xlnet"
+    task = "ForQuestionAnsweringSimple"
 
 
 class XLNetForQuestionAnswering(_WithMemories):
@@ -485,7 +485,7 @@ class XLNetForQuestionAnswering(_WithMemories):
     """
 
     model_type = "xlnet"
-    task = "ForQuestionAnsweringWithBeams"
+    task = "ForQuestionAnswering"
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)

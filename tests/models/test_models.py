@@ -33,7 +33,7 @@ def bert() -> tuple[torch.nn.Module, BertModel]:
     return hf, ours(hf)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", (*FAMILY_NAMES, "xlnet"))
 def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
     hf = hf_model(name)
     hf.save_pretrained(tmp_path)
@@ -67,7 +67,11 @@ def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     # MobileBERT refuses float16
-    [(n, d) for n in FAMILY_NAMES for d in (torch.bfloat16, torch.float16)[: 2 - (n == "mobilebert")]],
+    [
+        (n, d)
+        for n in (*FAMILY_NAMES, "xlnet")
+        for d in (torch.bfloat16, torch.float16)[: 2 - (n == "mobilebert")]
+    ],
 )
 def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
     hf = hf_model(name)
@@ -186,7 +190,7 @@ def test_a_layer_drops_where_transformers_does(name, monkeypatch):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert", "deberta-v2", "mobilebert"])
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert", "deberta-v2", "mobilebert", "xlnet"])
 def test_compile_full_graph_dynamic(name):
     torch._dynamo.reset()
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -231,7 +235,7 @@ def test_every_backend_gives_the_same_model(bert, backend):
 @pytest.mark.sweep
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(FAMILY_NAMES),
+    name=st.sampled_from((*FAMILY_NAMES, "xlnet")),
     heads=st.integers(1, 4),
     head_dim=st.sampled_from([8, 16, 20, 32]),
     layers=st.integers(2, 4),

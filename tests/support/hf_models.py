@@ -88,6 +88,11 @@ def _size_sqrt_in_own_dtype(query, terms):
     return torch.tensor(query.size(-1) * terms, dtype=torch.float64).sqrt()
 
 
+def _sinusoids_in_own_dtype(computed, model, *args, **kwargs):
+    """XLNet's sinusoids, in the dtype of the weights, which its second stream needs."""
+    return computed(model, *args, **kwargs).to(model.dtype)
+
+
 @functools.cache
 def _make_exact() -> None:
     """Let the oracles compute in float64 where their weights are in float64."""
@@ -97,11 +102,16 @@ def _make_exact() -> None:
     from transformers.models.eurobert import modeling_eurobert as eurobert
     from transformers.models.longformer import modeling_longformer as longformer
     from transformers.models.modernbert import modeling_modernbert as modeling
+    from transformers.models.xlnet import modeling_xlnet as xlnet
 
     LOSS_MAPPING["ForMaskedLM"] = _masked_lm_loss_in_own_dtype
     functional = _Changed(torch.nn.functional, softmax=_softmax_in_own_dtype)
     longformer.nn = _Changed(torch.nn, functional=functional)
     longformer.LongformerEncoder.forward = _with_whole_attentions(longformer.LongformerEncoder.forward)
+    computed = xlnet.XLNetModel.relative_positional_encoding
+    xlnet.XLNetModel.relative_positional_encoding = lambda model, *args, **kwargs: _sinusoids_in_own_dtype(
+        computed, model, *args, **kwargs
+    )
     deberta.scaled_size_sqrt = _size_sqrt_in_own_dtype
     modeling.eager_attention_forward = _eager_in_own_dtype
     eurobert.eager_attention_forward = _eager_in_own_dtype
@@ -200,6 +210,17 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
         small = {"intra_bottleneck_size": sizes["hidden_size"], "embedding_size": sizes["hidden_size"] // 2}
         small["num_feedforward_networks"] = 2
         return transformers.MobileBertConfig(**{**small, **sizes})
+    if name == "xlnet":
+        spelling = {
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "d_inner",
+            "hidden_dropout_prob": "dropout",
+            "hidden_act": "ff_activation",
+        }
+        del sizes["max_position_embeddings"]
+        return transformers.XLNetConfig(**{spelling.get(k, k): v for k, v in sizes.items()})
     classes = {
         "nomic_bert": transformers.NomicBertConfig,
         "gte": transformers.GteConfig,
@@ -227,7 +248,8 @@ def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
     """The model with matrices of new weights and other vectors, so that every part matters."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0.0, scale / parameter.shape[1] ** 0.5)
+            # A matrix of three dimensions is a convolution, or one per head
+            parameter.normal_(0.0, scale / parameter.shape[0 if parameter.dim() == 3 else 1] ** 0.5)
         else:
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
@@ -235,12 +257,13 @@ def unit_scale(model: torch.nn.Module, scale: float = 1.5) -> torch.nn.Module:
 
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
     """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
-    if name in ("modernbert", "eurobert", "deberta-v2", "longformer"):
+    if name in ("modernbert", "eurobert", "deberta-v2", "longformer", "xlnet"):
         _make_exact()
     torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):
-        model = auto.from_config(hf_config(name, **overrides)).eval()
-    if name not in ("mpnet", "deberta-v2"):  # their own eager attention is all they have
+        make = getattr(auto, "from_config", None) or auto._from_config
+        model = make(hf_config(name, **overrides)).eval()
+    if name not in ("mpnet", "deberta-v2", "xlnet"):  # their own eager attention is all they have
         model.set_attn_implementation("eager")
     if name == "big_bird" and model.config.max_position_embeddings <= 704:
         # As the first short text does, whose attentions are not recorded

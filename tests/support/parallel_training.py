@@ -95,7 +95,7 @@ class TwoLosses(Losses):
         encoded = self.model.encode(ids, None, None, None, None, None, None, None, *packed, False)
         logits = self.head(encoded.hidden[cu_seqlens[:-1].long()]).float()
         losses = {
-            "words": self.model.lm_loss(encoded, inputs["labels"], inputs["labelled"]),
+            "words": self.model.vocabulary_loss(encoded, inputs["labels"], inputs["labelled"]),
             "class": fastbert.ops.cross_entropy.cross_entropy(logits, inputs["classes"]),
         }
         right = {"class": (logits.argmax(-1) == inputs["classes"]).sum()} if measure else {}

@@ -152,6 +152,19 @@ class Family:
         return counts or self.relative_bias is not None
 
     @property
+    def unknown_to_graphs(self) -> str | None:
+        """Why recorded graphs do not have the family's layers; None if they may."""
+        kinds = {
+            "rotate by tables of positions": self.rotary,
+            "score distances": self.disentangled or self.two_streams or self.alibi,
+            "have bottlenecks": self.bottleneck,
+            "may attend by blocks": self.block_sparse,
+            "have global tokens": self.global_tokens,
+        }
+        found = next((kind for kind, there in kinds.items() if there), None)
+        return None if found is None else f"its layers {found}, which graphs do not know"
+
+    @property
     def shares_head(self) -> bool:
         """Whether heads share layers, so that a file of one head has a part of another head."""
         return self.lm_head.dense == self.classifier.dense

@@ -164,7 +164,7 @@ class MaskedLMModel(TaskModel):
         assert path is not None
         return self.get_parameter(path)
 
-    def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
+    def vocabulary_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
         """Mean cross-entropy of the labelled tokens; `count` is their number, or None if unknown."""
         hidden, labels = encoded.labelled(labels, count)
         decoder = self.get_output_embeddings()
@@ -193,9 +193,9 @@ class MaskedLMModel(TaskModel):
             name: name of the logits in the output, for the errors of deferred logits.
         """
         if output_logits is False and labels is not None:
-            return None, self.lm_loss(encoded, labels, count)
+            return None, self.vocabulary_loss(encoded, labels, count)
         if output_logits is None and self.training and labels is not None and not encoded.by_modules:
-            return self.deferred_logits(encoded, name), self.lm_loss(encoded, labels, count)
+            return self.deferred_logits(encoded, name), self.vocabulary_loss(encoded, labels, count)
         logits = encoded.by_token(self.lm_logits)
         return encoded.unpack(logits), None if labels is None else encoded.token_loss(logits, labels)
 

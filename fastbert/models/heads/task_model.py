@@ -49,8 +49,8 @@ class Encoded:
         hidden: (rows, hidden), the kept tokens of all sequences; with `first_only` (batch, hidden), the
             token at position 0 of each, zeros if it is masked.
         inputs: the batch.
-        states, probs: all hidden states and attention probabilities, packed; None if not asked for. The states
-            of two streams are padded already.
+        states, probs: all hidden states and attention probabilities, packed; None if not asked for. Those of
+            XLNet's two streams are padded.
         first_only: see `hidden`.
         by_modules: whether the head's modules must be called on the padded batch; see `by_token`.
         pooled: the pooler's output, if it has run already.

@@ -156,7 +156,7 @@ def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> En
 
     Args:
         model: the encoder and its head.
-        inputs: inputs of a `Batch`, as tensors.
+        inputs: inputs of a `Batch`, as tensors; `inputs_embeds`, if there, in place of the ids.
         causal: whether a token attends only to itself and earlier tokens.
     """
     has_types = model.config.family.segments and model.config.type_vocab_size > 1
@@ -241,7 +241,7 @@ class MaskedLosses(Losses):
     def losses_of(self, encoded: Encoded, inputs: dict[str, Any], measure: bool) -> Results:
         """What `forward` returns, from the encoded tokens."""
         labelled = encoded, inputs["labels"], inputs["labelled"]
-        losses = {self.token_loss: self.model.lm_loss(*labelled)}
+        losses = {self.token_loss: self.model.vocabulary_loss(*labelled)}
         correct = {self.token_loss: self.token_hits(*labelled)} if measure else {}
         if self.num_labels:
             logits = self.sentence_logits(encoded)

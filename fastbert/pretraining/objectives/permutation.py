@@ -14,8 +14,9 @@ A sequence of n tokens with k targets becomes n + k rows of one sequence:
 
 No row attends to a query row, and targets are predicted from query rows. So no row that a target is predicted
 from depends on that target, however many layers there are, and one pass predicts all targets. XLNet computes
-the same by two streams. Its query stream begins with a trained vector; here a query row begins with [MASK],
-so that the result is a plain BERT.
+the same by two streams, which share the layers' weights. Its query rows begin with its trained vector, and
+distances are counted between the tokens of two rows. In other families a query row begins with [MASK], so
+that the result is a plain BERT.
 
 Targets are 1 / `k` of the tokens that are not special, rounded, at least one. They are chosen as in XLNet:
 draw a length L from 1 to `max_span`, take one span of L tokens at a random place among the next k L tokens,
@@ -26,7 +27,7 @@ Transformers' DataCollatorForPermutationLanguageModeling differs in one thing. I
 to the targets before them in z, and lets all rows attend to special tokens. So from the second layer on a
 prediction can depend on its own target. Here special tokens are context and attend to context alone.
 
-Families whose attention has relative positions (MPNet) raise an error, because the distance between two rows
+Other families whose attention counts distances (MPNet) raise an error, because the distance between two rows
 is not the distance between their tokens.
 
 Source: Yang et al. 2019, "XLNet", sec. 2.2, 2.3 and 3.1.
@@ -39,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.pretraining.formats import Example
@@ -167,9 +169,9 @@ class Permutation(Objective):
         """The module that is trained.
 
         Raises:
-            ValueError: the family has relative positions.
+            ValueError: the family counts distances between rows.
         """
-        if model.family.relative_bias is not None or model.family.alibi:
+        if model.family.counts_columns and not model.family.two_streams:
             raise ValueError(
                 f"model: {model.config.model_type} has relative positions, but the distance between two rows "
                 "is not that between their tokens; expected a family with absolute positions alone"
@@ -186,9 +188,15 @@ class PermutationLosses(MaskedLosses):
         # RoBERTa's positions begin after padding's position
         pad = config.pad_token_id
         first = pad + 1 if config.family.pad_positions and pad is not None else 0
+        more = {}
+        if config.family.two_streams:
+            encoder, query = self.model.base_model, inputs["labels"] != IGNORED
+            words = encoder.get_input_embeddings()(inputs["input_ids"])
+            embeds = torch.where(query[:, None], encoder.mask_emb[0].to(words.dtype), words)
+            more = {"input_ids": None, "inputs_embeds": embeds}
         sees = inputs["ranks"][:, None, None, :] <= inputs["limits"][:, None, :, None]
         return super().encode(
-            {**inputs, "position_ids": inputs["position_ids"] + first, "attention_mask": sees}
+            {**inputs, **more, "position_ids": inputs["position_ids"] + first, "attention_mask": sees}
         )
 
     def work(self, batch: Batch) -> float:

@@ -210,7 +210,7 @@ class ReplacedTokenLosses(Losses):
         """See `Losses.forward`."""
         labels, count = inputs["labels"], inputs["labelled"]
         encoded = encode(self.generator, inputs)
-        losses = {"mlm": self.generator.lm_loss(encoded, labels, count)}
+        losses = {"mlm": self.generator.vocabulary_loss(encoded, labels, count)}
         hidden, originals = encoded.labelled(labels, count)
         tokens, right = self.fill(hidden, originals, measure)
         predicted = labels != IGNORED

@@ -108,7 +108,7 @@ class WordOrderLosses(MaskedLosses):
         """What `forward` returns, from the encoded tokens."""
         losses, correct = super().losses_of(encoded, inputs, measure)
         labelled = encoded, inputs["order_labels"], inputs["order_labelled"]
-        losses["order"] = self.model.lm_loss(*labelled)
+        losses["order"] = self.model.vocabulary_loss(*labelled)
         if measure:
             correct["order"] = self.token_hits(*labelled)
         return losses, correct
