@@ -82,10 +82,9 @@ class RelativeAttention(nn.Module, OwnMatrices):
     def __init__(self, config: Any):
         super().__init__()
         heads = config.num_attention_heads, config.head_dim
-        for name in "qkvor":
-            self.register_parameter(name, nn.Parameter(torch.empty(config.hidden_size, *heads)))
-        for name in ("r_r_bias", "r_s_bias", "r_w_bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(heads)))
+        matrices = (nn.Parameter(torch.empty(config.hidden_size, *heads)) for _ in "qkvor")
+        self.q, self.k, self.v, self.o, self.r = matrices
+        self.r_r_bias, self.r_s_bias, self.r_w_bias = (nn.Parameter(torch.empty(heads)) for _ in "rsw")
         self.seg_embed = nn.Parameter(torch.empty(2, *heads))
         self.layer_norm = config.norm(config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -137,7 +136,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
     def scores(
         self, q: Tensor, r: Tensor, keys: int, index: Tensor | None, segments: Tensor | None
     ) -> Tensor:
-        """The scores of distances and segments, (batch, nheads, S, keys), in float32, or float64 for float64.
+        """The scores of distances and segments, (batch, nheads, S, keys), in the compute dtype of `q`.
 
         Args:
             q: (batch, S, nheads, head_dim).
@@ -146,23 +145,23 @@ class RelativeAttention(nn.Module, OwnMatrices):
             index: see `Sinusoids`.
             segments: see `Sinusoids`.
         """
-        compute = checks.compute_dtype(q)
         # Scaled before the product, which might overflow in half precision
-        scaled = (q.to(compute) + self.r_r_bias.to(compute)) * self.scale
+        near, r = q + self.r_r_bias.to(q.dtype), (r * self.scale).to(q.dtype)
         if r.dim() == 4:
-            every = torch.einsum("bind,blnd->bnil", scaled, r.to(compute))
+            every = torch.einsum("bind,blnd->bnil", near, r)
         else:
             # One product per head, of the rows of all sequences
-            rows = scaled.permute(2, 0, 1, 3).flatten(1, 2)
-            every = (rows @ r.to(compute).permute(1, 2, 0)).unflatten(1, q.shape[:2]).transpose(0, 1)
+            every = near.permute(2, 0, 1, 3).flatten(1, 2) @ r.permute(1, 2, 0)
+            every = every.unflatten(1, q.shape[:2]).transpose(0, 1)
         if index is None:
             found = shifted(every.transpose(0, 1), keys).transpose(0, 1)
         else:
             found = every.gather(-1, index[:, None].expand(-1, every.shape[1], -1, -1))
+        found = found.to(compute := checks.compute_dtype(q))
         if segments is None:
             return found
-        apart = (self.seg_embed[1] - self.seg_embed[0]).to(compute) * self.scale
-        more = ((q.to(compute) + self.r_s_bias.to(compute)) * apart).sum(-1)  # (batch, S, nheads)
+        apart = ((self.seg_embed[1] - self.seg_embed[0]) * self.scale).to(q.dtype)
+        more = ((q + self.r_s_bias.to(q.dtype)) * apart).sum(-1, dtype=compute)  # (batch, S, nheads)
         return torch.addcmul(found, more.transpose(1, 2).unsqueeze(-1), segments.to(compute))
 
     def attend(self, x: Tensor, batch: PackedBatch, asked: Asked) -> tuple[Tensor, Tensor | None]:
