@@ -63,13 +63,15 @@ def shifted(x: Tensor, keys: int) -> Tensor:
     Row S - i + j of the table has the distance of query i from key j.
     """
     *lead, queries, rows = x.shape
+    if queries == 0:
+        return x.reshape(*lead, 0, keys)
     x = x.reshape(*lead, rows, queries)[..., 1:, :].reshape(*lead, queries, rows - 1)
     return x[..., :keys]
 
 
 def rate(module: Any) -> float:
-    """The probability of a dropout module now."""
-    return module.p if module.training else 0.0
+    """The probability of a dropout module now; 0 of another module in its place."""
+    return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 
 
 class RelativeAttention(nn.Module, OwnMatrices):
@@ -164,8 +166,10 @@ class RelativeAttention(nn.Module, OwnMatrices):
         more = ((q + self.r_s_bias.to(q.dtype)) * apart).sum(-1, dtype=compute)  # (batch, S, nheads)
         return torch.addcmul(found, more.transpose(1, 2).unsqueeze(-1), segments.to(compute))
 
-    def attend(self, x: Tensor, batch: PackedBatch, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """(total, hidden) -> ((total, nheads, head_dim), probabilities or None)."""
+    def forward(
+        self, x: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
+    ) -> tuple[Tensor, Tensor | None]:
+        """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None)."""
         given = batch.sinusoids
         assert given is not None
         q, k, v = self.product("qkv", x).unflatten(1, (3, *self.heads)).unbind(1)
@@ -194,7 +198,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
         context, probs = found if asked.probabilities else (found, None)
         if asked.taps is not None:
             context = asked.taps.context(asked.number, context, batch)
-        return context, probs
+        return self.after(x, context, batch.seed, asked.site + 1), probs
 
     def after(self, x: Tensor, context: Tensor, seed: Tensor | None, site: int) -> Tensor:
         """The block's output: the output layer, dropout, the residual sum and the norm.
@@ -284,9 +288,9 @@ class FeedForward(nn.Module):
                 inner = asked.taps.inner(asked.number, inner, batch)
             return dropped(inner, p, seed, asked.site + INNER_SITE) if p else inner
 
-        more = {} if p == 0 and asked.taps is None else {"tap": tap}
-        modules = self.layer_1, self.layer_2, self.layer_norm
-        return feed_forward_norm(*modules, x, self.activation, p, seed, asked.site + 2, **more)
+        modules, how = (self.layer_1, self.layer_2, self.layer_norm), (p, seed, asked.site + 2)
+        looks = tap if p or asked.taps is not None else None
+        return feed_forward_norm(*modules, x, self.activation, *how, tap=looks)
 
 
 class StreamLayer(nn.Module):
@@ -305,8 +309,7 @@ class StreamLayer(nn.Module):
         self, hidden: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
     ) -> tuple[Tensor, Tensor | None]:
         """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None)."""
-        context, probs = self.rel_attn.attend(hidden, batch, asked)
-        x = self.rel_attn.after(hidden, context, batch.seed, asked.site + 1)
+        x, probs = self.rel_attn(hidden, batch, asked)
         return self.ff(x, batch.seed, asked, batch), probs
 
     def streams(
