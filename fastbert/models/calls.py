@@ -1,12 +1,13 @@
 """What calling a model takes and returns, for type checkers and editors.
 
 `nn.Module` declares `model(…)` as anything that returns anything. Each model declares one of these signatures
-instead. They are the signatures of `forward` (a test compares them), except for two things:
+instead. They are the signatures of `forward` (a test compares them), except for three things:
 
 - Options are typed Any, so that `model(**batch)` passes with a `dict[str, Tensor]`: mypy compares the type of
   its values with every parameter.
 - The result is the output class alone, not the tuple that `return_dict=False` asks for. Its items are Any,
   so that code written for the tuple passes.
+- `more`, which only XLNet's heads need, is left out, so that a misspelt argument is found.
 """
 
 from __future__ import annotations

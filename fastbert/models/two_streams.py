@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +13,16 @@ from fastbert.layers.asked import Asked
 from fastbert.layers.form import SITES
 from fastbert.layers.linear import dropped
 from fastbert.layers.two_streams import LAST_SITE, TABLE_SITE, Pairs, rate, sinusoids
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import dropout_seed
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import check_tensor
 from fastbert.ops import checks
 
-if TYPE_CHECKING:
-    from fastbert.models.xlnet import XLNetModel
-
 
 def both_streams(
-    model: XLNetModel,
+    model: BertModel,
     tokens: Sequence[Tensor | None],
     mems: Sequence[Tensor] | None,
     perm_mask: Tensor | None,
@@ -34,7 +32,7 @@ def both_streams(
     """The padded batch through all layers; the arguments are those of `XLNetModel.forward`.
 
     Args:
-        model: the encoder.
+        model: XLNet's encoder.
         tokens: checked input_ids, attention_mask, token_type_ids and inputs_embeds.
         mems, perm_mask, target_mapping: not checked yet.
         causal: whether a token sees only itself and earlier tokens.

@@ -98,6 +98,7 @@ class XLNetModel(BertModel, OwnMatrices):
     model_type = "xlnet"
     embeddings_class = StreamEmbeddings
     layer_class = StreamLayer
+    __call__: Any
 
     def draw_own_(self, std: float) -> None:
         """See `OwnMatrices`."""
@@ -286,6 +287,8 @@ _OUTPUTS: dict[Any, Any] = {LogitsOutput: XLNetLogitsOutput, QuestionAnsweringOu
 
 class _WithMemories(TaskModel):
     """A head whose output has the memories."""
+
+    __call__: Any
 
     def _output(
         self, output_class: Any, values: tuple[Any, ...], encoded: Encoded, return_dict: bool | None
