@@ -138,7 +138,6 @@ def scores(
         seqlen: the longest length.
         positions: see `RelativeScores`.
     """
-    positions = None if positions is None else positions.contiguous()
     if positions is not None or torch.compiler.is_compiling():
         reach = max(relative.farthest, relative.span)
         if positions is None:

@@ -131,7 +131,7 @@ def run_encoder(
             places = attention_places(*lengths, x.shape[0], autocast_dtype(x) or x.dtype)
         batch, padded = PackedBatch(*lengths, inputs.bias, seed, causal, places), None
         if family.relative_bias is not None or family.alibi:
-            columns = columns_of(packed).contiguous() if inputs.holes else None
+            columns = columns_of(packed) if inputs.holes else None
             longest = packed.max_seqlen if columns is None else packed.seqlen
             batch = replace(batch, relative=shared_scores(root, family, longest, x.device, columns))
         if family.rotary:
@@ -249,7 +249,7 @@ def columns_of(packed: Packing) -> Tensor | None:
     if packed.mask is None:
         return None
     order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
-    return order[:, : packed.max_seqlen]
+    return order[:, : packed.max_seqlen].contiguous()
 
 
 def last_norm(root: nn.Module, family: Family, x: Tensor, packed: Packing | None = None) -> Tensor:
