@@ -104,7 +104,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
         """
         own = tuple(cast(Tensor, self._parameters[name]).flatten(1) for name in names)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            # The products of three narrow matrices, whose gradients are not copied
+            # Backward would have to split the gradient of a joined matrix
             return torch.cat([x @ (m.T if names == "o" else m) for m in own], -1)
 
         def build() -> nn.Linear:
@@ -123,15 +123,15 @@ class RelativeAttention(nn.Module, OwnMatrices):
             given: the table of sinusoids.
             keeps: whether the table depends on its number of rows alone, so that R may be kept.
         """
-        x, middle = given.table.to(self.r.dtype), given.table.shape[0] // 2
+        table, middle = given.table, given.table.shape[0] // 2
 
         def build() -> Tensor:
-            return self.product("r", x)
+            return self.product("r", table.to(self.r.dtype))
 
         if not keeps or torch.is_grad_enabled() or torch.compiler.is_compiling():
             r = build()
         else:
-            name = "distances", x.shape[0], checks.autocast_dtype(x)
+            name = "distances", table.shape[0], checks.autocast_dtype(table)
             r = prepared.derived(self, name, (self.r,), build)
         return r[middle - given.reach : middle + given.reach].unflatten(1, self.heads)
 
