@@ -147,8 +147,13 @@ class RelativeAttention(nn.Module, OwnMatrices):
             index: see `Sinusoids`.
             segments: see `Sinusoids`.
         """
+        compute, near, apart = checks.compute_dtype(q), q + self.r_r_bias.to(q.dtype), None
+        if segments is not None:
+            # One more column of the same product
+            apart = self.seg_embed[1] - self.seg_embed[0]
+            r = torch.cat([r, apart.to(r.dtype).expand(*r.shape[:-3], 1, -1, -1)], -3)
         # Scaled before the product, which might overflow in half precision
-        near, r = q + self.r_r_bias.to(q.dtype), (r * self.scale).to(q.dtype)
+        r = (r * self.scale).to(q.dtype)
         if r.dim() == 4:
             every = torch.einsum("bind,blnd->bnil", near, r)
         else:
@@ -156,15 +161,14 @@ class RelativeAttention(nn.Module, OwnMatrices):
             every = near.permute(2, 0, 1, 3).flatten(1, 2) @ r.permute(1, 2, 0)
             every = every.unflatten(1, q.shape[:2]).transpose(0, 1)
         if index is None:
-            found = shifted(every.transpose(0, 1), keys).transpose(0, 1)
+            found = shifted(every.transpose(0, 1), keys).transpose(0, 1).to(compute)
         else:
-            found = every.gather(-1, index[:, None].expand(-1, every.shape[1], -1, -1))
-        found = found.to(compute := checks.compute_dtype(q))
-        if segments is None:
+            found = every.gather(-1, index[:, None].expand(-1, every.shape[1], -1, -1)).to(compute)
+        if segments is None or apart is None:
             return found
-        apart = ((self.seg_embed[1] - self.seg_embed[0]) * self.scale).to(q.dtype)
-        more = ((q + self.r_s_bias.to(q.dtype)) * apart).sum(-1, dtype=compute)  # (batch, S, nheads)
-        return torch.addcmul(found, more.transpose(1, 2).unsqueeze(-1), segments.to(compute))
+        constant = ((self.r_s_bias - self.r_r_bias) * apart).sum(-1) * self.scale
+        more = every[..., -1:].to(compute) + constant.to(compute)[:, None, None]
+        return torch.addcmul(found, more, segments.to(compute))
 
     def forward(
         self, x: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
