@@ -84,12 +84,14 @@ const char* cpu_linear_int8(const ProductInt8& args, int threads) {
     float *const scale = workspace.data(), *const bias = scale + padded;
     auto* const groups = reinterpret_cast<std::uint32_t*>(bias + padded);
     auto* const quantized = reinterpret_cast<QuantizedRow*>(groups + args.rows * count);
-    for (std::int64_t to = 0; to < padded; ++to) {
-        const std::int64_t j = to / kPanel * width + to % width;  // of one half
-        const std::int64_t from = j + (to % kPanel < width ? 0 : args.columns);
-        const bool real = j < args.columns;
-        scale[to] = real ? args.scale[from] : 0.0f;
-        bias[to] = real && args.bias.data != nullptr ? widened(args.bias, from) : 0.0f;
+    for (std::int64_t begin = 0; begin < padded; begin += width) {  // the columns of one half in a panel
+        const std::int64_t first = gated ? begin / kPanel * width : begin;
+        const std::int64_t half = gated && begin % kPanel != 0 ? args.columns : 0;
+        for (std::int64_t j = first, to = begin; j < first + width; ++j, ++to) {
+            const bool real = j < args.columns;
+            scale[to] = real ? args.scale[half + j] : 0.0f;
+            bias[to] = real && args.bias.data != nullptr ? widened(args.bias, half + j) : 0.0f;
+        }
     }
 
     const std::int64_t some = std::max<std::int64_t>(1, (1 << 15) / args.depth);

@@ -19,7 +19,8 @@ struct ToPanelsInt8 {
     bool gated;                 // columns is even
 };
 
-// y = the product, or what y holds plus or times the product, which is rounded first; not with a gate.
+// y = the product, or what y holds plus or times the product, which is rounded first. Only the product itself
+// may have an activation or a gate.
 enum class Onto : int { kNone = 0, kAdds = 1, kMultiplies = 2 };
 
 struct ProductInt8 {

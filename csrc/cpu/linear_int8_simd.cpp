@@ -112,7 +112,8 @@ struct Tiles<4> {
 };
 
 // Rows [row, row + rows) of one panel, whose integer sums are a buffer of kPanel columns. The pointers to
-// column_sums, scale and bias (or null) are those of the panel.
+// column_sums, scale and bias (or null) are those of the panel. By value: a store to y could change what a
+// reference refers to, so every vector would load the pointers again.
 struct PanelSums {
     const QuantizedRow* quantized;
     const float *scale, *bias;
@@ -140,28 +141,34 @@ FASTBERT_INLINE Vec product_at(const PanelSums& of, const RowScale& row, std::in
 
 // Columns [column, column + columns) of y.
 template <class T, Activation kind>
-void finish(const ProductInt8& args, const PanelSums& of, std::int64_t column, std::int64_t columns) {
-    constexpr bool exact = sizeof(T) == 4;
+void finish(const ProductInt8& args, PanelSums of, std::int64_t column, std::int64_t columns) {
+    for (std::int64_t r = 0; r < of.rows; ++r) {
+        const RowScale row = scale_of(of, r);
+        T* const y = static_cast<T*>(args.y) + (of.row + r) * args.columns + column;
+        for (std::int64_t j = 0; j < columns; j += kLanes)
+            store(y + j, activate<kind>(product_at(of, row, r, j), sizeof(T) == 4),
+                  static_cast<int>(less(columns - j, kLanes)));
+    }
+}
+
+template <class T>
+void finish_onto(const ProductInt8& args, PanelSums of, std::int64_t column, std::int64_t columns) {
+    const bool adds = args.onto == Onto::kAdds;
     for (std::int64_t r = 0; r < of.rows; ++r) {
         const RowScale row = scale_of(of, r);
         T* const y = static_cast<T*>(args.y) + (of.row + r) * args.columns + column;
         for (std::int64_t j = 0; j < columns; j += kLanes) {
             const int n = static_cast<int>(less(columns - j, kLanes));
-            const Vec z = activate<kind>(product_at(of, row, r, j), exact);
-            if (args.onto == Onto::kNone) {
-                store(y + j, z, n);
-                continue;
-            }
             const Vec held = load(y + j, n);
-            store(y + j, z, n);
+            store(y + j, product_at(of, row, r, j), n);
             const Vec rounded = load(y + j, n);
-            store(y + j, args.onto == Onto::kAdds ? add(held, rounded) : mul(held, rounded), n);
+            store(y + j, adds ? add(held, rounded) : mul(held, rounded), n);
         }
     }
 }
 
 template <class T, Activation kind>
-void finish_gated(const ProductInt8& args, const PanelSums& of, std::int64_t column, std::int64_t columns) {
+void finish_gated(const ProductInt8& args, PanelSums of, std::int64_t column, std::int64_t columns) {
     const std::int64_t active = args.gate == Gate::kFirst ? 0 : kHalfPanel;
     for (std::int64_t r = 0; r < of.rows; ++r) {
         const RowScale row = scale_of(of, r);
@@ -174,7 +181,7 @@ void finish_gated(const ProductInt8& args, const PanelSums& of, std::int64_t col
     }
 }
 
-using Finish = void (*)(const ProductInt8&, const PanelSums&, std::int64_t, std::int64_t);
+using Finish = void (*)(const ProductInt8&, PanelSums, std::int64_t, std::int64_t);
 template <class T>
 constexpr Finish kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
                               finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
@@ -194,7 +201,9 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
     const std::int64_t width = panel_columns(gated);
     const std::int64_t panels = panel_count(gated ? 2 * args.columns : args.columns, gated);
     const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.panels + panels * panel_bytes);
-    const Finish finish = (gated ? kFinishGated<T> : kFinish<T>)[static_cast<int>(args.activation)];
+    const Finish finish = args.onto != Onto::kNone
+                              ? finish_onto<T>
+                              : (gated ? kFinishGated<T> : kFinish<T>)[static_cast<int>(args.activation)];
     alignas(64) std::int32_t buffer[kTileRows * kPanel];
     for (std::int64_t j = column; j < column_end; j += kPanel) {
         const std::uint8_t* const panel = args.panels + j / kPanel * panel_bytes;

@@ -34,12 +34,12 @@ FAULTS = (
     _fault("layouts equal in size", "return simd.group - (gated ? 1 : 0);", "return 4 * simd.group / simd.group - (gated ? 1 : 0);", _TASKS),
     _fault("last rows not quantised", "parallel_for(ceil_div(args.rows, some), team,", "parallel_for(std::max<std::int64_t>(1, args.rows / some), team,", _TASKS),
     _fault("8-bit blocks of rows lost", "if (row >= args.rows) return;\n        simd->product(args, groups,", "if (row > 0) return;\n        simd->product(args, groups,", _TASKS),
-    _fault("8-bit bias taken for float32", "widened(args.bias, from) : 0.0f;", "widened({args.bias.data, args.dtype}, from) : 0.0f;", _TASKS),
+    _fault("8-bit bias taken for float32", "widened(args.bias, half + j) : 0.0f;", "widened({args.bias.data, args.dtype}, half + j) : 0.0f;", _TASKS),
     # gates, and what y holds
     _fault("8-bit halves exchanged", "args.gate == Gate::kFirst ? 0 : kHalfPanel", "args.gate == Gate::kFirst ? kHalfPanel : 0"),
     _fault("8-bit half multiplied by itself", "kHalfPanel - active + j", "active + j"),
     _fault("8-bit second half is the first", "(j < width ? 0 : columns)", "0"),
-    _fault("8-bit scales of the first half", "(to % kPanel < width ? 0 : args.columns)", "0", _TASKS),
+    _fault("8-bit scales of the first half", "begin % kPanel != 0 ? args.columns : 0", "begin % kPanel != 0 ? 0 : 0", _TASKS),
     _fault("gated layouts equal in size", "return simd.group - (gated ? 1 : 0);", "return simd.group;", _TASKS),
     _fault("gated panels as wide as others", "const std::int64_t first = j / kPanel * width;", "const std::int64_t first = j;"),
 )  # fmt: skip
