@@ -230,7 +230,7 @@ def test_auto_classes_say_that_model_type_is_missing(tmp_path):
     words = r"config\.json: model_type: missing, and AutoModel chooses .*BertModel, .*Roberta.*MPNetModel"
     with pytest.raises(ValueError, match=words):
         fastbert.AutoModel.from_pretrained(tmp_path)
-    words = r"AutoModelForNextSentencePrediction chooses .* \(BertForNext\w+, ErnieForNext\w+\)"
+    words = r"AutoModelForNextSentencePrediction chooses .* \(BertForNext\w+, ErnieForNext\w+, MobileBertForN"
     with pytest.raises(ValueError, match=words):
         fastbert.AutoModelForNextSentencePrediction.from_pretrained(tmp_path)
     assert_same_state(fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path, model_type="bert"), model)

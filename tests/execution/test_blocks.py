@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastbert import BertModel, EncoderConfig, MPNetModel
+from fastbert import BertModel, EncoderConfig
 from fastbert.backends.cpu import sizes
 from fastbert.execution import cpu
 from fastbert.execution.blocks import blocks_of
@@ -143,13 +143,14 @@ _as_fsdp.__module__ = "torch.distributed.fsdp"
 def test_everything_at_once_where_blocks_would_show(rows, why):
     # "rest": after a block of 60 only 21 would remain
     ids, mask = batch({"few": [10] * 7, "rest": [20] * 4 + [1]}.get(why, [10] * 12))
-    net = model(MPNetModel, model_type="mpnet") if why == "bias" else model()
+    net = model()
     options = {"output_attentions": True} if why == "probabilities" else {}
     if why == "training":
         net.train()
     if why == "hook":
         for layer in net.encoder.layer:
             layer.output.dense.register_forward_hook(_as_fsdp)
+    given = torch.zeros(12, 1, 10, 10) if why == "bias" else mask
     with torch.set_grad_enabled(why == "gradients"):
-        net(ids, mask, **options)
+        net(ids, given, **options)
     assert rows == [sum(mask.sum(1).tolist())] * 2

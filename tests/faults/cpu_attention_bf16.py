@@ -34,11 +34,11 @@ FAULTS = (
     _fault("old sums dropped", "return _mm512_dpbf16_ps(c, a, b);", "return _mm512_dpbf16_ps(mul(c, broadcast(1.0009765625f)), a, b);", _VEC),
     # the shortest sequences
     _fault("few tokens too", "constexpr std::int64_t kFew = 16;", "constexpr std::int64_t kFew = 8;"),
-    _fault("forward's runs lost for few tokens", "attention_kernels.forward(args, sequence, head, begin, end, scratch)", "attention_kernels.forward(args, sequence, head, begin, begin + 1, scratch)"),
+    _fault("forward's runs lost for few tokens", "attention_kernels.forward(args, relative, sequence, head, begin, end, scratch)", "attention_kernels.forward(args, relative, sequence, head, begin, begin + 1, scratch)"),
     _fault("few tokens rounded in backward", "if (tokens.length < kFew || gates_shared(args))", "if (gates_shared(args))"),
     # forward
     _fault("k taken for v", "pair_rows(args.v, tokens.start + low,", "pair_rows(args.k, tokens.start + low,"),
-    _fault("softmax of the future", "softmax_rows(args, sequence, head, n, i, rows, keys, keys.columns(), scores,", "softmax_rows(args, sequence, head, n, i + 1, rows, keys, keys.columns(), scores,"),
+    _fault("softmax of the future", "softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores,", "softmax_rows(args, relative, sequence, head, n, i + 1, rows, keys, keys.columns(), scores,"),
     _fault("lse without the maximum", "softmax[r].top + __builtin_logf(softmax[r].sum)", "__builtin_logf(softmax[r].sum)"),
     _fault("lse of an empty row 0", "empty ? -INFINITY : softmax[r].top", "empty ? 0.0f : softmax[r].top"),
     _fault("probs not normalised", "store(p + j, mul(load(s + j, m), broadcast(inverse)), m);", "store(p + j, load(s + j, m), m);"),
@@ -52,7 +52,7 @@ FAULTS = (
     # backward
     _fault("dP from q", "times_panels(dout, width / 2, padded, v_panels,", "times_panels(q, width / 2, padded, v_panels,"),
     _fault("rows of dout strided like one head", "upstream{args.dout, args.nheads * headdim, headdim}", "upstream{args.dout, headdim, args.nheads * headdim}"),
-    _fault("future keys in backward", "softmax_rows(args, sequence, head, n, i, rows, keys, keys.columns(), p,", "softmax_rows(args, sequence, head, n, i + 1, rows, keys, keys.columns(), p,"),
+    _fault("future keys in backward", "softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), p,", "softmax_rows(args, relative, sequence, head, n, i + 1, rows, keys, keys.columns(), p,"),
     _fault("P not normalised", "const Vec normal = broadcast(inverse);", "const Vec normal = broadcast(1.0f + 0.0f * inverse);"),
     _fault("dP not dropped", "if (drop) weigh(dpr,", "if (false) weigh(dpr,"),
     _fault("delta missing", "sub(load(dpr + j, c), broadcast(delta))", "load(dpr + j, c)"),
@@ -80,6 +80,8 @@ FAULTS = (
     # the choice
     _fault("fp16 taken for bf16", "dtype == DType::kBFloat16 ?", "dtype != DType::kFloat32 ?", _TASKS),
     _fault("never chosen", "dtype == DType::kBFloat16 ?", "false && dtype == DType::kBFloat16 ?", _TASKS),
+    _fault("gradients of distances without the gate", "if (grads.wanted()) store(dpr + j, mul(d, broadcast(gate)), c);", "if (grads.wanted()) store(dpr + j, d, c);"),
+    _fault("gradients of distances from dP", "head, i + r, keys, dpr);", "head, i + r, keys, pr);"),
     _fault("preferred on Intel", '!__builtin_cpu_is("amd")', '__builtin_cpu_is("amd")', _ISA),
     _fault("the default is the highest", "isa = static_cast<int>(preferred_isa())", "isa = static_cast<int>(best_isa())", _ISA),
     _fault("without AVX-512", 'if (avx512 && __builtin_cpu_supports("avx512bf16"))', 'if (__builtin_cpu_supports("avx512bf16"))', _ISA),
@@ -95,6 +97,7 @@ SUITE = Suite(
         "tests/cpu/test_attention_dropout.py",
         "tests/cpu/test_attention.py",
         "tests/cpu/test_attention_window.py",
+        "tests/cpu/test_attention_relative.py",
         "tests/cpu/test_isa.py",
         "tests/cpu/test_sanitizers.py::test_kernels_under_sanitizers[attention-address,undefined]",
         "-k",

@@ -148,7 +148,7 @@ def test_derived_weights_that_cannot_be_overwritten(monkeypatch):
         def __init__(self, weight):
             self.weight = weight
 
-    def projected(form, parts, x):
+    def projected(form, parts, x, values):
         key = parts.key
         made = prepared.derived(parts.owner, "opaque", (key.weight,), lambda: Opaque(key.weight * 2))
         return tuple(F.linear(x, made.weight).reshape(-1, form.nheads, form.head_dim) for _ in range(3))

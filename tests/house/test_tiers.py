@@ -79,6 +79,6 @@ def test_of_all_families_four_are_kept_and_each_test_has_its_own():
         sets = [{"name": name, "dtype": dtype} for name, dtype in itertools.product(FAMILY_NAMES, "ab")]
         return {name.partition("[")[2].rpartition("-")[0] for name in tiers.cover(ids, sets)}
 
-    found = [kept(f"test_{i}") for i in range(20)]
+    found = [kept(f"test_{i}") for i in range(40)]
     assert {len(names) for names in found} == {tiers.SOME}
     assert set().union(*found) == {*FAMILY_NAMES}
