@@ -66,7 +66,7 @@ def config_of(model: workloads.Model, **overrides: object) -> fastbert.EncoderCo
         "num_attention_heads": model.heads,
         "intermediate_size": model.intermediate,
     }
-    return fastbert.EncoderConfig.from_dict({**sizes, **overrides})
+    return fastbert.EncoderConfig.from_dict({**sizes, **dict(model.config), **overrides})
 
 
 def encoder_of(config: fastbert.EncoderConfig) -> fastbert.AutoModel:
@@ -96,7 +96,11 @@ def theirs(config: fastbert.EncoderConfig, attention: str = "sdpa") -> torch.nn.
     other._attn_implementation = attention
     if config.model_type == "bert":
         return transformers.BertModel(other, add_pooling_layer=False).eval()
-    return transformers.AutoModel.from_config(other, attn_implementation=attention).eval()
+    try:
+        return transformers.AutoModel.from_config(other, attn_implementation=attention).eval()
+    except ValueError:
+        # the family has its own attention alone
+        return transformers.AutoModel.from_config(other, attn_implementation="eager").eval()
 
 
 class NotInstalled(RuntimeError):
@@ -141,7 +145,7 @@ def compile_cache() -> Iterator[Path]:
 
 def names_of(module: torch.nn.Module) -> tuple[str, ...]:
     """The inputs that a model's family takes."""
-    return NAMES[:2] if module.config.model_type == "modernbert" else NAMES
+    return NAMES if module.config.model_type == "bert" else NAMES[:2]
 
 
 def taken(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@
 | `train` | 48 packs of 512 tokens |
 | `short` | 256 sentences of 16 to 64 tokens, 40 on average |
 | `1x128`, `1x512`, `8x128` | CPU: batch x length |
-| `long16`, `1x1024` | CPU: 16 texts of 128 to 1,024 tokens; one of 1,024 |
+| `long16`, `1x1024`, … | CPU: 16 texts of 128 to 1,024 tokens; one of 1,024, 2,048 or 4,096 |
 | `ragged16`, `ragged64` | CPU: 16 or 64 lengths drawn from SQuAD v1.1 dev |
 
 Drawn lengths are a stratified sample: one window from each of n equally likely strata of the distribution,
@@ -38,6 +38,8 @@ FIXED = {
     "1x512": (512,),
     "8x128": (128,) * 8,
     "1x1024": (1024,),
+    "1x2048": (2048,),
+    "1x4096": (4096,),
     "long16": tuple(128 + 896 * (7 * i % 16) // 15 for i in range(16)),
 }
 DRAWN = {"squad": 96, "ragged16": 16, "ragged64": 64}
@@ -49,7 +51,8 @@ class Model:
     """The sizes that set an encoder's cost.
 
     Attributes:
-        family: transformers' model_type, "bert" or "modernbert".
+        family: transformers' model_type.
+        config: further keys of the config, and their values.
     """
 
     name: str
@@ -59,16 +62,28 @@ class Model:
     intermediate: int
     vocab: int = 30522
     family: str = "bert"
+    config: tuple[tuple[str, object], ...] = ()
 
     def gemms(self) -> dict[str, tuple[int, int]]:
         """The layer's products as name -> (out features, in features)."""
         h, f = self.hidden, self.intermediate
+        if self.family == "mobilebert":
+            # in 128 columns, with three further feed-forward blocks
+            narrow = {"input": (2 * 128, h), "qk": (2 * 128, 128), "value": (128, h), "proj": (128, 128)}
+            return narrow | {"ffn1": (4 * f, 128), "ffn2": (128, 4 * f), "output": (h, 128)}
         up = 2 * f if self.family == "modernbert" else f
         return {"qkv": (3 * h, h), "proj": (h, h), "ffn1": (up, h), "ffn2": (h, f)}
 
     def pairs(self, lengths: tuple[int, ...]) -> int:
         """The pairs of a query and a key that it sees, in all layers together."""
         everything = sum(n * n for n in lengths)
+        if self.family == "longformer":
+            # 256 on each side
+            return self.layers * (everything - sum((n - 257) * (n - 256) for n in lengths if n > 257))
+        if self.family == "big_bird":
+            # beyond 704 tokens five blocks of 64, but the first and the last block see all
+            sparse = sum(n * n - 128 * n - 320 * (n - 128) for n in lengths if n > 704)
+            return self.layers * (everything - sparse)
         if self.family != "modernbert":
             return self.layers * everything
         # every third layer sees all tokens, other layers 64 on each side
@@ -76,12 +91,53 @@ class Model:
         hidden = sum((n - 65) * (n - 64) for n in lengths if n > 65)
         return self.layers * everything - (self.layers - full) * hidden
 
+    @property
+    def attention_width(self) -> int:
+        """Columns of queries, keys and values, counted once per score of a pair and once per sum."""
+        width = 128 if self.family == "mobilebert" else self.hidden
+        # DeBERTa scores two distances beside each pair, XLNet one
+        return width * {"deberta-v2": 4, "xlnet": 3}.get(self.family, 2)
+
 
 BASE = Model("base", 768, 12, 12, 3072)
 LARGE = Model("large", 1024, 24, 16, 4096)
 TINY = Model("tiny", 64, 2, 2, 128, vocab=211)
 MODERNBERT = Model("modernbert", 768, 22, 12, 1152, vocab=50368, family="modernbert")
-MODELS = {model.name: model for model in (BASE, LARGE, TINY, MODERNBERT)}
+DEBERTA = Model(
+    "deberta-v3",
+    768,
+    12,
+    12,
+    3072,
+    vocab=128100,
+    family="deberta-v2",
+    config=(
+        ("relative_attention", True),
+        ("position_buckets", 256),
+        ("norm_rel_ebd", "layer_norm"),
+        ("share_att_key", True),
+        ("pos_att_type", "p2c|c2p"),
+        ("position_biased_input", False),
+        ("max_position_embeddings", 512),
+    ),
+)
+XLNET = Model("xlnet", 768, 12, 12, 3072, vocab=32000, family="xlnet", config=(("use_mems_eval", False),))
+MOBILEBERT = Model("mobilebert", 512, 24, 4, 512, family="mobilebert")
+LONGFORMER = Model(
+    "longformer",
+    768,
+    12,
+    12,
+    3072,
+    vocab=50265,
+    family="longformer",
+    config=(("max_position_embeddings", 4098),),
+)
+BIG_BIRD = Model("bigbird", 768, 12, 12, 3072, vocab=50358, family="big_bird")
+MODELS = {
+    model.name: model
+    for model in (BASE, LARGE, TINY, MODERNBERT, DEBERTA, XLNET, MOBILEBERT, LONGFORMER, BIG_BIRD)
+}
 
 
 @functools.cache
@@ -162,7 +218,7 @@ def rates(lengths: tuple[int, ...], flops: float, ms: float, floor: float | None
 def encoder_flops(lengths: tuple[int, ...], model: Model) -> int:
     """Floating-point operations of one forward on the real tokens: matrix products and attention only."""
     per_token = 2 * model.layers * sum(n * k for n, k in model.gemms().values())
-    return per_token * sum(lengths) + 4 * model.hidden * model.pairs(lengths)
+    return per_token * sum(lengths) + 2 * model.attention_width * model.pairs(lengths)
 
 
 def training_flops(lengths: tuple[int, ...], model: Model, labelled: int) -> int:

@@ -12,14 +12,29 @@ from bench.lib import encoder, workloads
 from bench.lib.engines import ENGINES, MODELS
 
 WORKLOADS = {
-    "cpu": ("1x128", "1x512", "1x1024", "8x128", "long16", "ragged16", "ragged64"),
+    "cpu": ("1x128", "1x512", "1x1024", "1x2048", "1x4096", "8x128", "long16", "ragged16", "ragged64"),
     "cuda": ("full", "squad"),
 }
 # of texts that BERT's positions do not reach
-LONG = ("1x1024", "long16")
+LONG = ("1x1024", "1x2048", "1x4096", "long16")
+# family -> its workloads of those, and whether it has the others
+LONG_OF = {
+    "modernbert": (("1x1024", "long16"), True),
+    "longformer": (("1x1024", "1x2048", "1x4096"), False),
+    "big_bird": (("1x1024", "1x2048", "1x4096"), False),
+}
 # device -> model -> what `make bench` has time for; --everything adds the rest
 SHORT = {
-    "cpu": {"base": ("8x128", "ragged16"), "minilm": ("8x128",), "modernbert": ("8x128",)},
+    "cpu": {
+        "base": ("8x128", "ragged16"),
+        "minilm": ("8x128",),
+        "modernbert": ("8x128",),
+        "deberta-v3": ("8x128",),
+        "xlnet": (),
+        "mobilebert": (),
+        "longformer": (),
+        "bigbird": (),
+    },
     "cuda": {"base": ("full", "squad"), "large": ("full", "squad")},
 }
 CANDIDATES = {"cpu": ENGINES, "cuda": GPU_ENGINES}
@@ -33,11 +48,12 @@ def cases(device: str) -> Iterator[object]:
     """(model, workload, candidate), the workloads of one model together: its engines are built once."""
     for model, short in SHORT[device].items():
         for workload in WORKLOADS[device]:
-            if workload in LONG and MODELS[model].family == "bert":
+            reach, others = LONG_OF.get(MODELS[model].family, ((), True))
+            if workload not in reach if workload in LONG else not others:
                 continue
             for candidate in CANDIDATES[device]:
-                # no int8 of this family yet
-                if model == "modernbert" and candidate == "fastbert-int8":
+                # XLNet has no int8
+                if model == "xlnet" and candidate == "fastbert-int8":
                     continue
                 rare = workload not in short or candidate.startswith(COMPILED)
                 rare = rare or (device == "cpu" and workload == "ragged16" and candidate in SLOW)
