@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 
 #include "bindings.h"
@@ -229,6 +230,12 @@ Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nh
             refuse("columns", "columns of the scores", columns[i]);
     // a vector's indices are ints
     if (out.key.row_stride > (1 << 26)) refuse("key", "a row stride of at most 2^26", out.key.row_stride);
+    out.runs.resize(static_cast<std::size_t>(count));
+    for (std::int64_t i = count - 1; i >= 0; --i) {
+        const bool rises = i + 1 < count && columns[i + 1] == columns[i] + 1;
+        const int run = rises ? out.runs[static_cast<std::size_t>(i + 1)] + 1 : 1;
+        out.runs[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(std::min(run, 255));
+    }
     out.reach = count / 2;
     out.columns = columns + out.reach;
     if (bias != nullptr) out.bias = bias + out.reach;

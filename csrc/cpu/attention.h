@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "../attention.h"
 
@@ -16,7 +17,10 @@ struct Relative {
     std::int64_t ncolumns = 0;              // at least 2 if half
     // (nheads, 2 reach + 1) contiguous, at distance 0 of head 0: the bias of each distance; null: none
     const float* bias = nullptr;
-    bool given() const { return query.data != nullptr || key.data != nullptr || bias != nullptr; }
+    std::vector<std::uint8_t>
+        runs;  // from each distance on: how many have columns that rise by 1, at most 255
+    bool of_tokens() const { return query.data != nullptr || key.data != nullptr; }
+    bool given() const { return of_tokens() || bias != nullptr; }
 };
 
 // Their gradients, contiguous and zero on entry; null: not wanted.

@@ -108,7 +108,7 @@ std::int64_t forward_scratch(const Attention& args, std::int64_t seqlen, std::in
     const std::int64_t stride = row_stride(args, seqlen);
     // bits of a row; panels of K, pairs of rows of V; of a block: q, P, out and scores
     const std::int64_t own = bits_room(stride) + keys * half(headdim) + keys / 2 * width +
-                             kQueryBlock * (width / 2 + stride / 2 + width + stride) + stride;
+                             kQueryBlock * (width / 2 + stride / 2 + width + stride);
     return more(round_up(own, 16), avx512::attention_kernels.forward_scratch(args, less(seqlen, kFew), kFew));
 }
 
@@ -128,7 +128,7 @@ void forward(const AttentionFwd& args, const Relative& relative, std::int64_t se
          *q = v + packed / 2 * width;
     Pair* weights = q + kQueryBlock * width / 2;
     float* out = reinterpret_cast<float*>(weights + kQueryBlock * stride / 2);
-    float *scores = out + kQueryBlock * width, *line = scores + kQueryBlock * stride;
+    float* scores = out + kQueryBlock * width;
     transpose_rows(args.k, tokens.start + low, kv_head, count, headdim, panels);
     pair_rows(args.v, tokens.start + low, kv_head, count, headdim, width, v);
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
@@ -142,7 +142,7 @@ void forward(const AttentionFwd& args, const Relative& relative, std::int64_t se
         times_panels(q, width / 2, padded, panels, keys.first - low, keys.end - low, depth, scores, stride);
         float factor[kQueryBlock];
         Row softmax[kQueryBlock];
-        softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores, stride, line,
+        softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores, stride,
                      softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float* s = scores + r * stride;
@@ -184,9 +184,9 @@ std::int64_t backward_scratch(const Attention& args, std::int64_t seqlen) {
     // bits of a row; panels of K and V, pairs of rows of K; dk and dv (more, for the last tile); of a block:
     // q and dout, each in pairs of columns and of rows, dq, P and dP, weights and dS, each in pairs of keys
     // and of queries
-    const std::int64_t own =
-        bits_room(columns) + 2 * keys * half(headdim) + keys / 2 * width + 2 * (keys + kLanes) * width +
-        kQueryBlock * (2 * width + width + 2 * columns + columns + columns + kLanes) + columns;
+    const std::int64_t own = bits_room(columns) + 2 * keys * half(headdim) + keys / 2 * width +
+                             2 * (keys + kLanes) * width +
+                             kQueryBlock * (2 * width + width + 2 * columns + columns + columns + kLanes);
     return more(round_up(own, 16), avx512::attention_kernels.backward_scratch(args, less(seqlen, kFew)));
 }
 
@@ -207,7 +207,6 @@ void backward(const AttentionBwd& args, const Relative& relative, const Relative
     Pair *w_pairs = ds + kQueryBlock * columns / 2, *ds_pairs = w_pairs + kQueryBlock / 2 * stride;
     float *dk = reinterpret_cast<float*>(ds_pairs + kQueryBlock / 2 * stride), *dv = dk + tall * width;
     float *dq = dv + tall * width, *p = dq + kQueryBlock * width, *dp = p + kQueryBlock * columns;
-    float* const line = dp + kQueryBlock * columns;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
     const bool need_ds = needs_ds(args, grads);
     transpose_rows(args.k, tokens.start, kv_head, n, headdim, k_panels);
@@ -232,7 +231,7 @@ void backward(const AttentionBwd& args, const Relative& relative, const Relative
             if (need_ds)
                 times_panels(dout, width / 2, padded, v_panels, keys.first, keys.end, depth, dp, columns);
             Row softmax[kQueryBlock];
-            softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), p, columns, line,
+            softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), p, columns,
                          softmax);
             for (std::int64_t r = 0; r < rows; ++r) {
                 float *pr = p + r * columns, *dpr = dp + r * columns;

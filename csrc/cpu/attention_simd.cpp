@@ -20,8 +20,6 @@
 
 #include <type_traits>
 
-#include "transpose.h"
-
 namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
@@ -89,7 +87,7 @@ std::int64_t forward_scratch(const Attention& args, std::int64_t seqlen, std::in
     const std::int64_t keys = round_up(most_keys(args, seqlen, queries), kKeyPanel);
     const std::int64_t stride = row_stride(args, seqlen);
     const std::int64_t many =
-        bits_room(stride) + keys * headdim + keys * width + kQueryBlock * (2 * width + stride) + stride;
+        bits_room(stride) + keys * headdim + keys * width + kQueryBlock * (2 * width + stride);
     const std::int64_t few = kFewKeys * headdim + kFewKeys * width + kFewRows * (2 * width + kFewStride);
     return round_up(many > few ? many : few, 16);
 }
@@ -172,7 +170,6 @@ void forward_as(const AttentionFwd& args, const Relative& relative, std::int64_t
     float *panels = scratch + bits_room(stride), *room = panels + packed * headdim,
           *q = room + packed * width;
     float *out = q + kQueryBlock * width, *scores = out + kQueryBlock * width;
-    float* const line = scores + kQueryBlock * stride;
     transpose_rows<T>(args.k, first, kv_head, count, headdim, panels);
     std::int64_t v_row;
     const float* const v = float_rows<T>(args.v, first, kv_head, count, headdim, width, room, v_row);
@@ -186,7 +183,7 @@ void forward_as(const AttentionFwd& args, const Relative& relative, std::int64_t
         times_panels(q, width, padded, panels, keys.first - low, keys.end - low, headdim, scores, stride);
         float factor[kQueryBlock];
         Row softmax[kQueryBlock];
-        softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores, stride, line,
+        softmax_rows(args, relative, sequence, head, n, i, rows, keys, keys.columns(), scores, stride,
                      softmax);
         for (std::int64_t r = 0; r < rows; ++r) {
             float* s = scores + r * stride;
@@ -221,9 +218,9 @@ std::int64_t backward_scratch(const Attention& args, std::int64_t seqlen) {
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
     const std::int64_t keys = round_up(seqlen, kKeyPanel), stride = row_stride(args, seqlen) + kRows;
     // bits of a row; panels of K and V; rows of K, dk and dv (kRows more, for the last tile); q, dout, dq; P,
-    // dP, weights; a row of scores of distances
+    // dP, weights
     return round_up(bits_room(stride) + 2 * keys * headdim + 3 * (keys + kRows) * width +
-                        kQueryBlock * (3 * width + 3 * stride) + stride,
+                        kQueryBlock * (3 * width + 3 * stride),
                     16);
 }
 
@@ -241,7 +238,6 @@ void backward_as(const AttentionBwd& args, const Relative& relative, const Relat
           *q = dv + (packed + kRows) * width;
     float *dout = q + kQueryBlock * width, *dq = dout + kQueryBlock * width, *p = dq + kQueryBlock * width;
     float *dp = p + kQueryBlock * stride, *w = dp + kQueryBlock * stride;
-    float* const line = w + kQueryBlock * stride;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
     const bool need_ds = needs_ds(args, grads);
     if (need_ds) transpose_rows<T>(args.v, tokens.start, kv_head, n, headdim, v_panels);
@@ -266,7 +262,7 @@ void backward_as(const AttentionBwd& args, const Relative& relative, const Relat
             Row softmax[kQueryBlock];
             // dk's and dv's last tile reads kRows - 1 further columns
             const std::int64_t read = keys.columns() + kRows;
-            softmax_rows(args, relative, sequence, head, n, i, rows, keys, read, p, stride, line, softmax);
+            softmax_rows(args, relative, sequence, head, n, i, rows, keys, read, p, stride, softmax);
             for (std::int64_t r = 0; r < rows; ++r) {
                 float *pr = p + r * stride, *dpr = dp + r * stride, *wr = w + r * stride;
                 const std::int64_t row = tokens.start + i + r;

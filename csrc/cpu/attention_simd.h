@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "exp.h"
+#include "transpose.h"
 #include "vec.h"
 
 namespace fastbert {
@@ -223,26 +224,67 @@ FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
     return {start, args.cu_seqlens[sequence + 1] - start};
 }
 
-// line[j] = bias[j] + the scores of the distances from query i to the keys j seen; the sequence starts at row
-// `start`.
+// s = scale s + bias + the scores of distances of `rows` queries from query i on, in rows of scores of these
+// keys. Columns of near distances lie side by side. So a query's scores of a vector of keys are one load, and
+// those of the keys are transposed; others are gathered.
 template <class T>
-FASTBERT_INLINE void distance_scores(const Relative& relative, std::int64_t start, std::int64_t head,
-                                     std::int64_t i, const Keys& seen, const float* bias, float* line) {
-    const std::int64_t step = relative.key.row_stride;
-    const T* query = relative.query.data == nullptr ? nullptr : row_of<T>(relative.query, start + i, head);
-    const T* key = relative.key.data == nullptr ? nullptr : row_of<T>(relative.key, start + seen.begin, head);
-    const std::int64_t first = seen.begin - i, distances = 2 * relative.reach + 1;
-    const float* every = relative.bias == nullptr ? nullptr : relative.bias + head * distances + first;
-    const std::int32_t* columns = relative.columns + first;
-    const UVec rows = multiples(static_cast<std::int32_t>(step));
-    for_vectors(seen.end - seen.begin, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
-        const UVec column = load_indices(columns + j, n);
-        Vec x = bias == nullptr ? zero() : load(bias + j, n);
-        if (query != nullptr) x = add(x, gather(query, column, n));
-        if (key != nullptr) x = add(x, gather(key + j * step, plus(column, rows), n));
-        if (every != nullptr) x = add(x, load(every + j, n));
-        store(line + j, x, n);
-    });
+FASTBERT_INLINE void add_relative(const Attention& args, const Relative& relative, std::int64_t sequence,
+                                  std::int64_t head, std::int64_t i, std::int64_t rows, const Keys& keys,
+                                  float* s, std::int64_t stride) {
+    const std::int64_t start = args.cu_seqlens[sequence], step = relative.key.row_stride;
+    const std::uint8_t* const runs = relative.runs.data() + relative.reach;
+    const Vec scale = broadcast(args.softmax_scale);
+    for (std::int64_t r = 0; r < rows; ++r) {
+        const std::int64_t first = keys.first - (i + r);
+        const float* bias = bias_row(args.bias, sequence, head, i + r);
+        if (bias != nullptr) bias += keys.first;
+        const T* query =
+            relative.query.data == nullptr ? nullptr : row_of<T>(relative.query, start + i + r, head);
+        const float* every = relative.bias;
+        if (every != nullptr) every += head * (2 * relative.reach + 1) + first;
+        const std::int32_t* columns = relative.columns + first;
+        float* const row = s + r * stride;
+        for_vectors(keys.columns(), [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
+            Vec x = mul(load(row + j, n), scale);
+            if (bias != nullptr) x = add(x, load(bias + j, n));
+            if (every != nullptr) x = add(x, load(every + j, n));
+            if (query != nullptr)
+                x = add(x, runs[first + j] >= n ? load(query + columns[j], n)
+                                                : gather(query, load_indices(columns + j, n), n));
+            store(row + j, x, n);
+        });
+    }
+    if (relative.key.data == nullptr) return;
+    const UVec steps = multiples(static_cast<std::int32_t>(step));
+    for (std::int64_t j = 0; j < keys.columns(); j += kLanes) {
+        const int count = static_cast<int>(less(kLanes, keys.columns() - j));
+        const T* const key = row_of<T>(relative.key, start + keys.first + j, head);
+        for (std::int64_t r = 0; r < rows; r += kLanes) {
+            const int tall = static_cast<int>(less(kLanes, rows - r));
+            // from the last of these queries to the first of these keys
+            const std::int64_t nearest = keys.first + j - (i + r + tall - 1);
+            if (runs[nearest] >= tall + count - 1) {
+                const T* const corner = key + relative.columns[nearest];
+                Vec block[kLanes];
+#pragma GCC unroll 16
+                for (int l = 0; l < kLanes; ++l)
+                    block[l] = l < count ? load(corner + l * (step + 1), tall) : zero();
+                transpose(block);
+#pragma GCC unroll 16
+                for (int l = 0; l < kLanes; ++l)
+                    if (l < tall) {
+                        float* const row = s + (r + tall - 1 - l) * stride + j;
+                        store(row, add(load(row, count), block[l]), count);
+                    }
+                continue;
+            }
+            for (std::int64_t q = r; q < r + tall; ++q) {
+                float* const row = s + q * stride + j;
+                const UVec column = load_indices(relative.columns + (keys.first + j - (i + q)), count);
+                store(row, add(load(row, count), gather(key, plus(column, steps), count)), count);
+            }
+        }
+    }
 }
 
 // Adds the gradients of query i's scores of the keys [begin, end) to those of the scores of distances.
@@ -269,32 +311,39 @@ FASTBERT_INLINE void add_distances(const Attention& args, const Relative& relati
 
 // Softmax of `rows` rows of scores of these keys, `stride` apart, without the division: exp(s - top) in
 // place, and 0 for the keys that a row's query does not see, up to the column `width`. First all maxima, then
-// all sums: a row's exponentials need not wait for its own maximum. `line` has room for a row of scores.
+// all sums: a row's exponentials need not wait for its own maximum.
 FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relative, std::int64_t sequence,
                                   std::int64_t head, std::int64_t n, std::int64_t first_row,
                                   std::int64_t rows, const Keys& keys, std::int64_t width, float* s,
-                                  std::int64_t stride, float* line, Row* out) {
-    const bool scored = relative.given();
-    const bool by_rows = relative.query.data != nullptr || relative.key.data != nullptr;
-    const float scale = args.bias.data != nullptr || scored ? 1.0f : args.softmax_scale;
+                                  std::int64_t stride, Row* out) {
+    const bool added = relative.of_tokens(), biased = args.bias.data != nullptr || relative.given();
+    if (added && relative.half)
+        add_relative<bf16>(args, relative, sequence, head, first_row, rows, keys, s, stride);
+    else if (added)
+        add_relative<float>(args, relative, sequence, head, first_row, rows, keys, s, stride);
+    const float scale = biased ? 1.0f : args.softmax_scale;
     const bool limited = args.window.left >= 0 || args.window.right >= 0;
     const auto seen_by = [&](std::int64_t r) { return limited ? keys_of(args, n, first_row + r, 1) : keys; };
     for (std::int64_t r = 0; r < rows; ++r) {
         const Keys seen = seen_by(r);
-        const float* bias = bias_row(args.bias, sequence, head, first_row + r);
+        const float* bias = added ? nullptr : bias_row(args.bias, sequence, head, first_row + r);
         if (bias != nullptr) bias += seen.begin;
-        const std::int64_t start = args.cu_seqlens[sequence], i = first_row + r;
-        if (scored && !by_rows && bias == nullptr) {
-            bias = relative.bias + head * (2 * relative.reach + 1) + seen.begin - i;
-        } else if (scored) {
-            if (relative.half)
-                distance_scores<bf16>(relative, start, head, i, seen, bias, line);
-            else
-                distance_scores<float>(relative, start, head, i, seen, bias, line);
-            bias = line;
+        float* const row = s + r * stride + (seen.begin - keys.first);
+        if (!added && relative.given()) {
+            const std::int64_t distances = 2 * relative.reach + 1;
+            const float* every = relative.bias + head * distances + seen.begin - (first_row + r);
+            if (bias != nullptr) {
+                const Vec factor = broadcast(args.softmax_scale);
+                for_vectors(seen.end - seen.begin,
+                            [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
+                                store(row + j, fma(load(row + j, n), factor, load(bias + j, n)), n);
+                            });
+                out[r].top = top_of_row(row, seen.end - seen.begin, 1.0f, every);
+                continue;
+            }
+            bias = every;
         }
-        out[r].top = top_of_row(s + r * stride + (seen.begin - keys.first), seen.end - seen.begin,
-                                args.softmax_scale, bias);
+        out[r].top = top_of_row(row, seen.end - seen.begin, added ? 1.0f : args.softmax_scale, bias);
     }
     for (std::int64_t r = 0; r < rows; ++r) {
         const Keys seen = seen_by(r);

@@ -15,7 +15,9 @@ Source: He et al. 2020, "DeBERTa: Decoding-enhanced BERT with Disentangled Atten
 
 from __future__ import annotations
 
+import bisect
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ from fastbert.ops import checks
 from fastbert.ops.activation import SPELLINGS, activate_eager
 from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from fastbert.runtime import prepared
+
+# Most bytes of the scores of queries, and of keys, that are made at once
+_MOST = 24 << 20
 
 
 def buckets(distance: Tensor, relative: Relative) -> Tensor:
@@ -82,6 +87,28 @@ def relative_scores(
     return scores(relative, tables, q, k, batch.max_seqlen, batch.columns)
 
 
+def pieces(form: LayerForm, q: Tensor, batch: PackedBatch) -> list[PackedBatch]:
+    """Neighbouring sequences whose scores take little memory, to attend piece by piece in inference on a CPU.
+
+    Empty if all sequences attend at once. Fresh memory of more than 32 MiB comes page by page from the
+    system, which takes longer than the products.
+    """
+    free = batch.bias is None and batch.columns is None and not torch.is_grad_enabled()
+    if q.device.type != "cpu" or not free or torch.compiler.is_compiling():
+        return []
+    per_row = form.nheads * min(2 * batch.max_seqlen, 1024) * q.element_size()
+    most, ends = _MOST // per_row, batch.cu_seqlens.tolist()
+    if ends[-1] <= most or ends[-1] < q.shape[0]:
+        return []
+    found, first = [], 0
+    while first < len(ends) - 1:
+        last = max(first + 1, bisect.bisect_right(ends, ends[first] + most) - 1)
+        lengths = batch.cu_seqlens[first : last + 1] - ends[first]
+        found.append(replace(batch, cu_seqlens=lengths, places=None))
+        first = last
+    return found
+
+
 def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor) -> list[Tensor | None]:
     """Kr and Qr, scaled, each (2 · span, nheads, head_dim) in the dtype of the scores, or None."""
     distances = batch.distances
@@ -114,10 +141,11 @@ def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Ten
 def scaled(form: LayerForm, table: Tensor, q: Tensor) -> Tensor:
     """Kr or Qr (2 · span, nheads, head_dim) times the scale of the scores, in the dtype of their product.
 
-    Products that were scaled afterwards might overflow in half precision. A CPU multiplies fp16 slowly.
+    Rows are in rising order of the distance from query to key. Products that were scaled afterwards might
+    overflow in half precision. A CPU multiplies fp16 slowly.
     """
     fast = q.dtype == torch.bfloat16 or (q.dtype == torch.float16 and q.device.type != "cpu")
-    wide = table.to(checks.compute_dtype(q)) * form.softmax_scale
+    wide = table.flip(0).to(checks.compute_dtype(q)) * form.softmax_scale
     return wide.to(q.dtype if fast else wide.dtype).unflatten(1, (form.nheads, form.head_dim))
 
 
@@ -169,10 +197,10 @@ def _columns_of(relative: Relative, reach: int, device: torch.device) -> tuple[T
 def _columns(relative: Relative, reach: int, device: torch.device) -> tuple[Tensor, int, int]:
     back = torch.arange(reach, -reach - 1, -1, device=device)  # query - key
     found = buckets(back, relative)
-    first, last = 0, 2 * relative.span
+    rising, first, last = 2 * relative.span - 1 - found, 0, 2 * relative.span
     if not torch.compiler.is_compiling():
-        first, last = int(found[-1]), int(found[0]) + 1
-    return (found - first).to(torch.int32), first, last
+        first, last = int(rising[0]), int(rising[-1]) + 1
+    return (rising - first).to(torch.int32), first, last
 
 
 _kept_columns = functools.lru_cache(maxsize=64)(_columns)

@@ -102,6 +102,15 @@ def attend(
         if form.rotary is not None:
             q, k = (rotate(form, t, batch) for t in (q, k))
     relative = batch.relative
+    if form.relative is not None and heads is None and taps is None and not asked.probabilities:
+        parted = disentangled.pieces(form, q, batch)
+        if parted:
+            rows = [int(piece.cu_seqlens[-1]) for piece in parted]
+            found = []
+            for *qkv, piece in zip(q.split(rows), k.split(rows), v.split(rows), parted, strict=True):
+                scores = disentangled.relative_scores(form, parts, qkv[0], qkv[1], piece, asked)
+                found.append(_attention(parts, *qkv, piece, asked, None, gate, scale, relative=scores))
+            return torch.cat(found), None
     if form.relative is not None:
         relative = disentangled.relative_scores(form, parts, q, k, batch, asked)
     if relative is not None and (taps is not None or heads is not None):

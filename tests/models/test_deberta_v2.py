@@ -102,8 +102,8 @@ def test_buckets_are_transformers_own(buckets, farthest):
         scores = disentangled.scores(relative, [table, table], q, q, seqlen)
         columns, reach = scores.columns.long(), scores.columns.shape[0] // 2
         backward = torch.arange(seqlen - 1, -seqlen, -1)  # query - key
-        rows = disentangled.buckets(backward, relative)
-        first = int(disentangled.buckets(torch.tensor([-reach]), relative))
+        rows = 2 * span - 1 - disentangled.buckets(backward, relative)  # tables are in rising order
+        first = 2 * span - 1 - int(disentangled.buckets(torch.tensor([reach]), relative))
         assert torch.equal(columns[reach - seqlen + 1 : reach + seqlen] + first, rows)
 
 
@@ -162,6 +162,18 @@ def test_hooks_of_the_convolution(path):
         m.encoder.get_submodule(path).register_forward_hook(lambda module, given, output: 1.25 * output)
     inputs = ragged((1, 40, 17))
     close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
+
+
+@torch.no_grad()
+def test_pieces_of_sequences_change_nothing(monkeypatch):
+    model, inputs = both("v3")[1], ragged((9, 40, 1, 3))
+    whole = kept_rows(model, inputs)
+    monkeypatch.setattr(disentangled, "_MOST", 13 * 3 * 80 * 8)  # 13 rows
+    pieces, found = disentangled.pieces, []
+    monkeypatch.setattr(disentangled, "pieces", lambda *args: found.append(pieces(*args)) or found[-1])
+    close(kept_rows(model, inputs), whole, 1e-13)
+    ends = [piece.cu_seqlens.tolist() for piece in found[0]]
+    assert ends == [[0, 9], [0, 40], [0, 1, 4]]
 
 
 @torch.no_grad()
