@@ -17,7 +17,7 @@ WORKLOADS = {
 }
 # of texts that BERT's positions do not reach
 LONG = ("1x1024", "1x2048", "1x4096", "long16")
-# family -> its workloads of those, and whether it has the others
+# family -> its workloads of those, and whether it has shorter ones too
 LONG_OF = {
     "modernbert": (("1x1024", "long16"), True),
     "longformer": (("1x1024", "1x2048", "1x4096"), False),
