@@ -178,6 +178,16 @@ class PackedBatch:
         found = dense_scores(relative, self.cu_seqlens, self.max_seqlen, like)
         return replace(self, bias=found if bias is None else bias + found, relative=None)
 
+    def first_bias(self) -> Tensor | None:
+        """The bias of each sequence's first query, with the shared scores of distances."""
+        relative = self.relative
+        if relative is None or relative.bias is None or relative.positions is not None:
+            return self.dense().bias
+        middle = relative.columns.shape[0] // 2
+        after = relative.columns[middle : middle + self.max_seqlen]
+        found = relative.bias.index_select(1, after)[None, :, None]
+        return found if self.bias is None else self.bias[:, :, :1] + found
+
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has put another tensor in place of `cu_seqlens`."""
         places = self.places

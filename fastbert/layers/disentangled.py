@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,23 @@ def pieces(form: LayerForm, q: Tensor, batch: PackedBatch) -> list[PackedBatch]:
         found.append(replace(batch, cu_seqlens=lengths, places=None))
         first = last
     return found
+
+
+def attend(
+    form: LayerForm,
+    parts: Parts,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    pieces: list[PackedBatch],
+    asked: Asked,
+    attention: Callable[..., Tensor],
+) -> Tensor:
+    """The output of attention, (total, nheads, head_dim), piece by piece; `attention` is that of a batch."""
+    found, rows = [], [int(piece.cu_seqlens[-1]) for piece in pieces]
+    for q, k, v, piece in zip(*(t.split(rows) for t in qkv), pieces, strict=True):
+        scores = relative_scores(form, parts, q, k, piece, asked)
+        how = None, asked.gate, form.softmax_scale
+        found.append(attention(parts, q, k, v, piece, asked, *how, relative=scores))
+    return torch.cat(found)
 
 
 def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor) -> list[Tensor | None]:

@@ -50,7 +50,7 @@ from fastbert.layers.positions import rotate, rotated, window_bias
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
-from fastbert.ops.attention_relative import dense_scores
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import first_attention, pays
 
 
@@ -67,7 +67,7 @@ def layer(
         return after_attention(form, parts, x, context, batch, asked), probs
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
     plain = not (form.rotary or form.relative or form.window or form.packed or form.bottleneck)
-    plain = plain and batch.lengths is None and batch.relative is None
+    plain = plain and batch.lengths is None
     if form.heads is None and form.nheads and plain:
         context = first_context(form, parts, x, starts, batch, asked)
     else:
@@ -79,50 +79,22 @@ def attend(
     form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked
 ) -> tuple[Tensor, Tensor | None]:
     """The output of self-attention, (total, nheads, headdim), and its probabilities or None."""
-    heads, taps, gate, window = form.heads, asked.taps, asked.gate, form.window
-    scale = form.softmax_scale
-    seen = batch
-    if window is not None and (taps is not None or batch.columns is not None):
-        # Taps see all that hides keys as one bias
-        seen, window = replace(batch, bias=window_bias(batch, window)), None
-    bias = seen.bias
+    heads, taps, gate, scale = form.heads, asked.taps, asked.gate, form.softmax_scale
     if form.nheads == 0:
         longest = batch.max_seqlen
         none = x.new_empty(batch.cu_seqlens.shape[0] - 1, 0, longest, longest)
         return x.new_empty(x.shape[0], 0, form.head_dim), none if asked.probabilities else None
-    if form.pre_norm:
-        norm = parts.attention_norm
-        x = apply_norm(norm, x) if parts.fuses_norm else norm(x)
-    if form.packed:
-        qkv = apply_linear(parts.query, x)
-        q, k, v = rotated(form, qkv, batch)
-    else:
-        given = (x, x) if form.bottleneck is None else bottleneck.inputs(parts, x)
-        q, k, v = queries_keys_values(form, parts, *given)
-        if form.rotary is not None:
-            q, k = (rotate(form, t, batch) for t in (q, k))
-    relative = batch.relative
-    if form.relative is not None and heads is None and taps is None and not asked.probabilities:
-        parted = disentangled.pieces(form, q, batch)
-        if parted:
-            rows = [int(piece.cu_seqlens[-1]) for piece in parted]
-            found = []
-            for *qkv, piece in zip(q.split(rows), k.split(rows), v.split(rows), parted, strict=True):
-                scores = disentangled.relative_scores(form, parts, qkv[0], qkv[1], piece, asked)
-                found.append(_attention(parts, *qkv, piece, asked, None, gate, scale, relative=scores))
-            return torch.cat(found), None
-    if form.relative is not None:
-        relative = disentangled.relative_scores(form, parts, q, k, batch, asked)
-    if relative is not None and (taps is not None or heads is not None):
-        found = dense_scores(relative, batch.cu_seqlens, batch.max_seqlen, q)
-        seen, relative = replace(seen, bias=found if bias is None else bias + found), None
-        bias = seen.bias
-    if batch.lengths is not None:
-        if batch.lengths and taps is None and bias is None and not (asked.probabilities or batch.causal):
+    q, k, v = projected(form, parts, x, batch)
+    if taps is None and not asked.probabilities:
+        pieces = disentangled.pieces(form, q, batch) if form.relative is not None and heads is None else []
+        if pieces:
+            return disentangled.attend(form, parts, (q, k, v), pieces, asked, _attention), None
+        if batch.lengths and batch.bias is None and not batch.causal:
             return block_sparse.attend(form, parts, q, k, v, batch, asked), None
-        draws = block_sparse.training(form, parts)
-        seen = replace(batch, bias=block_sparse.bias(form, draws, batch, checks.compute_dtype(q)))
-        parts, bias = parts._replace(rates=(0.0, *parts.rates[1:])), seen.bias
+    seen, window, relative = scored(form, parts, q, k, batch, asked)
+    bias = seen.bias
+    if batch.lengths is not None:
+        parts = parts._replace(rates=(0.0, *parts.rates[1:]))
     if heads is not None and taps is not None and type(taps).qkv is not Taps.qkv:
         raise ValueError(
             "model: has heads with fixed patterns (config fixed_heads), which have no queries and keys to "
@@ -149,6 +121,40 @@ def attend(
     if taps is not None:
         context = taps.context(asked.number, context, batch)
     return context, probs
+
+
+def projected(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, each (total, heads, head_dim), of the layer's input; rotated if it rotates."""
+    if form.pre_norm:
+        norm = parts.attention_norm
+        x = apply_norm(norm, x) if parts.fuses_norm else norm(x)
+    if form.packed:
+        return rotated(form, apply_linear(parts.query, x), batch)
+    given = (x, x) if form.bottleneck is None else bottleneck.inputs(parts, x)
+    q, k, v = queries_keys_values(form, parts, *given)
+    if form.rotary is None:
+        return q, k, v
+    return rotate(form, q, batch), rotate(form, k, batch), v
+
+
+def scored(
+    form: LayerForm, parts: Parts, q: Tensor, k: Tensor, batch: PackedBatch, asked: Asked
+) -> tuple[PackedBatch, tuple[int, int] | None, RelativeScores | None]:
+    """What is added to scores and hides keys: (the batch with its bias, the window, scores of distances).
+
+    Taps see all of it as one bias. Heads with fixed patterns have scores of distances in their bias.
+    """
+    window, relative = form.window, batch.relative
+    if window is not None and (asked.taps is not None or batch.columns is not None):
+        batch, window = replace(batch, bias=window_bias(batch, window)), None
+    if form.relative is not None:
+        relative = disentangled.relative_scores(form, parts, q, k, batch, asked)
+    if relative is not None and (asked.taps is not None or form.heads is not None):
+        batch, relative = replace(batch, relative=relative).dense(), None
+    if batch.lengths is not None:
+        draws = block_sparse.training(form, parts)
+        batch = replace(batch, bias=block_sparse.bias(form, draws, batch, checks.compute_dtype(q)))
+    return batch, window, relative
 
 
 def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None, relative=None) -> Any:
@@ -207,7 +213,6 @@ def first_context(
     form: LayerForm, parts: Parts, x: Tensor, starts: Tensor, batch: PackedBatch, asked: Asked
 ) -> Tensor:
     """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, nheads · head_dim)."""
-    batch = batch.dense()
     key, value, shape = parts.key, parts.value, (-1, form.nheads, form.head_dim)
     q, scale = apply_linear(parts.query, x.index_select(0, starts)).reshape(shape), form.softmax_scale
     if (
@@ -221,14 +226,15 @@ def first_context(
         and pays(x, starts.shape[0])
     ):
         weights = key.weight, value.weight, value.bias
-        more = {"bias": batch.bias, "gate": asked.gate, "max_seqlen": batch.max_seqlen}
+        more = {"bias": batch.first_bias(), "gate": asked.gate, "max_seqlen": batch.max_seqlen}
         return first_attention(x, q, *weights, batch.cu_seqlens, softmax_scale=scale, **more)
     k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
     # Rows other than `starts` get a query of zeros, and their results are dropped. For an empty sequence
     # `starts` repeats a row of another sequence, whose query and gradient must not change.
     filled = batch.cu_seqlens.diff().gt(0)[:, None, None]
     q = torch.zeros_like(k).index_add(0, starts, torch.where(filled, q, 0))
-    context = _attention(parts, q, k, v, batch, asked, batch.bias, asked.gate, scale)
+    bias, relative = batch.bias, batch.relative
+    context = _attention(parts, q, k, v, batch, asked, bias, asked.gate, scale, relative=relative)
     return context.index_select(0, starts).flatten(1)
 
 
