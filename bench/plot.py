@@ -1,6 +1,6 @@
 """Charts and the page of tables from what the benchmarks keep in bench/results.
 
-    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars roofs history]
+    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars lengths roofs history]
     python bench/plot.py tables [--check]
 
 The first command draws charts beside each FILE of the suite, by default this machine's newest:
@@ -36,13 +36,16 @@ from bench.lib.machine import describe  # noqa: E402
 if TYPE_CHECKING:
     import matplotlib.figure
 
-WHAT = ("bars", "roofs", "history")
+WHAT = ("bars", "lengths", "roofs", "history")
 
 
 def of_run(run: results.Run, what: Iterable[str] = WHAT) -> Iterator[tuple[str, matplotlib.figure.Figure]]:
     """(name, figure) of each chart of one run that `what` asks for and the run has rows for."""
     for model in drawn.models(run) if "bars" in what else ():
         yield f"bars-{model}", drawn.bars(run, model)
+    for model in drawn.models(run) if "lengths" in what else ():
+        if len(drawn.of_one_text(run, model)) > 2:
+            yield f"lengths-{model}", drawn.lengths(run, model)
     for workload in drawn.op_workloads(run) if "roofs" in what else ():
         yield f"roofs-{workload}", drawn.shares(run, workload)
 

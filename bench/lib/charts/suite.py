@@ -35,6 +35,8 @@ COLOURS = {
 OTHERS = ("#9b2d3f", "#d9737f", "#2d7f86", "#7fc4c9", "#5f5f5f", "#a8a8a8")
 DTYPES = {"fp32": "-", "bf16": "--", "int8": ":", "fp16": "-."}  # the line of each dtype's floor
 TITLES = {"base": "BERT-base", "large": "BERT-large", "minilm": "MiniLM-L6", "tiny": "a tiny BERT"}
+TITLES |= {"modernbert": "ModernBERT-base", "deberta-v3": "DeBERTa-v3-base", "xlnet": "XLNet-base"}
+TITLES |= {"mobilebert": "MobileBERT", "longformer": "Longformer-base", "bigbird": "BigBird-base"}
 # backend -> its colour in the charts of ops
 BACKENDS = {"cpu": "#0b4f8a", "cuda": "#0b4f8a", "triton": "#2a86d1", "aten": "#d9903d", "torch": "#8a4b0b"}
 
@@ -172,6 +174,49 @@ def _notes(run: Run, model: str, rows: Sequence[Benchmark]) -> str:
         parts = (f"{name} ({', '.join(where)})" for name, where in absent.items())
         notes.append(f"Without a time: {'; '.join(parts)}.")
     return "\n".join(textwrap.wrap(" ".join(notes), 40 + 40 * max(len(groups), 2)))
+
+
+# ---- time over length ----
+
+
+def of_one_text(run: Run, model: str) -> dict[int, list[Benchmark]]:
+    """Tokens -> the rows of a model's forward on one text of that many tokens."""
+    found: dict[int, list[Benchmark]] = {}
+    for each in run.of("encoder"):
+        size, _, tokens = each.params["workload"].partition("x")
+        if each.params["model"] == model and size == "1" and tokens.isdigit():
+            found.setdefault(int(tokens), []).append(each)
+    return dict(sorted(found.items()))
+
+
+def lengths(run: Run, model: str) -> matplotlib.figure.Figure:
+    """Milliseconds of a model's forward over the length of one text, and the slopes of n and n²."""
+    rows = of_one_text(run, model)
+    palette = colours(each.candidate for some in rows.values() for each in some)
+    figure = figure_of(8.0, 5.2)
+    axes = figure.subplots()
+    for name, colour in palette.items():
+        points = [(n, 1e3 * r.seconds) for n, some in rows.items() for r in some if r.candidate == name]
+        wide = 2.0 if is_ours(name) else 1.2
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, lw=wide, label=name.replace("-", " "))
+    first, low = min(rows), min(1e3 * each.seconds for each in rows[min(rows)])
+    for power, style in ((1, ":"), (2, "-.")):
+        times = [low * (n / first) ** power for n in rows]
+        axes.plot(list(rows), times, style, color="0.5", lw=1, label=f"the slope of n{'²' * (power > 1)}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(rows), [f"{n:,}" for n in rows])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(thousands)
+    axes.set_xlabel("tokens of one text")
+    axes.set_ylabel("milliseconds")
+    axes.grid(alpha=0.3)
+    timed = [each for some in rows.values() for each in some]
+    figure.suptitle(
+        f"{TITLES.get(model, model)} forward on {machine(run)}\n{made(run)}; {batch(timed)}", fontsize=11
+    )
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    return figure
 
 
 # ---- the ops beside the roofs ----
