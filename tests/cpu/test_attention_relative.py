@@ -19,7 +19,7 @@ LENGTHS = (1, 23, 0, 65, 130)
 NHEADS, HEADDIM, SLACK = 4, 20, 2
 
 
-def scores_of(which, columns, dtype, mixed=False):
+def scores_of(which, columns, dtype, rises=True):
     """Scores of some rows, keys, or distances alone ("q", "k", "b"), among rows and columns of NaN."""
     total, longest = sum(LENGTHS), max(LENGTHS) + SLACK
 
@@ -29,8 +29,9 @@ def scores_of(which, columns, dtype, mixed=False):
         return memory[:, 1:-1, 1:-2].transpose(0, 1)
 
     distance = torch.arange(1 - longest, longest)
-    near = columns // 2 - distance
-    index = near.clamp(0, columns - 1) if mixed else (distance * 7919) % columns
+    # Near distances have neighbouring columns, which are loaded; other columns are gathered
+    near = (columns // 2 + distance).clamp(0, columns - 1)
+    index = near if rises else (distance * 7) % columns
     return RelativeScores(
         index.to(torch.int32),
         rows(11) if "q" in which else None,
@@ -39,6 +40,7 @@ def scores_of(which, columns, dtype, mixed=False):
     )
 
 
+@pytest.mark.parametrize("rises", [True, False], ids=["near", "any"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("which", "columns", "options"),
@@ -53,9 +55,9 @@ def scores_of(which, columns, dtype, mixed=False):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_as_a_dense_bias(every_isa, dtype, which, columns, options):
+def test_as_a_dense_bias(every_isa, dtype, which, columns, options, rises):
     options, total = dict(options), sum(LENGTHS)
-    relative = scores_of(which, columns, dtype if dtype != torch.float16 else torch.float32, columns == 77)
+    relative = scores_of(which, columns, dtype if dtype != torch.float16 else torch.float32, rises)
     heads = options.pop("kv_heads", NHEADS)
     q, dout = (randn(total, NHEADS, HEADDIM, dtype=dtype, seed=s) for s in (1, 4))
     k, v = (randn(total, heads, HEADDIM, dtype=dtype, seed=s) for s in (2, 3))

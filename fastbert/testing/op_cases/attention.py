@@ -112,7 +112,7 @@ class AttentionCase(Case):
         distance = torch.arange(-reach, reach + 1)
         any_of_them = torch.randint(_COLUMNS, distance.shape, generator=g)
         near = distance.abs() <= _COLUMNS // 2
-        return torch.where(near, _COLUMNS // 2 - distance, any_of_them).to(torch.int32)
+        return torch.where(near, _COLUMNS // 2 + distance, any_of_them).to(torch.int32)
 
     @property
     def _heads(self) -> tuple[int, int, int]:
