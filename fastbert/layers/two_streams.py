@@ -35,6 +35,7 @@ from fastbert.layers.modules import calls_all, is_plain
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.attention_grid import to_grid
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.runtime import prepared
 
@@ -170,6 +171,30 @@ class RelativeAttention(nn.Module, OwnMatrices):
         more = every[..., -1:].to(compute) + constant.to(compute)[:, None, None]
         return torch.addcmul(found, more, segments.to(compute))
 
+    def relative(self, q: Tensor, r: Tensor) -> RelativeScores:
+        """The scores of distances alone, of packed tokens.
+
+        Args:
+            q: (total, nheads, head_dim).
+            r: (2 · reach, nheads, head_dim); row reach + d has the distance d from the query to the key.
+        """
+        near = (q + self.r_r_bias.to(q.dtype)).transpose(0, 1)
+        scaled = (r * self.scale).to(q.dtype).permute(1, 2, 0)
+        columns = torch.arange(1, r.shape[0], dtype=torch.int32, device=q.device)
+        return RelativeScores(columns, query=torch.bmm(near, scaled).transpose(0, 1))
+
+    def of_types(self, q: Tensor, batch: PackedBatch) -> Tensor:
+        """Each query's score of a key of another token type: (batch, nheads, S, 1), in the compute dtype.
+
+        Args:
+            q: (total, nheads, head_dim).
+            batch: where the sequences are.
+        """
+        compute = checks.compute_dtype(q)
+        apart = (self.seg_embed[1] - self.seg_embed[0]).to(compute) * self.scale
+        own = ((q.to(compute) + self.r_s_bias.to(compute)) * apart).sum(-1)
+        return _grid(own, batch).transpose(1, 2)[..., None]
+
     def forward(
         self, x: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
     ) -> tuple[Tensor, Tensor | None]:
@@ -178,8 +203,15 @@ class RelativeAttention(nn.Module, OwnMatrices):
         assert given is not None
         q, k, v = self.product("qkv", x).unflatten(1, (3, *self.heads)).unbind(1)
         r = self.of_distances(given, batch.seed is None)
-        bias = self.scores(_grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
-        bias = bias if batch.bias is None else bias + batch.bias
+        relative, bias = None, batch.bias
+        if given.index is None and asked.taps is None:
+            relative = self.relative(q, r)
+            if given.segments is not None:
+                of_types = self.of_types(q, batch) * given.segments
+                bias = of_types if bias is None else of_types + bias
+        else:
+            scores = self.scores(_grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
+            bias = scores if bias is None else scores + bias
         q = q + self.r_w_bias.to(q.dtype)
         if asked.taps is not None:
             q, k, v, bias = asked.taps.qkv(asked.number, q, k, v, replace(batch, bias=bias))
@@ -192,6 +224,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
             softmax_scale=self.scale,
             causal=batch.causal,
             bias=bias,
+            relative=relative,
             gate=asked.gate,
             dropout_p=rate(self.dropout),
             seed=batch.seed,

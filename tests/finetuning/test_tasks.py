@@ -100,20 +100,27 @@ def test_is_learnt(learnt, task):
     assert not result.best.failed
 
 
+# ModernBERT's tokens see eight others on each side, in every second layer
+OTHERS = {
+    "ModernBert": {"pad_token_id": 0, "local_attention": 16, "global_attn_every_n_layers": 2},
+    "DebertaV2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16},
+}
+
+
 @pytest.mark.parametrize("task", ["squad2", "ner"])
-def test_modernbert_learns(memory, task):
-    """Its tokens see eight others on each side, in every second layer."""
-    sizes = {"pad_token_id": 0, "local_attention": 16, "global_attn_every_n_layers": 2}
-    model, how = tiny_model(memory / "modern", kind="ModernBertModel", **sizes), TASKS[task]
-    data = written(task, memory / f"for-modern-{task}", how.train, DEV)
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_learn(memory, family, task):
+    model = tiny_model(memory / family, kind=f"{family}Model", **OTHERS[family])
+    how = TASKS[task]
+    data = written(task, memory / f"for-{family}-{task}", how.train, DEV)
     options = {"lr": 2e-3, "epochs": how.epochs, "batch_size": how.batch_size}
-    result = quick(made(task), model, data, memory / f"modern-{task}", **options)
+    result = quick(made(task), model, data, memory / f"{family}-{task}", **options)
     assert result.best.score > (1 + how.constant) / 2
     theirs = {
         "squad2": transformers.AutoModelForQuestionAnswering,
         "ner": transformers.AutoModelForTokenClassification,
     }
-    assert type(theirs[task].from_pretrained(result.output)).__name__.startswith("ModernBert")
+    assert type(theirs[task].from_pretrained(result.output)).__name__.startswith(family)
 
 
 @pytest.mark.parametrize("task", TASKS)

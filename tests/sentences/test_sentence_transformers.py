@@ -260,8 +260,8 @@ def test_an_encoding_error_crosses_processes():
     assert (error.index, error.problem) == (3, "too long")
 
 
-@pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
-def test_rotary_positions(directory, tmp_path, name):
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert", "deberta-v2", "longformer", "big_bird"])
+def test_other_families(directory, tmp_path, name):
     """A folder that sentence-transformers has saved, with texts longer than the window."""
     from sentence_transformers import SentenceTransformer, models
 
