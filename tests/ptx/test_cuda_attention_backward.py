@@ -80,7 +80,8 @@ def test_every_kernel(emulated, without_hopper, schedule):
     emulated.schedule = schedule
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
         assert broken_rules(case, dtype) == []
-    others = re.compile("hopper|forward_float")  # which have no backward here
+    # which have no backward here, as forward with a window or shared heads
+    others = re.compile("hopper|forward_float|ExtrasE3")
     ours = {name for name in emulated.library.names if "attention" in name and not others.search(name)}
     assert {launch.kernel for launch in emulated.launches} >= ours
 
