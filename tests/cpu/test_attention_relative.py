@@ -48,6 +48,7 @@ def scores_of(which, columns, dtype, rises=True):
         ("q", 40, {}),
         ("k", 40, {"window": (20, 9)}),
         ("b", 40, {}),
+        ("b", 40, {"bias": True}),
         ("qkb", 77, {"bias": True, "p": 0.25, "gate": torch.tensor([1.5, -0.5, 0.25, 2.0])}),
         ("qk", 9, {"kv_heads": 2, "gate": torch.tensor([1.5, -0.5, 0.25, 2.0])}),
         ("qk", 1, {}),  # no pair of columns
@@ -95,6 +96,19 @@ def test_as_a_dense_bias(every_isa, dtype, which, columns, options, rises):
         torch.testing.assert_close(grad, truth, **close)
     for grad, needed in zip(grads[5:], wanted, strict=True):
         assert needed or grad.numel() == 0
+
+
+def test_gradients_of_scores_alone(every_isa):
+    relative = scores_of("qkb", 40, torch.float32)
+    q = randn(sum(LENGTHS), NHEADS, HEADDIM, seed=1)
+    inputs = inputs_of(q, q, q, LENGTHS, slack=SLACK)
+    out, lse, _, _ = cpu.attention_fwd(inputs, False, False, None, relative)
+    given = inputs, out, lse, None
+    every = AttentionNeeds(True, True, True, False, False)
+    none = AttentionNeeds(False, False, False, False, False)
+    whole, alone = (cpu.attention_bwd(q, *given, n, None, relative, [True] * 3) for n in (every, none))
+    assert all(torch.equal(a, b) for a, b in zip(whole[5:], alone[5:], strict=True))
+    assert all(grad.numel() == 0 for grad in alone[:5])
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(every_isa):

@@ -130,7 +130,7 @@ FAULTS = (
     _fault("one bias by distance for all heads", "every += head * (2 * relative.reach + 1) + first;", "every += first;", _SHARED),
     _fault("bias alone of the first query", "head * distances + seen.begin - (first_row + r)", "head * distances + seen.begin", _SHARED),
     _fault("bias by distance in place of the bias", "fma(load(row + j, n), factor, load(bias + j, n))", "mul(load(row + j, n), factor)", _SHARED),
-    _fault("runs that fall", "columns[i + 1] == columns[i] + 1", "columns[i + 1] == columns[i] - 1", "csrc/bindings/attention.cpp"),
+    _fault("runs that stay", "columns[i + 1] == columns[i] + 1", "columns[i + 1] >= columns[i]", "csrc/bindings/attention.cpp"),
     _fault("even words taken for odd ones", "_mm512_mask_slli_epi32(pairs, _mm512_cmpeq_epi32_mask(i, none), pairs, 16)", "pairs", _AVX512),
     _fault("even words taken for odd ones of AVX2", "_mm256_sllv_epi32(pairs, shift)", "pairs", _AVX2),
     _fault("no dS for distances alone", "return grads.wanted() || args.dq", "return args.dq", _SHARED),
