@@ -77,6 +77,9 @@ class EncoderConfig(Keys):
             values["pos_att_type"] = [term.strip() for term in values["pos_att_type"].lower().split("|")]
         if family.rotary and not family.windows:
             config_rope.settle(values, kwargs, family.defaults["rope_parameters"]["rope_theta"])
+        sizes = values["hidden_size"], values["num_attention_heads"]
+        if family.two_streams and values["head_dim"] is None and all(type(n) is int and n > 0 for n in sizes):
+            values["head_dim"] = sizes[0] // sizes[1]
         self.__dict__.update(values)
         self.model_type = family.model_type
         self._set_labels(num_labels, id2label, label2id)

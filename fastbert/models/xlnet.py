@@ -44,7 +44,7 @@ _ABSENT: Any = None
 
 
 @dataclass
-class XLNetModelOutput(ModelOutput):
+class StreamOutput(ModelOutput):
     """last_hidden_state (batch, seqlen or predictions, hidden); mems: per layer (tokens, batch, hidden);
     hidden_states and attentions as of `BertModel`, per stream if there are two."""
 
@@ -126,7 +126,7 @@ class XLNetModel(BertModel, OwnMatrices):
         causal: bool | None = None,
         first_token_only: bool = False,
         packed: bool = False,
-    ) -> XLNetModelOutput | tuple[Any, ...]:
+    ) -> StreamOutput | tuple[Any, ...]:
         """Encode a padded or packed batch; see `BertModel.forward`.
 
         Args:
@@ -188,7 +188,7 @@ class XLNetModel(BertModel, OwnMatrices):
         padded = found.hidden_states
         if padded is not None and states[-1] is hidden:
             padded = *padded[:-1], last
-        output = XLNetModelOutput.of(
+        output = StreamOutput.of(
             last_hidden_state=last, mems=new, hidden_states=padded, attentions=found.attentions
         )
         return self.as_output(output, return_dict)

@@ -54,6 +54,8 @@ def test_every_model_class_is_public_and_named_as_transformers_names_it():
     # All but those whose classes are the hub's own code
     known = {prefix for prefix in prefixes if hasattr(transformers, f"{prefix}Model")}
     ours = {name for name in ours if re.split("For|Model", name)[0] in known}
+    # DeBERTa-v3's discriminator, which transformers does not have
+    ours.remove("DebertaV2ForReplacedTokens")
     theirs = {
         name
         for prefix in known
