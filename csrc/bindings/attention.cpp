@@ -105,7 +105,8 @@ void attention_fwd(const py::tuple& common, Address out, Address lse, Address pr
                    int threads, const py::tuple& relative) {
     const AttentionFwd args = fwd_args(common, out, lse, probs, keep_bits, false);
     check_threads(threads);
-    const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen);
+    std::vector<std::uint8_t> runs;
+    const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
     run([&] { return cpu_attention_fwd(args, threads, scores); });
 }
 
@@ -125,12 +126,13 @@ void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Add
     check_given("dout", args.dout, end);
     check_matrices("ds", args, args.ds);
     check_bits(args, args.keep_bits);
-    const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen);
+    std::vector<std::uint8_t> runs;
+    const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
     RelativeGrads grads;
     grads.query = pointer<float>(dquery);
     grads.key = pointer<float>(dkey);
     grads.bias = pointer<double>(ddistance);
-    if (grads.wanted() && scores.columns == nullptr)
+    if (wanted(grads) && scores.columns == nullptr)
         throw py::value_error("relative: expected scores, got ()");
     run([&] { return cpu_attention_bwd(args, threads, scores, grads); });
 }
@@ -201,7 +203,7 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
 }  // namespace
 
 Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nheads, std::int64_t total,
-                     std::int64_t max_seqlen) {
+                     std::int64_t max_seqlen, std::vector<std::uint8_t>& runs) {
     Relative out;
     if (given.empty()) return out;
     if (given.size() != 11) throw py::value_error("relative: expected 11 numbers");
@@ -230,14 +232,15 @@ Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nh
             refuse("columns", "columns of the scores", columns[i]);
     // a vector's indices are ints
     if (out.key.row_stride > (1 << 26)) refuse("key", "a row stride of at most 2^26", out.key.row_stride);
-    out.runs.resize(static_cast<std::size_t>(count));
+    runs.resize(static_cast<std::size_t>(count));
     for (std::int64_t i = count - 1; i >= 0; --i) {
         const bool rises = i + 1 < count && columns[i + 1] == columns[i] + 1;
-        const int run = rises ? out.runs[static_cast<std::size_t>(i + 1)] + 1 : 1;
-        out.runs[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(std::min(run, 255));
+        const int run = rises ? runs[static_cast<std::size_t>(i + 1)] + 1 : 1;
+        runs[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(std::min(run, 255));
     }
     out.reach = count / 2;
     out.columns = columns + out.reach;
+    out.runs = runs.data() + out.reach;
     if (bias != nullptr) out.bias = bias + out.reach;
     return out;
 }

@@ -13,6 +13,7 @@
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../cpu/attention.h"
 #include "../cpu/linear.h"
@@ -188,8 +189,9 @@ void run(F&& f) {
 }
 
 // Scores of distances, as `relative_args` in fastbert/backends/cpu/attention.py passes them; () for none.
+// They read `runs`, which it fills.
 Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nheads, std::int64_t total,
-                     std::int64_t max_seqlen);
+                     std::int64_t max_seqlen, std::vector<std::uint8_t>& runs);
 
 // Each file defines the functions of its op.
 void bind_attention(py::module_& m);

@@ -133,6 +133,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
     strides.end("bias");
     std::vector<EncoderLayer> all;
     std::int64_t checked = kMostElements;
+    std::vector<std::uint8_t> runs;  // of the same distances in each layer
     for (const py::handle each : layers) {
         Reader layer(each.cast<py::tuple>());
         EncoderLayer args = layer_of(dtype, batch_sizes, layer.tuple());
@@ -169,7 +170,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
             check_given("y", args.y, args.total);
         }
         check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
-        args.relative = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen);
+        args.relative = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
         all.push_back(args);
     }
     run([&]() -> const char* {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "../attention.h"
 
@@ -17,18 +16,25 @@ struct Relative {
     std::int64_t ncolumns = 0;              // at least 2 if half
     // (nheads, 2 reach + 1) contiguous, at distance 0 of head 0: the bias of each distance; null: none
     const float* bias = nullptr;
-    std::vector<std::uint8_t>
-        runs;  // from each distance on: how many have columns that rise by 1, at most 255
-    bool of_tokens() const { return query.data != nullptr || key.data != nullptr; }
-    bool given() const { return of_tokens() || bias != nullptr; }
+    // At distance 0: how many distances from this one on have columns that rise by 1, at most 255.
+    const std::uint8_t* runs = nullptr;
 };
 
 // Their gradients, contiguous and zero on entry; null: not wanted.
 struct RelativeGrads {
     float *query = nullptr, *key = nullptr;  // (total, nheads, ncolumns)
     double* bias = nullptr;                  // (batch, nheads, 2 reach + 1): of each sequence
-    bool wanted() const { return query != nullptr || key != nullptr || bias != nullptr; }
 };
+
+// Static: a function that the units of several instruction sets share might be compiled for instructions
+// that this processor lacks.
+static inline bool of_tokens(const Relative& scores) {
+    return scores.query.data != nullptr || scores.key.data != nullptr;
+}
+static inline bool given(const Relative& scores) { return of_tokens(scores) || scores.bias != nullptr; }
+static inline bool wanted(const RelativeGrads& grads) {
+    return grads.query != nullptr || grads.key != nullptr || grads.bias != nullptr;
+}
 
 // Both return nullptr, or the reason why they did nothing.
 const char* cpu_attention_fwd(const AttentionFwd& args, int threads, const Relative& relative = {});

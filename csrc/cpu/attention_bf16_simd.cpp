@@ -265,9 +265,9 @@ void backward(const AttentionBwd& args, const Relative& relative, const Relative
                     store_words(ds_row + j / 2, narrow(d), kLanes);
                     if (wide != nullptr) store(wide + j, mul(d, broadcast(gate)), c);
                     // dP is no longer needed
-                    if (grads.wanted()) store(dpr + j, mul(d, broadcast(gate)), c);
+                    if (wanted(grads)) store(dpr + j, mul(d, broadcast(gate)), c);
                 });
-                if (grads.wanted()) add_distances(args, relative, grads, sequence, head, i + r, keys, dpr);
+                if (wanted(grads)) add_distances(args, relative, grads, sequence, head, i + r, keys, dpr);
             }
             if (rows % 2 == 1) {  // the last query's partner
                 clear(w + rows * columns / 2, columns / 2);

@@ -158,7 +158,7 @@ void forward_as(const AttentionFwd& args, const Relative& relative, std::int64_t
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length;
     const bool plain =
-        sees_all(args, n) && args.bias.data == nullptr && !relative.given() && args.dropout.seed == nullptr;
+        sees_all(args, n) && args.bias.data == nullptr && !given(relative) && args.dropout.seed == nullptr;
     if (plain && n <= kFewKeys && end - begin == n && forward_few<T>(args, sequence, head, scratch)) return;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), kv_head = kv_head_of(args, head);
     // packed are the keys from `low` on
@@ -296,7 +296,7 @@ void backward_as(const AttentionBwd& args, const Relative& relative, const Relat
                     store(pr + j, d, c);  // P is no longer needed: dS takes its place
                     if (ds != nullptr) store(ds + j, d, c);
                 });
-                if (grads.wanted()) add_distances(args, relative, grads, sequence, head, i + r, keys, pr);
+                if (wanted(grads)) add_distances(args, relative, grads, sequence, head, i + r, keys, pr);
             }
             float *p_seen = p + skipped, *dk_seen = dk + keys.begin * width,
                   *dv_seen = dv + keys.begin * width;

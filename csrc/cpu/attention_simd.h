@@ -232,7 +232,7 @@ FASTBERT_INLINE void add_relative(const Attention& args, const Relative& relativ
                                   std::int64_t head, std::int64_t i, std::int64_t rows, const Keys& keys,
                                   float* s, std::int64_t stride) {
     const std::int64_t start = args.cu_seqlens[sequence], step = relative.key.row_stride;
-    const std::uint8_t* const runs = relative.runs.data() + relative.reach;
+    const std::uint8_t* const runs = relative.runs;
     const Vec scale = broadcast(args.softmax_scale);
     for (std::int64_t r = 0; r < rows; ++r) {
         const std::int64_t first = keys.first - (i + r);
@@ -316,7 +316,7 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relativ
                                   std::int64_t head, std::int64_t n, std::int64_t first_row,
                                   std::int64_t rows, const Keys& keys, std::int64_t width, float* s,
                                   std::int64_t stride, Row* out) {
-    const bool added = relative.of_tokens(), biased = args.bias.data != nullptr || relative.given();
+    const bool added = of_tokens(relative), biased = args.bias.data != nullptr || given(relative);
     if (added && relative.half)
         add_relative<bf16>(args, relative, sequence, head, first_row, rows, keys, s, stride);
     else if (added)
@@ -329,7 +329,7 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relativ
         const float* bias = added ? nullptr : bias_row(args.bias, sequence, head, first_row + r);
         if (bias != nullptr) bias += seen.begin;
         float* const row = s + r * stride + (seen.begin - keys.first);
-        if (!added && relative.given()) {
+        if (!added && given(relative)) {
             const std::int64_t distances = 2 * relative.reach + 1;
             const float* every = relative.bias + head * distances + seen.begin - (first_row + r);
             if (bias != nullptr) {
@@ -357,7 +357,7 @@ FASTBERT_INLINE void softmax_rows(const Attention& args, const Relative& relativ
 
 // Whether backward needs dS, the gradient of the scores.
 FASTBERT_INLINE bool needs_ds(const AttentionBwd& args, const RelativeGrads& grads) {
-    return grads.wanted() || args.dq != nullptr || args.dk != nullptr || args.ds != nullptr ||
+    return wanted(grads) || args.dq != nullptr || args.dk != nullptr || args.ds != nullptr ||
            args.dgate != nullptr;
 }
 

@@ -21,7 +21,7 @@ struct Rotary {
     std::int64_t y_stride;         // from row to row
 };
 
-inline std::int64_t position_of(const Rotary& args, std::int64_t row) {
+static inline std::int64_t position_of(const Rotary& args, std::int64_t row) {
     return args.wide ? static_cast<const std::int64_t*>(args.positions)[row]
                      : static_cast<const std::int32_t*>(args.positions)[row];
 }

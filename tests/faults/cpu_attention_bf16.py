@@ -80,7 +80,7 @@ FAULTS = (
     # the choice
     _fault("fp16 taken for bf16", "dtype == DType::kBFloat16 ?", "dtype != DType::kFloat32 ?", _TASKS),
     _fault("never chosen", "dtype == DType::kBFloat16 ?", "false && dtype == DType::kBFloat16 ?", _TASKS),
-    _fault("gradients of distances without the gate", "if (grads.wanted()) store(dpr + j, mul(d, broadcast(gate)), c);", "if (grads.wanted()) store(dpr + j, d, c);"),
+    _fault("gradients of distances without the gate", "if (wanted(grads)) store(dpr + j, mul(d, broadcast(gate)), c);", "if (wanted(grads)) store(dpr + j, d, c);"),
     _fault("gradients of distances from dP", "head, i + r, keys, dpr);", "head, i + r, keys, pr);"),
     _fault("preferred on Intel", '!__builtin_cpu_is("amd")', '__builtin_cpu_is("amd")', _ISA),
     _fault("the default is the highest", "isa = static_cast<int>(preferred_isa())", "isa = static_cast<int>(best_isa())", _ISA),

@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501 (a table)
 
+from dataclasses import replace
+
 from tests.support.mutation import faults_of, interpreted
 
 _KERNEL = "kernels/attention_backward.py"
@@ -106,9 +108,13 @@ FAULTS = (
     _fault("nothing computed leaves no zeros", "*(torch.zeros(size, dtype", "*(torch.ones(size, dtype"),
 )  # fmt: skip
 
-SUITE = interpreted(
-    FAULTS,
-    "tests/triton/test_attention_backward.py",
-    "tests/triton/test_attention_error_rule.py",
-    *("-k", "not wide-high and not bfloat16"),
+# `make test` may draw cases without backward alone
+SUITE = replace(
+    interpreted(
+        FAULTS,
+        "tests/triton/test_attention_backward.py",
+        "tests/triton/test_attention_error_rule.py",
+        *("-k", "not wide-high and not bfloat16"),
+    ),
+    quick="not slow",
 )

@@ -23,7 +23,8 @@ def test_the_layers_are_replaced_and_nothing_else(family):
     full = ours(family)
     model = copy.deepcopy(full)
     linears = {n for n, m in model.named_modules() if type(m) is nn.Linear}
-    ends = tuple(f".{path}" for path in model.family.layer.linears)
+    ends = tuple(f".{path}" for path in model.layer_list()[0].form.linears)
+    assert {*model.family.layer.linears} <= {*model.layer_list()[0].form.linears}
     in_layers = {n for n in linears if n.startswith(model.family.layers + ".") and n.endswith(ends)}
     assert model.quantize() is model
     int8 = {n for n, m in model.named_modules() if type(m) is QuantizedLinear}

@@ -308,10 +308,6 @@ CASES = [
     AttentionCase((40, 23), 2, 32, window=(5, -1), bias="keys", masked=True, dropout_p=0.25, gate=True),
     AttentionCase((70, 33), 2, 16, window=(9, 30), causal=True, bias="sequence", probs=True, lse=True),
     AttentionCase((19, 19), 1, 64, padded=True, window=(0, 3)),
-    AttentionCase((90, 1, 37), 3, 64, relative="qk", packed_qkv=True, lse=True),  # DeBERTa
-    AttentionCase((150, 40), 2, 32, relative="qkb", bias="keys", masked=True, dropout_p=0.25, gate=True),
-    AttentionCase((33, 0, 70), 2, 64, relative="b", slack=3, capacity=2, lse=True),
-    AttentionCase((29, 29), 4, 16, relative="kb", padded=True, window=(9, 4), kv_heads=2, probs=True),
     AttentionCase((200, 65), 6, 64, kv_heads=2, packed_qkv=True, lse=True),
     AttentionCase((90, 11), 4, 32, kv_heads=1, window=(20, 12), bias="sequence", gate=True, dropout_p=0.1),
     AttentionCase((37, 12), 3, 32, bias="shared", slack=3, lse=True),  # relative positions
@@ -325,6 +321,10 @@ CASES = [
     AttentionCase((511, 512), 1, 64, packed_qkv=True),
     AttentionCase((33, 20), 2, 32, sharpness=8.0),
     AttentionCase((40, 9), 2, 64, sharpness=16.0, dropout_p=0.5),
+    AttentionCase((90, 1, 37), 3, 64, relative="qk", packed_qkv=True, lse=True),  # DeBERTa
+    AttentionCase((150, 40), 2, 32, relative="qkb", bias="keys", masked=True, dropout_p=0.25, gate=True),
+    AttentionCase((33, 0, 70), 2, 64, relative="b", slack=3, capacity=2, lse=True),
+    AttentionCase((29, 29), 4, 16, relative="kb", padded=True, window=(9, 4), kv_heads=2, probs=True),
 ]
 
 
