@@ -18,7 +18,7 @@ from fastbert.layers import quantized as quantization
 from fastbert.layers.modules import attach, part
 from fastbert.layers.two_streams import OwnMatrices
 from fastbert.models.config import EncoderConfig, as_config
-from fastbert.models.config_checks import MAX_SIZE
+from fastbert.models.config_values import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.loading import Loadable
 from fastbert.models.lookalike import Lookalike

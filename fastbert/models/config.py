@@ -16,7 +16,8 @@ from fastbert.checkpoint import files, hub
 from fastbert.layers.batch import Blocks, Relative, Rotary
 from fastbert.layers.patterns import NAMES
 from fastbert.models import arguments, config_rope, config_windows
-from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, brief, check_config
+from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, Keys, check_config
+from fastbert.models.config_values import brief
 from fastbert.models.families import FAMILIES, family_of
 from fastbert.models.paths import LMHead
 from fastbert.ops.activation import SPELLINGS

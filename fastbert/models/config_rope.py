@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from fastbert.layers.batch import Rotary
+from fastbert.models.config_values import brief, one_of
 
 # Keys of transformers 4
 OLD = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -31,13 +32,13 @@ def settle(values: dict[str, Any], given: dict[str, Any], usual: float) -> None:
     parameters, share = given.get("rope_parameters"), values.pop("partial_rotary_factor", None)
     for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if value is not None and not isinstance(value, dict):
-            raise TypeError(f"config {key}: expected an object, got {_brief(value)}")
+            raise TypeError(f"config {key}: expected an object, got {brief(value)}")
     found = {**(parameters or scaling or {})}
     if share is not None:
         found.setdefault("partial_rotary_factor", share)
     if parameters and scaling and _standard(parameters, usual) != _standard(scaling, usual):
         raise ValueError(
-            f"config rope_scaling: {_brief(scaling)} differs from rope_parameters, another spelling of it; "
+            f"config rope_scaling: {brief(scaling)} differs from rope_parameters, another spelling of it; "
             "expected one of the two, or both alike"
         )
     if theta is not None and found.get("rope_theta", theta) != theta:
@@ -77,11 +78,11 @@ def check(config: Any) -> None:
     """
     own = config.__dict__.get("rope_parameters")
     if not isinstance(own, dict):
-        raise TypeError(f"config rope_parameters: expected an object, got {_brief(own)}")
+        raise TypeError(f"config rope_parameters: expected an object, got {brief(own)}")
     kind = own.get("rope_type")
     if not isinstance(kind, str) or kind not in _TYPES:
         raise ValueError(
-            f"config rope_parameters: rope_type {_brief(kind)} is not supported; expected one of "
+            f"config rope_parameters: rope_type {brief(kind)} is not supported; expected one of "
             f"{', '.join(_TYPES)}"
         )
     if unknown := sorted(own.keys() - {"rope_type", "rope_theta", *_TYPES[kind]}, key=str):
@@ -103,15 +104,10 @@ def check(config: Any) -> None:
         )
     if shared is not None and config.pruned_heads:
         raise ValueError("config pruned_heads: expected none, as heads share keys and values")
-    if (pooling := config.__dict__.get("classifier_pooling", "late")) not in POOLINGS:
-        raise ValueError(f"config classifier_pooling: expected 'bos', 'mean' or 'late', got {pooling!r}")
+    if "classifier_pooling" in config.__dict__:
+        one_of(config, "classifier_pooling", POOLINGS)
     if config.head_dim % 2 or config.head_dim < 4:
         raise ValueError(
             f"config num_attention_heads: heads of {config.head_dim} columns cannot be rotated; expected an "
             "even number >= 4"
         )
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

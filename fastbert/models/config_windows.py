@@ -7,10 +7,10 @@ keeps the first spelling, and a list of `layer_types` only if no number says the
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fastbert.layers.batch import Rotary
+from fastbert.models.config_values import brief, integers, numbers, one_of, refused
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # layer type -> the key of its base in transformers 4
@@ -31,7 +31,7 @@ def respelt(given: dict[str, Any]) -> dict[str, Any]:
         alike = _every(types, [every or 3])
         if every is not None and alike != every:
             raise ValueError(
-                f"config layer_types: {_brief(types)} differs from global_attn_every_n_layers = {every!r}, "
+                f"config layer_types: {brief(types)} differs from global_attn_every_n_layers = {every!r}, "
                 "another spelling of it; expected one of the two, or both alike"
             )
         found["global_attn_every_n_layers"] = alike
@@ -100,33 +100,24 @@ def check(config: Any) -> None:
             raise ValueError(
                 f"config layer_types: expected one type per layer, {config.num_hidden_layers}, got {len(own)}"
             )
-    for key, least in (("global_attn_every_n_layers", 1), ("local_attention", 0)):
-        value = config.__dict__.get(key)
-        if value is None and own is not None and least:
-            continue
-        if type(value) is not int or value < least:
-            raise ValueError(f"config {key}: expected an integer >= {least}, got {value!r}")
-    for key in _THETAS.values():
-        value = config.__dict__[key]
-        if value is None and key == _THETAS[SLIDING]:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"config {key}: expected a finite number > 0, got {value!r}")
+    least = {"global_attn_every_n_layers": 1, "local_attention": 0}
+    integers(config, least, () if own is None else ("global_attn_every_n_layers",))
+    bases = [key for key in _THETAS.values() if key == _THETAS[FULL] or config.__dict__[key] is not None]
+    numbers(config, *bases, positive=True)
     if config.head_dim % 2:
         raise ValueError(
             f"config num_attention_heads: heads of {config.head_dim} columns cannot be rotated; expected an "
             "even number"
         )
-    if (pooling := config.__dict__.get("classifier_pooling")) not in POOLINGS:
-        raise ValueError(f"config classifier_pooling: expected 'cls' or 'mean', got {pooling!r}")
-    if (ignored := config.__dict__.get("sparse_pred_ignore_index", -100)) != -100:
-        raise ValueError(f"config sparse_pred_ignore_index: expected -100, got {ignored!r}")
+    one_of(config, "classifier_pooling", POOLINGS)
+    if config.__dict__.get("sparse_pred_ignore_index", -100) != -100:
+        raise refused(config, "sparse_pred_ignore_index", "-100")
 
 
 def _check_types(types: Any) -> None:
     if not isinstance(types, (list, tuple)) or any(kind not in (FULL, SLIDING) for kind in types):
         raise ValueError(
-            f"config layer_types: expected a list of {FULL!r} and {SLIDING!r}, got {_brief(types)}"
+            f"config layer_types: expected a list of {FULL!r} and {SLIDING!r}, got {brief(types)}"
         )
 
 
@@ -147,14 +138,14 @@ def _bases(parameters: Any, key: str) -> dict[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict) or not parameters.keys() <= {FULL, SLIDING}:
-        raise TypeError(f"config {key}: expected objects {FULL} and {SLIDING}, got {_brief(parameters)}")
+        raise TypeError(f"config {key}: expected objects {FULL} and {SLIDING}, got {brief(parameters)}")
     found = {}
     for kind, own in parameters.items():
         where = f"config {key}" if key == "rope_scaling" else f"config {key}.{kind}"
         if own is None:
             continue
         if not isinstance(own, dict):
-            raise TypeError(f"{where}: expected an object, got {_brief(own)}")
+            raise TypeError(f"{where}: expected an object, got {brief(own)}")
         rope_type = own.get("rope_type", own.get("type", "default"))
         if rope_type != "default":
             raise ValueError(f"{where}: rope_type {rope_type!r} is not supported; expected 'default'")
@@ -163,8 +154,3 @@ def _bases(parameters: Any, key: str) -> dict[str, Any]:
         if "rope_theta" in own:
             found[kind] = own["rope_theta"]
     return found
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -24,7 +24,7 @@ from torch._C._functorch import is_batchedtensor
 from fastbert.layers import packing
 from fastbert.layers.packing import Packing
 from fastbert.models.config import EncoderConfig
-from fastbert.models.config_checks import MAX_SIZE
+from fastbert.models.config_values import MAX_SIZE
 from fastbert.ops import checks
 from fastbert.runtime.loader import extension
 

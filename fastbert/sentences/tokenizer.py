@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from fastbert.checkpoint.files import read_json
-from fastbert.models.config_checks import MAX_SIZE
+from fastbert.models.config_values import MAX_SIZE
 
 
 class EncodingError(ValueError):

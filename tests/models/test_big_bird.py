@@ -239,7 +239,7 @@ def test_words_alone_have_a_loss():
     [
         (
             {"attention_type": "sparse"},
-            "attention_type: expected 'block_sparse' or 'original_full', got 'sparse'",
+            "attention_type: expected one of block_sparse, original_full, got 'sparse'",
         ),
         ({"block_size": 0}, "block_size: expected an integer >= 1"),
         ({"num_random_blocks": -1}, "num_random_blocks: expected an integer >= 0"),
