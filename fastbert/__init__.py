@@ -11,6 +11,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder
 Tasks          finetune, predict
+Smaller models prune
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -50,6 +51,7 @@ _PLACES = {
     "graph": "graphs.model",
     "graph_training": "graphs.training",
     "predict": "finetuning.predict",
+    "prune": "compression.pruning",
     "restore": "acceleration",
     "use_backend": "runtime.dispatch",
 }
@@ -209,6 +211,7 @@ __all__ = [
     "graph",
     "graph_training",
     "predict",
+    "prune",
     "restore",
     "use_backend",
 ]
@@ -238,6 +241,7 @@ def _model_place(name: str) -> str:
 if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
+    from fastbert.compression.pruning import prune
     from fastbert.finetuning.predict import predict
     from fastbert.finetuning.run import finetune
     from fastbert.graphs.model import graph

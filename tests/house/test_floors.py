@@ -28,6 +28,7 @@ FLOORS = (
     ("acceleration", "training"),
     ("finetuning", "pretraining"),
     ("analysis",),
+    ("compression",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -1,0 +1,1 @@
+"""Smaller and faster models: pruning. Each way makes a physically smaller model. Start with `pruning.py`."""

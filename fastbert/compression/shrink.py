@@ -1,0 +1,256 @@
+"""A model without some heads, neurons, layers or word pieces: a new, physically smaller model; and back.
+
+A head takes its rows of query, key and value with it, and its columns of the attention's output layer. A
+neuron takes a row of the intermediate layer (two of a gated block) and a column of the output layer. The
+config of the smaller model has `pruned_heads` and `intermediate_sizes`, so its files load as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers import disentangled, global_tokens
+from fastbert.layers.encoder_layer import EncoderLayer
+from fastbert.layers.form import LayerForm
+from fastbert.layers.modules import is_plain, part
+from fastbert.models.base import PreTrainedModel
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+# Config keys that may be a list with one entry per layer
+_PER_LAYER = ("layer_types", "attention_window", "fixed_heads")
+
+
+def check(model: PreTrainedModel) -> None:
+    """Raise an error unless a model's layers can be cut.
+
+    Raises:
+        TypeError: it is no model of this package.
+        ValueError: its layers have other mathematics, are shared, quantised or replaced; the message says so.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
+    family = model.family
+    if family.shared_layers or family.bottleneck or family.two_streams:
+        why = "shares its layers' weights" if family.shared_layers else "has layers of another kind"
+        raise ValueError(f"model: {model.config.model_type} {why}, which cannot be cut")
+    for i, layer in enumerate(model.base_model.layer_list()):
+        if not isinstance(layer, EncoderLayer):
+            raise ValueError(f"model: layer {i} is of another class, {type(layer).__name__}")
+        for path in paths(layer.form):
+            if layer.int8 or not is_plain(module := part(layer, path), nn.Linear):
+                kind = "quantised" if layer.int8 else type(module).__name__
+                raise ValueError(f"model: expected plain linear layers, but {path} of layer {i} is {kind}")
+
+
+class Axis(NamedTuple):
+    """The axis of a linear layer's weight that heads or neurons divide.
+
+    Attributes:
+        path: the path of the linear layer in its layer.
+        dim: 0 for outputs, which a bias has too; 1 for inputs.
+        unit: "heads" or "neurons".
+        shape: the axis's shape as (before, -1, after, width), where the units are in the middle.
+    """
+
+    path: str
+    dim: int
+    unit: str
+    shape: tuple[int, int, int, int]
+
+    def __call__(self, t: Tensor, kept: Tensor, size: int | None) -> Tensor:
+        """`t` with the units `kept` alone; or, if `size` is given, with zeros in place of its other units.
+
+        Args:
+            t: the weight, or the bias.
+            kept: the numbers of units, ascending.
+            size: the number of units of the result, of which `t` has those of `kept`.
+        """
+        apart = t.unflatten(self.dim, self.shape)
+        dim = self.dim + 1
+        if size is None:
+            return apart.index_select(dim, kept).flatten(self.dim, self.dim + 3)
+        shape = [*apart.shape[:dim], size, *apart.shape[dim + 1 :]]
+        return apart.new_zeros(shape).index_copy_(dim, kept, apart).flatten(self.dim, self.dim + 3)
+
+
+def axes(form: LayerForm) -> list[Axis]:
+    """The axes of a layer's linear layers that heads or neurons divide."""
+    names, size = form.names, form.head_dim
+    found = []
+    for path in paths(form):
+        dim, unit, shape = 0, "heads", (1, -1, 1, size)
+        if path == names.attention_output:
+            dim = 1
+        elif path == names.output:
+            dim, unit, shape = 1, "neurons", (1, -1, 1, 1)
+        elif path in (names.intermediate, names.gate):
+            halves = 2 if form.gated is not None and names.gate is None else 1
+            unit, shape = "neurons", (halves, -1, 1, 1)
+        elif form.packed:
+            shape = (1, -1, 3, size) if form.head_major else (3, -1, 1, size)
+        if unit == "heads" and form.kv_heads is not None:
+            # Heads that share keys and values stay
+            continue
+        found.append(Axis(path, dim, unit, shape))
+    return found
+
+
+def paths(form: LayerForm) -> tuple[str, ...]:
+    """The paths of all linear layers of a layer of this form."""
+    more: tuple[str | None, ...] = disentangled.projections(form) if form.relative is not None else ()
+    more += global_tokens.projections(form.names) if form.global_tokens else ()
+    return tuple(dict.fromkeys(path for path in (*form.linears, *more) if path is not None))
+
+
+def inner_size(layer: Any) -> int:
+    """The number of neurons of a layer's feed-forward block."""
+    return part(layer, layer.form.names.output).in_features
+
+
+def numbers(layer: Any) -> list[int]:
+    """What the model's config calls the heads that a layer has."""
+    kept = layer.form.kept
+    return list(range(layer.form.nheads) if kept is None else kept)
+
+
+def without(
+    model: _Model,
+    *,
+    heads: Mapping[int, Collection[int]] | None = None,
+    neurons: Mapping[int, Collection[int]] | None = None,
+    layers: Sequence[int] | None = None,
+) -> _Model:
+    """A copy of a model without some of its parts. The model itself is not changed.
+
+    Args:
+        model: a model of this package with plain linear layers.
+        heads: layer -> the heads to remove, as they are numbered in the layer now.
+        neurons: layer -> the neurons to remove, numbered likewise.
+        layers: the layers to keep, ascending; None for all. `heads` and `neurons` number the given model's
+            layers.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    check(model)
+    every = list(model.base_model.layer_list())
+    kept = list(range(len(every))) if layers is None else list(layers)
+    if any(type(i) is not int or not 0 <= i < len(every) for i in kept) or kept != sorted(set(kept)):
+        raise ValueError(f"layers: expected ascending numbers of {len(every)} layers, got {layers!r}")
+    if every and model.family.windows and kept[:1] != [0]:
+        raise ValueError(
+            "layers: expected layer 0 among those to keep: it alone has no norm before attention"
+        )
+    left = [
+        {
+            "heads": _left("heads", heads, i, layer.form.nheads, len(every)),
+            "neurons": _left("neurons", neurons, i, inner_size(layer), len(every)),
+        }
+        for i, layer in enumerate(every)
+    ]
+    if any(map(len, (heads or {}).values())) and model.config.kv_heads is not None:
+        raise ValueError("heads: expected none, as heads of the model share keys and values")
+    places = [f"{_name(model, layer)}." for layer in every]
+    state = dict(model.state_dict(keep_vars=True))
+    cut = {key: value for key, value in state.items() if not key.startswith(tuple(places))}
+    for number, i in enumerate(kept):
+        own = {k.removeprefix(places[i]): v for k, v in state.items() if k.startswith(places[i])}
+        _units(own, every[i].form, left[i], None)
+        cut |= {places[number] + key: value for key, value in own.items()}
+    config = model.config
+    inner = [len(left[i]["neurons"]) for i in kept]
+    changes: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    if any(size != config.intermediate_size for size in inner):
+        changes["intermediate_sizes"] = inner
+    gone = [
+        {*range(config.num_attention_heads)} - {numbers(every[i])[h] for h in left[i]["heads"]} for i in kept
+    ]
+    changes["pruned_heads"] = {i: sorted(own) for i, own in enumerate(gone) if own} or None
+    given = config.to_dict()
+    for key in _PER_LAYER:
+        if isinstance(given.get(key), list) and len(given[key]) == len(every):
+            changes[key] = [given[key][i] for i in kept]
+    return _made(model, changes, cut)
+
+
+def dense(model: _Model) -> _Model:
+    """A copy of a model with all heads and neurons of the unpruned sizes, and the same function.
+
+    What a layer lacks is filled with zeros: rows and biases of query, key, value and the intermediate layer,
+    and columns of the output layers. transformers loads its files.
+
+    Args:
+        model: a model of this package, such as `without` makes. It is not changed.
+
+    Raises:
+        TypeError, ValueError: as `without`.
+    """
+    check(model)
+    config, state = model.config, dict(model.state_dict(keep_vars=True))
+    every = list(model.base_model.layer_list())
+    sizes = {
+        "heads": config.num_attention_heads,
+        "neurons": max([config.intermediate_size, *map(inner_size, every)]),
+    }
+    for layer in every:
+        place = f"{_name(model, layer)}."
+        own = {k.removeprefix(place): v for k, v in state.items() if k.startswith(place)}
+        units = {"heads": numbers(layer), "neurons": list(range(inner_size(layer)))}
+        _units(own, layer.form, units, sizes)
+        state |= {place + key: value for key, value in own.items()}
+    changes = {"pruned_heads": None, "intermediate_sizes": None, "intermediate_size": sizes["neurons"]}
+    return _made(model, changes, state)
+
+
+def _units(
+    own: dict[str, Tensor], form: LayerForm, units: dict[str, list[int]], sizes: dict[str, int] | None
+) -> None:
+    """Replace a layer's tensors by those with other heads and neurons; see `Axis`."""
+    for axis in axes(form):
+        for key in (f"{axis.path}.weight", f"{axis.path}.bias"):
+            if key not in own or (axis.dim == 1 and key.endswith("bias")):
+                continue
+            t = own[key]
+            kept = torch.tensor(units[axis.unit], dtype=torch.int64, device=t.device)
+            found = axis(t.detach(), kept, None if sizes is None else sizes[axis.unit])
+            own[key] = nn.Parameter(found, requires_grad=t.requires_grad)
+
+
+def _left(name: str, given: Any, layer: int, size: int, layers: int) -> list[int]:
+    """The units of a layer that stay, after a check of what `given` says of the layer."""
+    if given is None:
+        return list(range(size))
+    if layer == 0:
+        unknown = [i for i in given if type(i) is not int or not 0 <= i < layers]
+        if unknown:
+            raise ValueError(f"{name}: expected numbers of {layers} layers as keys, got {unknown[0]!r}")
+    gone = set(given.get(layer, ()))
+    if wrong := [unit for unit in gone if type(unit) is not int or not 0 <= unit < size]:
+        raise ValueError(f"{name}[{layer}]: expected numbers below {size}, got {wrong[0]!r}")
+    return [unit for unit in range(size) if unit not in gone]
+
+
+def _name(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, found in model.named_modules() if found is module)
+
+
+def _made(model: _Model, changes: dict[str, Any], state: dict[str, Tensor]) -> _Model:
+    """A model like `model` with another config, and copies of these tensors."""
+    config = type(model.config).from_dict(model.config.to_dict(), **changes)
+    base, options = model.base_model, {}
+    if model is base and model.family.pooler:
+        options["add_pooling_layer"] = base.has_pooler
+    with torch.device("meta"):
+        made = type(model)(config, **options)
+    copies: dict[int, Tensor] = {}
+    for value in state.values():
+        copies.setdefault(id(value), value.detach().clone())
+    made.load_state_dict({key: copies[id(value)] for key, value in state.items()}, assign=True)
+    made.tie_weights()
+    for key, parameter in made.named_parameters():
+        parameter.requires_grad_(state[key].requires_grad)
+    return made.train(model.training)
