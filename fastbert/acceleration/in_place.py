@@ -49,6 +49,9 @@ def accelerate(
     only fastbert's attention, if their architecture lets attention be chosen. Models run so in inference and
     training, on any device.
 
+    BigBird is accepted too. Each text attends by its own length, as in the stock model's batch of one; what
+    `set_attention_type` sets holds for all texts.
+
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
     most stock models, are zeros. ColBERT models score such rows as parts of a query. ColBERT models of
     sentence-transformers, PyLate and Stanford are recognised and keep the padding; pass `unpad=False` for

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastbert.acceleration import blocks
 from fastbert.acceleration.classes import Accelerated, Options
 from fastbert.acceleration.watching import HARMLESS, collects, exporting, is_sharded, uncompiled
 from fastbert.execution.call import Call
@@ -50,7 +51,8 @@ class LayerState:
     Attributes:
         model_type: the family.
         name: the layer's name in the model that was accelerated.
-        form: see `PackedLayer`; its activation is None if fastbert does not have it.
+        form: see `PackedLayer`; its activation is None if fastbert does not have it. BigBird's blocks are not
+            in it, because they may change (`blocks.form_of`).
         act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
         reason: why only the stock layer can run, or None.
@@ -134,7 +136,8 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
         return state.reason
     if _has_any_global_hook():
         return "there are global module hooks"
-    containers, linears, norms, dropouts, activation = state.form.paths
+    form = blocks.form_of(layer, state.form)
+    containers, linears, norms, dropouts, activation = form.paths
     home = FAMILIES[state.model_type].stock_module
     for path in containers:
         module = layer
@@ -155,8 +158,13 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
         module = above._modules.get(path[-1])
         if not (_drops_by(above, path[-1]) if module is None else _drops_plainly(module)):
             return f"{'.'.join(path)} is not a plain dropout"
-        if site == 0 and not _attends_by(above.__dict__, state.form):
+        if site == 0 and not _attends_by(above.__dict__, form):
             return f"{'.'.join(path[:-1])} has other heads, or scales scores in another way"
+    if form.blocks is not None:
+        if not _attends_by(part_of(layer, "attention.self").__dict__, form):
+            return "attention.self has other heads"
+        if not 0 <= blocks.rate_of_short_texts(layer.attention) < 1:
+            return "config attention_probs_dropout_prob is not a plain dropout's"
     for path, dotted in linears:
         module = layer
         for name in path:
@@ -318,7 +326,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
     @property
     def form(self) -> LayerForm:
         """See `PackedLayer`."""
-        return self.fastbert_state.form
+        return blocks.form_of(self, self.fastbert_state.form)
 
     @property
     def fuses_norm(self) -> bool:
@@ -356,6 +364,13 @@ class AcceleratedLayer(PackedLayer, Accelerated):
     def may_skip_rows(self) -> bool:
         """See `PackedLayer`. `gap` has checked for hooks."""
         return True
+
+    def dropout_rates(self) -> tuple[float, ...]:
+        """See `PackedLayer`."""
+        rates = super().dropout_rates()
+        if self.form.blocks is None or not part_of(self, "attention.self").training:
+            return rates
+        return (blocks.rate_of_short_texts(self.attention), *rates[1:])
 
     def fuses_ffn(self) -> bool:
         """Whether our ops compute the feed-forward block, and not its stock modules, on packed rows too."""
@@ -454,6 +469,8 @@ class AcceleratedLayer(PackedLayer, Accelerated):
     def _bias(self, hidden: Tensor, given: dict[str, Any]) -> tuple[Tensor | None, str | None]:
         """(additive attention bias or None, None), or (None, why these arguments need the stock layer)."""
         mask, relative = given.get("attention_mask"), given.get("position_bias")
+        if self.form.blocks is not None:
+            return None, "only the stock layer attends by blocks of a padded batch"
         for name, value in given.items():
             if value is None or value is False or name in _SERVED:
                 continue

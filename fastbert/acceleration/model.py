@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastbert.acceleration import blocks
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration.classes import Accelerated, Options, positional
 from fastbert.acceleration.layer import AcceleratedLayer
@@ -287,8 +288,9 @@ class AcceleratedModel(Accelerated):
         if dropped is not None:
             dropout = part(self.embeddings, dropped)
             dropout_p = dropout.p if dropout.training else 0.0
-        embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
-        parts = self, family, plan, embed_rows, inputs, dropout_p > 0
+        called = family.block_sparse and blocks.drops_first(self.embeddings, dropout_p)
+        embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p, called=called)
+        parts = self, family, plan, embed_rows, inputs, dropout_p > 0 and not called
         return run_encoder(*parts, **asked)
 
     def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
@@ -313,15 +315,19 @@ class AcceleratedModel(Accelerated):
             return tuple(fields.values())
         return output if wants_dict else output.to_tuple()
 
-    def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float) -> Tensor:
-        """The embedding output (rows, width). Under FSDP only a call of the module gathers its parameters."""
-        root = self._modules[FAMILIES[self.fastbert_state.model_type].embeddings]
+    def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float, called: bool) -> Tensor:
+        """The embedding output (rows, width); `called` says whether only the module itself can make it.
+
+        Under FSDP only a call of the module gathers its parameters.
+        """
+        family = FAMILIES[self.fastbert_state.model_type]
+        root = self._modules[family.embeddings]
         if isinstance(root, nn.Embedding):
             return root(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        if seed is None and (y := launched(root, *ids)) is not None:
+        if not called and seed is None and (y := launched(root, *ids)) is not None:
             return y
-        if not any(is_hooked(child) for child in root.modules()):
+        if not (called or any(is_hooked(child) for child in root.modules())):
             return embed(root, *ids, seed, dropout_p)
         names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
         taken = positional(type(root))

@@ -346,7 +346,9 @@ def test_saved_model_is_vanilla(name, dtype, tmp_path):
         assert (tmp_path / "fast" / file).read_bytes() == (tmp_path / "slow" / file).read_bytes(), file
     loaded, info = type(slow).from_pretrained(tmp_path / "fast", output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert [type(m) for m in loaded.modules()] == [type(m) for m in slow.modules()]
+    # Not `slow` itself, whose attention BigBird may have switched
+    vanilla = type(slow).from_pretrained(tmp_path / "slow")
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in vanilla.modules()]
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, slow(**inputs).logits)
         again = type(fast).from_pretrained(tmp_path / "fast")  # the class of the accelerated model itself

@@ -48,9 +48,20 @@ FAMILIES = (
             dropout="qa_classifier.dropout",
             dropout_key="hidden_dropout_prob",
         ),
-        accelerated=False,
         positional={"": 5},
-        stock_layer=StockLayer(attention_drops_by_itself=False),
+        stock_layer=StockLayer(
+            positional=(
+                "attention_mask",
+                "encoder_hidden_states",
+                "encoder_attention_mask",
+                "band_mask",
+                "from_mask",
+                "to_mask",
+                "blocked_encoder_mask",
+                "cache",
+            ),
+            attention_drops_by_itself=False,
+        ),
         stock_model=StockModel(pooler_activation="activation"),
     ),
 )
