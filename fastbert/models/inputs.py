@@ -287,9 +287,10 @@ def packed_on_host(
         keep = packing.send(mask if mask.dtype == torch.bool else mask != 0, device)
         packed = replace(packed, max_seqlen=longest, indices=indices[0], mask=keep)
         if config.family.counts_columns:
-            columns = memory[tokens : tokens + total]
+            # Not the positions, which may skip a hole of padding
+            places = memory[3 * tokens + words :]
             spans = torch.tensor([(start, end - 1) for start, end in pairwise(ends) if end > start])
-            holes = bool((columns[spans].diff() != spans.diff()).any())
+            holes = bool((places[spans].diff() != spans.diff()).any())
     own = segments if config.has_segments else None
     return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
 

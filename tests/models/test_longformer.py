@@ -82,6 +82,10 @@ def test_ragged_lengths(windows, lengths, which, monkeypatch):
     # 2 means global, and the mask of global tokens is not needed
     merged = inputs["attention_mask"] * (1 + inputs.pop("global_attention_mask"))
     close(kept_rows(model, {**inputs, "attention_mask": merged}), found, 1e-12)
+    # Positions skip a hole of padding, distances do not
+    inputs["attention_mask"][:, 0] = 1
+    inputs["input_ids"] = inputs["input_ids"].where(inputs["attention_mask"].bool(), 1)
+    close(kept_rows(model, inputs), kept_rows(hf, inputs), 1e-9)
 
 
 @pytest.mark.parametrize("which", ["first", "some", "all"])
