@@ -12,6 +12,7 @@ Extrapolation"; Günther et al. 2023, "Jina Embeddings 2" (both directions).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import part
 from fastbert.layers.parts import GatedPart, Part
 from fastbert.layers.patterns import Heads
+from fastbert.ops import checks
 from fastbert.ops.attention_relative import RelativeScores
 
 
@@ -35,6 +37,14 @@ def _of_power(nheads: int) -> list[float]:
     return [start**h for h in range(1, nheads + 1)]
 
 
+def _slopes_on(nheads: int, device: torch.device) -> Tensor:
+    return torch.tensor(slopes(nheads), dtype=torch.float32).to(device)
+
+
+# A recorded graph cannot copy them from the host
+_kept_slopes = functools.cache(_slopes_on)
+
+
 def scores(nheads: int, seqlen: int, device: torch.device, positions: Tensor | None = None) -> RelativeScores:
     """What all layers add to the scores of sequences of up to `seqlen` tokens.
 
@@ -45,7 +55,13 @@ def scores(nheads: int, seqlen: int, device: torch.device, positions: Tensor | N
         positions: (batch, S) int64, the position of each token; None means 0 to S - 1.
     """
     distance = torch.arange(1 - max(seqlen, 1), max(seqlen, 1), dtype=torch.int32, device=device).abs()
-    per_token = torch.tensor(slopes(nheads), dtype=torch.float32).to(device)
+    # What a trace makes belongs to the trace
+    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
+        per_token = _slopes_on(nheads, device)
+    else:
+        # Autograd cannot save tensors that were made in inference mode
+        with torch.inference_mode(False):
+            per_token = _kept_slopes(nheads, device)
     bias = -per_token[:, None] * torch.arange(max(seqlen, 1), dtype=torch.float32, device=device)
     return RelativeScores(distance, bias=bias, positions=positions)
 

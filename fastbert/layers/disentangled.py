@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,7 +127,9 @@ def attend(
     return torch.cat(found)
 
 
-def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor) -> list[Tensor | None]:
+def _tables(
+    form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor
+) -> tuple[Tensor | None, ...]:
     """Kr and Qr, scaled, each (2 · span, nheads, head_dim) in the dtype of the scores, or None."""
     distances = batch.distances
     assert distances is not None
@@ -139,8 +141,9 @@ def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Ten
         None if p is None else shared[p] if p in shared else part(parts.owner, p) for p in projections(form)
     ]
 
-    def build() -> list[Tensor | None]:
-        return [None if m is None else scaled(form, apply_linear(m, rows), q) for m in modules]
+    def build() -> tuple[Tensor | None, ...]:
+        # A tuple, which `prepared.update_in_place` can update
+        return tuple(None if m is None else scaled(form, apply_linear(m, rows), q) for m in modules)
 
     there = [m for m in modules if m is not None]
     if (
@@ -169,7 +172,7 @@ def scaled(form: LayerForm, table: Tensor, q: Tensor) -> Tensor:
 
 def scores(
     relative: Relative,
-    tables: list[Tensor | None],
+    tables: Sequence[Tensor | None],
     q: Tensor,
     k: Tensor,
     seqlen: int,
@@ -221,7 +224,8 @@ def _columns(relative: Relative, reach: int, device: torch.device) -> tuple[Tens
     return (rising - first).to(torch.int32), first, last
 
 
-_kept_columns = functools.lru_cache(maxsize=64)(_columns)
+# All are kept: a graph that was recorded reads them
+_kept_columns = functools.cache(_columns)
 
 
 class Convolution(nn.Module):
