@@ -14,13 +14,17 @@ from fastbert.layers.modules import is_hooked
 from fastbert.runtime import dispatch
 
 if TYPE_CHECKING:
+    from fastbert.graphs.buckets import Bucket
     from fastbert.models.bert import BertModel
     from fastbert.models.config import EncoderConfig
+    from fastbert.models.inputs import Inputs
 
 # Arguments of calls that need no more than two calls of the extension (`GraphedModel._quickly`), and of all
 # calls that a graph can serve; with any other argument the model itself runs
 _USUAL = frozenset(("input_ids", "attention_mask", "token_type_ids", "return_dict", "first_token_only"))
 RECORDED = _USUAL | {"position_ids", "packed", "cu_seqlens", "max_seqlen"}
+# The most scores of distances of a layer that a graph holds: 64 MiB in float32
+_MOST_SCORES = 1 << 24
 
 
 def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> bool:
@@ -52,13 +56,59 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
         return HOOKED
     if "forward" in vars(model):
         return "the model's forward was replaced"
-    if (reason := model.family.unknown_to_graphs) is not None:
+    if (reason := unknown(model.config)) is not None:
         return reason
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     if model.taps is not None:
         return "taps are set"
     return None
+
+
+def unknown(config: EncoderConfig) -> str | None:
+    """Why graphs do not have a model's layers; None if they may."""
+    if config.get("conv_kernel_size"):
+        return "a convolution follows its first layer, which graphs do not know"
+    return config.family.unknown_to_graphs
+
+
+def longest_text(config: EncoderConfig) -> int:
+    """The most tokens of a text in a graph. BigBird's longer texts attend by blocks, unknown to graphs."""
+    blocks = config.blocks(0)
+    return config.max_tokens if blocks is None else min(config.max_tokens, blocks.full)
+
+
+def unfit_inputs(config: EncoderConfig, inputs: Inputs) -> str | None:
+    """Why no graph can serve a packed batch, whatever the size of its bucket; None if one can."""
+    total, most = inputs.position_ids.shape[0], longest_text(config)
+    if total == 0:
+        return "there are no tokens"
+    if inputs.holes:
+        return "the mask has holes, which this family's attention depends on"
+    if min(inputs.packing.max_seqlen, total) > most:
+        return f"a sequence may have more than {most} tokens"
+    # A graph's tables of rotary positions have so many rows
+    if inputs.table_rows > most and config.family.rotary:
+        return f"a position may be beyond {most - 1}"
+    return None
+
+
+def dense_scores(model: BertModel, bucket: Bucket) -> str | None:
+    """Why the scores of distances would take too much memory in a graph; None if they would not.
+
+    A backend that does not read them gets one matrix per head and sequence, of the size that the bucket has
+    room for.
+    """
+    relative, config = model.config.relative(), model.config
+    if model.device.type != "cuda" or relative is None or not relative.terms:
+        return None
+    op = "attention training" if model.training else "attention"
+    if dispatch.serving_function("READS_RELATIVE", (op,), model.device, model.dtype) is not None:
+        return None
+    longest = min(bucket.tokens, longest_text(config))
+    if bucket.sequences * config.num_attention_heads * longest**2 <= _MOST_SCORES:
+        return None
+    return "attention does not read scores of distances, which would fill a matrix for all the graph's room"
 
 
 def raise_bad_ids(device: torch.device) -> None:
@@ -100,7 +150,8 @@ def by_grid(model: BertModel) -> str | None:
     if name == "cuda":
         from fastbert.backends.cuda.attention import HEADDIMS
 
-        if head_dim in HEADDIMS:
+        common = not model.family.windows and model.config.kv_heads is None
+        if head_dim in HEADDIMS and (common or model.dtype in dispatch.HALF):
             return None
         following = dispatch.next_function("cuda", "attention_fwd", model.device, model.dtype)
         name = following.__module__.split(".")[2]

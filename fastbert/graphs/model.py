@@ -11,7 +11,11 @@ ops/attention.py nothing reads those rows, and they change no result.
 
 `buckets.py` has the sizes of the buckets, and what an absent sequence costs. Some backends of attention on a
 GPU have a dense grid, and would compute sequences x longest² scores. If one of them serves, nothing is
-recorded (`calls.by_grid`).
+recorded (`calls.by_grid`). The same holds for large buckets of DeBERTa, if scores of distances become a dense
+bias (`calls.dense_scores`).
+
+Positions are inputs of a graph. Its tables of rotary positions have a row per position of the config, and its
+windows and distances are counted from each sequence's start, so a mask must have no holes where they matter.
 
 At most `max_graphs` graphs are kept; a new graph replaces the least recently used.
 
@@ -48,7 +52,17 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.graphs.buckets import Bucket, long_room, sequence_rooms, token_buckets
-from fastbert.graphs.calls import RECORDED, by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
+from fastbert.graphs.calls import (
+    RECORDED,
+    by_grid,
+    dense_scores,
+    is_usual,
+    longest_text,
+    raise_bad_ids,
+    unfit,
+    unfit_arguments,
+    unfit_inputs,
+)
 from fastbert.graphs.recorder import EagerRecorder, Recorder, recorder_for
 from fastbert.graphs.staging import Plan, Rows, Stage, make_plan, rows_in, words
 from fastbert.graphs.task import Around, GraphedTask
@@ -301,15 +315,13 @@ class GraphedModel(Around):
     def _bucket(self, inputs: Inputs, first_only: bool, pooled: bool) -> Bucket | str:
         """The bucket of a batch, or why it has none."""
         total, packed = inputs.position_ids.shape[0], inputs.packing
-        if total == 0:
-            return "there are no tokens"
+        if (reason := unfit_inputs(self.model.config, inputs)) is not None:
+            return reason
         if (sizes := self._sizes(total, packed.batch)) is None:
             tokens = f"{self.buckets[-1]} tokens"
             return (
                 f"there are more than {tokens if total > self.buckets[-1] else f'{self.max_batch} sequences'}"
             )
-        if inputs.holes:
-            return "the mask has holes, which this family's attention bias depends on"
         return Bucket(*sizes, first_only, pooled, dispatch.pins())
 
     def _sizes(self, total: int, batch: int, longest: int = 0) -> tuple[int, int] | None:
@@ -498,7 +510,7 @@ class GraphedModel(Around):
         """Record the graph of a bucket, or return why it cannot be recorded."""
         if bucket in self._failed:
             return self._failed[bucket]
-        if (reason := by_grid(self.model)) is not None:
+        if (reason := by_grid(self.model) or dense_scores(self.model, bucket)) is not None:
             return reason
         self._make_room()
         function = self._function(bucket)
@@ -545,9 +557,12 @@ class GraphedModel(Around):
     def _inputs_in(self, where: Rows, bucket: Bucket) -> Inputs:
         """A batch that fills the bucket, as views of the memory."""
         _, rows, ends, _ = where
-        longest = min(bucket.tokens, self.model.config.max_tokens)
+        config = self.model.config
+        longest = min(bucket.tokens, longest_text(config))
         packed = Packing(bucket.sequences, longest, ends, longest)
-        return Inputs(rows[0], rows[1], rows[2] if self.model.family.segments else None, None, None, packed)
+        given = rows[0], rows[1], rows[2] if config.has_segments else None, None, None, packed
+        # A token's padded column may be beyond the bucket's tokens; so tables have a row per position
+        return Inputs(*given, last_position=config.max_tokens - 1 if config.family.unlimited else None)
 
     def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
         """Write a batch where the bucket's graph reads it; returns its numbers of tokens and sequences."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fastbert.graphs.buckets import Bucket
+from fastbert.graphs.calls import longest_text
 from fastbert.graphs.recorder import Recording
 from fastbert.models.config import EncoderConfig
-from fastbert.models.inputs import packer_of, to_host
+from fastbert.models.inputs import has_holes, packer_of, to_host
 from fastbert.ops.packing import unpack
 from fastbert.runtime import dispatch
 
@@ -79,8 +80,12 @@ class Stage:
 
     def __init__(self, config: EncoderConfig, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype, family = device, dtype, config.family
-        self._longest, self._by_column = config.max_tokens, not family.pad_positions
-        self._segments = family.segments
+        self._longest, self._by_column = longest_text(config), not family.pad_positions
+        self._segments, self._counts_columns = config.has_segments, family.counts_columns
+        self._ignores_types = family.segments and not config.has_segments
+        # Whether the op `embedding` reads the ids, and not a table's own module
+        own = family.word_table == family.embeddings or family.bottleneck or config.get("rescale_embeddings")
+        self._by_op = not (own or (family.projects_first and config.embedding_width != config.hidden_size))
         self._host: Any = packer_of(config)
 
     def batch(self, ids: Any, mask: Any, types: Any) -> Batch | None:
@@ -91,6 +96,8 @@ class Stage:
         host. Then the ids stay where they are, and the kernel that reads them reports bad ids
         (kernels/bad_ids.py).
         """
+        if self._ignores_types:
+            types = None
         given = [t for t in (ids, mask, types) if type(t) is Tensor]
         if self._host is None or type(ids) is not Tensor or any(map(_is_zero, given)):
             return None
@@ -134,7 +141,12 @@ class Stage:
         if not with_ids:
             # The extension reads the shape alone, not the memory
             ids = torch.empty(size, columns, dtype=torch.int64)
-        return self._host.pack(ids, mask, types, packed.data_ptr(), tokens, room, with_ids, indices)
+        if not self._host.pack(ids, mask, types, packed.data_ptr(), tokens, room, with_ids, indices):
+            return False
+        if not (indices and self._counts_columns):
+            return True
+        ends = packed[3 * tokens : -tokens].view(torch.int32)[: size + 1].tolist()
+        return not has_holes(packed[-tokens:], ends)
 
     def _are_ids(self, ids: Tensor, types: Any) -> bool:
         """Whether these are ids of tokens on the model's device, and types, or None, beside them."""
@@ -147,6 +159,8 @@ class Stage:
 
     def _kernel_tells(self) -> bool:
         """Whether the kernel that serves `embedding` now reads no memory for a bad id, and reports it."""
+        if not self._by_op:
+            return False
         return dispatch.serving_function("bad_ids", ("embedding",), self.device, self.dtype) is not None
 
 

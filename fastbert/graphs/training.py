@@ -37,13 +37,27 @@ from torch import Tensor, nn
 from torch._C import _autograd
 
 from fastbert.graphs.buckets import Bucket
-from fastbert.graphs.calls import RECORDED, by_grid, raise_bad_ids
+from fastbert.graphs.calls import (
+    RECORDED,
+    by_grid,
+    dense_scores,
+    longest_text,
+    raise_bad_ids,
+    unfit_inputs,
+    unknown,
+)
 from fastbert.graphs.model import GraphedModel
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
 from fastbert.graphs.staging import Rows, rows_in, words
 from fastbert.graphs.task import GraphedTask
 from fastbert.graphs.weights import HOOKED
-from fastbert.layers.embeddings import Embeddings
+from fastbert.layers.embeddings import (
+    DroppedEmbeddings,
+    Embeddings,
+    TokenEmbeddings,
+    TrigramEmbeddings,
+    WordEmbeddings,
+)
 from fastbert.layers.modules import calls_all, watched
 from fastbert.layers.packing import send
 from fastbert.models.bert import BertModel
@@ -107,6 +121,8 @@ def serving(graphed: Iterable[GraphedTraining]) -> Iterator[None]:
 
 # A replay's error may be _SAME of each gradient's norm, or of _NOISE times the largest norm if that is more
 _SAME, _NOISE = 1e-2, 1e-3
+# Embeddings that may be recorded
+_EMBEDDINGS = Embeddings, DroppedEmbeddings, TokenEmbeddings, TrigramEmbeddings, WordEmbeddings
 
 
 class _Step(NamedTuple):
@@ -184,9 +200,10 @@ class GraphedTraining(GraphedModel):
             return HOOKED
         if (reason := model.gap()) is not None:
             return reason
-        if (reason := model.family.unknown_to_graphs) is not None:
+        if (reason := unknown(model.config)) is not None:
             return reason
-        if type(model.embeddings) is not Embeddings or any(m.is_called() for m in model.layer_list()):
+        embeddings = model._modules[model.family.embeddings]
+        if type(embeddings) not in _EMBEDDINGS or any(m.is_called() for m in model.layer_list()):
             return "the embeddings or a layer have code of their own"
         if (reason := by_grid(model)) is not None:
             return reason
@@ -230,17 +247,17 @@ class GraphedTraining(GraphedModel):
         if (reason := self._state()) is not None:
             return reason
         packed = inputs.packing
-        if inputs.bias is not None or inputs.inputs_embeds is not None or inputs.holes:
-            return "the batch has more than ids, or a mask with holes"
-        total, most = inputs.position_ids.shape[0], self.model.config.max_tokens
-        if total == 0:
-            return "there are no tokens"
-        if packed.max_seqlen > most:
-            return "a sequence is longer than graphs are recorded for"
+        if inputs.bias is not None or inputs.inputs_embeds is not None:
+            return "the batch has more than ids"
+        total, most = inputs.position_ids.shape[0], longest_text(self.model.config)
+        if (reason := unfit_inputs(self.model.config, inputs)) is not None:
+            return reason
         if (sizes := self._sizes(total, packed.batch, most)) is None:
             return f"there are more than {self.buckets[-1]} tokens or {self.max_batch} sequences"
         half = checks.autocast_dtype(self._leaves[0])
         bucket = Bucket(*sizes, first_only, False, dispatch.pins(), half, causal)
+        if (reason := dense_scores(self.model, bucket)) is not None:
+            return reason
         if self._is_new:
             self._is_new = False
             return bucket, "the model is new, or has changed"
@@ -260,7 +277,7 @@ class GraphedTraining(GraphedModel):
 
     def _fill(self, where: Rows, bucket: Bucket, inputs: Inputs) -> tuple[int, int]:
         total, batch = super()._fill(where, bucket, inputs)
-        longest = min(bucket.tokens, self.model.config.max_tokens)
+        longest = min(bucket.tokens, longest_text(self.model.config))
         # Where sequences of padding begin, and where the last of them ends
         ends = torch.arange(
             total, total + longest * (bucket.sequences - batch) + 1, longest, dtype=torch.int32

@@ -288,11 +288,21 @@ def packed_on_host(
         packed = replace(packed, max_seqlen=longest, indices=indices[0], mask=keep)
         if config.family.counts_columns:
             # Not the positions, which may skip a hole of padding
-            places = memory[3 * tokens + words :]
-            spans = torch.tensor([(start, end - 1) for start, end in pairwise(ends) if end > start])
-            holes = bool((places[spans].diff() != spans.diff()).any())
+            holes = has_holes(memory[3 * tokens + words :], ends)
     own = segments if config.has_segments else None
     return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
+
+
+def has_holes(columns: Tensor, ends: list[int]) -> bool:
+    """Whether the kept tokens of a sequence are not adjacent.
+
+    Args:
+        columns: (total,) int64 in CPU memory, the padded column of each kept token, total > 0; or its flat
+            position in the padded batch.
+        ends: `cu_seqlens`.
+    """
+    spans = torch.tensor([(start, end - 1) for start, end in pairwise(ends) if end > start])
+    return bool((columns[spans].diff() != spans.diff()).any())
 
 
 def packed_inputs(config: EncoderConfig, device: torch.device, *given: Tensor | None) -> Inputs:

@@ -59,6 +59,19 @@ def test_sequences_longer_than_the_positions():
                 call(ids)
 
 
+@pytest.mark.parametrize("name", ["modernbert", "eurobert"])
+def test_windows_and_shared_heads_in_float32(name, monkeypatch):
+    """On a GPU `cuda` passes them on, to a grid if PyTorch's ops are next."""
+    device, aten = torch.device("cuda", 0), dispatch.backend_module("aten").attention_fwd
+    monkeypatch.setattr(dispatch, "serving_backend", lambda *args: "cuda")
+    monkeypatch.setattr(dispatch, "next_function", lambda *args: aten)
+    for dtype in (torch.float32, torch.bfloat16):
+        for other in (name, "bert"):
+            model = fresh(other, dtype, num_attention_heads=4, hidden_size=128)
+            monkeypatch.setattr(type(model), "device", device)
+            assert (by_grid(model) is not None) == (dtype == torch.float32 and other == name)
+
+
 @pytest.mark.parametrize(
     ("serving", "head_dim", "grid"),
     [

@@ -497,7 +497,7 @@ def test_holes_where_the_bias_follows_positions():
     whole = {**HOLES, "attention_mask": (torch.arange(9) < HOLES["attention_mask"].sum(1)[:, None]).long()}
     assert whole["attention_mask"].sum() == HOLES["attention_mask"].sum()
     g = called("mpnet", **whole)
-    reason = "the mask has holes, which this family's attention bias depends on"
+    reason = "the mask has holes, which this family's attention depends on"
     g.check(**HOLES, reason=reason)
 
 

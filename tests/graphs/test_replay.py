@@ -22,7 +22,7 @@ def test_equals_the_model(name):
     """Right and left padding, holes, a full row; every kind of arguments and of results."""
     g = Graphed(shared(name))
     inputs = batch(name)  # with holes, on which MPNet's bias depends
-    reason = "the mask has holes, which this family's attention bias depends on" if name == "mpnet" else None
+    reason = "the mask has holes, which this family's attention depends on" if name == "mpnet" else None
     for extra in ({}, {"first_token_only": True}, {"return_dict": False}):
         g.check(**inputs, **extra, reason=reason)
     del inputs["attention_mask"]

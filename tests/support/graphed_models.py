@@ -19,12 +19,23 @@ from tests.support.hf_models import hf_config, unit_scale
 
 CPU = torch.device("cpu")
 SIZES = {"max_tokens": 512, "max_batch": 64}
+_SMALL = {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3}
+_SMALL |= {"intermediate_size": 80, "max_position_embeddings": 72, "pad_token_id": 0}
+# Families that transformers has no class of
+OTHERS = {
+    "neobert": {"model_type": "neobert", **_SMALL},
+    "jina_bert": {"model_type": "bert", "position_embedding_type": "alibi", **_SMALL},
+}
 
 
 def fresh(name: str = "bert", dtype: torch.dtype = torch.float64, **config) -> BertModel:
     """A tiny model with weights at unit scale. In float64 a difference is a mistake, not rounding."""
     torch.manual_seed(0)
-    model = AutoModel.from_config(EncoderConfig.from_hf(hf_config(name, **config))).eval()
+    if name in OTHERS:
+        made = EncoderConfig(**{**OTHERS[name], **config})
+    else:
+        made = EncoderConfig.from_hf(hf_config(name, **config))
+    model = AutoModel.from_config(made).eval()
     return unit_scale(model).to(dtype)
 
 

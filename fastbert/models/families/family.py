@@ -147,18 +147,16 @@ class Family:
 
     @property
     def counts_columns(self) -> bool:
-        """Whether attention depends on the padded columns of tokens, not on their order alone."""
+        """Whether results depend on the padded columns of tokens, not on their order alone."""
         counts = self.windows or self.disentangled or self.global_tokens or self.two_streams or self.alibi
-        return counts or self.relative_bias is not None
+        # MobileBERT's embeddings read neighbours
+        return counts or self.bottleneck or self.relative_bias is not None
 
     @property
     def unknown_to_graphs(self) -> str | None:
         """Why recorded graphs do not have the family's layers; None if they may."""
         kinds = {
-            "rotate by tables of positions": self.rotary,
-            "score distances": self.disentangled or self.two_streams or self.alibi,
-            "have bottlenecks": self.bottleneck,
-            "may attend by blocks": self.block_sparse,
+            "have two streams": self.two_streams,
             "have global tokens": self.global_tokens,
         }
         found = next((kind for kind, there in kinds.items() if there), None)
