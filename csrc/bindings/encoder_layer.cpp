@@ -36,6 +36,7 @@ class Reader {
         const Param weight = vector();
         return {weight, vector(), 0.0};
     }
+    bool ended() const { return at_ == from_.size(); }
     py::tuple tuple() { return py::object(from_[at_++]).cast<py::tuple>(); }
     void end(const char* name) const {
         if (at_ != from_.size()) throw py::value_error(std::string(name) + ": too many numbers");
@@ -60,6 +61,7 @@ EncoderLayer layer_of(int dtype, const py::tuple& batch_sizes, const py::tuple& 
     args.nheads = size.next<std::int64_t>();
     args.headdim = size.next<std::int64_t>();
     args.inner = size.next<std::int64_t>();
+    args.bottleneck.width = size.next<std::int64_t>();
     size.end("layer sizes");
     check_size("nheads", args.nheads, 1);
     check_size("headdim", args.headdim, 1);
@@ -69,6 +71,8 @@ EncoderLayer layer_of(int dtype, const py::tuple& batch_sizes, const py::tuple& 
         check_shape(args.hidden, columns);
     }
     check_shape(args.total, args.hidden);
+    elements_of("bottleneck", {args.total, args.bottleneck.width});
+    elements_of("bottleneck", {std::max(args.hidden, args.inner), args.bottleneck.width});
     check_size("batch", args.batch);
     check_size("max_seqlen", args.max_seqlen);
     return args;
@@ -90,7 +94,8 @@ void read_weights(EncoderLayer& args, const py::tuple& weights) {
     weight.end("weights");
     // Without panels of key, query holds all three. Only some layers have `activated`.
     const bool joined = args.key.panels == nullptr, int8 = args.query.scale != nullptr;
-    if (int8 && !joined) throw py::value_error("weights: expected one product of three with scales");
+    if (int8 && !joined && args.bottleneck.width == 0)
+        throw py::value_error("weights: expected one product of three with scales");
     for (const LayerLinear* linear : linears) {
         if (joined && (linear == &args.key || linear == &args.value)) continue;
         if (linear == &args.activated && linear->panels == nullptr) continue;
@@ -98,6 +103,48 @@ void read_weights(EncoderLayer& args, const py::tuple& weights) {
         if ((linear->scale != nullptr) != int8)
             throw py::value_error("weights: expected scales for all linear layers or none");
     }
+}
+
+// What a layer with bottlenecks has beside `weights`, which end with its last feed-forward block.
+void read_bottleneck(EncoderLayer& args, const py::tuple& numbers) {
+    Reader number(numbers);
+    LayerBottleneck& own = args.bottleneck;
+    own.narrow_keys = number.next<bool>();
+    own.narrow_values = number.next<bool>();
+    own.residual = number.linear();
+    own.residual_norm = number.norm();
+    own.output = number.linear();
+    own.output_norm = number.norm();
+    own.keys = number.linear();
+    own.keys_norm = number.norm();
+    while (!number.ended()) {
+        const LayerLinear up = number.linear(), down = number.linear();
+        own.feeds.push_back({up, down, number.norm()});
+    }
+    own.feeds.push_back({args.intermediate, args.output, args.output_norm});
+    const bool int8 = args.query.scale != nullptr;
+    const auto check = [&](const LayerLinear& linear, const LayerNormParams& norm) {
+        check_given("bottleneck", linear.panels, 1);
+        check_given("bottleneck", norm.weight.data, 1);
+        check_given("bottleneck", norm.bias.data, 1);
+        if ((linear.scale != nullptr) != int8 || norm.weight.dtype != args.dtype ||
+            norm.bias.dtype != args.dtype)
+            throw py::value_error(
+                "bottleneck: expected scales as the layer has them, and norms of its dtype");
+    };
+    check(args.attention_output, args.attention_norm);
+    check(own.residual, own.residual_norm);
+    check(own.output, own.output_norm);
+    if (own.narrow_keys) check(own.keys, own.keys_norm);
+    for (const LayerFeed& feed : own.feeds) {
+        check(feed.up, feed.norm);
+        check(feed.down, feed.norm);
+    }
+    if (own.narrow_values && !own.narrow_keys)
+        throw py::value_error("bottleneck: expected keys where values are narrow");
+    if (args.key.panels == nullptr || args.pre_norm || args.gated != Gate::kNone ||
+        args.activated.panels != nullptr || args.tables.cos != nullptr)
+        throw py::value_error("bottleneck: expected three products, no pre_norm, no gate and no tables");
 }
 
 // Addresses of the tables, and their (positions, half). `checked`: the positions are known to lie below it.
@@ -108,7 +155,10 @@ void read_tables(EncoderLayer& args, const py::tuple& tables, std::int64_t& chec
     const std::int64_t rows = table.next<std::int64_t>();
     args.tables.half = table.next<std::int64_t>();
     table.end("tables");
-    if (args.tables.cos == nullptr) return;
+    if (args.tables.cos == nullptr) {
+        if (rows != 0 || args.tables.half != 0) throw py::value_error("tables: expected an address of cos");
+        return;
+    }
     if (args.tables.half < 1 || args.tables.half > args.headdim / 2)
         refuse("half", "1 to " + std::to_string(args.headdim / 2) + " pairs per head", args.tables.half);
     check_given("sin", args.tables.sin, elements_of("rows * half", {rows, args.tables.half}));
@@ -118,7 +168,8 @@ void read_tables(EncoderLayer& args, const py::tuple& tables, std::int64_t& chec
 }
 
 // Layers one after the other; each is (sizes, weights, eps of both norms, activation, softmax_scale,
-// pre_norm, gated half, both sides of the window, tables). All but the first write over what they read.
+// pre_norm, gated half, both sides of the window, tables, bottleneck). All but the first write over what they
+// read.
 void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple& layers, Address cu_seqlens,
                        Address x, std::int64_t x_stride, const py::tuple& bias, Address gate,
                        Address positions, Address y, int threads, Address work, std::int64_t work_bytes,
@@ -150,6 +201,8 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
         check_size("window", args.window.right, -1);
         args.positions = pointer<const std::int64_t>(positions);
         read_tables(args, layer.tuple(), checked);
+        const py::tuple bottleneck = layer.tuple();
+        if (args.bottleneck.width > 0) read_bottleneck(args, bottleneck);
         layer.end("layer");
         if (args.output_norm.eps < 0.0 || (args.attention_norm.eps < 0.0 && !args.pre_norm))
             throw py::value_error("eps: expected a norm");

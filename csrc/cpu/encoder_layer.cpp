@@ -28,12 +28,13 @@ struct Rows {
 };
 
 // What follows a product: its bias, unless the following norm adds it, then the activation, then what c
-// holds.
+// holds, then a NoNorm.
 struct Epilogue {
     bool bias = true;
     Activation activation = Activation::kNone;
     Gate gate = Gate::kNone;
     Onto onto = Onto::kNone;
+    LayerNormParams no_norm{};
 };
 
 // c = act(a w + bias) for some rows, or the same plus or times c.
@@ -57,7 +58,9 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
                                epilogue.activation,
                                to,
                                epilogue.gate,
-                               epilogue.onto};
+                               epilogue.onto,
+                               epilogue.no_norm.weight.data,
+                               epilogue.no_norm.bias.data};
         return cpu_linear_int8(args, threads);
     }
     Product args{};
@@ -75,6 +78,8 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     args.residual = epilogue.onto == Onto::kNone ? nullptr : to;
     args.residual_stride = columns;
     args.multiplies = epilogue.onto == Onto::kMultiplies;
+    args.norm_weight = epilogue.no_norm.weight.data;
+    args.norm_bias = epilogue.no_norm.bias.data;
     args.c = to;
     return cpu_linear_product(args, threads);
 }
@@ -179,27 +184,27 @@ std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threa
 // The working memory of a layer of this many rows: q, k, v, context. After attention, q's place holds the
 // inputs of both norms, and k's place the result of the norm after attention. Once the context has been read,
 // the inner rows of the feed-forward start at v's place. With pre_norm the context's place first has the
-// result of the norm before attention, and y has the sum after attention.
+// result of the norm before attention, and y has the sum after attention. A layer with bottlenecks has q, k
+// and v, or once attention has run the inner rows, then the context, then in its own width what queries and
+// keys are made from, and the residual.
 struct Places {
-    std::int64_t plane, wide;
+    std::int64_t plane, wide, narrow;
     Places(const EncoderLayer& layer, std::int64_t rows) {
         const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-        plane = (rows * std::max(layer.nheads * layer.headdim, layer.hidden) * size + 63) / 64 * 64;
+        const std::int64_t widest = std::max(layer.nheads * layer.headdim, layer.hidden);
+        const bool narrows = layer.bottleneck.width > 0;
+        plane = (rows * (narrows ? layer.nheads * layer.headdim : widest) * size + 63) / 64 * 64;
         wide = (rows * layer.inner * size + 63) / 64 * 64;
+        narrow = (rows * layer.bottleneck.width * size + 63) / 64 * 64;
     }
-    std::int64_t bytes() const { return 2 * plane + std::max(2 * plane, wide); }
+    std::int64_t context() const { return std::max(3 * plane, wide); }  // of a layer with bottlenecks
+    std::int64_t bytes() const {
+        return narrow > 0 ? context() + plane + 2 * narrow : 2 * plane + std::max(2 * plane, wide);
+    }
 };
 
-const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
-    const std::int64_t hidden = layer.hidden, width = layer.nheads * layer.headdim;
-    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    const std::int64_t plane = Places(layer, layer.total).plane;
-    char* const base = memory;
-    char* const context = base + 3 * plane;
-    void* const sum = base;
-    void* const attended = base + plane;
-    void* const inner = base + 2 * plane;
-
+// Attention of a layer, without what it reads and writes.
+AttentionFwd attention_of(const EncoderLayer& layer) {
     AttentionFwd attention{};
     attention.dtype = layer.dtype;
     attention.batch = layer.batch;
@@ -212,6 +217,80 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     attention.bias = layer.bias;
     attention.gate = layer.gate;
     attention.window = layer.window;
+    return attention;
+}
+
+// A layer with bottlenecks. The residual's place has what each block adds to.
+const char* run_narrow(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
+    const LayerBottleneck& own = layer.bottleneck;
+    const std::int64_t hidden = layer.hidden, width = layer.nheads * layer.headdim, narrow = own.width;
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const Places places(layer, layer.total);
+    char* const context = memory + places.context();
+    char* const residual = context + places.plane;
+    const bool shared = own.keys.panels == own.residual.panels;  // one bottleneck is both
+    char* const keys = shared ? residual : residual + places.narrow;
+
+    const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};
+    AttentionFwd attention = attention_of(layer);
+    Heads* const heads[] = {&attention.q, &attention.k, &attention.v};
+    for (int i = 0; i < 3; ++i) *heads[i] = {memory + i * places.plane, width, layer.headdim};
+    attention.out = context;
+    const char* failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
+        const auto narrowed = [&](const LayerLinear& w, const LayerNormParams& norm, char* to) {
+            return multiply(layer, rows, w, layer.x, layer.x_stride, narrow, hidden,
+                            {true, Activation::kNone, Gate::kNone, Onto::kNone, norm}, to, team);
+        };
+        const char* why = narrowed(own.residual, own.residual_norm, residual);
+        if (why == nullptr && own.narrow_keys && !shared) why = narrowed(own.keys, own.keys_norm, keys);
+        for (int i = 0; i < 3 && why == nullptr; ++i) {
+            const bool from_keys = i < 2 ? own.narrow_keys : own.narrow_values;
+            char* const to = memory + i * places.plane;
+            why = from_keys ? multiply(layer, rows, *weights[i], keys, narrow, width, narrow, {}, to, team)
+                            : multiply(layer, rows, *weights[i], layer.x, layer.x_stride, width, hidden, {},
+                                       to, team);
+        }
+        return why;
+    });
+    if (failed == nullptr) failed = cpu_attention_fwd(attention, threads, layer.relative);
+    if (failed != nullptr) return failed;
+    const std::int64_t used = layer.cu_seqlens[layer.batch];  // behind them there is no context
+    std::memset(context + used * width * size, 0, (layer.total - used) * width * size);
+
+    return by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
+        const auto summed = [&](const LayerLinear& w, const LayerNormParams& norm, const void* a,
+                                std::int64_t depth, std::int64_t columns, void* to) {
+            return multiply(layer, rows, w, a, depth, columns, depth,
+                            {true, Activation::kNone, Gate::kNone, Onto::kAdds, norm}, to, team);
+        };
+        const char* why =
+            summed(layer.attention_output, layer.attention_norm, context, width, narrow, residual);
+        for (const LayerFeed& feed : own.feeds) {
+            if (why == nullptr)
+                why = multiply(layer, rows, feed.up, residual, narrow, layer.inner, narrow,
+                               {true, layer.activation}, memory, team);
+            if (why == nullptr) why = summed(feed.down, feed.norm, memory, layer.inner, narrow, residual);
+        }
+        if (why != nullptr) return why;
+        for (std::int64_t r = rows.begin; layer.x != layer.y && r < rows.begin + rows.count; ++r)
+            std::memcpy(static_cast<char*>(layer.y) + r * hidden * size,
+                        static_cast<const char*>(layer.x) + r * layer.x_stride * size, hidden * size);
+        return summed(own.output, own.output_norm, residual, narrow, hidden, layer.y);
+    });
+}
+
+const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
+    if (layer.bottleneck.width > 0) return run_narrow(layer, threads, own_rows, memory);
+    const std::int64_t hidden = layer.hidden, width = layer.nheads * layer.headdim;
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t plane = Places(layer, layer.total).plane;
+    char* const base = memory;
+    char* const context = base + 3 * plane;
+    void* const sum = base;
+    void* const attended = base + plane;
+    void* const inner = base + 2 * plane;
+
+    AttentionFwd attention = attention_of(layer);
     attention.out = context;
     const bool joined = layer.key.panels == nullptr;  // rows [q, k, v], over the three places
     const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};

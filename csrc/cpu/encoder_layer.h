@@ -1,9 +1,10 @@
 // A whole encoder layer for inference on the CPU: the kernels of attention, linear (or linear_int8), rotary
-// and layer_norm in the order of fastbert/layers/encoder.py or pre_norm.py. A layer costs one call from
-// Python, and its intermediate results stay in one workspace, which is mapped already.
+// and layer_norm in the order of fastbert/layers/encoder.py, pre_norm.py or bottleneck.py. A layer costs one
+// call from Python, and its intermediate results stay in one workspace, which is mapped already.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "attention.h"
 #include "linear.h"
@@ -19,6 +20,23 @@ struct LayerLinear {
 struct LayerNormParams {
     Param weight, bias;  // bias may be null
     double eps;          // negative: there is no norm
+};
+
+// A feed-forward block of a layer with bottlenecks.
+struct LayerFeed {
+    LayerLinear up, down;
+    LayerNormParams norm;
+};
+
+// What a layer with bottlenecks has beside query, key, value, attention_output and attention_norm. Its norms
+// are NoNorms, whose parameters have the layer's dtype.
+struct LayerBottleneck {
+    std::int64_t width;  // columns of its blocks; 0: the layer has no bottlenecks
+    // Whether queries and keys, and values too, are made from the bottleneck `keys`, and not from x
+    bool narrow_keys, narrow_values;
+    LayerLinear keys, residual, output;
+    LayerNormParams keys_norm, residual_norm, output_norm;
+    std::vector<LayerFeed> feeds;
 };
 
 // The tables that rotate queries and keys, [positions, half]; null: they are not rotated.
@@ -47,8 +65,9 @@ struct EncoderLayer {
     Bias bias;
     Relative relative;
     const float* gate;  // (nheads,), null: none
-    void* y;            // (total, hidden), contiguous
-    void* work;         // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call
+    LayerBottleneck bottleneck;
+    void* y;     // (total, hidden), contiguous
+    void* work;  // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call
 };
 
 // An upper bound of the bytes that a layer works in.

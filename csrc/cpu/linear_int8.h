@@ -20,7 +20,7 @@ struct ToPanelsInt8 {
 };
 
 // y = the product, or what y holds plus or times the product, which is rounded first. Only the product itself
-// may have an activation or a gate.
+// may have an activation or a gate. A product with a norm has neither.
 enum class Onto : int { kNone = 0, kAdds = 1, kMultiplies = 2 };
 
 struct ProductInt8 {
@@ -35,6 +35,7 @@ struct ProductInt8 {
     void* y;  // contiguous
     Gate gate;
     Onto onto;
+    const void *norm_weight = nullptr, *norm_bias = nullptr;  // see Product
 };
 
 // Bytes of the panels and of the weight's column sums after them, for the instruction set in use.

@@ -153,16 +153,21 @@ void finish(const ProductInt8& args, PanelSums of, std::int64_t column, std::int
 
 template <class T>
 void finish_onto(const ProductInt8& args, PanelSums of, std::int64_t column, std::int64_t columns) {
-    const bool adds = args.onto == Onto::kAdds;
+    const bool adds = args.onto == Onto::kAdds, onto = args.onto != Onto::kNone;
     for (std::int64_t r = 0; r < of.rows; ++r) {
         const RowScale row = scale_of(of, r);
         T* const y = static_cast<T*>(args.y) + (of.row + r) * args.columns + column;
         for (std::int64_t j = 0; j < columns; j += kLanes) {
             const int n = static_cast<int>(less(columns - j, kLanes));
-            const Vec held = load(y + j, n);
+            const Vec held = load(y + j, onto ? n : 0);
             store(y + j, product_at(of, row, r, j), n);
             const Vec rounded = load(y + j, n);
-            store(y + j, adds ? add(held, rounded) : mul(held, rounded), n);
+            if (onto) store(y + j, adds ? add(held, rounded) : mul(held, rounded), n);
+            if (args.norm_weight != nullptr)
+                store(y + j,
+                      fma(load(y + j, n), load(static_cast<const T*>(args.norm_weight) + column + j, n),
+                          load(static_cast<const T*>(args.norm_bias) + column + j, n)),
+                      n);
         }
     }
 }
@@ -201,7 +206,7 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
     const std::int64_t width = panel_columns(gated);
     const std::int64_t panels = panel_count(gated ? 2 * args.columns : args.columns, gated);
     const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.panels + panels * panel_bytes);
-    const Finish finish = args.onto != Onto::kNone
+    const Finish finish = args.onto != Onto::kNone || args.norm_weight != nullptr
                               ? finish_onto<T>
                               : (gated ? kFinishGated<T> : kFinish<T>)[static_cast<int>(args.activation)];
     alignas(64) std::int32_t buffer[kTileRows * kPanel];

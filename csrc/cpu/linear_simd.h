@@ -41,7 +41,8 @@ FASTBERT_INLINE std::int64_t tile_height(std::int64_t rows, std::int64_t tiles) 
     return (rows + tiles - 1) / tiles;
 }
 
-// Bias, activation, residual and rounding of `rows` rows of c from `row` on, columns [column, column + n).
+// Bias, activation, residual, norm and rounding of `rows` rows of c from `row` on, columns [column, column +
+// n).
 template <class T, Activation kind>
 void finish(const Product& args, const float* bias, const float* c, std::int64_t c_stride, std::int64_t row,
             std::int64_t rows, std::int64_t column, std::int64_t columns) {
@@ -58,6 +59,9 @@ void finish(const Product& args, const float* bias, const float* c, std::int64_t
                 const Vec held = load(residual + (row + r) * args.residual_stride + column + j, n);
                 z = args.multiplies ? mul(rounded<T>(z), held) : add(z, held);
             }
+            if (args.norm_weight != nullptr)
+                z = fma(rounded<T>(z), load(static_cast<const T*>(args.norm_weight) + column + j, n),
+                        load(static_cast<const T*>(args.norm_bias) + column + j, n));
             store(static_cast<T*>(args.c) + at + j, z, n);
         }
     }

@@ -18,11 +18,18 @@ from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.modules import is_plain
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
-from fastbert.ops.encoder_layer import FusedLayer, close_team, encoder_layer, launchers, open_team
+from fastbert.ops.encoder_layer import (
+    FusedLayer,
+    NarrowBlocks,
+    close_team,
+    encoder_layer,
+    launchers,
+    open_team,
+)
 from fastbert.runtime import prepared
 
 # The kinds of layer that the fused layer computes
-KINDS = frozenset({"gated", "packed", "pre_norm", "rotary", "window"})
+KINDS = frozenset({"bottleneck", "gated", "packed", "pre_norm", "rotary", "window"})
 
 
 class Taken(NamedTuple):
@@ -71,9 +78,13 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "the norms or the feed-forward block are not ours"
     if step.called:
         return "the module's own call must run: something looks at it, or it has another forward"
+    if form.bottleneck is not None and form.bottleneck.output is None:
+        return "it has no bottleneck back to the hidden size"
+    if form.bottleneck is not None and is_plain(parts.attention_norm, nn.LayerNorm):
+        return "its norms are no NoNorms"
     if not parts.plain:
         return "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
-    dense, norms = _linears(form, parts.linears), _norms(form, parts)
+    dense, norms = _linears(form, parts), _norms(form, parts)
     kind = INT8 if parts.int8 else LINEAR_KINDS[type(dense[0])]
     found = launchers(x.device, x.dtype, kind.op)
     if found is None:
@@ -95,7 +106,7 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         if not parts.int8:
             return _weights(kind, make, form, parts, dense, x)
         # Temporary copies: only their panels are kept
-        named = zip(dense, _linears(form, form.names.linears), strict=True)
+        named = zip(dense, form.names.linears[2 if form.packed else 0 :], strict=True)
         copies = [QuantizedLinear.from_linear(m, f"{parts.label}.{path}") for m, path in named]
         return _weights(kind, make, form, parts, copies, x)
 
@@ -170,15 +181,17 @@ def _launched(
     return encoder_layer(launch, x, layers, *lengths, positions=rotates[0], tables=rotates[1], **more)
 
 
-def _linears(form: LayerForm, each: Sequence[Any]) -> Sequence[Any]:
-    """What belongs to each linear layer, once for query, key and value of a packed layer."""
-    return each[2:] if form.packed else each
+def _linears(form: LayerForm, parts: Parts) -> Sequence[Any]:
+    """The linear layers, query, key and value of a packed layer once."""
+    more = [] if parts.steps is None else parts.steps.modules[0]
+    return (*parts.linears[2 if form.packed else 0 :], *more)
 
 
 def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
     """The norms; of a pre-norm layer the first may be missing."""
     first = form.pre_norm and is_plain(parts.attention_norm, nn.Identity)
-    return [parts.attention_norm, parts.output_norm][first:]
+    more = [] if parts.steps is None else parts.steps.modules[1]
+    return [parts.attention_norm, parts.output_norm, *more][first:]
 
 
 def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
@@ -186,8 +199,18 @@ def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
     gated = form.gated if parts.gate is None else None
     inner = parts.intermediate.out_features // (1 if gated is None else 2)
     sizes = form.nheads, form.head_dim, inner
-    kind = form.pre_norm, gated, form.window, form.rotary
+    kind = form.pre_norm, gated, form.window, form.rotary, _narrow(form, parts)
     return FusedLayer(weights, *sizes, form.softmax_scale, form.activation, eps, *kind)
+
+
+def _narrow(form: LayerForm, parts: Parts) -> NarrowBlocks | None:
+    """The bottlenecks as the fused layer takes them."""
+    own = form.bottleneck
+    if own is None:
+        return None
+    return NarrowBlocks(
+        parts.output.out_features, own.keys is not None, own.values is not None, len(own.feeds)
+    )
 
 
 def _another_kind(
@@ -217,7 +240,10 @@ def _weights(
     # The argument after `x` keeps what is derived. For temporary copies that must not be the layer.
     gated = form.gated is not None and parts.gate is None
     owner = dense[0] if parts.int8 else parts.owner
-    linears = kind.layer_operands(x, owner, list(dense), gated)
+    if form.bottleneck is None:
+        linears = kind.layer_operands(x, owner, list(dense), gated)
+    else:  # products of different inputs
+        linears = [one for m in dense for one in kind.layer_operands(x, m, [m], False) or ()]
     norms = [(norm.weight, norm.bias) for norm in _norms(form, parts)]
     norms = [(None, None)] * (2 - len(norms)) + norms
     return None if linears is None else make(linears, norms, scratch, gated)

@@ -60,6 +60,13 @@ class Steps(NamedTuple):
     output: tuple[Any, Any] | None
     feeds: tuple[tuple[Any, Any, Any], ...]
 
+    @property
+    def modules(self) -> tuple[list[Any], list[Any]]:
+        """The linear layers, and the norms, as `ops.encoder_layer` has them after those of every layer."""
+        pairs = [pair for pair in (self.residual, self.output, self.keys) if pair is not None]
+        linears = [dense for dense, _ in pairs] + [dense for feed in self.feeds for dense in feed[:2]]
+        return linears, [norm for _, norm in pairs] + [feed[2] for feed in self.feeds]
+
 
 def inputs(parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
     """What queries and keys are made of, and what values are made of: (rows, hidden) -> two of (rows, …)."""

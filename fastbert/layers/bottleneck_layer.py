@@ -16,11 +16,13 @@ from fastbert.layers.bottleneck import (
     Narrowing,
     NarrowOutput,
     NarrowSelfAttention,
+    NoNorm,
     Steps,
     norm_of,
 )
 from fastbert.layers.encoder_layer import EncoderLayer, PackedLayer, linear
 from fastbert.layers.form import Bottleneck, LayerForm, Parts
+from fastbert.layers.linear import all_plain
 from fastbert.layers.modules import attach, changed, part
 from fastbert.layers.parts import Activation, AsMade, Part, activation_of, two
 from fastbert.layers.patterns import Heads
@@ -114,7 +116,10 @@ class BottleneckLayer(EncoderLayer):
         keys, values, residual, output = (self._below(path, *step) for path in own[:4])
         feed = "intermediate.dense", "output.dense", "output.LayerNorm"
         feeds = tuple(self._below(path, *feed) for path in own.feeds)
-        return super().parts()._replace(steps=Steps(keys, values, residual, output, feeds))
+        parts, steps = super().parts(), Steps(keys, values, residual, output, feeds)
+        linears, norms = steps.modules
+        norms = (parts.attention_norm, parts.output_norm, *norms)
+        return parts._replace(steps=steps, plain=all_plain((*parts.linears, *linears), norms, NoNorm))
 
     def _gap(self) -> str | None:
         """See `EncoderLayer`."""

@@ -252,7 +252,7 @@ class Parts(NamedTuple):
         int8: whether 8-bit copies of the linear layers, all of them plain, run in their place.
         label: the layer's name in errors.
         plain: whether one op could compute the whole layer: the linear layers are of one kind, none is empty,
-            the norms are LayerNorms, and nothing looks at any of them.
+            the norms are LayerNorms (NoNorms in a layer with bottlenecks), and nothing looks at any of them.
         gate: the linear layer with the activated half of a gated feed-forward block; None if there is none.
         steps: the further modules of a layer with bottlenecks, `bottleneck.Steps`; None in other layers.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -202,13 +202,15 @@ def _applied(
     return kind.product(x, module, [module], activation, gated=gated)
 
 
-def all_plain(linears: list[nn.Module], norms: list[nn.Module]) -> bool:
-    """Whether the linear layers are plain, of one kind and not empty, and the norms plain nn.LayerNorms."""
+def all_plain(
+    linears: Sequence[nn.Module], norms: Sequence[nn.Module], norm: type[nn.Module] = nn.LayerNorm
+) -> bool:
+    """Whether the linear layers are plain, of one kind and not empty, and the norms plain ones of `norm`."""
     own = type(linears[0])
     return (
         own in LINEAR_KINDS
         and all(is_plain(m, own) and not is_empty(m) for m in linears)
-        and all(is_plain(m, nn.LayerNorm) for m in norms)
+        and all(is_plain(m, norm) for m in norms)
     )
 
 

@@ -14,7 +14,8 @@ or, with the norms before the blocks,
     y = a + act(LayerNorm(a) Wiᵀ + bi) Wfᵀ + bf
 
 q and k may be rotated, and attention may have a window. Instead of act(z), z = a Wiᵀ + bi, there may be
-act(z1) z2, where z = [z1, z2], or act(g) z with g = a Wgᵀ + bg.
+act(z1) z2, where z = [z1, z2], or act(g) z with g = a Wgᵀ + bg. A layer may have bottlenecks, as in
+fastbert/layers/bottleneck.py, with NoNorms.
 
 A fused layer returns bit for bit what those ops return one after another on the same backend. It saves the
 fixed cost of nine calls and the memory of their results, which counts where tokens are few.
@@ -27,9 +28,13 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
         `linear_panels` makes them and scale None. Those of 8-bit layers are joined, with panels as
         `linear_int8_panels` makes them. bias may be None. One more is the activated factor of the
         intermediate layer's rows. gated: whether the intermediate layer has both factors, and panels for
-        that. norms: (weight or None, bias or None) of both norms. panels may be None: then they are made for
-        the call, in the memory that the list `scratch` holds or gets, and the layer works there too. The
-        next call with that list overwrites it. With scratch None the weights own the memory.
+        that. panels may be None: then they are made for the call, in the memory that the list `scratch`
+        holds or gets, and the layer works there too. The next call with that list overwrites it. With
+        scratch None the weights own the memory.
+        norms: (weight or None, bias or None) of both norms.
+        A layer with bottlenecks has no joined product. Behind its six linear layers are the bottlenecks of
+        the residual, of the output and, if there is one, of keys, then both linear layers of each
+        feed-forward block before the last; its norms are in the same order.
     open_team(), close_team(): between the two, the threads of the calling thread's ops stay awake, so that
         each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.
@@ -59,6 +64,22 @@ from fastbert.ops.rotary import check_tables
 from fastbert.runtime import dispatch
 
 
+class NarrowBlocks(NamedTuple):
+    """How the blocks of a layer with bottlenecks compute; see `fastbert/layers/bottleneck.py`.
+
+    Attributes:
+        width: columns of the blocks.
+        keys, values: whether queries and keys, and values too, are made from the bottleneck of keys, and not
+            from the layer's input.
+        feeds: the number of feed-forward blocks before the last.
+    """
+
+    width: int
+    keys: bool
+    values: bool
+    feeds: int
+
+
 class FusedLayer(NamedTuple):
     """A layer as `encoder_layer` takes it.
 
@@ -74,6 +95,7 @@ class FusedLayer(NamedTuple):
         gated: see `ops.linear`.
         window: see `ops.attention`.
         rotary: the key of the tables that rotate queries and keys; None if they are not rotated.
+        narrow: the bottlenecks; None if there are none. The layer's norms are NoNorms then, without eps.
     """
 
     weights: Any
@@ -87,6 +109,7 @@ class FusedLayer(NamedTuple):
     gated: str | None = None
     window: tuple[int, int] | None = None
     rotary: Hashable = None
+    narrow: NarrowBlocks | None = None
 
 
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
@@ -197,6 +220,8 @@ def encoder_layer(
         if first is not None or not layer.pre_norm:
             checks.eps(cast(float, first))
         checks.eps(second)
+        if layer.narrow is not None:
+            _check_narrow(layer)
         if layer.gated not in (None, *GATES):
             raise ValueError(f"gated: expected None, 'first' or 'second', got {layer.gated!r}")
         batch = cu_seqlens.shape[0] - 1
@@ -229,6 +254,20 @@ def encoder_layer(
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
     given = positions, used, relative, out
     return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *given)
+
+
+def _check_narrow(layer: FusedLayer) -> None:
+    narrow = layer.narrow
+    assert narrow is not None
+    if narrow.width < 1 or narrow.feeds < 0 or (narrow.values and not narrow.keys):
+        raise ValueError(
+            f"narrow: expected width >= 1, feeds >= 0, and values only beside keys, got {narrow}"
+        )
+    for name in ("pre_norm", "gated", "rotary"):
+        if getattr(layer, name):
+            raise ValueError(
+                f"{name}: expected none in a layer with bottlenecks, got {getattr(layer, name)!r}"
+            )
 
 
 def _checked_tables(

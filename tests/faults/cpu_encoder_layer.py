@@ -27,7 +27,7 @@ FAULTS = (
     _fault("threads in one place", "return run(own, 1, false, work + memory[part]);", "return run(own, 1, false, work);"),
     _fault("last sequence in no run", "firsts.push_back(layer.batch);", "firsts.push_back(layer.batch - 1);"),
     _fault("rows behind the last sequence in no run", "if (layer.cu_seqlens[layer.batch] != layer.total) return {};", ""),
-    _fault("half precision takes no less", "? 4 : 2;\n        plane = ", "? 4 : 1;\n        plane = "),
+    _fault("half precision takes no less", "? 4 : 2;\n        const std::int64_t widest", "? 4 : 1;\n        const std::int64_t widest"),
     # attention
     _fault("one weight for all three", "multiply(layer, rows, *weights[i], x,", "multiply(layer, rows, *weights[0], x,"),
     _fault("joined rows as single ones", "Heads{base + i * width * size, 3 * width,", "Heads{base + i * width * size, width,"),

@@ -41,23 +41,48 @@ def encoder_layer_weights(
     gated: bool = False,
 ) -> tuple[Any, ...]:
     """The `weights` of a `FusedLayer`: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit panels are made for, the tensors behind the numbers, `scratch`, and (shapes of the weights,
-    gated), which the size of panels does not show, because panels are rounded up.
+    that 8-bit panels are made for, the tensors behind the numbers, `scratch`, (shapes of the weights, gated),
+    which the size of panels does not show, because panels are rounded up, and the numbers of bottlenecks.
     """
     made_for = [tuple(weight.shape) for weight, *_ in linears], gated
     linears, norms = (
         [[*map(_plain, one)] for one in each] for each in (_with_panels(linears, scratch, gated), norms)
     )
     numbers, isa = [], _C.cpu_isa()
-    for panels, scale, bias in linears:
-        numbers += (address(panels), 0 if scale is None else address(scale), *vector(bias))
+    for each in linears[:7] if len(norms) == 2 else linears[:6]:
+        numbers += _linear_numbers(*each)
         if len(linears) < 6 and len(numbers) == 4:  # one product makes query, key and value
             numbers += 2 * _NOTHING
-    if len(linears) in (4, 6):
+    if len(linears) in (4, 6) or len(norms) > 2:
         numbers += _NOTHING
-    for weight, bias in norms:
-        numbers += (*vector(weight), *vector(bias))
-    return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch, made_for
+    for norm in norms[:2]:
+        numbers += _norm_numbers(*norm)
+    held = tuple(chain(*linears, *norms))
+    return tuple(numbers), isa, held, scratch, made_for, _bottleneck_numbers(linears[6:], norms[2:])
+
+
+def _norm_numbers(weight, bias):
+    return *vector(weight), *vector(bias)
+
+
+def _linear_numbers(panels, scale, bias):
+    return address(panels), 0 if scale is None else address(scale), *vector(bias)
+
+
+def _bottleneck_numbers(linears, norms):
+    """The residual's bottleneck, the output's, that of keys or nothing, and the blocks before the last."""
+    if not norms:
+        return ()
+    feeds = len(linears) - len(norms)
+    pairs, numbers = len(norms) - feeds, []
+    for linear, norm in zip(linears[:pairs], norms[:pairs], strict=True):
+        numbers += (*_linear_numbers(*linear), *_norm_numbers(*norm))
+    if pairs == 2:
+        numbers += 2 * _NOTHING
+    for i, norm in enumerate(norms[pairs:]):
+        up, down = linears[pairs + 2 * i : pairs + 2 * i + 2]
+        numbers += (*_linear_numbers(*up), *_linear_numbers(*down), *_norm_numbers(*norm))
+    return tuple(numbers)
 
 
 def _plain(t: TensorOrNone) -> TensorOrNone:
@@ -116,7 +141,7 @@ def encoder_layer_fwd(
     scratch = layers[0].weights[3]
     # A large batch: the memory stays until its last layer has run, and leaves no holes in the heap.
     if scratch:
-        room = max(_C.cpu_encoder_layer_work(code, sizes, layer[1:4], threads) for layer in layers)
+        room = max(_C.cpu_encoder_layer_work(code, sizes, _sizes(layer), threads) for layer in layers)
         work = _memory(scratch, 1, -(-room // x.element_size()), x)
     _C.cpu_encoder_layer_fwd(
         code,
@@ -137,32 +162,59 @@ def encoder_layer_fwd(
     return y
 
 
+def _sizes(layer):
+    """The layer's sizes as csrc/bindings/encoder_layer.cpp takes them."""
+    return *layer[1:4], 0 if layer.narrow is None else layer.narrow.width
+
+
+def _shapes(layer, hidden, count):
+    """The shapes of a layer's weights, `count` of them, and the columns of its norms."""
+    inner, width, narrow = layer.inner, layer.nheads * layer.headdim, layer.narrow
+    if narrow is not None:
+        own, keys = narrow.width, int(narrow.keys)
+        given = [own if from_keys else hidden for from_keys in (keys, keys, narrow.values)]
+        shapes = [*((width, columns) for columns in given), (own, width), (inner, own), (own, inner)]
+        shapes += [(own, hidden), (hidden, own), *[(own, hidden)] * keys]
+        shapes += [(inner, own), (own, inner)] * narrow.feeds
+        return shapes, [own, own, own, hidden, *[own] * (keys + narrow.feeds)]
+    halves = 1 if layer.gated is None else 2
+    shapes = [(3 * width, hidden)] if count < 6 else [(width, hidden)] * 3
+    shapes += (hidden, width), (halves * inner, hidden), (hidden, inner)
+    return shapes + [(inner, hidden)] * (count - len(shapes)), [hidden] * 2
+
+
 def _numbers(layers, hidden, tables):
     """Each layer as csrc/bindings/encoder_layer.cpp takes it."""
     isa, taken = _C.cpu_isa(), []
-    for weights, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary in layers:
-        numbers, made_with, held, _, made_for = weights
+    for layer in layers:
+        numbers, made_with, held, _, made_for, bottleneck = layer.weights
+        _, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary, narrow = layer
         if made_with != isa:
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
-        count, width, halves = len(made_for[0]), nheads * headdim, 1 if gated is None else 2
-        shapes = [(3 * width, hidden)] if count < 6 else [(width, hidden)] * 3
-        shapes += (hidden, width), (halves * inner, hidden), (hidden, inner)
-        shapes += [(inner, hidden)] * (count - len(shapes))
+        count = len(made_for[0])
+        shapes, columns = _shapes(layer, hidden, count)
+        norms = held[3 * count :]
         last, int8 = held[9 if count < 6 else 15], held[1] is not None  # panels of the output layer
         size_of = _C.cpu_linear_int8_panels_size if int8 else _C.cpu_linear_panels_size
         if (
-            made_for != (shapes, halves == 2)
-            or any(norm is not None and norm.shape != (hidden,) for norm in held[-4::2])
-            or last.numel() != size_of(inner, hidden)
+            made_for != (shapes, gated is not None)
+            or len(norms) != 2 * len(columns)
+            or any(
+                narrow is not None if norm is None else norm.shape != (columns[i // 2],)
+                for i, norm in enumerate(norms)
+            )
+            or last.numel() != size_of(inner, shapes[3][0] if count >= 6 else hidden)
         ):
             raise ValueError(
                 f"weights: expected those of a layer from {hidden} to {nheads} heads of {headdim}, and to "
                 f"{inner} columns{'' if gated is None else ' with a gate'}, and back"
+                + ("" if narrow is None else f", with bottlenecks {narrow}")
             )
         left, right = (-1, -1) if window is None else window
         kind = scale, pre_norm, GATE_CODES[gated], left, right, _table_numbers(rotary, tables)
-        sizes, first = (nheads, headdim, inner), -1.0 if eps[0] is None else eps[0]
-        taken.append((sizes, numbers, first, eps[1], CODES[activation], *kind))
+        kind += (() if narrow is None else (narrow.keys, narrow.values, *bottleneck),)
+        first = -1.0 if eps[0] is None else eps[0]
+        taken.append((_sizes(layer), numbers, first, eps[1], CODES[activation], *kind))
     return tuple(taken)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fastbert.runtime import dispatch, loader
 from tests.support.hostile.custom_ops import OPS, fenced_call
-from tests.support.hostile.public_ops import layer_call, layer_operands
+from tests.support.hostile.public_ops import layer_call, layer_operands, narrow_operands
 from tests.support.hostile.values import ENDS, SIZES, WRONG_ENDS, ints
 
 _C = loader.extension
@@ -59,7 +59,7 @@ def others():
         "set_may_be_alone": ((True,), []),
         "set_always_alone": ((False, 1000), [(False, -1)]),
         "open_team": ((2,), [(0,), (2**20,), (2**31 - 1,)]),
-        "cpu_encoder_layer_work": ((0, (3, 9, 5, 15), (3, 5, 7), 2), []),
+        "cpu_encoder_layer_work": ((0, (3, 9, 5, 15), (3, 5, 7, 4), 2), []),
         "cpu_linear_panels_size": ((5, 3), [(2**40, 2**40)]),
         **{name: ((), []) for name in ("best_cpu_isa", "cpu_isa", "preferred_cpu_isa", "has_team")},
         "close_team": ((), []),
@@ -164,8 +164,9 @@ def try_native(tried):
                 fenced_call(tried.fence, getattr(torch.ops.fastbert, name), op.args())
                 tried.fence.forget()
         for kind in ("linear", "linear_int8"):
-            names = tuple(operands := layer_operands(kind))
-            fenced_call(tried.fence, lambda *v, n=names: layer_call(**dict(zip(n, v, strict=True))), operands)
+            for operands in (layer_operands(kind), narrow_operands(kind)):
+                call = lambda *v, n=tuple(operands): layer_call(**dict(zip(n, v, strict=True)))  # noqa: E731
+                fenced_call(tried.fence, call, operands)
     for name, (args, refused) in others().items():
         function = getattr(_C, name)
         seen.add(name)

@@ -10,7 +10,7 @@ from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.ops.attention import attention
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
-from fastbert.ops.encoder_layer import FusedLayer
+from fastbert.ops.encoder_layer import FusedLayer, NarrowBlocks
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights, encoder_layers
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.first_attention import first_attention
@@ -57,8 +57,10 @@ class Public(NamedTuple):
 
 def layer_call(**kwargs):
     fields = {name: kwargs.pop(name) for name in FusedLayer._fields if name in kwargs}
-    layer = FusedLayer(**fields, rotary="by angles")
-    kwargs["tables"] = {"by angles": (kwargs.pop("cos"), kwargs.pop("sin"))}
+    if "cos" in kwargs:
+        fields["rotary"] = "by angles"
+        kwargs["tables"] = {"by angles": (kwargs.pop("cos"), kwargs.pop("sin"))}
+    layer = FusedLayer(**fields)
     return encoder_layer_op.encoder_layer(kwargs.pop("launch"), kwargs.pop("x"), [layer], **kwargs)
 
 
@@ -91,6 +93,30 @@ def layer_operands(kind="linear"):
         "cos": floats(6, 2),
         "sin": floats(6, 2),
         "positions": ints(*range(TOTAL)) % 6,
+    }
+
+
+def narrow_operands(kind="linear"):
+    """Those of a layer with bottlenecks."""
+    operands = layer_operands(kind)
+    for name in ("cos", "sin", "positions"):
+        del operands[name]
+    hidden, inner, width = HEADS * DIM, 7, 6
+    feed = [(inner, width), (width, inner)]
+    shapes = [(hidden, width), (hidden, width), (hidden, hidden), (width, hidden), *feed]
+    shapes += [(width, hidden), (hidden, width), (width, hidden), *feed]
+    weights = [floats(*s) for s in shapes]
+    linears = [(w, None, None, floats(w.shape[0])) for w in weights]
+    if kind == "linear_int8":
+        pack = int8_panels(torch.device("cpu"), torch.float32)
+        weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
+        linears = [(w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0])) for w in weights]
+    make, _launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, kind)
+    norms = [(floats(size), floats(size)) for size in (width, width, width, hidden, width, width)]
+    return {
+        **operands,
+        "weights": make(linears, norms),
+        "narrow": NarrowBlocks(width, keys=True, values=False, feeds=1),
     }
 
 
