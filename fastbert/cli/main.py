@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fastbert.cli.compress_arguments import add_prune
 from fastbert.cli.finetune_arguments import add_finetune, add_predict
 from fastbert.cli.usage import DTYPES, INT8, UsageError, say
 from fastbert.ops.pooling import MODES as POOLINGS
@@ -157,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_finetune(commands)
     add_predict(commands)
+    add_prune(commands)
 
     env = commands.add_parser(
         "env",

@@ -27,8 +27,8 @@ from fastbert.tasks.examples import Examples, masked, paired, tokenized
 from fastbert.tasks.files import filled_lines
 from fastbert.tasks.inputs import read, spans_of
 
-# analyses that measure a loss
-MEASURED = ("heads", "importance", "fixed")
+# analyses that measure a loss, and the command `prune`
+MEASURED = ("heads", "importance", "fixed", "prune")
 # analyses that train a head of their own for the labels
 LEARNING = ("starts",)
 # option that names a file to analyze -> content of the file

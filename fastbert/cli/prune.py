@@ -1,0 +1,142 @@
+"""`fastbert prune`: a smaller model in a new directory, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastbert.analysis import results
+from fastbert.analysis.intervals import estimate
+from fastbert.analysis.measures import Measure
+from fastbert.analysis.walk import at_rest
+from fastbert.checkpoint.files import read_json
+from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of
+from fastbert.cli.usage import UsageError
+from fastbert.compression.pruning import Pruned, prune
+from fastbert.compression.size import TOKENS, tokens_per_second
+from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.task_model import TaskModel
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.tasks.examples import Examples
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prune, save and print; returns the exit status."""
+    output = results.check_free(args.output)
+    units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
+    layers = _layers(args.layers)
+    if layers is None and all(given is None for given in units.values()):
+        raise UsageError("--heads, --neurons, --layers: expected at least one")
+    model, examples, pooling = model_of(args.model, args.device), None, None
+    options = {"layers": layers, "score": args.score, "multiple": args.multiple, "seed": args.seed, **units}
+    if args.input is None:
+        found = prune(model, **options)
+    else:
+        # `load_examples` also serves the analyses
+        vars(args).update(kind="prune", conllu=None, edges=None)
+        with naming_lines(args, model):
+            examples, pooling = load_examples(args, model), pooling_of(args, model)
+            found = prune(model, **options, examples=examples, pooling=pooling)
+    saved = found.dense() if args.dense else found.model
+    _save(saved, Path(args.model), output)
+    print(f"{output}: {_removed(found, model)}")
+    for line in _costs(found, model):
+        print(f"  {line}")
+    if examples is not None:
+        with naming_lines(args, model):
+            print(f"  {_score(model, found.model, examples, pooling, args.batch_tokens)}")
+    return 0
+
+
+def _units(option: str, given: str | None) -> Any:
+    """A share, or the numbers of a file."""
+    if given is None:
+        return None
+    if not given.endswith(".json"):
+        try:
+            return float(given)
+        except ValueError:
+            raise UsageError(f"{option} {given}: expected a share, or a .json file") from None
+    content = read_json(Path(given))
+    if not isinstance(content, dict) or not all(
+        layer.isdecimal() and isinstance(numbers, list) for layer, numbers in content.items()
+    ):
+        raise UsageError(f"{option} {given}: expected an object of lists by layer")
+    return {int(layer): numbers for layer, numbers in content.items()}
+
+
+def _layers(given: str | None) -> list[int] | None:
+    try:
+        return None if given is None else [int(number) for number in given.split(",")]
+    except ValueError:
+        raise UsageError(f"--layers {given}: expected numbers with commas between") from None
+
+
+def _save(model: PreTrainedModel, source: Path, output: Path) -> None:
+    """Save a model as its source was: as a sentence encoder, or with the tokenizer's files beside it."""
+    if not isinstance(model, TaskModel) and (source / "modules.json").is_file():
+        encoder = SentenceEncoder.from_pretrained(source, device=model.device)
+        encoder.model = model
+        encoder.save_pretrained(output)
+        return
+    model.save_pretrained(output)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, output / name)
+
+
+def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
+    layers, parts = len(model.base_model.layer_list()), []
+    for name in ("heads", "neurons"):
+        if gone := sum(map(len, getattr(found, name).values())):
+            parts.append(f"{gone:,} {name}")
+    if len(found.layers) < layers:
+        parts.append(f"{layers - len(found.layers)} of {layers} layers")
+    return f"without {', '.join(parts)}" if parts else "nothing was removed"
+
+
+def _costs(found: Pruned[Any], model: PreTrainedModel) -> list[str]:
+    before, after = found.before, found.after
+    speeds = tokens_per_second([model, found.model])
+    rows = [
+        (
+            "parameters",
+            f"{before.parameters:,}",
+            f"{after.parameters:,}",
+            before.parameters / after.parameters,
+        ),
+        ("size, MB", f"{before.bytes / 1e6:,.1f}", f"{after.bytes / 1e6:,.1f}", before.bytes / after.bytes),
+        (
+            f"MFLOP per token, {TOKENS} tokens",
+            f"{before.flops / 1e6:,.1f}",
+            f"{after.flops / 1e6:,.1f}",
+            before.flops / max(after.flops, 1),
+        ),
+        ("tokens per second", f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", speeds[1] / speeds[0]),
+    ]
+    return [f"{name:<28} {a:>14} -> {b:>14}  {ratio:.2f} x" for name, a, b, ratio in rows]
+
+
+def _score(
+    before: PreTrainedModel,
+    after: PreTrainedModel,
+    examples: Examples,
+    pooling: str | None,
+    batch_tokens: int,
+) -> str:
+    texts = []
+    for model in (before, after):
+        measure = Measure.of(model, examples, pooling)
+        scores = np.zeros(len(measure))
+        with at_rest(model), torch.inference_mode():
+            for batch, numbers, labels in measure.batches(batch_tokens):
+                hidden = model.base_model.encode_inputs(batch.inputs, None, False, False, False)[0]
+                scores[numbers] = measure.arrays(hidden, batch.inputs, labels)[1]
+        texts.append(estimate(scores, seed=0).text(".4f"))
+    return f"{measure.score_name:<28} {texts[0]:>14} -> {texts[1]:>14}"

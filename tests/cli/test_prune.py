@@ -1,0 +1,108 @@
+"""`fastbert prune`: a smaller directory that loads, what it prints, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+
+import fastbert
+from fastbert.cli import prune as command
+from fastbert.cli.analyses.loading import model_of
+from fastbert.cli.main import main
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.tasks.examples import tokenized
+from fastbert.tasks.inputs import read
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    measured = command.tokens_per_second
+    monkeypatch.setattr(
+        command, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
+    )
+
+
+def prune(folder, model, output, *more):
+    given = ["prune", "--model", folder / model, "--output", output, "--device", "cpu", *more]
+    return main([*map(str, given)])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_smaller_model(folder, tmp_path, capsys, dense):
+    given = ["--heads", "0.34", "--neurons", "0.5", "--multiple", "16", *(["--dense"] if dense else [])]
+    rows = ["--input", folder / "rows.jsonl", "--labels", "class"]
+    assert prune(folder, "classes", tmp_path / "out", *given, *rows) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: without 3 heads, 112 neurons" in said
+    for name in ("parameters", "size, MB", "MFLOP per token, 128 tokens", "tokens per second", "accuracy"):
+        assert re.search(rf"\n  {name} +\S+.* -> +\S+", said), name
+    model = model_of(str(folder / "classes"), "cpu")
+    examples = tokenized(load_tokenizer(folder / "classes"), **read(folder / "rows.jsonl", labels="class"))
+    how = {"heads": 0.34, "neurons": 0.5, "multiple": 16}
+    expected = fastbert.prune(model, **how, examples=examples).model.state_dict()
+    if dense:
+        stock = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out")
+        assert stock.num_parameters() == model.num_parameters()
+        return
+    found = model_of(str(tmp_path / "out"), "cpu").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(t, expected[key]) for key, t in found.items())
+    assert load_tokenizer(tmp_path / "out").get_vocab() == load_tokenizer(folder / "classes").get_vocab()
+
+
+def test_a_sentence_encoder_stays_one(folder, tmp_path, capsys):
+    SentenceEncoder.from_pretrained(folder / "encoder", pooling="cls").save_pretrained(tmp_path / "whole")
+    shutil.copy(folder / "pairs.tsv", tmp_path / "pairs.tsv")
+    rows = ["--input", tmp_path / "pairs.tsv", "--pairs"]
+    assert prune(tmp_path, "whole", tmp_path / "out", "--layers", "0,2", "--heads", "0.2", *rows) == 0
+    said = capsys.readouterr().out
+    assert "without 1 heads, 1 of 3 layers" in said
+    assert "\n  cosine " in said
+    found = SentenceEncoder.from_pretrained(tmp_path / "out")
+    assert found.pooling == "cls"
+    assert len(found.model.base_model.layer_list()) == 2
+    assert found.encode(["the cat sat"]).shape == (1, 48)
+
+
+def test_numbers_of_a_file(folder, tmp_path, capsys):
+    (tmp_path / "heads.json").write_text(json.dumps({"0": [0, 1, 2], "2": [1]}))
+    assert prune(folder, "encoder", tmp_path / "out", "--heads", tmp_path / "heads.json") == 0
+    assert "without 4 heads" in capsys.readouterr().out
+    assert fastbert.EncoderConfig.from_pretrained(tmp_path / "out").kept_heads() == [(), None, (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("encoder", "--heads, --neurons, --layers: expected at least one"),
+        ("encoder --heads half", "--heads half: expected a share, or a .json file"),
+        ("encoder --neurons 1", r"neurons: expected a share in \[0, 1\), got 1.0"),
+        ("encoder --layers 0,x", "--layers 0,x: expected numbers with commas between"),
+        ("encoder --layers 0,7", r"layers: expected ascending numbers of 3 layers, got \[0, 7\]"),
+        ("encoder --heads nothing.json", "nothing.json"),
+        ("classes --heads .5", "examples: expected labelled examples for score 'taylor', got None"),
+        ("classes --heads .5 --input rows.jsonl", "--labels: prune of BertForSequenceClassification needs"),
+        (
+            "encoder --heads .5 --input lines.txt",
+            "--model .*: prune of BertModel, which has no head, .*--pairs",
+        ),
+    ],
+)
+def test_mistakes_leave_nothing(folder, tmp_path, capsys, monkeypatch, given, message):
+    monkeypatch.chdir(folder)
+    model, *more = given.split()
+    assert prune(folder, model, tmp_path / "out", *more) == 2
+    assert re.search(f"fastbert: error: {message}", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_lists_in_a_file_are_checked(folder, tmp_path, capsys):
+    (tmp_path / "heads.json").write_text("[1]")
+    assert prune(folder, "encoder", tmp_path / "out", "--heads", tmp_path / "heads.json") == 2
+    assert "heads.json: expected an object of lists by layer" in capsys.readouterr().err
