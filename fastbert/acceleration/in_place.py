@@ -44,10 +44,11 @@ def accelerate(
     """Make a transformers or sentence-transformers model run on fastbert's kernels, in place.
 
     Accepted are BERT, RoBERTa, XLM-R, CamemBERT, DeBERTa-v2 and v3, DistilBERT, ELECTRA, ALBERT, ERNIE,
-    MPNet, ModernBERT, nomic, gte, jina-embeddings-v3 and EuroBERT models, bare or with any head, and objects
-    that hold one (PeftModel, SentenceTransformer, CrossEncoder, a pipeline). Other transformers models get
-    only fastbert's attention, if their architecture lets attention be chosen. Models run so in inference and
-    training, on any device.
+    MPNet, ModernBERT, nomic, gte, jina-embeddings-v3, EuroBERT,
+    MobileBERT,
+    Longformer models, bare or with any head, and objects that hold one (PeftModel, SentenceTransformer,
+    CrossEncoder, a pipeline). Other transformers models get only fastbert's attention, if their architecture
+    lets attention be chosen. Models run so in inference and training, on any device.
 
     BigBird is accepted too. Each text attends by its own length, as in the stock model's batch of one; what
     `set_attention_type` sets holds for all texts.

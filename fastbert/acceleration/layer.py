@@ -21,7 +21,7 @@ from fastbert.acceleration.watching import HARMLESS, collects, exporting, is_sha
 from fastbert.execution.call import Call
 from fastbert.execution.plan import run as run_layers
 from fastbert.execution.plan import survey
-from fastbert.layers import disentangled, encoder
+from fastbert.layers import bottleneck, disentangled, encoder, global_tokens
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.form import LayerForm, Parts
@@ -41,6 +41,9 @@ _SERVED = HARMLESS | {
     "output_hidden_states",
     "relative_pos",
     "rel_embeddings",
+    "is_index_masked",
+    "is_index_global_attn",
+    "is_global_attn",
 }
 
 
@@ -56,6 +59,7 @@ class LayerState:
         act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
         reason: why only the stock layer can run, or None.
+        further: linear layers that are checked besides those of `form.paths`, in the same form.
         fused_calls, stock_calls: number of calls that ran fused and as stock, without those of torch.compile.
     """
 
@@ -65,6 +69,7 @@ class LayerState:
     act: Any
     options: Options
     reason: str | None = None
+    further: tuple[tuple[list[str], str], ...] = ()
     fused_calls: int = 0
     stock_calls: int = 0
 
@@ -72,7 +77,8 @@ class LayerState:
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
         """The state of a stock layer of a model with this transformers config."""
         heads = config.num_attention_heads
-        family, kind, reason = FAMILIES[model_type], {}, None
+        family, reason = FAMILIES[model_type], None
+        kind: dict[str, Any] = {}
         names, stock = family.layer, family.stock_layer
         # A replaced part may lack these attributes; then `gap` names it
         attention = _attribute(layer, names.query.split(".")[:-1])
@@ -80,7 +86,12 @@ class LayerState:
         width = getattr(attention, "attention_head_size", width)
         act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
-        if family.rotary or family.disentangled:
+        if family.bottleneck:
+            stock, kind = bottleneck.stock_of(config, stock), {"bottleneck": bottleneck.bottleneck_of(config)}
+        elif family.global_tokens:
+            half = getattr(attention, "one_sided_attn_window_size", 0)
+            kind = {"window": (half, half), "global_tokens": True}
+        elif family.rotary or family.disentangled:
             try:
                 kind = _kind(family, checked_config(model_type, config), layer)
             except (TypeError, ValueError) as error:
@@ -88,7 +99,7 @@ class LayerState:
         if kind.get("relative") is not None:
             stock = replace(stock, dropouts=(*stock.dropouts, disentangled.dropout(names)))
         form = LayerForm(names, stock, heads, width, activation, **kind)
-        return cls(model_type, name, form, _identity(act), options, reason)
+        return cls(model_type, name, form, _identity(act), options, reason, _further_linears(form))
 
 
 def checked_config(model_type: str, config: Any) -> EncoderConfig:
@@ -165,7 +176,7 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             return "attention.self has other heads"
         if not 0 <= blocks.rate_of_short_texts(layer.attention) < 1:
             return "config attention_probs_dropout_prob is not a plain dropout's"
-    for path, dotted in linears:
+    for path, dotted in (*linears, *state.further):
         module = layer
         for name in path:
             module = module._modules[name]
@@ -177,10 +188,6 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             return f"{dotted} has hooks or another forward"
         elif not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
-    if state.form.relative is not None:
-        for dotted in filter(None, disentangled.projections(state.form)):
-            if watched(part_of(layer, dotted)):
-                return f"{dotted} has hooks or another forward"
     if state.form.packed:
         path, module = state.form.names.query, part_of(layer, state.form.names.query)
         if module.out_features != 3 * state.form.nheads * state.form.head_dim:
@@ -191,22 +198,45 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             module = module._modules[name]
         # ModernBERT's first layer has no norm before attention
         empty = type(module) is nn.Identity and state.form.pre_norm
-        if type(module) is not nn.LayerNorm and rms_eps(module) is None and not empty:
+        known = type(module) is nn.LayerNorm or rms_eps(module) is not None or bottleneck.is_no_norm(module)
+        if not (known or empty):
             return f"{dotted} is a {type(module).__name__}"
         if watched(module):
             return f"{dotted} has hooks or another forward"
         if not empty and not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
-    if (state.form.stock.feed_forward or "feed_forward_chunk") in layer.__dict__:
+    if {state.form.stock.feed_forward, "feed_forward_chunk", "ff_chunk"} & layer.__dict__.keys():
         return "it has another feed-forward block"
     act = _attribute(layer, activation)
     if isinstance(act, nn.Module) and watched(act):
         return "the activation has hooks or another forward"
+    if state.form.bottleneck is not None and (reason := _bottleneck_gap(layer, state)) is not None:
+        return reason
     if getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
         return "it belongs to a decoder"
     if layer.__dict__.get("chunk_size_feed_forward"):
         return "chunk_size_feed_forward is set"
     return None
+
+
+def _further_linears(form: LayerForm) -> tuple[tuple[list[str], str], ...]:
+    """The linear layers of a layer's attention that `form.paths` lacks, in the same form."""
+    scored = disentangled.projections(form) if form.relative is not None else ()
+    others = global_tokens.projections(form.names) if form.global_tokens else ()
+    return tuple((path.split("."), path) for path in (*filter(None, scored), *others))
+
+
+def _bottleneck_gap(layer: Any, state: LayerState) -> str | None:
+    """Why a layer with bottlenecks cannot be fused, beside what holds for any layer; None if it can."""
+    if not (state.options.attention and state.options.ffn):
+        return "a layer with bottlenecks runs fused as a whole (attention=False or ffn=False)"
+    own = state.form.bottleneck
+    assert own is not None
+    acts = [_attribute(layer, f"{feed}.intermediate.intermediate_act_fn".split(".")) for feed in own.feeds]
+    if not _knows_activation(layer, state) or any(_identity(act) is not state.act for act in acts):
+        return "fastbert does not have the activation"
+    watches = any(isinstance(act, nn.Module) and watched(act) for act in acts)
+    return "the activation has hooks or another forward" if watches else None
 
 
 def int8_gap(layer: Any, state: LayerState | None = None) -> str | None:
@@ -260,6 +290,9 @@ def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:
     """
     heads = values.get("num_attention_heads", values.get("n_heads"))
     sizes, scale = (heads, values.get("attention_head_size")), form.head_dim**-0.5
+    if form.global_tokens:
+        heads, half = values.get("num_heads"), values.get("one_sided_attn_window_size")
+        return (heads, values.get("head_dim"), (half, half)) == (form.nheads, form.head_dim, form.window)
     wanted = form.nheads, form.head_dim
     if form.rotary is not None:
         # transformers counts the token itself
@@ -406,6 +439,11 @@ class AcceleratedLayer(PackedLayer, Accelerated):
                 "first, and with it afterwards"
             )
 
+    def _attends_as_stock(self) -> bool:
+        """Whether attention runs as stock on a padded batch, with the caller's distances or global tokens."""
+        family = FAMILIES[self.fastbert_state.model_type]
+        return family.disentangled or family.global_tokens
+
     def _count(self, fused: bool) -> None:
         # A counter would be a constant of the compiled code
         if not torch.compiler.is_compiling():
@@ -450,13 +488,12 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         rows = hidden_states.reshape(batch * seqlen, width)
         ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_states.device) * seqlen
         packed = PackedBatch(ends, seqlen, bias, seed, **places)
-        scores_distances = FAMILIES[state.model_type].disentangled
-        # Distances are passed as indices, which may be a caller's own
-        if state.options.attention and not scores_distances:
+        as_stock = self._attends_as_stock()
+        if state.options.attention and not as_stock:
             steps = [step._replace(form=form) for step in survey([self], inside=True)]
             out = run_layers(steps, rows, Call(packed, 0))
         else:
-            if form.rotary is None and not scores_distances:
+            if form.rotary is None and not as_stock:
                 attended = self.attend_by_modules(hidden_states, *args, **kwargs)[0]
             else:
                 # transformers' attention takes them in another order
@@ -480,8 +517,8 @@ class AcceleratedLayer(PackedLayer, Accelerated):
         batch, seqlen, _ = hidden.shape
         if batch * seqlen == 0:
             return None, "there are no tokens"
-        if FAMILIES[self.fastbert_state.model_type].disentangled:
-            # Attention runs as stock, with this mask
+        if self._attends_as_stock():
+            # With this mask
             return None, "int8 is for packed tokens alone" if self.fastbert_state.options.int8 else None
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[-1] != seqlen:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 import torch
@@ -33,6 +33,7 @@ from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.runtime import prepared
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+_GLOBALS = "global_attention_mask"
 _TABLES = ("position_embeddings", "token_type_embeddings")
 EXPANDS = "query_expansion reads the outputs of masked tokens"
 OTHER_SPANS = "a question-answering head with a forward of its own reads the outputs of masked tokens"
@@ -174,8 +175,10 @@ def unfit(model: Any, given: dict[str, Any]) -> str | None:
             return "hidden states are asked for by number"
         if torch.is_grad_enabled():
             return "hidden states are asked for with gradients"
+    family = FAMILIES[model.fastbert_state.model_type]
+    inputs = (*_INPUTS, _GLOBALS) if family.global_tokens else _INPUTS
     for name, value in given.items():
-        if value is None or value is False or name in HARMLESS or name in _INPUTS:
+        if value is None or value is False or name in HARMLESS or name in inputs:
             continue
         if name != "output_hidden_states":
             return f"{name} is given"
@@ -193,14 +196,22 @@ def unfit(model: Any, given: dict[str, Any]) -> str | None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return "the attention mask does not have two dimensions"
     shape = tokens.shape[:2]
-    for name in ("attention_mask", "token_type_ids", "position_ids"):
+    for name in ("attention_mask", "token_type_ids", "position_ids", _GLOBALS):
         value = given.get(name)
         fits = (shape, (1, shape[1])) if name == "position_ids" else (shape,)
         if value is not None and getattr(value, "shape", None) not in fits:
             return f"{name} does not have the shape of the tokens"
-    if not FAMILIES[model.fastbert_state.model_type].segments and given.get("token_type_ids") is not None:
+    if not family.segments and given.get("token_type_ids") is not None:
         return "token_type_ids are given to a family without segments"
     return None
+
+
+def _with_globals(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Longformer with one mask, in which global tokens have 2, as the stock model has it."""
+    flags, mask = given.get(_GLOBALS), given.get("attention_mask")
+    if flags is None:
+        return given
+    return given | {"attention_mask": flags + 1 if mask is None else mask * (flags + 1)}
 
 
 def _asked(model: Any, given: dict[str, Any], name: str, default: bool = False) -> Any:
@@ -228,7 +239,8 @@ class AcceleratedModel(Accelerated):
         if state is None or exporting():
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if state.options.int8:
+            # transformers' code for global tokens cannot be compiled
+            if state.options.int8 or FAMILIES[state.model_type].global_tokens:
                 return uncompiled(self, *args, **kwargs)
             return super().forward(*args, **kwargs)
         names = positional(self.fastbert_base)
@@ -236,6 +248,7 @@ class AcceleratedModel(Accelerated):
         head = head_of_call.get()
         fits = len(args) <= len(names) and not (head is not None and head.reads_masked)
         if fits and not (_own_gap(self) or unfit(self, given)) and (plan := self._plan()) is not None:
+            given = _with_globals(given)
             inputs = packed_inputs(self._input_config(), _device(self), *map(given.get, _INPUTS))
             if state.options.strict:
                 _check_masked(state.name, self.config, given)
@@ -244,6 +257,8 @@ class AcceleratedModel(Accelerated):
                 state.packed_calls += 1
                 if head is not None:
                     head.kept = inputs.packing.mask
+                if FAMILIES[state.model_type].bottleneck:
+                    inputs = self._with_embeddings(inputs, given)
                 return self._run_packed(plan, inputs, given)
         state.padded_calls += 1
         return super().forward(*args, **kwargs)
@@ -309,11 +324,19 @@ class AcceleratedModel(Accelerated):
         if wants_states:
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
         stock = family.stock_model
-        output = getattr(sys.modules["transformers.modeling_outputs"], stock.output)(**fields)
+        homes = ("transformers.modeling_outputs", family.stock_module)
+        kind = next(c for home in homes if (c := getattr(sys.modules[home], stock.output, None)) is not None)
+        output = kind(**fields)
         wants_dict = _asked(self, given, "return_dict", True)
         if not wants_dict and stock.tuple_keeps_none:
             return tuple(fields.values())
         return output if wants_dict else output.to_tuple()
+
+    def _with_embeddings(self, inputs: Inputs, given: dict[str, Any]) -> Inputs:
+        """MobileBERT's inputs with the stock embeddings, which read masked neighbours too, of all tokens."""
+        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
+        embedded = self.embeddings(**{name: given.get(name) for name in names})
+        return replace(inputs, inputs_embeds=inputs.packing.pack(embedded))
 
     def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float, called: bool) -> Tensor:
         """The embedding output (rows, width); `called` says whether only the module itself can make it.
@@ -322,6 +345,9 @@ class AcceleratedModel(Accelerated):
         """
         family = FAMILIES[self.fastbert_state.model_type]
         root = self._modules[family.embeddings]
+        if family.bottleneck:
+            # By `_with_embeddings`
+            return cast(Tensor, inputs.inputs_embeds)
         if isinstance(root, nn.Embedding):
             return root(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)

@@ -39,6 +39,7 @@ def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A call that torch.compile does not compile.
 
     8-bit weights are derived outside the compiled graph. Inside they would be rounded again at every call.
+    Longformer's stock code, which would be compiled, fails.
     """
     return module.forward(*args, **kwargs)
 

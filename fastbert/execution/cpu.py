@@ -106,7 +106,8 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         if not parts.int8:
             return _weights(kind, make, form, parts, dense, x)
         # Temporary copies: only their panels are kept
-        named = zip(dense, form.names.linears[2 if form.packed else 0 :], strict=True)
+        paths = form.names.linears[2 if form.packed else 0 :]
+        named = zip(dense, (*paths, *["bottlenecks"] * (len(dense) - len(paths))), strict=True)
         copies = [QuantizedLinear.from_linear(m, f"{parts.label}.{path}") for m, path in named]
         return _weights(kind, make, form, parts, copies, x)
 
@@ -195,7 +196,7 @@ def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
 
 
 def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
-    eps = getattr(parts.attention_norm, "eps", None), parts.output_norm.eps
+    eps = getattr(parts.attention_norm, "eps", None), getattr(parts.output_norm, "eps", 0.0)
     gated = form.gated if parts.gate is None else None
     inner = parts.intermediate.out_features // (1 if gated is None else 2)
     sizes = form.nheads, form.head_dim, inner

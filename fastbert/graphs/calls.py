@@ -83,6 +83,8 @@ def unfit_inputs(config: EncoderConfig, inputs: Inputs) -> str | None:
     total, most = inputs.position_ids.shape[0], longest_text(config)
     if total == 0:
         return "there are no tokens"
+    if inputs.inputs_embeds is not None:
+        return "the embeddings are given"
     if inputs.holes:
         return "the mask has holes, which this family's attention depends on"
     if min(inputs.packing.max_seqlen, total) > most:

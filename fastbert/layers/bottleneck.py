@@ -15,6 +15,7 @@ Source: Sun et al. 2020, "MobileBERT: a Compact Task-Agnostic BERT for Resource-
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,14 @@ from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.form import LayerForm, Parts
+from fastbert.layers.form import Bottleneck, LayerForm, Parts, StockLayer
 from fastbert.layers.linear import apply_linear, apply_norm, dense_norm
-from fastbert.layers.modules import calls_all, is_plain
+from fastbert.layers.modules import calls_all, is_hooked, part
 from fastbert.layers.parts import Attention, Part, SelfAttention, two
 from fastbert.layers.pre_norm import dense_sum
+from fastbert.layers.quantized import copy_of
+
+INPUT, SHARED, OUTPUT = "bottleneck.input", "bottleneck.attention", "output.bottleneck"
 
 
 class NoNorm(nn.LayerNorm):
@@ -44,6 +48,47 @@ class NoNorm(nn.LayerNorm):
 def norm_of(config: Any, width: int, eps: float = 1e-5) -> nn.LayerNorm:
     """A new norm as config normalization_type has it. Some of transformers' norms have PyTorch's eps."""
     return NoNorm(width) if config.normalization_type == "no_norm" else nn.LayerNorm(width, eps=eps)
+
+
+def is_no_norm(module: nn.Module) -> bool:
+    """Whether the module is `NoNorm`, or transformers' class of that name."""
+    kind = type(module)
+    stock = kind.__module__ == "transformers.models.mobilebert.modeling_mobilebert"
+    return kind is NoNorm or (stock and kind.__name__ == "NoNorm")
+
+
+def bottleneck_of(config: Any) -> Bottleneck:
+    """Which bottlenecks and feed-forward blocks the layers of a config have.
+
+    Args:
+        config: an `EncoderConfig`, or a transformers config.
+    """
+    feeds = tuple(f"ffn.{i}" for i in range(config.num_feedforward_networks - 1))
+    if not config.use_bottleneck:
+        return Bottleneck(None, None, None, None, feeds)
+    shared = SHARED if config.key_query_shared_bottleneck else None
+    keys, values = (INPUT, INPUT) if config.use_bottleneck_attention else (shared, None)
+    return Bottleneck(keys, values, INPUT, OUTPUT, feeds)
+
+
+def made_bottlenecks(config: Any) -> list[str]:
+    """Paths of the bottlenecks before attention that transformers creates; the config may not read all."""
+    shared = [SHARED] if config.key_query_shared_bottleneck else []
+    return [INPUT, *shared] if config.use_bottleneck else []
+
+
+def stock_of(config: Any, stock: StockLayer) -> StockLayer:
+    """The containers and dropouts of a layer of a config.
+
+    Args:
+        config: see `bottleneck_of`.
+        stock: those of a layer without bottlenecks and with one feed-forward block.
+    """
+    own, made = bottleneck_of(config), made_bottlenecks(config)
+    above = ["bottleneck", *made, OUTPUT] if made else []
+    above += [path for feed in own.feeds for path in (feed, f"{feed}.intermediate", f"{feed}.output")]
+    dropouts = (stock.dropouts[0], None, f"{OUTPUT}.dropout") if made else stock.dropouts
+    return replace(stock, containers=(*stock.containers, *above), dropouts=dropouts)
 
 
 class Steps(NamedTuple):
@@ -67,6 +112,25 @@ class Steps(NamedTuple):
         linears = [dense for dense, _ in pairs] + [dense for feed in self.feeds for dense in feed[:2]]
         return linears, [norm for _, norm in pairs] + [feed[2] for feed in self.feeds]
 
+    @classmethod
+    def of(cls, own: Bottleneck, layer: nn.Module) -> Steps:
+        """The modules of a layer with these bottlenecks."""
+
+        def below(above: str | None, *names: str) -> Any:
+            return None if above is None else tuple(part(layer, f"{above}.{name}") for name in names)
+
+        feed = "intermediate.dense", "output.dense", "output.LayerNorm"
+        steps = (below(path, "dense", "LayerNorm") for path in own[:4])
+        return cls._make((*steps, tuple(below(path, *feed) for path in own.feeds)))
+
+    def as_multiplied(self, label: str) -> Steps:
+        """The modules with 8-bit copies of the linear layers; `label` is the layer's name in errors."""
+
+        def copied(step: Any) -> Any:
+            return step and (*(copy_of(m, f"{label}'s bottlenecks") for m in step[:-1]), step[-1])
+
+        return self._make((*map(copied, self[:4]), tuple(map(copied, self.feeds))))
+
 
 def inputs(parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
     """What queries and keys are made of, and what values are made of: (rows, hidden) -> two of (rows, …)."""
@@ -87,19 +151,18 @@ def after_attention(
     # A layer with bottlenecks drops only after the last of them
     own = rates[2] if steps.output is None else 0.0
     h = _narrowed(steps.residual, x)
-    h = _sum_norm(
-        parts.attention_output, parts.attention_norm, context.flatten(1), h, rates[1], seed, site + 1
-    )
+    fuse, modules = parts.fuses_norm, (parts.attention_output, parts.attention_norm)
+    h = _sum_norm(*modules, context.flatten(1), h, fuse, rates[1], seed, site + 1)
     for up, down, norm in steps.feeds:
-        h = _sum_norm(down, norm, apply_linear(up, h, form.activation), h)
+        h = _sum_norm(down, norm, apply_linear(up, h, form.activation), h, fuse)
     inner = apply_linear(parts.intermediate, h, form.activation)
     if asked.taps is not None:
         inner = asked.taps.inner(asked.number, inner, batch)
-    h = _sum_norm(parts.output, parts.output_norm, inner, h, own, seed, site + 2)
+    h = _sum_norm(parts.output, parts.output_norm, inner, h, fuse, own, seed, site + 2)
     if steps.output is None:
         return h
     dense, norm = steps.output
-    return _sum_norm(dense, norm, h, x, rates[2], seed, site + 2)
+    return _sum_norm(dense, norm, h, x, fuse, rates[2], seed, site + 2)
 
 
 def _narrowed(step: tuple[Any, Any] | None, x: Tensor) -> Tensor:
@@ -112,18 +175,19 @@ def _sum_norm(
     norm: Any,
     x: Tensor,
     residual: Tensor,
+    fuse: bool,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """norm(residual + dropout(dense(x)))."""
-    if dropout_p == 0.0 and type(norm) is NoNorm:
+    """norm(residual + dropout(dense(x))); `fuse` says whether our op computes a LayerNorm."""
+    if dropout_p == 0.0 and is_no_norm(norm):
         return _norm(norm, dense_sum(dense, x, residual))
-    return dense_norm(dense, norm, x, residual, dropout_p, seed, offset)[0]
+    return dense_norm(dense, norm, x, residual, dropout_p, seed, offset, fuse)[0]
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
-    if is_plain(norm, NoNorm) and not calls_all():
+    if is_no_norm(norm) and not is_hooked(norm) and not calls_all():
         return torch.addcmul(norm.bias, x, norm.weight)
     return apply_norm(norm, x)
 

@@ -5,39 +5,27 @@ The mathematics is in `bottleneck.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastbert.layers.bottleneck import (
+    OUTPUT,
     Feed,
     NarrowAttention,
     Narrowing,
     NarrowOutput,
     NarrowSelfAttention,
-    NoNorm,
-    Steps,
+    bottleneck_of,
+    made_bottlenecks,
     norm_of,
+    stock_of,
 )
 from fastbert.layers.encoder_layer import EncoderLayer, PackedLayer, linear
-from fastbert.layers.form import Bottleneck, LayerForm, Parts
-from fastbert.layers.linear import all_plain
-from fastbert.layers.modules import attach, changed, part
+from fastbert.layers.form import LayerForm
+from fastbert.layers.modules import attach, part
 from fastbert.layers.parts import Activation, AsMade, Part, activation_of, two
 from fastbert.layers.patterns import Heads
-
-_INPUT, _SHARED, _OUTPUT = "bottleneck.input", "bottleneck.attention", "output.bottleneck"
-
-
-def bottleneck_of(config: Any) -> Bottleneck:
-    """Which bottlenecks and feed-forward blocks the layers of a config have."""
-    feeds = tuple(f"ffn.{i}" for i in range(config.num_feedforward_networks - 1))
-    if not config.use_bottleneck:
-        return Bottleneck(None, None, None, None, feeds)
-    shared = _SHARED if config.key_query_shared_bottleneck else None
-    keys, values = (_INPUT, _INPUT) if config.use_bottleneck_attention else (shared, None)
-    return Bottleneck(keys, values, _INPUT, _OUTPUT, feeds)
 
 
 class BottleneckLayer(EncoderLayer):
@@ -51,16 +39,9 @@ class BottleneckLayer(EncoderLayer):
     def __init__(self, config: Any, heads: Heads | None = None, kept: tuple[int, ...] | None = None):
         PackedLayer.__init__(self)
         self.as_made: AsMade | None = None
-        own, names, stock = bottleneck_of(config), config.family.layer, config.family.stock_layer
+        own, made, names = bottleneck_of(config), made_bottlenecks(config), config.family.layer
         hidden, width, size, eps = config.hidden_size, config.block_width, config.head_dim, config.norm_eps
-        wide = own.output is not None
-        if wide:
-            stock = replace(stock, dropouts=(stock.dropouts[0], None, f"{_OUTPUT}.dropout"))
-        # A bottleneck that no config reads has its parameters in transformers too
-        made = [_INPUT, *([_SHARED] if config.key_query_shared_bottleneck else [])] if wide else []
-        above = ["bottleneck", *made, _OUTPUT] if wide else []
-        above += [path for feed in own.feeds for path in (feed, f"{feed}.intermediate", f"{feed}.output")]
-        stock = replace(stock, containers=(*stock.containers, *above))
+        wide, stock = own.output is not None, stock_of(config, config.family.stock_layer)
         nheads = config.num_attention_heads if kept is None else len(kept)
         act = config.activation_name
         self.form = LayerForm(names, stock, nheads, size, act, heads, kept, bottleneck=own)
@@ -77,7 +58,7 @@ class BottleneckLayer(EncoderLayer):
         attach(self, "output", NarrowOutput("dense", *dropout, norm="LayerNorm"))
         if wide:
             attach(self, "bottleneck", Narrowing(*inside))
-            attach(self, _OUTPUT, Part("dense", "dropout", norm="LayerNorm"))
+            attach(self, OUTPUT, Part("dense", "dropout", norm="LayerNorm"))
 
         columns = size * (nheads if heads is None else len(heads.learned))
         narrow = width if own.keys is not None else hidden
@@ -99,44 +80,21 @@ class BottleneckLayer(EncoderLayer):
             given = (eps,) if above_feed else ()
             attach(self, f"{above_feed}output.LayerNorm", norm_of(config, width, *given))
         if wide:
-            attach(self, f"{_OUTPUT}.dense", linear(width, hidden))
-            attach(self, f"{_OUTPUT}.LayerNorm", norm_of(config, hidden, eps))
+            attach(self, f"{OUTPUT}.dense", linear(width, hidden))
+            attach(self, f"{OUTPUT}.LayerNorm", norm_of(config, hidden, eps))
         rates = config.attention_probs_dropout_prob, config.hidden_dropout_prob, config.hidden_dropout_prob
         for path, rate in zip(stock.dropouts, rates, strict=True):
             if path is not None:
                 attach(self, path, nn.Dropout(rate))
 
-    def _below(self, above: str | None, *names: str) -> Any:
-        return None if above is None else tuple(part(self, f"{above}.{name}") for name in names)
-
-    def parts(self) -> Parts:
-        """See `PackedLayer`."""
-        own, step = self.form.bottleneck, ("dense", "LayerNorm")
-        assert own is not None
-        keys, values, residual, output = (self._below(path, *step) for path in own[:4])
-        feed = "intermediate.dense", "output.dense", "output.LayerNorm"
-        feeds = tuple(self._below(path, *feed) for path in own.feeds)
-        parts, steps = super().parts(), Steps(keys, values, residual, output, feeds)
-        linears, norms = steps.modules
-        norms = (parts.attention_norm, parts.output_norm, *norms)
-        return parts._replace(steps=steps, plain=all_plain((*parts.linears, *linears), norms, NoNorm))
-
     def _gap(self) -> str | None:
         """See `EncoderLayer`."""
         reason, own = super()._gap(), self.form.bottleneck
         assert own is not None
-        if reason is not None:
-            return reason
-        norms = [f"{path}.LayerNorm" for path in own.steps] + [
-            f"{path}.output.LayerNorm" for path in own.feeds
-        ]
-        for path in (*own.linears, *norms):
-            if (reason := changed(part(self, path))) is not None:
-                return f"{path} {reason}"
-        for feed in own.feeds:
+        for feed in own.feeds if reason is None else ():
             if activation_of(part(self, f"{feed}.intermediate.intermediate_act_fn")) != self.form.activation:
                 return f"{feed}.intermediate.intermediate_act_fn was replaced, or has hooks"
-        return None
+        return reason
 
     def by_modules(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See `EncoderLayer`."""

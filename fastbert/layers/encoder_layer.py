@@ -73,9 +73,16 @@ class PackedLayer(nn.Module):
         names = self.form.names
         linears, norms = ([part(self, path) for path in paths] for paths in (names.linears, names.norms))
         missing = self.form.pre_norm and is_plain(norms[0], nn.Identity)
-        plain = all_plain(linears, norms[missing:])
+        own, steps = self.form.bottleneck, None
+        if own is None:
+            plain = all_plain(linears, norms[missing:])
+        else:
+            steps = bottleneck.Steps.of(own, self)
+            more, kind = steps.modules, type(norms[0])
+            kind = kind if bottleneck.is_no_norm(norms[0]) else bottleneck.NoNorm
+            plain = all_plain([*linears, *more[0]], [*norms, *more[1]], kind)
         how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
-        return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6], None))
+        return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6], steps))
 
     def look(self, everything: str | None) -> Parts | str:
         """What the layer computes with now, or why it must be called module by module on a padded batch.

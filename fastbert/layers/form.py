@@ -132,6 +132,14 @@ class Bottleneck(NamedTuple):
         feeds = (f"{feed}.{name}.dense" for feed in self.feeds for name in ("intermediate", "output"))
         return (*(f"{path}.dense" for path in self.steps), *feeds)
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The paths of the norms of the bottlenecks and of `feeds`."""
+        return (
+            *(f"{path}.LayerNorm" for path in self.steps),
+            *(f"{feed}.output.LayerNorm" for feed in self.feeds),
+        )
+
 
 @dataclass(frozen=True)
 class LayerForm:
@@ -186,11 +194,13 @@ class LayerForm:
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names, stock = self.names, self.stock
+        stock, norms = self.stock, self.names.norms
+        if self.bottleneck is not None:
+            norms = (*norms, *self.bottleneck.norms)
         paths = (
             tuple(path.split(".") for path in stock.containers),
-            tuple((path.split("."), path) for path in names.linears),
-            tuple((path.split("."), path) for path in names.norms),
+            tuple((path.split("."), path) for path in self.linears),
+            tuple((path.split("."), path) for path in norms),
             tuple(None if path is None else path.split(".") for path in stock.dropouts),
             stock.activation.split("."),
         )
@@ -286,4 +296,7 @@ class Parts(NamedTuple):
             return self
         named = zip(self.linears, names.linears, strict=True)
         copies = [copy_of(m, f"{self.label}.{path}") for m, path in named]
-        return Parts._make((*copies[:6], *self[6:]))._replace(int8=False, gate=[*copies, None][6])
+        steps = None if self.steps is None else self.steps.as_multiplied(self.label)
+        return Parts._make((*copies[:6], *self[6:]))._replace(
+            int8=False, gate=[*copies, None][6], steps=steps
+        )

@@ -84,7 +84,8 @@ def test_every_family_equals_our_own_model_quantised(name):
     kept = inputs["attention_mask"].bool()
     with calls(fast, packed=1, padded=0, fused=layer_calls(name), stock=0):
         out = last(fast, inputs)
-    assert torch.equal(out, last(native(slow), inputs))
+    # MobileBERT's embeddings are the stock module's
+    close(out, last(native(slow), inputs), 1e-6 if name == "mobilebert" else 0.0)
     full = last(slow, inputs)
     # A gated block multiplies two rounded halves
     alike(out, full, kept, 0.99 if name in BERT_LAYERS else 0.95)

@@ -31,7 +31,8 @@ from tests.support.model_pairs import native
 # -- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+# transformers' Longformer returns parts of its hidden states, without the padding to a window
+@pytest.mark.parametrize("name", [name for name in ACCELERATED if name != "longformer"])
 def test_hidden_states_keep_their_gradients(name):
     slow, fast = (copy.deepcopy(m).double().train() for m in pair(name))
     inputs = first_kept(name)
@@ -50,7 +51,12 @@ def test_hidden_states_keep_their_gradients(name):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    "name", ["bert", "roberta", "distilbert", "electra", "ernie", "modernbert", "nomic_bert"]
+    "name",
+    [
+        *("bert", "roberta", "distilbert", "electra", "ernie", "modernbert", "nomic_bert"),
+        "mobilebert",
+        "longformer",
+    ],
 )
 def test_activation_checkpointing(name, reentrant):
     slow, fast = (m.double().train() for m in build(name, HEAD))
@@ -83,7 +89,7 @@ def test_activation_checkpointing_over_frozen_embeddings(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "longformer"])
 def test_checkpointed_layers_drop_the_same_elements_again(name, reentrant):
     """Compare the gradient with differences of losses of the same seed: other masks would disagree."""
     _, fast = build(name, HEAD, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)

@@ -144,10 +144,7 @@ FAMILY_NAMES = (
 # The families whose layers are of BERT's form, which every executor knows
 BERT_LAYERS = FAMILY_NAMES[: FAMILY_NAMES.index("modernbert")]
 # The families whose layers `accelerate` fuses
-ACCELERATED = (
-    *FAMILY_NAMES[: FAMILY_NAMES.index("mobilebert")],
-    "big_bird",
-)
+ACCELERATED = FAMILY_NAMES
 # The families that `fastbert.analysis` takes
 ANALYSED = tuple(name for name in FAMILY_NAMES if name != "longformer")
 PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")

@@ -24,9 +24,17 @@ FAMILIES = (
         refused=("attention_dilation", "autoregressive"),
         may_be_causal=False,
         tokens=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
-        accelerated=False,
         defaults=dict(ROBERTA_DEFAULTS, sep_token_id=2, attention_window=512, onnx_export=False),
-        stock_layer=StockLayer(positional=("attention_mask",)),
-        stock_model=StockModel("BaseModelOutputWithPooling"),
+        stock_layer=StockLayer(
+            positional=(
+                "attention_mask",
+                "is_index_masked",
+                "is_index_global_attn",
+                "is_global_attn",
+                "output_attentions",
+            ),
+            tuple_size=1,
+        ),
+        stock_model=StockModel("LongformerBaseModelOutputWithPooling", tuple_keeps_none=True),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fastbert.layers.form import StockLayer
 from fastbert.models.families.bert import BERT_LM
 from fastbert.models.families.family import Family
 from fastbert.models.paths import StockModel
@@ -39,8 +40,8 @@ FAMILIES = (
         ),
         lm_head=replace(BERT_LM, more="cls.predictions.dense"),
         next_sentence="cls.seq_relationship",
-        accelerated=False,
         positional={"": 6, "Model": 5, "ForPreTraining": 7, "ForQuestionAnswering": 7},
+        stock_layer=StockLayer(positional=("attention_mask",)),
         stock_model=StockModel("BaseModelOutputWithPooling"),
     ),
 )

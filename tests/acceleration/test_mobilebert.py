@@ -1,0 +1,178 @@
+"""Accelerated MobileBERT: every form of its layers, masked neighbours, hooks, options, adapters, files."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fastbert
+from fastbert.graphs.recorder import EagerRecorder
+from tests.models.test_mobilebert import FORMS, LENGTHS, ragged
+from tests.support.accelerated_models import (
+    HEAD,
+    LAYERS,
+    calls,
+    close,
+    first_kept,
+    same_gradients,
+    same_outputs,
+    stock,
+)
+
+
+def both(form="published", auto=HEAD, **config):
+    """(the stock model, the same model accelerated) in float64, whose [PAD] has an embedding."""
+    slow = stock("mobilebert", auto, **{**FORMS[form], **config}).double()
+    slow.get_input_embeddings().weight.data[0] = 1.0
+    return slow, fastbert.accelerate(copy.deepcopy(slow))
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form, layout):
+    """Outputs and gradients of the stock model, which reads the masked neighbour after a sequence."""
+    slow, fast = both(form)
+    inputs, labels = first_kept("mobilebert"), torch.tensor([1, 0, 1, 1])
+    if layout == "padded":
+        inputs["attention_mask"][1, 0] = 0
+    inputs["input_ids"][0, 20] = 9
+    packed = int(layout == "packed")
+    with calls(fast, packed=packed, padded=1 - packed, fused=LAYERS, stock=0):
+        actual = fast(**inputs, labels=labels)
+    expected = slow(**inputs, labels=labels)
+    close(actual.logits, expected.logits, 1e-9)
+    for output in (actual, expected):
+        output.loss.backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+@torch.no_grad()
+def test_ragged_lengths():
+    slow, fast = both(auto=transformers.AutoModel)
+    inputs = ragged(LENGTHS)
+    kept = inputs["attention_mask"].bool()
+    with calls(fast, packed=1, fused=LAYERS):
+        same_outputs(fast(**inputs), slow(**inputs), kept, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "bottleneck",
+        "bottleneck.input",
+        "bottleneck.attention.dense",
+        "bottleneck.input.LayerNorm",
+        "ffn.1",
+        "ffn.0.intermediate.dense",
+        "ffn.1.output.LayerNorm",
+        "ffn.1.intermediate.intermediate_act_fn",
+        "output.bottleneck",
+        "output.bottleneck.LayerNorm",
+    ],
+)
+@torch.no_grad()
+def test_hooks_see_what_they_see_in_the_stock_model(path):
+    slow, fast = both(auto=transformers.AutoModel)
+    inputs, seen = first_kept("mobilebert"), []
+    for _ in range(2):
+        fast(**inputs)
+    for model in (slow, fast):
+        layer = model.encoder.layer[1]
+        layer.get_submodule(path).register_forward_hook(lambda _, __, y: seen.append(y))
+    with calls(fast, packed=0, padded=1, fused=LAYERS - 1, stock=1):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
+    for ours, theirs in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
+        for one, other in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
+            close(one, other, 1e-9)
+    said = "the activation" if path.endswith("act_fn") else path
+    assert f"{said} has hooks" in str(fastbert.explain(fast))
+
+
+@torch.no_grad()
+def test_what_has_changed_runs_as_stock():
+    slow, fast = both(auto=transformers.AutoModel)
+    inputs = first_kept("mobilebert")
+    for _ in range(2):
+        fast(**inputs)
+    norm, act = nn.BatchNorm1d(40).double().eval(), nn.Tanh()
+    for model in (slow, fast):
+        one, two, three = model.encoder.layer
+        one.ffn[0].output.LayerNorm = norm
+        two.ffn[1].intermediate.intermediate_act_fn = act
+        three.output.bottleneck.dropout = nn.Dropout1d(0.5).eval()
+    with calls(fast, padded=1, fused=0, stock=LAYERS):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
+    said = ("ffn.0.output.LayerNorm is a BatchNorm1d", "have the activation", "not a plain dropout")
+    for layer, words in zip(fastbert.explain(fast).layers, said, strict=True):
+        assert words in layer.reason
+
+
+@pytest.mark.parametrize("options", [{"attention": False}, {"ffn": False}, {"act": "mish"}], ids=str)
+@torch.no_grad()
+def test_a_layer_runs_fused_as_a_whole_or_as_stock(options):
+    slow, _ = both(auto=transformers.AutoModel, hidden_act=options.pop("act", "relu"))
+    fast = fastbert.accelerate(copy.deepcopy(slow), **options)
+    inputs = first_kept("mobilebert")
+    with calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
+    said = "as a whole (attention=False or ffn=False)" if options else "fastbert does not have the activation"
+    assert said in fastbert.explain(fast).layers[0].reason
+    with pytest.raises(ValueError, match=r"does not have the activation|runs fused as a whole"):
+        fastbert.accelerate(slow, strict=True, **options)
+
+
+def test_dropouts():
+    """Embeddings drop by their own module, and layers at the end of their last bottleneck."""
+    slow, fast = both(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
+    assert fast.train().mobilebert.encoder.layer[0].dropout_rates() == (0.2, 0.0, 0.3)
+    wide = both("no bottleneck", hidden_dropout_prob=0.3)[1].train()
+    assert wide.mobilebert.encoder.layer[0].dropout_rates() == (0.0, 0.3, 0.3)
+    inputs, found = first_kept("mobilebert"), []
+    for model in (slow.train(), fast):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and "embeddings" not in name:
+                module.p = 0.0
+        torch.manual_seed(0)
+        found.append(model(**inputs).logits)
+    close(*found, 1e-9)
+
+
+def test_lora():
+    peft = pytest.importorskip("peft")
+    slow, inputs = both("published")[0], first_kept("mobilebert")
+    targets = ["query", "bottleneck.input.dense", "intermediate.dense"]
+    config = peft.LoraConfig(target_modules=targets, r=4, init_lora_weights=False)
+    torch.manual_seed(0)
+    slow = peft.get_peft_model(slow, config).double().train()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    for model in (slow, fast):
+        with calls(model, **({"packed": 1, "fused": LAYERS, "stock": 0} if model is fast else {})):
+            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+@torch.no_grad()
+def test_files_and_restore(tmp_path):
+    slow, _ = both()
+    slow.save_pretrained(tmp_path)
+    fast = fastbert.accelerate(HEAD.from_pretrained(tmp_path).eval())
+    inputs = first_kept("mobilebert")
+    with calls(fast, packed=1, fused=LAYERS):
+        close(fast(**inputs).logits, slow(**inputs).logits, 1e-9)
+    assert all(torch.equal(t, fast.state_dict()[key]) for key, t in slow.state_dict().items())
+    fastbert.restore(fast)
+    assert torch.equal(fast(**inputs).logits, slow(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_graphed_model_runs_without_graphs():
+    slow, fast = both()
+    graphed, inputs = fastbert.graph(fast, recorder=EagerRecorder), first_kept("mobilebert")
+    inputs["attention_mask"][1:, 9:] = 0
+    inputs["attention_mask"][:, :9] = 1
+    close(graphed(**inputs).logits, slow(**inputs).logits, 1e-9)
+    assert "the embeddings are given" in graphed.last_fallback
