@@ -62,7 +62,7 @@ def _with_whole_attentions(forward):
     @functools.wraps(forward)
     def whole(encoder, hidden_states, attention_mask=None, padding_len=0, **kwargs):
         out = forward(encoder, hidden_states, attention_mask, padding_len, **kwargs)
-        if out.attentions is None:
+        if type(out) is tuple or out.attentions is None:
             return out
         made, n = [], hidden_states.shape[1] - padding_len
         for number, band in enumerate(out.attentions):
