@@ -102,7 +102,10 @@ def test_mistakes_leave_nothing(folder, tmp_path, capsys, monkeypatch, given, me
     assert not (tmp_path / "out").exists()
 
 
-def test_lists_in_a_file_are_checked(folder, tmp_path, capsys):
-    (tmp_path / "heads.json").write_text("[1]")
+@pytest.mark.parametrize("content", ["[1]", '{"x": [0]}', '{"0": 1}'])
+def test_lists_in_a_file_are_checked(folder, tmp_path, capsys, content):
+    (tmp_path / "heads.json").write_text(content)
     assert prune(folder, "encoder", tmp_path / "out", "--heads", tmp_path / "heads.json") == 2
-    assert "heads.json: expected an object of lists by layer" in capsys.readouterr().err
+    assert re.search(
+        "heads.json: expected (an object of lists by layer|a JSON object)", capsys.readouterr().err
+    )
