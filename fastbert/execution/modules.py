@@ -38,7 +38,8 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
         form = step.form
         if form is not None and (form.rotary or form.relative or form.blocks or form.global_tokens):
             given["grid"] = grid
-        layer = functools.partial(_on_grid, step.layer, packing, mask, given, call.wants_attentions)
+        by_token = form is not None and form.global_tokens
+        layer = functools.partial(_on_grid, step.layer, packing, mask, given, call.wants_attentions, by_token)
         x = call.keep(*recomputed(step, call, layer, x))
     return x
 
@@ -49,13 +50,19 @@ def _on_grid(
     mask: Tensor | None,
     given: dict[str, Any],
     wants_attentions: bool,
+    by_token: bool,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """(packed output of a layer that is called on the padded batch, packed probabilities or None)."""
+    """(packed output of a layer that is called on the padded batch, packed probabilities or None).
+
+    `by_token` says whether the layer returns probabilities as (batch, seqlen, nheads, width).
+    """
     x, kept = packing.grid(hidden)
     if not wants_attentions:
         return packing.from_grid(first_of(layer(x, mask, **given))), None
     y, probs = layer(x, mask, **given, output_attentions=True)
+    if by_token:
+        return packing.from_grid(y), packing.from_grid(probs)
     if kept is not None:
         zero = torch.zeros((), dtype=probs.dtype, device=y.device)
         probs = torch.where(kept[:, None, :, None], probs, zero)

@@ -59,6 +59,7 @@ def layer(
 ) -> tuple[Tensor, Tensor | None]:
     """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
+    Those of a layer that may have global tokens are (total, nheads, width); see `global_tokens.bands`.
     With `asked.first_only` it returns ((batch, hidden), None).
     """
     parts = parts.as_multiplied(form.names)
@@ -114,6 +115,8 @@ def attend(
     else:
         found = _attention(parts, q, k, v, batch, asked, bias, gate, scale, window, relative)
     context, probs = found if asked.probabilities else (found, None)
+    if probs is not None and form.global_tokens:
+        probs = global_tokens.packed_bands(form, probs, batch, x.shape[0])
     if heads is not None:
         rows = Rows.of(batch.cu_seqlens, x.shape[0], batch.max_seqlen)
         context = heads.joined(context, values, rows, asked.gate)

@@ -348,4 +348,7 @@ class EncoderLayer(PackedLayer):
         if grid is not None:
             given["grid"] = grid
         y, probs = self.by_modules(hidden, batch, **given)
+        if output_attentions and probs is not None and self.form.global_tokens:
+            flags = None if grid is None or grid.globals is None else grid.globals.flags
+            probs = global_tokens.bands(self.form, probs, flags)
         return (y, probs) if output_attentions else y

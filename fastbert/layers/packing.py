@@ -109,8 +109,11 @@ class Packing:
     def unpack_scores(self, scores: Tensor) -> Tensor:
         """Scores between packed positions -> scores between padded ones, zeros at masked tokens.
 
-        (batch, nheads, max_seqlen, max_seqlen) -> (batch, nheads, seqlen, seqlen).
+        (batch, nheads, max_seqlen, max_seqlen) -> (batch, nheads, seqlen, seqlen). Scores of each token by
+        itself are (rows, nheads, width) -> (batch, nheads, seqlen, width).
         """
+        if scores.dim() == 3:
+            return self.grid(scores)[0].transpose(1, 2)
         if self.mask is None:
             return scores
         # How many kept tokens of the sequence come before each padded position

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fastbert.layers.packing import Packing
 from fastbert.models.bert import BertModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
@@ -27,6 +29,43 @@ from fastbert.ops.attention_grid import from_grid, to_grid
 _NAME = "global_attention_mask"
 # What `GlobalMask.merged` reads of the other arguments, in its order
 _READ = ("input_ids", "attention_mask", "inputs_embeds", "cu_seqlens", "max_seqlen")
+
+
+@dataclass
+class LongformerBaseModelOutputWithPooling(BaseModelOutputWithPooling):
+    """As `BaseModelOutputWithPooling`, with bands of attention.
+
+    With w = config attention_window of a layer, and g global tokens in the sequence with most of them:
+
+    attentions: per layer (batch, nheads, seqlen, g + w + 1), each token's probabilities for the global tokens
+        and then for the tokens of its window, from w / 2 tokens before it to w / 2 after it. The window's are
+        0 at global tokens and outside the sequence. All are 0 for a global token.
+    global_attentions: per layer (batch, nheads, seqlen, g), the global tokens' probabilities for each token;
+        None if no token is global. They are 0 where a sequence has fewer global tokens.
+    """
+
+    global_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class LongformerLogitsOutput(LogitsOutput):
+    """As `LogitsOutput`; attentions as in `LongformerBaseModelOutputWithPooling`."""
+
+    global_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class LongformerQuestionAnsweringOutput(QuestionAnsweringOutput):
+    """As `QuestionAnsweringOutput`; attentions as in `LongformerBaseModelOutputWithPooling`."""
+
+    global_attentions: tuple[Tensor, ...] | None = None
+
+
+_OUTPUTS: dict[type, Any] = {
+    BaseModelOutputWithPooling: LongformerBaseModelOutputWithPooling,
+    LogitsOutput: LongformerLogitsOutput,
+    QuestionAnsweringOutput: LongformerQuestionAnsweringOutput,
+}
 
 
 class GlobalMask:
@@ -53,6 +92,27 @@ class GlobalMask:
             (…, seqlen) bool.
         """
         return None
+
+    def as_output(self, output: Any, return_dict: bool | None) -> Any:
+        """See `PreTrainedModel`. What the layers return as one is `attentions` and `global_attentions`."""
+        near, own = output.attentions, None
+        if near is not None:
+            sizes = [sum(self.config.window(i)) + 1 for i in range(len(near))]
+            most = [(t.shape[-1] - size) // 2 for t, size in zip(near, sizes, strict=True)]
+            whole, near = near, tuple(t[..., : t.shape[-1] - n] for t, n in zip(near, most, strict=True))
+            if any(most):
+                own = tuple(t[..., t.shape[-1] - n :] for t, n in zip(whole, most, strict=True))
+        values = {name: getattr(output, name) for name in type(output).__dataclass_fields__}
+        found = _OUTPUTS[type(output)].of(**values | {"attentions": near, "global_attentions": own})
+        return cast(Any, super()).as_output(found, return_dict)
+
+    def packed_scores(self, output: Any, packing: Packing) -> list[Tensor] | None:
+        """See `TaskModel`."""
+        if output.attentions is None:
+            return None
+        own = output.global_attentions or [t[..., :0] for t in output.attentions]
+        pairs = zip(output.attentions, own, strict=True)
+        return [packing.from_grid(torch.cat(pair, -1).transpose(1, 2)) for pair in pairs]
 
     def separators(self, input_ids: Tensor) -> Tensor:
         """How many separators each sequence has up to each token, that token included: (…, seqlen)."""
@@ -141,21 +201,21 @@ class LongformerModel(GlobalMask, BertModel):
     """
 
     model_type = "longformer"
-    __call__: Callable[..., BaseModelOutputWithPooling]
+    __call__: Callable[..., LongformerBaseModelOutputWithPooling]
 
 
 class LongformerForMaskedLM(GlobalMask, BertForMaskedLM):
     """See `BertForMaskedLM`. By default no token is global."""
 
     model_type = "longformer"
-    __call__: Callable[..., LogitsOutput]
+    __call__: Callable[..., LongformerLogitsOutput]
 
 
 class LongformerForSequenceClassification(GlobalMask, BertForSequenceClassification):
     """See `BertForSequenceClassification`. By default the first token is global."""
 
     model_type = "longformer"
-    __call__: Callable[..., LogitsOutput]
+    __call__: Callable[..., LongformerLogitsOutput]
 
     def default_globals(self, input_ids: Tensor | None, like: Tensor) -> Tensor | None:
         """The first token."""
@@ -170,7 +230,7 @@ class LongformerForMultipleChoice(GlobalMask, BertForMultipleChoice):
     """
 
     model_type = "longformer"
-    __call__: Callable[..., LogitsOutput]
+    __call__: Callable[..., LongformerLogitsOutput]
 
     def default_globals(self, input_ids: Tensor | None, like: Tensor) -> Tensor | None:
         """The tokens from the second one after the first separator on."""
@@ -183,7 +243,7 @@ class LongformerForTokenClassification(GlobalMask, BertForTokenClassification):
     """See `BertForTokenClassification`. By default no token is global."""
 
     model_type = "longformer"
-    __call__: Callable[..., LogitsOutput]
+    __call__: Callable[..., LongformerLogitsOutput]
 
 
 class LongformerForQuestionAnswering(GlobalMask, BertForQuestionAnswering):
@@ -194,7 +254,7 @@ class LongformerForQuestionAnswering(GlobalMask, BertForQuestionAnswering):
     """
 
     model_type = "longformer"
-    __call__: Callable[..., QuestionAnsweringOutput]
+    __call__: Callable[..., LongformerQuestionAnsweringOutput]
 
     def default_globals(self, input_ids: Tensor | None, like: Tensor) -> Tensor | None:
         """The tokens before the first separator."""

@@ -134,7 +134,8 @@ _ABSENT: Any = None
 @dataclass
 class BaseModelOutputWithPooling(ModelOutput):
     """last_hidden_state (batch, seqlen, hidden); pooler_output (batch, hidden); hidden_states: layers + 1
-    tensors, the embedding output first; attentions: per layer (batch, nheads, seqlen, seqlen)."""
+    tensors, the embedding output first; attentions: per layer (batch, nheads, seqlen, seqlen), or
+    Longformer's bands."""
 
     last_hidden_state: Tensor = _ABSENT
     pooler_output: Tensor | None = None

@@ -42,6 +42,10 @@ def both(windows=(8, 16), **config):
     return hf, native(hf)
 
 
+# The config of `both`, for models with heads
+TWO = {"num_hidden_layers": 2, "attention_window": [8, 16], "num_labels": 3}
+
+
 def exact(*args, **config):
     return tuple(copy.deepcopy(m).double() for m in both(*args, **config))
 
@@ -122,6 +126,46 @@ def test_compiled():
     model, inputs = exact()[1], ragged(which="some")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     close(kept_rows(compiled, inputs), kept_rows(model, inputs), 1e-11)
+    with pytest.raises(Exception, match="output_attentions: expected False under torch"):
+        compiled(**inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("called", [None, "encoder.layer.1.attention.self", "head", "encoder"])
+@pytest.mark.parametrize("which", GLOBALS)
+@torch.no_grad()
+def test_bands_of_attention(which, called):
+    """Those of transformers, also where modules are called; holes; packed; each text alone."""
+    task = "ForTokenClassification" if called in ("head", "encoder") else ""
+    hf, model = build("longformer", task, **TWO) if task else exact()
+    hf, model = hf.double(), model.double()
+    if called is not None:
+        path = {"head": "classifier", "encoder": "longformer"}.get(called, called)
+        model.get_submodule(path).register_forward_hook(lambda *_: None)
+    inputs = ragged(which=which)
+    flags, kept = inputs["global_attention_mask"].bool(), inputs["attention_mask"]
+    for holes in (False, True):
+        if holes:
+            kept *= torch.rand(kept.shape, generator=torch.Generator().manual_seed(1)) > 0.3
+            kept[:, 0] = 1
+        found, wanted = (m(**inputs, output_attentions=True) for m in (model, hf))
+        counts = (flags & kept.bool()).sum(1)
+        for i, width in enumerate((9, 17)):
+            close(found.attentions[i], wanted.attentions[i], 1e-9)
+            assert found.attentions[i].shape[-1] == width + counts.max()
+            for row, count in enumerate(counts) if counts.any() else ():
+                own = found.global_attentions[i][row]
+                # transformers' are as long as the padded batch
+                close(own[..., :count], wanted.global_attentions[i][row, :, :70, :count], 1e-9)
+                assert own[..., count:].eq(0).all()
+        assert (found.get("global_attentions") is None) == (not counts.any())
+    assert type(model(**inputs, output_attentions=True, return_dict=False)[-1]) is tuple
+    kept = ragged()["attention_mask"].bool()
+    found = model(**ragged(which=which), output_attentions=True)
+    packed = {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).int(), "global_attention_mask": flags[kept]}
+    alone = model(inputs["input_ids"][kept], **packed, output_attentions=True)
+    for key in found.keys() & {"attentions", "global_attentions"}:
+        for a, b in zip(alone[key], found[key], strict=True):
+            close(a, b, 1e-11)
 
 
 @torch.no_grad()

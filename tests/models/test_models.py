@@ -55,7 +55,8 @@ def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
     )
     assert len(actual.attentions) == len(expected.attentions)
     for a, e in zip(actual.attentions, expected.attentions, strict=True):
-        close(a[pairs], e[pairs])
+        # Longformer's are bands, and zeros at masked tokens
+        close(*((a, e) if name == "longformer" else (a[pairs], e[pairs])))
         rows = a.sum(-1)[kept[:, None].expand(-1, a.shape[1], -1)]
         close(rows, torch.ones_like(rows))
     if "pooler_output" in expected:

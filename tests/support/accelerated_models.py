@@ -87,6 +87,12 @@ def same_outputs(actual, expected, kept: torch.Tensor, tolerance: float = 1e-5, 
             for one, other in zip(a, e, strict=True):
                 if key == "hidden_states":
                     close(one[flat], other[flat], tolerance)
+                elif key == "global_attentions":
+                    # transformers fills the slots of missing tokens alike, and pads to the window
+                    real = other.amax(2, True) > other.amin(2, True)
+                    close(one * real, (other * real)[:, :, : one.shape[2]], tolerance)
+                elif one.shape[-1] != one.shape[-2]:
+                    close(one, other, tolerance)
                 else:
                     pairs = (flat[:, None, :, None] & flat[:, None, None, :]).expand_as(other)
                     close(one[pairs], other[pairs], tolerance)

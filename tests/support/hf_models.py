@@ -56,33 +56,6 @@ def _softmax_in_own_dtype(scores, dim, dtype=None):
     return torch.softmax(scores, dim, torch.float64 if scores.dtype == torch.float64 else dtype)
 
 
-def _with_whole_attentions(forward):
-    """The forward of Longformer's layers, whose attentions become (batch, nheads, seqlen, seqlen)."""
-
-    @functools.wraps(forward)
-    def whole(encoder, hidden_states, attention_mask=None, padding_len=0, **kwargs):
-        out = forward(encoder, hidden_states, attention_mask, padding_len, **kwargs)
-        if type(out) is tuple or out.attentions is None:
-            return out
-        made, n = [], hidden_states.shape[1] - padding_len
-        for number, band in enumerate(out.attentions):
-            own = None if out.global_attentions is None else out.global_attentions[number]
-            most = 0 if own is None else own.shape[-1]
-            near, half = band[..., most:], (band.shape[-1] - most - 1) // 2
-            grid = band.new_zeros(*band.shape[:2], n, n + 2 * half)
-            for i in range(n):
-                grid[:, :, i, i : i + 2 * half + 1] = near[:, :, i]
-            grid = grid[..., half : half + n]
-            for b, flags in enumerate(attention_mask[:, :n] > 0):
-                at = flags.nonzero().squeeze(1)
-                grid[b, :, :, at] += band[b, :, :, : len(at)]
-                grid[b, :, at] = 0.0 if own is None else own[b, :, :n, : len(at)].transpose(1, 2)
-            made.append(grid)
-        return type(out)(out.last_hidden_state, out.hidden_states, tuple(made))
-
-    return whole
-
-
 def _size_sqrt_in_own_dtype(query, terms):
     """DeBERTa's divisor of the scores, not rounded to float32."""
     return torch.tensor(query.size(-1) * terms, dtype=torch.float64).sqrt()
@@ -107,7 +80,6 @@ def _make_exact() -> None:
     LOSS_MAPPING["ForMaskedLM"] = _masked_lm_loss_in_own_dtype
     functional = _Changed(torch.nn.functional, softmax=_softmax_in_own_dtype)
     longformer.nn = _Changed(torch.nn, functional=functional)
-    longformer.LongformerEncoder.forward = _with_whole_attentions(longformer.LongformerEncoder.forward)
     computed = xlnet.XLNetModel.relative_positional_encoding
     xlnet.XLNetModel.relative_positional_encoding = lambda model, *args, **kwargs: _sinusoids_in_own_dtype(
         computed, model, *args, **kwargs

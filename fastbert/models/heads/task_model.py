@@ -14,6 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm
 from fastbert.layers.modules import attach, calls_all, changed, part, watched
+from fastbert.layers.packing import Packing
 from fastbert.layers.parts import Activation
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
@@ -347,13 +348,12 @@ class TaskModel(PreTrainedModel):
             # Hooks read the output of transformers' encoder
             inputs, ids = encoder.checked(**given), given.pop("input_ids")
             output = encoder(ids, **given, **asked, return_dict=True)
-            pack, pack_scores = inputs.packing.pack, inputs.packing.pack_scores
-            states, probs = output.hidden_states, output.attentions
+            pack, states = inputs.packing.pack, output.hidden_states
             encoded = Encoded(
                 pack(output.last_hidden_state),
                 inputs,
                 None if states is None else [pack(s) for s in states],
-                None if probs is None else [pack_scores(p) for p in probs],
+                self.packed_scores(output, inputs.packing),
                 False,
                 by_modules,
                 output.get("pooler_output"),
@@ -367,6 +367,11 @@ class TaskModel(PreTrainedModel):
         hidden, states, probs, inputs, *mems = found
         encoded = Encoded(hidden, inputs, states, probs, first_only, by_modules, None, *mems)
         return encoded if above is None else above(encoded)
+
+    def packed_scores(self, output: Any, packing: Packing) -> list[Tensor] | None:
+        """The probabilities in an encoder's output, as its layers return them on packed tokens, or None."""
+        probs = output.attentions
+        return None if probs is None else [packing.pack_scores(p) for p in probs]
 
     def _calls_modules(self) -> bool:
         """Whether the head's linear layers and norms must be called on the padded batch.
