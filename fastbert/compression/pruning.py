@@ -67,8 +67,8 @@ def prune(
         heads: the share of all heads to remove, in [0, 1), or the heads to remove per layer. The heads of all
             layers compete, and a layer may lose all of them.
         neurons: the same of the neurons of the feed-forward blocks.
-        layers: the layers to keep, ascending; None for all. Scores are those of the model without the
-            others. `heads` and `neurons` number the layers that are kept.
+        layers: the layers to keep, ascending; None for all. They are removed first, so `heads` and
+            `neurons` number the layers that are kept.
         score: by what heads and neurons are chosen: "taylor" (needs `examples`), "magnitude" or "random"; see
             `fastbert.compression.scores`.
         examples: labelled examples, or pairs for an encoder without a head
