@@ -12,6 +12,7 @@ parts.py      finds encoders and layers in a model
 model.py      the encoder: removes padding once per call if all layers are fused and nothing looks inside
 layer.py      a layer: fused if all its parts are unchanged, else as transformers runs it
 blocks.py     what differs in BigBird
+streams.py    XLNet's layers, and what its heads read
 spans.py      a question-answering head: masked tokens get no probability
 watching.py   what looks at a module: hooks, FSDP, tracers
 interface.py  our attention alone, set on models of no family

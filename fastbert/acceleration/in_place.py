@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from fastbert.acceleration import interface
+from fastbert.acceleration import interface, streams
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
@@ -21,6 +21,7 @@ from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 from fastbert.acceleration.spans import AcceleratedSpans
 from fastbert.layers.quantized import MODES
+from fastbert.models.families import FAMILIES
 from fastbert.ops.checks import FLOATS
 from fastbert.runtime import prepared
 from fastbert.runtime.prepared import module_of
@@ -51,7 +52,8 @@ def accelerate(
     lets attention be chosen. Models run so in inference and training, on any device.
 
     BigBird is accepted too. Each text attends by its own length, as in the stock model's batch of one; what
-    `set_attention_type` sets holds for all texts.
+    `set_attention_type` sets holds for all texts. So is XLNet, whose stock layers run if the batch must keep
+    its padding: with memories, `perm_mask` or a query stream, or if a head reads masked tokens.
 
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
     most stock models, are zeros. ColBERT models score such rows as parts of a query. ColBERT models of
@@ -178,11 +180,22 @@ def _swap(root: nn.Module, found: list[Any], options: Options, reading: dict[int
                 prepared.clear(module)
             state.options = options
         elif kind == "layer":
-            swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
+            state = LayerState.of(module, model_type, config, name, options)
+            if FAMILIES[model_type].two_streams:
+                streams.swap_layer(module, state)
+            else:
+                swap(module, AcceleratedLayer, state)
         else:
             swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
         if kind == "model":
             module.fastbert_state.reads_masked = reading.get(id(module))
+    for head in root.modules():
+        for module in head.children():
+            if (
+                isinstance(module, AcceleratedModel)
+                and FAMILIES[module.fastbert_state.model_type].two_streams
+            ):
+                module.fastbert_state.reads = streams.read_by(head)
     for head in [m for m in root.modules() if kind_of(m) == "spans"]:
         if not isinstance(head, Accelerated):
             swap(head, AcceleratedSpans, None)

@@ -46,6 +46,9 @@ _SERVED = HARMLESS | {
     "is_global_attn",
 }
 
+# The parameters of XLNet's attention
+_OWN_MATRICES = ("q", "k", "v", "o", "r", "r_r_bias", "r_s_bias", "r_w_bias", "seg_embed")
+
 
 @dataclass
 class LayerState:
@@ -169,7 +172,8 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
         module = above._modules.get(path[-1])
         if not (_drops_by(above, path[-1]) if module is None else _drops_plainly(module)):
             return f"{'.'.join(path)} is not a plain dropout"
-        if site == 0 and not _attends_by(above.__dict__, form):
+        scores_itself = FAMILIES[state.model_type].two_streams
+        if site == 0 and not scores_itself and not _attends_by(above.__dict__, form):
             return f"{'.'.join(path[:-1])} has other heads, or scales scores in another way"
     if form.blocks is not None:
         if not _attends_by(part_of(layer, "attention.self").__dict__, form):
@@ -188,6 +192,14 @@ def gap(layer: Any, at_model: bool = False, state: LayerState | None = None) -> 
             return f"{dotted} has hooks or another forward"
         elif not _readable(module._parameters.get("weight"), at_model):
             return f"{dotted} has no weight of its own to read"
+    if FAMILIES[state.model_type].two_streams:
+        for (part,) in containers if issubclass(type(layer), Accelerated) else ():
+            if not isinstance(layer._modules[part], Accelerated):
+                return f"{part} was replaced after the model was accelerated"
+        own = part_of(layer, "rel_attn")._parameters
+        for matrix in _OWN_MATRICES:
+            if not _readable(own.get(matrix), at_model):
+                return f"rel_attn.{matrix} has no weight of its own to read"
     if state.form.packed:
         path, module = state.form.names.query, part_of(layer, state.form.names.query)
         if module.out_features != 3 * state.form.nheads * state.form.head_dim:
@@ -247,7 +259,9 @@ def int8_gap(layer: Any, state: LayerState | None = None) -> str | None:
         state: the state of a layer that is not accelerated yet.
     """
     known: LayerState = layer.fastbert_state if state is None else state
-    if not _knows_activation(layer, known):
+    if FAMILIES[known.model_type].two_streams:
+        return "its attention has no linear layers"
+    if not knows_activation(layer, known):
         return "fastbert does not have the activation"
     for path, dotted in known.form.paths[1]:
         module = layer
@@ -342,7 +356,7 @@ def _name_of(act: Any) -> str:
     return type(act).__name__ if isinstance(act, nn.Module) else getattr(act, "__name__", "")
 
 
-def _knows_activation(layer: nn.Module, state: LayerState) -> bool:
+def knows_activation(layer: nn.Module, state: LayerState) -> bool:
     """Whether fastbert has the feed-forward block's activation, which is still the one in `state`."""
     return (
         state.form.activation is not None and _identity(_attribute(layer, state.form.paths[4])) is state.act
@@ -408,7 +422,7 @@ class AcceleratedLayer(PackedLayer, Accelerated):
     def fuses_ffn(self) -> bool:
         """Whether our ops compute the feed-forward block, and not its stock modules, on packed rows too."""
         state = self.fastbert_state
-        return state.options.ffn and _knows_activation(self, state)
+        return state.options.ffn and knows_activation(self, state)
 
     def parts(self) -> Parts:
         """See `PackedLayer`."""

@@ -15,25 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.acceleration import blocks
+from fastbert.acceleration import blocks, streams
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration.classes import Accelerated, Options, positional
 from fastbert.acceleration.layer import AcceleratedLayer
 from fastbert.acceleration.spans import head_of_call
+from fastbert.acceleration.streams import AcceleratedStream
 from fastbert.acceleration.watching import HARMLESS, exporting, is_sharded, uncompiled
 from fastbert.execution.plan import Plan, plan_of
 from fastbert.layers.embeddings import embed, launched
+from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import changed, has_other_forward, is_hooked, part, plain_dropout, watched
 from fastbert.models.config import EncoderConfig
+from fastbert.models.config_values import MAX_SIZE
 from fastbert.models.encoder import layers_of, run_encoder
 from fastbert.models.families import FAMILIES
 from fastbert.models.heads.task_model import served_by
 from fastbert.models.inputs import Inputs, packed_inputs
+from fastbert.models.two_streams import content_stream
 from fastbert.runtime import prepared
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _GLOBALS = "global_attention_mask"
+_LAYERS = AcceleratedLayer, AcceleratedStream
 _TABLES = ("position_embeddings", "token_type_embeddings")
 EXPANDS = "query_expansion reads the outputs of masked tokens"
 OTHER_SPANS = "a question-answering head with a forward of its own reads the outputs of masked tokens"
@@ -52,6 +57,7 @@ class ModelState:
         packed_calls, padded_calls: number of calls in either layout, without those of torch.compile.
         reads_masked: why the encoder's caller also reads outputs of masked tokens, or None.
         spans: whether the encoder is in a question-answering head; see `AcceleratedSpans`.
+        reads: which outputs a caller reads, whether they are masked or not (`streams.read_by`).
         sizes: sizes of the embedding tables, as `config` has them.
     """
 
@@ -64,6 +70,7 @@ class ModelState:
     padded_calls: int = 0
     reads_masked: str | None = None
     spans: bool = False
+    reads: streams.Read | None = "first"
     sizes: tuple[Any, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -73,7 +80,11 @@ class ModelState:
             config = layers.checked_config(model_type, model.config)
             if config.family.rotary and config.rotary(0).trained is not None:
                 raise ValueError("the angles of rotary positions depend on earlier calls (rope_type dynamic)")
-            return cls(model_type, name, config, None, options)
+            reads: streams.Read | None = "first"
+            if config.family.two_streams:
+                # transformers only compares token types
+                config.type_vocab_size, reads = MAX_SIZE, None
+            return cls(model_type, name, config, None, options, reads=reads)
         except (TypeError, ValueError) as error:
             return cls(model_type, name, None, str(error), options)
 
@@ -99,6 +110,8 @@ def _own_gap(model: Any) -> str | None:
     if not state.options.attention:
         return "attention=False"
     family = FAMILIES[state.model_type]
+    if family.two_streams and (reason := streams.own_gap(model)) is not None:
+        return reason
     if _has_any_global_hook():
         return "there are global module hooks"
     above = model
@@ -126,6 +139,8 @@ def _modules_gap(model: Any) -> str | None:
             return f"a table of {family.embeddings} counts masked tokens too (scale_grad_by_freq)"
     if dropout is not None and not plain_dropout(part(model.embeddings, dropout)):
         return f"embeddings.{dropout} is not a plain dropout"
+    if family.two_streams and not plain_dropout(model.dropout):
+        return "dropout is not a plain dropout"
     for name, module in model._modules.items():
         if module is None or name == container:
             continue
@@ -150,7 +165,7 @@ def _modules_gap(model: Any) -> str | None:
             if (reason := changed(stack[name])) is not None:
                 return f"{container}.{name} {reason}"
     for layer in layers_of(model, model.config, family):
-        if not isinstance(layer, AcceleratedLayer) or layer.fastbert_state is None:
+        if not isinstance(layer, _LAYERS) or layer.fastbert_state is None:
             return "a layer is not accelerated"
         if layer.__dict__.get("_compiled_call_impl") is not None:
             # Its arguments on packed tokens differ per layer, so each layer would be compiled again
@@ -165,6 +180,7 @@ def _modules_gap(model: Any) -> str | None:
 
 def unfit(model: Any, given: dict[str, Any]) -> str | None:
     """Why a call with these arguments cannot run on packed tokens; None if it can."""
+    family = FAMILIES[model.fastbert_state.model_type]
     for name in ("output_attentions", "output_hidden_states"):
         value = _asked(model, given, name)
         if not value:
@@ -175,13 +191,14 @@ def unfit(model: Any, given: dict[str, Any]) -> str | None:
             return "hidden states are asked for by number"
         if torch.is_grad_enabled():
             return "hidden states are asked for with gradients"
-    family = FAMILIES[model.fastbert_state.model_type]
     inputs = (*_INPUTS, _GLOBALS) if family.global_tokens else _INPUTS
     for name, value in given.items():
         if value is None or value is False or name in HARMLESS or name in inputs:
             continue
-        if name != "output_hidden_states":
+        if name != "output_hidden_states" and not (name == "use_mems" and family.two_streams):
             return f"{name} is given"
+    if family.two_streams and given.get("position_ids") is not None:
+        return "position_ids are given, which the stock model ignores"
     if given.get("use_cache"):
         return "use_cache is given"
     mask, ids, embeds = given.get("attention_mask"), given.get("input_ids"), given.get("inputs_embeds")
@@ -227,6 +244,8 @@ class AcceleratedModel(Accelerated):
     config: Any
     embeddings: Any
     pooler: Any
+    clamp_len: int
+    attn_type: str
 
     @prepared.plain_train
     def train(self, mode: bool = True) -> Self:
@@ -252,8 +271,8 @@ class AcceleratedModel(Accelerated):
             inputs = packed_inputs(self._input_config(), _device(self), *map(given.get, _INPUTS))
             if state.options.strict:
                 _check_masked(state.name, self.config, given)
-            # Heads read position 0, whose output the stock model computes even if it is masked
-            if inputs.first_masked is None and inputs.position_ids.shape[0] > 0:
+            # The stock model computes outputs of masked tokens too, which heads may read
+            if not streams.reads_masked(state.reads, inputs) and inputs.position_ids.shape[0] > 0:
                 state.packed_calls += 1
                 if head is not None:
                     head.kept = inputs.packing.mask
@@ -265,7 +284,7 @@ class AcceleratedModel(Accelerated):
 
     def fastbert_how(self) -> str:
         """See `Accelerated`."""
-        stack = [m for m in self.modules() if isinstance(m, AcceleratedLayer)]
+        stack = [m for m in self.modules() if isinstance(m, _LAYERS)]
         fused = sum(layers.gap(m, at_model=is_sharded(m)) is None for m in stack)
         reason = gap(self)
         padding = "padding taken out" if reason is None else f"padding left in, as {reason}"
@@ -289,7 +308,13 @@ class AcceleratedModel(Accelerated):
         container = family.layers.partition(".")[0]
         around = [m for name, m in self._modules.items() if name != container and m is not None]
         layers, gap = layers_of(self, self.config, family), functools.partial(_modules_gap, self)
-        return plan_of(self._modules[container], layers, around=around, gap=gap)
+        return plan_of(self._modules[container], layers, self.layer_class, around=around, gap=gap)
+
+    @property
+    def layer_class(self) -> type:
+        """The class of layers that are called on packed tokens."""
+        two_streams = FAMILIES[self.fastbert_state.model_type].two_streams
+        return AcceleratedStream if two_streams else PackedLayer
 
     @property
     def fastbert_packed(self) -> PackedEncoder:
@@ -299,6 +324,9 @@ class AcceleratedModel(Accelerated):
     def _encode(self, plan: Plan, inputs: Inputs, **asked: Any) -> tuple[Any, ...]:
         """Packed tokens through embeddings and layers; see `run_encoder`."""
         family = FAMILIES[self.fastbert_state.model_type]
+        if family.two_streams:
+            how: Any = self.clamp_len, self.attn_type == "uni"
+            return content_stream(self, family, plan, inputs, *how, **asked)
         dropped, dropout_p = family.stock_model.dropout, 0.0
         if dropped is not None:
             dropout = part(self.embeddings, dropped)
@@ -311,11 +339,16 @@ class AcceleratedModel(Accelerated):
     def _run_packed(self, plan: Plan, inputs: Inputs, given: dict[str, Any]) -> Any:
         family = FAMILIES[self.fastbert_state.model_type]
         wants_states = _asked(self, given, "output_hidden_states")
+        wants_dict = _asked(self, given, "return_dict", True)
+        wants_mems = family.two_streams and streams.wants_mems(self, given.get("use_mems"))
         graphed = served_by.get().get(self)
-        if graphed is not None and not wants_states:
+        if graphed is not None and not (wants_states or wants_mems):
             hidden, states = graphed.encode_inputs(inputs), []
         else:
-            hidden, states, _ = self._encode(plan, inputs, want_states=wants_states)
+            hidden, states, _ = self._encode(plan, inputs, want_states=wants_states or wants_mems)
+        if family.two_streams:
+            output = streams.output(self, inputs, hidden, states, wants_mems, wants_states)
+            return output if wants_dict else output.to_tuple()
         packing = inputs.packing
         last = packing.unpack(hidden)
         fields: dict[str, Any] = {"last_hidden_state": last}
@@ -327,7 +360,6 @@ class AcceleratedModel(Accelerated):
         homes = ("transformers.modeling_outputs", family.stock_module)
         kind = next(c for home in homes if (c := getattr(sys.modules[home], stock.output, None)) is not None)
         output = kind(**fields)
-        wants_dict = _asked(self, given, "return_dict", True)
         if not wants_dict and stock.tuple_keeps_none:
             return tuple(fields.values())
         return output if wants_dict else output.to_tuple()

@@ -80,10 +80,11 @@ def is_other_spans(module: nn.Module) -> bool:
 
 def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
     home, layer = family.stock_module, family.stock_layer.name or f"{family.class_prefix}Layer"
+    spans = family.class_names.get("ForQuestionAnswering", "ForQuestionAnswering")
     return {
         (home, f"{family.class_prefix}Model"): (family.model_type, "model"),
         (home, layer): (family.model_type, "layer"),
-        (home, f"{family.class_prefix}ForQuestionAnswering"): (family.model_type, "spans"),
+        (home, f"{family.class_prefix}{spans}"): (family.model_type, "spans"),
     }
 
 

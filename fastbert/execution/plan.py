@@ -67,7 +67,7 @@ def survey(layers: Iterable[nn.Module], own: type = PackedLayer, inside: bool = 
 def drops(steps: list[Step]) -> bool:
     """Whether a layer that runs on packed tokens drops anything."""
     return any(
-        step.layer.training if step.parts is None else any(step.parts.rates)
+        any(m.training for m in step.layer.modules()) if step.parts is None else any(step.parts.rates)
         for step in steps
         if step.reason is None
     )

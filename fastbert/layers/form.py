@@ -30,7 +30,8 @@ INNER_SITE = 1 << 31
 class LayerNames:
     """Dotted paths of the parts of one encoder layer, relative to the layer.
 
-    Query, key and value may be one linear layer, whose path then appears three times. `gate` is the linear
+    Query, key and value may be one linear layer, whose path then appears three times. The first four paths
+    are "" where attention has parameters of its own in place of linear layers (XLNet's). `gate` is the linear
     layer with the activated half of a gated feed-forward block, if `intermediate` has the other half alone.
     """
 
@@ -46,8 +47,9 @@ class LayerNames:
 
     @functools.cached_property
     def linears(self) -> tuple[str, ...]:
-        """The six linear layers in execution order, then the gate if there is one."""
+        """The linear layers in execution order, then the gate if there is one."""
         six = self.query, self.key, self.value, self.attention_output, self.intermediate, self.output
+        six = tuple(filter(None, six))
         return six if self.gate is None else (*six, self.gate)
 
     @functools.cached_property

@@ -80,7 +80,12 @@ class RelativeAttention(nn.Module, OwnMatrices):
 
     Args:
         config: the model's `EncoderConfig`.
+
+    Attributes:
+        fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
     """
+
+    fuses_norm = True
 
     def __init__(self, config: Any):
         super().__init__()
@@ -247,7 +252,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
         """
         y, norm = self.product("o", context.flatten(1)), self.layer_norm
         p = 0.0 if seed is None else rate(self.dropout)
-        if is_plain(norm, nn.LayerNorm) and not calls_all():
+        if self.fuses_norm and is_plain(norm, nn.LayerNorm) and not calls_all():
             drops = {"dropout_p": p, "seed": seed, "offset": site}
             return cast(Tensor, layer_norm(y, norm.weight, norm.bias, residual=x, eps=norm.eps, **drops))
         return norm(x + (dropped(y, p, seed, site) if p else y))
@@ -300,7 +305,12 @@ class FeedForward(nn.Module):
 
     Args:
         config: the model's `EncoderConfig`.
+
+    Attributes:
+        fuses_norm: see `RelativeAttention`.
     """
+
+    fuses_norm = True
 
     def __init__(self, config: Any):
         super().__init__()
@@ -325,7 +335,10 @@ class FeedForward(nn.Module):
                 inner = asked.taps.inner(asked.number, inner, batch)
             return dropped(inner, p, seed, asked.site + INNER_SITE) if p else inner
 
-        modules, how = (self.layer_1, self.layer_2, self.layer_norm), (p, seed, asked.site + 2)
+        modules, how = (
+            (self.layer_1, self.layer_2, self.layer_norm),
+            (p, seed, asked.site + 2, self.fuses_norm),
+        )
         looks = tap if p or asked.taps is not None else None
         return feed_forward_norm(*modules, x, self.activation, *how, tap=looks)
 

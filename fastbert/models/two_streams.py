@@ -1,24 +1,72 @@
-"""XLNet's padded batch: both streams and memories, as transformers computes them, masked tokens included."""
+"""XLNet's content stream of packed tokens, for our encoder and for transformers' accelerated one; and its
+padded batch: both streams and memories, as transformers computes them, masked tokens included."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastbert.execution.plan import Plan
 from fastbert.layers import packing
 from fastbert.layers.asked import Asked
+from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import SITES
 from fastbert.layers.linear import dropped
-from fastbert.layers.two_streams import LAST_SITE, TABLE_SITE, Pairs, rate, sinusoids
+from fastbert.layers.two_streams import LAST_SITE, TABLE_SITE, Pairs, rate, sinusoids, sinusoids_of
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import dropout_seed
+from fastbert.models.encoder import columns_of, dropout_seed, run_encoder
+from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import check_tensor
 from fastbert.ops import checks
+from fastbert.ops.attention_grid import to_grid
+
+
+def content_stream(
+    model: Any,
+    family: Family,
+    layers: list[Any] | Plan,
+    inputs: Inputs,
+    clamp_len: int,
+    causal: bool,
+    seed: Tensor | None = None,
+    **asked: Any,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Packed tokens through all layers.
+
+    Args:
+        model: XLNet's encoder, this package's or transformers'.
+        family, layers, inputs, seed, asked: see `run_encoder`.
+        clamp_len: farther distances count as this one; 0 or less for no limit.
+        causal: whether a token sees only itself and earlier tokens.
+    """
+    drops = rate(model.dropout)
+    if drops and seed is None:
+        seed = dropout_seed(inputs.device)
+
+    def embed(seed: Tensor | None) -> Tensor:
+        x = inputs.inputs_embeds
+        x = model._modules[family.embeddings](inputs.input_ids) if x is None else x
+        return dropped(x, drops, seed, 0) if drops else x
+
+    def complete(batch: PackedBatch) -> PackedBatch:
+        reach = batch.max_seqlen
+        if inputs.last_position is not None:
+            positions = to_grid(inputs.position_ids, batch.cu_seqlens, batch.max_seqlen)
+            batch, reach = replace(batch, columns=positions), inputs.last_position + 1
+        elif inputs.holes:
+            batch, reach = replace(batch, columns=columns_of(inputs.packing)), inputs.packing.seqlen
+        more = model.config.hidden_size, clamp_len, inputs.token_type_ids, drops
+        return replace(batch, sinusoids=sinusoids_of(batch, reach, *more))
+
+    parts = model, family, layers, embed, inputs, drops > 0
+    hidden, states, probs = run_encoder(*parts, causal=causal, seed=seed, complete=complete, **asked)
+    return (dropped(hidden, drops, seed, LAST_SITE) if drops else hidden), states, probs
 
 
 def both_streams(

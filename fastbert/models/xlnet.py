@@ -9,24 +9,15 @@ or same_length, computes the padded batch as transformers does, masked tokens in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.batch import PackedBatch
 from fastbert.layers.embeddings import WordEmbeddings
-from fastbert.layers.linear import dropped
-from fastbert.layers.two_streams import (
-    LAST_SITE,
-    OwnMatrices,
-    StreamLayer,
-    rate,
-    sinusoids_of,
-)
+from fastbert.layers.two_streams import OwnMatrices, StreamLayer
 from fastbert.models.bert import BertModel
-from fastbert.models.encoder import columns_of, dropout_seed, run_encoder
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
 from fastbert.models.heads.question_answering import BertForQuestionAnswering
@@ -37,8 +28,7 @@ from fastbert.models.heads.token_classification import BertForTokenClassificatio
 from fastbert.models.inputs import Inputs, head_gates
 from fastbert.models.labels import check_tensor
 from fastbert.models.outputs import LogitsOutput, ModelOutput, QuestionAnsweringOutput
-from fastbert.models.two_streams import both_streams
-from fastbert.ops.attention_grid import to_grid
+from fastbert.models.two_streams import both_streams, content_stream
 
 _ABSENT: Any = None
 
@@ -227,45 +217,18 @@ class XLNetModel(BertModel, OwnMatrices):
         seed: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """See `BertModel`."""
-        config, drops, uni = self.config, rate(self.dropout), self.attends_backward(causal)
+        uni = self.attends_backward(causal)
         if self.whole_batch(uni):
             raise ValueError("cu_seqlens: expected None with config bi_data or same_length")
-        if drops and seed is None:
-            seed = dropout_seed(inputs.device)
-
-        def embed(seed: Tensor | None) -> Tensor:
-            x = inputs.inputs_embeds
-            x = self._modules[self.family.embeddings](inputs.input_ids) if x is None else x
-            return dropped(x, drops, seed, 0) if drops else x
-
-        def complete(batch: PackedBatch) -> PackedBatch:
-            reach = batch.max_seqlen
-            if inputs.last_position is not None:
-                positions = to_grid(inputs.position_ids, batch.cu_seqlens, batch.max_seqlen)
-                batch, reach = replace(batch, columns=positions), inputs.last_position + 1
-            elif inputs.holes:
-                batch, reach = replace(batch, columns=columns_of(inputs.packing)), inputs.packing.seqlen
-            more = config.hidden_size, config.clamp_len, inputs.token_type_ids, drops
-            return replace(batch, sinusoids=sinusoids_of(batch, reach, *more))
-
-        hidden, states, probs = run_encoder(
-            self,
-            self.family,
-            self.layer_list(),
-            embed,
-            inputs,
-            drops > 0,
+        return content_stream(
+            *(self, self.family, self.layer_list(), inputs, self.config.clamp_len, uni, seed),
             gates=gates,
             want_attentions=want_attentions,
             want_states=want_states,
             first_only=first_only,
             recompute_every=self.checkpoint_every,
-            causal=uni,
             taps=self.taps,
-            seed=seed,
-            complete=complete,
         )
-        return (dropped(hidden, drops, seed, LAST_SITE) if drops else hidden), states, probs
 
 
 def kept_mask(attention_mask: Tensor | None, input_mask: Tensor | None) -> Tensor | None:

@@ -25,7 +25,7 @@ def stock(name: str = "bert", auto: type = MODEL, attention: str = "sdpa", **con
     config = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **config}
     config |= dict.fromkeys(heads.get(name, ()), 0.0)
     model = hf_model(name, auto, **config)
-    if name not in ("mpnet", "deberta-v2", "big_bird", "longformer"):  # which have one attention
+    if name not in ("mpnet", "deberta-v2", "big_bird", "longformer", "xlnet"):  # which have one attention
         model.set_attn_implementation(attention)
     return model
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fastbert.layers.form import LayerNames, StockLayer
 from fastbert.models.families.family import Family
-from fastbert.models.paths import ClassifierHead, LMHead
+from fastbert.models.paths import ClassifierHead, LMHead, StockModel
 
 _SUMMARY = ClassifierHead(
     "sequence_summary.summary",
@@ -20,6 +21,9 @@ FAMILIES = (
         "xlnet",
         "transformer",
         "XLNet",
+        layer=LayerNames(
+            *("", "", "", ""), "rel_attn.layer_norm", "ff.layer_1", "ff.layer_2", "ff.layer_norm"
+        ),
         layers="layer",
         embeddings="word_embedding",
         word_table="word_embedding",
@@ -69,7 +73,13 @@ FAMILIES = (
         choice=_SUMMARY,
         tokens=ClassifierHead(None, None, "classifier", dropout=""),
         own_heads=("start_logits", "end_logits", "answer_class"),
-        accelerated=False,
         positional={"": 2, "ForMultipleChoice": 1},
+        stock_layer=StockLayer(
+            containers=("rel_attn", "ff"),
+            dropouts=("rel_attn.dropout", "rel_attn.dropout", "ff.dropout"),
+            activation="ff.activation_function",
+            feed_forward="ff_chunk",
+        ),
+        stock_model=StockModel("XLNetModelOutput", dropout=None),
     ),
 )
