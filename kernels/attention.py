@@ -2,6 +2,7 @@
 
 Math       S = softmax_scale * q kᵀ + bias;  P = softmax(S) per row;  lse = log Σ_j exp S_ij
            out = gate * dropout(P) v.  A row without an allowed key has out 0, lse -inf and probs 0.
+           Scores of distances are added to the bias (attention_relative.py, with what they cost).
 Tiling     A program owns BLOCK_M queries of one sequence and head. It walks over their keys, BLOCK_N at a
            time, with an online softmax. The host knows only `total`, so a slot of the grid finds its sequence
            and tile in a table of places, made once per forward (attention_places.py); the longest sequence
@@ -33,6 +34,7 @@ from torch import Tensor
 from fastbert.kernels import tuning
 from fastbert.kernels.attention_forward import _attention_fwd_kernel
 from fastbert.kernels.attention_places import attention_places
+from fastbert.kernels.attention_relative import relative_args
 from fastbert.kernels.attention_slots import HEIGHTS, grid, in_planes, sections, slots
 from fastbert.kernels.attention_tiles import LOG2_E, sides_of, span_of, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
@@ -40,6 +42,7 @@ from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
 if TYPE_CHECKING:
     from fastbert.ops.attention import AttentionInputs
+    from fastbert.ops.attention_relative import RelativeScores
 
 # Wider heads would spill.
 MAX_HEADDIM = 128
@@ -77,8 +80,14 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def extras_of(bias: bool, dropout: bool, probs: bool) -> str:
-    """What a call has beside the products, which needs registers: "", "dropout" alone, or other "extras"."""
+def extras_of(bias: bool, dropout: bool, probs: bool, relative: bool = False, window: bool = False) -> str:
+    """What a call has beside the products, which needs registers.
+
+    "", "dropout" alone, or other "extras"; with scores of distances "relative", or "most" if there is a bias
+    or a window or probabilities as well.
+    """
+    if relative:
+        return "most" if bias or probs or window else "relative"
     return "extras" if bias or probs else "dropout" if dropout else ""
 
 
@@ -94,6 +103,8 @@ def ladder(headdim: int, dtype: torch.dtype, extras: str, capability: tuple[int,
             return (Config(16, 16, 16, False, 8, 1),)
         return (Config(32, 16, 16, False, 8 if headdim > 32 and capability[0] == 12 else 4, 1),)
     low = Config(32, 32, block_d, False, 4, 2)
+    if extras == "most" or (extras == "relative" and headdim > 64):
+        return (low,)
     if extras == "dropout" and capability[0] == 9 and 16 < headdim <= 64:
         return Config(64, 64, block_d, True, 4, 2), low
     if extras:
@@ -163,7 +174,7 @@ def heuristic(configs: tuple[Config, ...], max_seqlen: int, rows: int, multiproc
 
 
 def tuning_key(headdim: int, dtype: torch.dtype, extras: str) -> str:
-    """The key of this computation in kernels/tuned: "bfloat16 64", "bfloat16 64 dropout" or "… extras"."""
+    """The key of this computation in kernels/tuned, such as "bfloat16 64" or "bfloat16 64 dropout"."""
     return f"{str(dtype).removeprefix('torch.')} {headdim} {extras}".rstrip()
 
 
@@ -189,7 +200,11 @@ def config_for(
 
 
 def attention_fwd(
-    inputs: "AttentionInputs", return_probs: bool, save_bits: bool, places: Tensor | None = None
+    inputs: "AttentionInputs",
+    return_probs: bool,
+    save_bits: bool,
+    places: Tensor | None = None,
+    relative: "RelativeScores | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, probs, keep_bits): the contract of `fastbert.ops.attention.attention_fwd`.
 
@@ -200,12 +215,15 @@ def attention_fwd(
     config = config_for(
         headdim,
         q.dtype,
-        extras_of(inputs.bias is not None, inputs.dropout_p > 0, return_probs),
+        extras_of(
+            *(inputs.bias is not None, inputs.dropout_p > 0, return_probs, relative is not None),
+            sides_of(inputs)[:2] != (None, None),
+        ),
         tuning.bucket(span_of(inputs)),
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
-    return attention_fwd_with(config, inputs, return_probs, save_bits, places)
+    return attention_fwd_with(config, inputs, return_probs, save_bits, places, relative)
 
 
 def attention_fwd_with(
@@ -214,6 +232,7 @@ def attention_fwd_with(
     return_probs: bool,
     save_bits: bool,
     places: Tensor | None = None,
+    relative: "RelativeScores | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_fwd` with a given config, for the tuner and the tests."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, _, bias, gate, dropout_p, seed, offset = inputs
@@ -229,7 +248,7 @@ def attention_fwd_with(
     if total == 0 and probs.numel() == 0:
         return out, lse, probs, keep_bits
     # Without a bias the greatest product is the greatest score, unless the scale turns the order.
-    folded = bias is None and softmax_scale > 0
+    folded = bias is None and relative is None and softmax_scale > 0
     left, right, causal = sides_of(inputs)
     split = config.split
     if left is not None and right is not None:
@@ -284,6 +303,7 @@ def attention_fwd_with(
         1.0 / (1.0 - dropout_p),
         left,
         right,
+        *relative_args(relative),
         HEAD_DIM=headdim,
         GROUP=nheads // k.shape[1],
         CAUSAL=causal,

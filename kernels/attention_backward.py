@@ -11,7 +11,8 @@ Tiling     Three kernels. Each sum is made in registers and in one order: no ato
            queries of each head that reads them, one head after the other.
            Tiles that a window hides are not visited.
            dbias: a tile of the bias walks over all sequences and heads (queries, keys) that share it. A small
-           bias is summed in several parts, which are added at the end.
+           bias is summed in several parts, which are added at the end. Gradients of scores of distances are
+           sums of the dense dS, which this kernel makes as the gradient of a bias (attention_relative.py).
            Slots of the grid as in kernels/attention.py; slots after the last tile zero the tail.
 Precision  As in forward: products of the storage type are summed in float32; P and dS are rounded to the
            storage type before their product; the rest is float32, rounded once at the store. lse carries the
@@ -28,6 +29,7 @@ Files      attention_dq.py, attention_dkdv.py, attention_dbias.py: a kernel each
 Source     Dao 2023, FlashAttention-2, alg. 2; delta: Dao et al. 2022, FlashAttention, app. B.2.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +42,7 @@ from fastbert.kernels.attention_dbias import _attention_bwd_dbias_kernel
 from fastbert.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from fastbert.kernels.attention_dq import _attention_bwd_dq_kernel
 from fastbert.kernels.attention_places import attention_places
+from fastbert.kernels.attention_relative import relative_args, relative_bwd
 from fastbert.kernels.attention_slots import HEIGHTS, grid, sections, slots
 from fastbert.kernels.attention_tiles import LOG2_E, sides_of, span_of, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
@@ -47,6 +50,11 @@ from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
 if TYPE_CHECKING:
     from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+    from fastbert.ops.attention_relative import RelativeScores
+
+
+# With scores of distances, wider heads would spill.
+MAX_RELATIVE_HEADDIM = 64
 
 
 class Config(NamedTuple):
@@ -168,7 +176,7 @@ def configs_for(
 
 
 def lowered(configs: Configs) -> Configs:
-    """Tiles for a window beside a bias or bits to draw: the comparisons with its sides take registers."""
+    """Tiles for scores of distances, and for a window beside a bias or bits to draw, which take registers."""
     dq, dkdv, dbias = (c._replace(block_m=min(c.block_m, 32), block_n=min(c.block_n, 32)) for c in configs)
     return Configs(dq, dkdv._replace(num_stages=1), dbias._replace(block_n=16))
 
@@ -211,14 +219,17 @@ def attention_bwd(
     keep_bits: Tensor | None,
     need: "AttentionNeeds",
     places: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    relative: "RelativeScores | None" = None,
+    need_scores: Sequence[bool] = (False, False, False),
+) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dbias, dgate): the contract of `fastbert.ops.attention.attention_bwd`.
 
-    headdim is at most `fastbert.kernels.attention.MAX_HEADDIM`.
+    With `relative`, without positions, the gradients of its query, key and bias follow, in float32. headdim
+    is at most `fastbert.kernels.attention.MAX_HEADDIM`, with `relative` MAX_RELATIVE_HEADDIM.
     """
     q, dropped = inputs.q, inputs.dropout_p > 0
     total, nheads, headdim = q.shape
-    extras = inputs.bias is not None or (dropped and keep_bits is None)
+    extras = inputs.bias is not None or relative is not None or (dropped and keep_bits is None)
     configs = configs_for(
         headdim,
         q.dtype,
@@ -228,9 +239,13 @@ def attention_bwd(
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
-    if extras and sides_of(inputs)[:2] != (None, None):
+    if relative is not None or (extras and sides_of(inputs)[:2] != (None, None)):
         configs = lowered(configs)
-    return attention_bwd_with(configs, dout, inputs, out, lse, keep_bits, need, places)
+    saved = out, lse, keep_bits
+    found = attention_bwd_with(configs, dout, inputs, *saved, need, places, relative, need_scores)
+    if relative is None:
+        return found[:5]
+    return *found[:5], *relative_bwd(found[5], relative, need_scores, inputs.cu_seqlens.contiguous(), total)
 
 
 def attention_bwd_with(
@@ -242,8 +257,13 @@ def attention_bwd_with(
     keep_bits: Tensor | None,
     need: "AttentionNeeds",
     places: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`attention_bwd` with given configs, for the tuner and the tests."""
+    relative: "RelativeScores | None" = None,
+    need_scores: Sequence[bool] = (False, False, False),
+) -> tuple[Tensor, ...]:
+    """`attention_bwd` with given configs, for the tuner and the tests; with dS for the gradients of scores.
+
+    dS is (batch, nheads, S, S); a batch of 1, its sum, where no rows need it; (0,) where nothing needs it.
+    """
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, _, bias, gate, dropout_p, seed, offset = inputs
     need_dq, need_dk, need_dv, need_dbias, need_dgate = need
     total, nheads, headdim = q.shape
@@ -251,15 +271,16 @@ def attention_bwd_with(
     seed, keep_bits = (seed, keep_bits) if dropout_p > 0 else (None, None)
     dq, dk, dv = _gradients(q, k, v, need)
     if total == 0:
-        sizes = bias.shape if need_dbias else (0,), gate.shape if need_dgate else (0,)
+        sizes = bias.shape if need_dbias else (0,), gate.shape if need_dgate else (0,), (0,)
         return dq, dk, dv, *(torch.zeros(size, dtype=torch.float32, device=q.device) for size in sizes)
     # Per row: delta, the normaliser of P, the share of dgate.
     rows = torch.empty((3 if need_dgate else 2, nheads, total), dtype=torch.float32, device=q.device)
     delta, norm = rows[0], rows[1]
     dgate_rows = rows[2] if need_dgate else None
     left, right, causal = sides_of(inputs)
+    of_distances = relative_args(relative)
     # As in forward.
-    folded = bias is None and softmax_scale > 0
+    folded = bias is None and relative is None and softmax_scale > 0
     cu_seqlens = cu_seqlens.contiguous()
     bias_strides = (0,) * 4
     if bias is not None:
@@ -325,6 +346,7 @@ def attention_bwd_with(
             *scales,
             left,
             right,
+            *of_distances,
             FOLDED=folded,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -368,6 +390,7 @@ def attention_bwd_with(
             *scales,
             left,
             right,
+            *of_distances,
             FOLDED=folded,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -377,15 +400,16 @@ def attention_bwd_with(
             maxnreg=config.max_registers,
             **shared,
         )
-    dbias = torch.empty((0,), dtype=torch.float32, device=q.device)
-    if need_dbias:
+
+    def summed_ds(shape: tuple[int, ...]) -> Tensor:
+        """dS, summed to the shape of a bias."""
         config = configs.dbias
-        tiles = triton.cdiv(bias.shape[2], config.block_m) * triton.cdiv(bias.shape[3], config.block_n)
-        programs = bias.shape[0] * bias.shape[1] * tiles
-        pairs = batch // bias.shape[0] * (nheads // bias.shape[1]) if programs > 0 else 0
+        tiles = triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
+        programs = shape[0] * shape[1] * tiles
+        pairs = batch // shape[0] * (nheads // shape[1]) if programs > 0 else 0
         # Enough programs for the device. Their number depends on the device alone, so sums have one order.
         splits = max(1, min(pairs, 2 * tuning.device_of(q.device).multiprocessors // max(1, programs)))
-        parts = torch.empty((splits, *bias.shape), dtype=torch.float32, device=q.device)
+        parts = torch.empty((splits, *shape), dtype=torch.float32, device=q.device)
         if programs > 0:
             bits, bits_stride = words(config.block_n)
             launch(
@@ -412,21 +436,27 @@ def attention_bwd_with(
                 nheads,
                 total,
                 batch,
-                bias.shape[0],
-                bias.shape[1],
+                *shape[:2],
                 max_seqlen,
                 splits,
                 *scales,
                 left,
                 right,
-                BIAS_HAS_KEYS=bias.shape[3] > 1,
+                *of_distances,
+                BIAS_HAS_KEYS=shape[3] > 1,
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,
                 CHUNK=config.chunk,
                 num_warps=config.num_warps,
                 maxnreg=config.max_registers,
-                **shared,
+                **shared | {"BIAS_HAS_ROWS": shape[2] > 1},
             )
-        dbias = parts.sum(0)
-    dgate = dgate_rows.sum(1) if need_dgate else torch.empty((0,), dtype=torch.float32, device=q.device)
-    return dq, dk, dv, dbias, dgate
+        return parts.sum(0)
+
+    none = torch.empty((0,), dtype=torch.float32, device=q.device)
+    dgate = dgate_rows.sum(1) if need_dgate else none
+    if not any(need_scores):
+        return dq, dk, dv, summed_ds(bias.shape) if need_dbias else none, dgate, none
+    apart = any(need_scores[:2]) or (need_dbias and bias.shape[0] > 1)
+    ds = summed_ds((batch if apart else 1, nheads, max_seqlen, max_seqlen))
+    return dq, dk, dv, ds.sum_to_size(bias.shape) if need_dbias else none, dgate, ds

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fastbert.kernels.attention_relative import FIXED_TYPES as _OF_DISTANCES
+from fastbert.kernels.attention_relative import _with_distances
 from fastbert.kernels.attention_tiles import LOG2_E, _finite, _in_window, _load_rows
 from fastbert.kernels.philox import philox_keep, saved_keep
 
@@ -23,6 +25,7 @@ FIXED_TYPES = (
     "threshold",
     "left",
     "right",
+    *_OF_DISTANCES,
 )
 
 
@@ -64,6 +67,9 @@ def _exponentials(
     bias_ptr,
     bias_row_stride,
     bias_key_stride,
+    relative,
+    first_row,
+    first_key,
     length,
     left,
     right,
@@ -72,13 +78,17 @@ def _exponentials(
     CAUSAL: tl.constexpr,
     FOLDED: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """exp(S - lse) of the products `scores`, 0 where not allowed; FOLDED: `shift` = lse in units of log 2.
 
-    `rows` and `shift` are [BLOCK_M, 1] and `keys` is [1, BLOCK_N], or all are transposed.
+    `rows` and `shift` are [BLOCK_M, 1] and `keys` is [1, BLOCK_N], or all are TRANSPOSED.
     """
     if not FOLDED:
         scores *= scale
+    scores = _with_distances(scores, relative, first_row, first_key, length, BLOCK_M, BLOCK_N, TRANSPOSED)
     if bias_ptr is not None:
         bias_at = bias_ptr + keys.to(tl.int64) * bias_key_stride
         inside = keys < length
@@ -86,7 +96,11 @@ def _exponentials(
             bias_at += rows.to(tl.int64) * bias_row_stride
             inside = inside & (rows < length)
         scores += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-    allowed = _in_window(keys < length, rows, keys, left, right, CAUSAL)
+    allowed = keys < length
+    if relative is not None:
+        # Rows past the sequence have no lse: their exponentials might be infinite.
+        allowed = allowed & (rows < length)
+    allowed = _in_window(allowed, rows, keys, left, right, CAUSAL)
     scores = tl.where(allowed, scores, float("-inf"))
     if FOLDED:
         return tl.exp2(scores * unit - shift)
@@ -129,6 +143,7 @@ def _query_tile(
     bias_ptr,
     bias_row_stride,
     bias_key_stride,
+    relative,
     seed_ptr,
     bits_ptr,
     bits_stride,
@@ -185,6 +200,9 @@ def _query_tile(
         bias_ptr,
         bias_row_stride,
         bias_key_stride,
+        relative,
+        first_row,
+        first_key,
         length,
         left,
         right,
@@ -193,6 +211,9 @@ def _query_tile(
         CAUSAL,
         FOLDED,
         BIAS_HAS_ROWS,
+        BLOCK_M,
+        BLOCK_N,
+        False,
     )
     dprobs = _product(
         do,

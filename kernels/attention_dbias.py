@@ -53,6 +53,18 @@ def _attention_bwd_dbias_kernel(
     keep_scale,
     left,
     right,
+    columns_ptr,
+    query_ptr,
+    key_ptr,
+    distance_ptr,
+    positions_ptr,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    distance_head_stride,
+    positions_stride,
+    reach,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -100,7 +112,19 @@ def _attention_bwd_dbias_kernel(
         key_head = tl.cast(_key_head(head, GROUP), tl.int64)
         k_at = k_ptr + wide_start * k_stride + key_head * k_head_stride
         v_at = v_ptr + wide_start * v_stride + key_head * v_head_stride
-        bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
+        if bias_ptr is not None:
+            bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
+        else:
+            bias_at = None
+        if columns_ptr is not None:
+            relative = (
+                (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                (query_stride, query_head_stride, key_stride, key_head_stride),
+                (distance_head_stride, positions_stride, reach),
+                (wide_sequence, wide_start, wide_head),
+            )
+        else:
+            relative = None
         if bits_ptr is not None:
             bits_at = bits_ptr + wide_head * total * bits_stride
         else:
@@ -147,6 +171,7 @@ def _attention_bwd_dbias_kernel(
                     bias_at,
                     bias_row_stride,
                     bias_key_stride,
+                    relative,
                     seed_ptr,
                     bits_at,
                     bits_stride,

@@ -53,6 +53,18 @@ def _attention_bwd_dkdv_kernel(
     keep_scale,
     left,
     right,
+    columns_ptr,
+    query_ptr,
+    key_ptr,
+    distance_ptr,
+    positions_ptr,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    distance_head_stride,
+    positions_stride,
+    reach,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -106,6 +118,7 @@ def _attention_bwd_dkdv_kernel(
             if left is not None:
                 end = tl.minimum(length, first_key + BLOCK_N + left)
             factor = keep_scale
+            wide_sequence = tl.cast(sequence, tl.int64)
             for member in tl.range(0, GROUP, num_stages=1):
                 head = key_head * GROUP + member
                 wide_head = tl.cast(head, tl.int64)
@@ -119,6 +132,15 @@ def _attention_bwd_dkdv_kernel(
                     )
                 else:
                     bias_at = None
+                if columns_ptr is not None:
+                    relative = (
+                        (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                        (query_stride, query_head_stride, key_stride, key_head_stride),
+                        (distance_head_stride, positions_stride, reach),
+                        (wide_sequence, wide_start, wide_head),
+                    )
+                else:
+                    relative = None
                 delta_at = delta_ptr + wide_head * total + wide_start
                 lse_at = lse_ptr + wide_head * lse_head_stride + wide_start
                 if bits_ptr is not None:
@@ -163,6 +185,9 @@ def _attention_bwd_dkdv_kernel(
                         bias_at,
                         bias_row_stride,
                         bias_key_stride,
+                        relative,
+                        first_row,
+                        first_key,
                         length,
                         left,
                         right,
@@ -171,6 +196,9 @@ def _attention_bwd_dkdv_kernel(
                         CAUSAL,
                         FOLDED,
                         BIAS_HAS_ROWS,
+                        BLOCK_M,
+                        BLOCK_N,
+                        True,
                     )
                     if not FOLDED:
                         probs *= inverse[None, :]

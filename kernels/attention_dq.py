@@ -57,6 +57,18 @@ def _attention_bwd_dq_kernel(
     keep_scale,
     left,
     right,
+    columns_ptr,
+    query_ptr,
+    key_ptr,
+    distance_ptr,
+    positions_ptr,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    distance_head_stride,
+    positions_stride,
+    reach,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -116,6 +128,16 @@ def _attention_bwd_dq_kernel(
                 bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
             if bits_ptr is not None:
                 bits_ptr += wide_head * total * bits_stride
+            wide_sequence = tl.cast(sequence, tl.int64)
+            if columns_ptr is not None:
+                relative = (
+                    (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                    (query_stride, query_head_stride, key_stride, key_head_stride),
+                    (distance_head_stride, positions_stride, reach),
+                    (wide_sequence, wide_start, wide_head),
+                )
+            else:
+                relative = None
             rows = first_row + tl.arange(0, BLOCK_M)
             packed_rows = wide_start + rows
             inside = rows < length
@@ -155,6 +177,7 @@ def _attention_bwd_dq_kernel(
                     bias_ptr,
                     bias_row_stride,
                     bias_key_stride,
+                    relative,
                     seed_ptr,
                     bits_ptr,
                     bits_stride,

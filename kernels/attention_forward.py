@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fastbert.kernels.attention_relative import FIXED_TYPES as _OF_DISTANCES
+from fastbert.kernels.attention_relative import _with_distances
 from fastbert.kernels.attention_tiles import (
     _finite,
     _in_window,
@@ -29,6 +31,7 @@ _FIXED_TYPES = (
     "threshold",
     "left",
     "right",
+    *_OF_DISTANCES,
 )
 
 
@@ -42,6 +45,7 @@ def _score_tile(
     bias_ptr,
     bias_row_stride,
     bias_key_stride,
+    relative,
     first_row,
     first_key,
     length,
@@ -77,6 +81,7 @@ def _score_tile(
     keys = first_key + tl.arange(0, BLOCK_N)
     if not FOLDED:
         scores *= scale
+    scores = _with_distances(scores, relative, first_row, first_key, length, BLOCK_M, BLOCK_N, False)
     if bias_ptr is not None:
         key_at = bias_ptr + keys.to(tl.int64) * bias_key_stride
         if BIAS_HAS_ROWS:
@@ -123,6 +128,7 @@ def _walk(
     bias_ptr,
     bias_row_stride,
     bias_key_stride,
+    relative,
     seed_ptr,
     offset,
     threshold,
@@ -160,6 +166,7 @@ def _walk(
             bias_ptr,
             bias_row_stride,
             bias_key_stride,
+            relative,
             first_row,
             first_key,
             length,
@@ -289,6 +296,18 @@ def _attention_fwd_kernel(
     keep_scale,
     left,
     right,
+    columns_ptr,
+    query_ptr,
+    key_ptr,
+    distance_ptr,
+    positions_ptr,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    distance_head_stride,
+    positions_stride,
+    reach,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -342,6 +361,15 @@ def _attention_fwd_kernel(
             v_ptr += wide_start * v_stride + key_head * v_head_stride
             if bias_ptr is not None:
                 bias_ptr += wide_sequence * bias_batch_stride + wide_head * bias_head_stride
+            if columns_ptr is not None:
+                relative = (
+                    (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                    (query_stride, query_head_stride, key_stride, key_head_stride),
+                    (distance_head_stride, positions_stride, reach),
+                    (wide_sequence, wide_start, wide_head),
+                )
+            else:
+                relative = None
             packed_rows = start + first_row + tl.arange(0, BLOCK_M)
             if CHUNK == BLOCK_D:
                 q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
@@ -390,6 +418,7 @@ def _attention_fwd_kernel(
                     bias_ptr,
                     bias_row_stride,
                     bias_key_stride,
+                    relative,
                     seed_ptr,
                     offset,
                     threshold,
@@ -450,6 +479,7 @@ def _attention_fwd_kernel(
                         bias_ptr,
                         bias_row_stride,
                         bias_key_stride,
+                        relative,
                         first_row,
                         first_key,
                         length,

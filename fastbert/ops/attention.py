@@ -122,6 +122,9 @@ def attention_ref(
 _INPUTS = len(AttentionInputs._fields)
 # What `dispatch` calls the passes of training: one backend serves both.
 _FORWARD_OF_TRAINING, _BACKWARD = "attention_fwd training", "attention_bwd training"
+# The same with scores of distances that the backend reads
+_RELATIVE, _RELATIVE_FORWARD = "attention_fwd relative", "attention_fwd relative training"
+_RELATIVE_BACKWARD = "attention_bwd relative training"
 
 
 def _grouped(args: tuple[Any, ...]) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
@@ -251,6 +254,11 @@ def _compiled_bwd(dout, inputs, out, lse, keep_bits, need, places):
     return attention_bwd(dout, *inputs[:3], out, lse, *inputs[3:], keep_bits, *need, places)
 
 
+def _launched_bwd(dout, inputs, *args):
+    function = _BACKWARD if len(args) == 5 else _RELATIVE_BACKWARD
+    return dispatch.call(function, inputs.q, dout, inputs, *args)
+
+
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
@@ -300,7 +308,8 @@ class AttentionFunction(torch.autograd.Function):
         inputs, return_probs, save_bits, places = _grouped(args)
         relative = args[_INPUTS + 3 :]
         more = (RelativeScores(*relative),) if relative else ()
-        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.q, inputs, return_probs, save_bits, places, *more)
+        function = _RELATIVE_FORWARD if relative else _FORWARD_OF_TRAINING
+        output = dispatch.call(function, inputs.q, inputs, return_probs, save_bits, places, *more)
         ctx.mark_non_differentiable(*output[1:])
         _setup_context(ctx, inputs, save_bits, places, output, relative)
         return output
@@ -308,7 +317,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     @checks.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        return _backward(lambda *args: dispatch.call(_BACKWARD, args[1].q, *args), ctx, dout)
+        return _backward(_launched_bwd, ctx, dout)
 
 
 def _setup_compiled(ctx, inputs, output):
@@ -437,8 +446,8 @@ def attention(
     elif differentiable:
         out, lse, probs, _ = AttentionFunction.apply(*inputs, return_probs, save_bits, table, *scores)
     else:
-        more = () if relative is None else (relative,)
-        out, lse, probs, _ = dispatch.call("attention_fwd", q, inputs, return_probs, save_bits, table, *more)
+        function, more = ("attention_fwd", ()) if relative is None else (_RELATIVE, (relative,))
+        out, lse, probs, _ = dispatch.call(function, q, inputs, return_probs, save_bits, table, *more)
 
     if padded:
         out = out.reshape(batch, max_seqlen, nheads, headdim)
@@ -450,10 +459,11 @@ def attention(
 
 def _reads(relative: RelativeScores, q: Tensor, differentiable: bool, return_probs: bool) -> bool:
     """Whether the serving backend reads the scores of distances itself."""
-    if torch.compiler.is_compiling() or relative.positions is not None or (differentiable and return_probs):
+    if torch.compiler.is_compiling() or (differentiable and return_probs):
         return False
-    op = "attention training" if differentiable else "attention"
-    return dispatch.serving_function("READS_RELATIVE", (op,), q.device, q.dtype) is not None
+    op = "attention relative training" if differentiable else "attention relative"
+    reads = dispatch.serving_function("reads_relative", (op,), q.device, q.dtype)
+    return reads is not None and reads(relative, q.shape[-1], differentiable)
 
 
 def _readable(t: Tensor, headdim: int) -> Tensor:

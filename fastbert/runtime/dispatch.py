@@ -50,6 +50,7 @@ HALF = (torch.bfloat16, torch.float16)
 # says. With such a key a self-check judges these calls apart: training by forward and backward together, few
 # rows by forward of few rows. Other kernels are judged by all their times together. A kernel whose forward is
 # faster may have a slower backward, and a kernel that is faster for many rows may be slower for few.
+# "attention relative" is for calls with scores of distances, where the backend reads these itself.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -80,6 +81,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # The same passes without a compiler at run time, and a launch that costs the host less. In float32
         # `cuda` has no backward.
         "attention half": ("cuda", "triton", "aten", "reference"),
+        # Scores of distances: 4 bytes per pair of tokens and head; as a dense bias they are 76, most of them
+        # of the passes that make it (kernels/attention_relative.py). Without `triton` they are one.
+        "attention relative": ("triton", "aten", "reference"),
         "attention training": ("triton", "aten", "reference"),
         "attention training half": ("cuda", "triton", "aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.

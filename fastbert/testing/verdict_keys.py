@@ -208,7 +208,11 @@ def _rendered(node: object, annotated: bool = False) -> str:
 
 # Where they are not named after the op: the files in ops/ that make the contract and the reference, and those
 # in kernels/ that the launchers import by name, at the first launch.
-_CONTRACTS = {"attention": ("attention", "attention_grid", "attention_inputs", "attention_places")}
+_CONTRACTS = {
+    "attention": (
+        *("attention", "attention_grid", "attention_inputs", "attention_places", "attention_relative"),
+    )
+}
 _KERNELS = {
     "attention": ("attention", "attention_backward"),
     "linear": ("linear", "linear_backward", "linear_gated"),

@@ -46,7 +46,7 @@ FAULTS = (
     _fault("rows without a key not guarded", "return tl.where(top == float(\"-inf\"), 0.0, top)", "return top", _TILES),
     _fault("exp for exp2", "    elif FOLDED:\n        return tl.exp2(", "    elif FOLDED:\n        return tl.exp(", _FORWARD),
     _fault("scale forgotten where not folded", "        scores *= scale\n", "        scores *= 1.0\n", _FORWARD),
-    _fault("folded whatever the sign of the scale", "folded = bias is None and softmax_scale > 0", "folded = bias is None"),
+    _fault("folded whatever the sign of the scale", "folded = bias is None and relative is None and softmax_scale > 0", "folded = bias is None and relative is None"),
     _fault("P in low precision", "weights = _weights(scores, top, unit, left, FOLDED)\n", "weights = _weights(scores, top, unit, left, FOLDED).to(tl.float16).to(tl.float32)\n", _FORWARD),
     _fault("lse of base 2", "lse = (top + tl.log2(norm)) * LN_2", "lse = top + tl.log2(norm)", _FORWARD),
     _fault("empty rows divided by 0", "inverse = 1.0 / tl.where(empty, 1.0, norm)", "inverse = 1.0 / norm", _FORWARD),

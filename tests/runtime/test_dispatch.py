@@ -57,7 +57,7 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
             assert line.split()[0] in dispatch.OPS
             kind = " ".join(line.split()[1:]).removesuffix("half").strip()
             words = kind.split()
-            assert kind == "" or words[-1] in ("activation", "gated", "training", *dispatch.ROWS)
+            assert kind == "" or words[-1] in ("activation", "gated", "relative", "training", *dispatch.ROWS)
             assert words[:-1] in ([], ["activation"])
             if words and words[-1] in dispatch.ROWS:
                 # a call of fewer rows must not fall back to the line of all
@@ -79,7 +79,7 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     assert dispatch.call_kinds("packing", "cpu") == ("",)
     kinds = "", "activation", "activation few", "activation some", "activation training", "training"
     assert dispatch.call_kinds("linear", "cuda") == (*kinds[:5], "gated", kinds[5])
-    assert dispatch.call_kinds("attention", "cuda") == ("", "training")
+    assert dispatch.call_kinds("attention", "cuda") == ("", "relative", "training")
     assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
     assert dispatch.ranking("linear_fwd activation", "cpu", torch.float16) == ("reference",)
     # a call in training, or of few rows, has the line of one in inference where there is none of its own

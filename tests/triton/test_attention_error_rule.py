@@ -45,6 +45,8 @@ def check(
     names = set(case.output_names)
     if backward:
         given = {"qkv": case.packed_qkv, "bias": case.bias, "gate": case.gate}
+        letters = {"query": "q", "key": "k", "distance": "b"}
+        given |= {name: letter in case.relative for name, letter in letters.items()}
         names |= {f"d{name}" for name, is_given in given.items() if is_given}
         names |= set() if case.packed_qkv else {"dq", "dk", "dv"}
     assert {r.quantity for r in rows} == names

@@ -18,7 +18,7 @@ from fastbert.backends.cpu import (
     packing,
     rotary,
 )
-from fastbert.backends.cpu.attention import READS_RELATIVE, attention_bwd, attention_fwd
+from fastbert.backends.cpu.attention import attention_bwd, attention_fwd, reads_relative
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.cpu.encoder_layer import (
@@ -55,7 +55,6 @@ DTYPES = {
 
 __all__ = [
     "DTYPES",
-    "READS_RELATIVE",
     "attention_bwd",
     "attention_fwd",
     "available",
@@ -81,6 +80,7 @@ __all__ = [
     "open_team",
     "packing_bwd",
     "packing_fwd",
+    "reads_relative",
     "reads_wide",
     "rotary_bwd",
     "rotary_fwd",

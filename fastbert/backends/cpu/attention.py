@@ -17,8 +17,11 @@ from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
-# `attention` passes scores of distances to this backend
-READS_RELATIVE = True
+
+
+def reads_relative(relative: RelativeScores, headdim: int, training: bool) -> bool:
+    """Whether `attention` may pass these scores of distances to the launchers."""
+    return relative.positions is None
 
 
 def attention_fwd(

@@ -13,7 +13,12 @@ from fastbert.backends.triton import (
     linear_cross_entropy,
     linear_norm,
 )
-from fastbert.backends.triton.attention import attention_bwd, attention_fwd, attention_places
+from fastbert.backends.triton.attention import (
+    attention_bwd,
+    attention_fwd,
+    attention_places,
+    reads_relative,
+)
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.triton.first_attention import first_attention_fwd, first_attention_pays
@@ -76,6 +81,7 @@ __all__ = [
     "packing_fwd",
     "pooling_bwd",
     "pooling_fwd",
+    "reads_relative",
     "rotary_bwd",
     "rotary_fwd",
 ]

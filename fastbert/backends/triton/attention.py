@@ -6,11 +6,14 @@ launches the kernel that makes their table of places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fastbert.backends.aten import attention as aten
 from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_relative import RelativeScores
 
 DTYPES = STORED
 
@@ -24,12 +27,25 @@ def _takes(inputs: AttentionInputs) -> bool:
     return inputs.q.shape[-1] <= kernels("attention").MAX_HEADDIM
 
 
+def reads_relative(relative: RelativeScores, headdim: int, training: bool) -> bool:
+    """Whether `attention` may pass these scores of distances to the launchers."""
+    if training:
+        most = kernels("attention_backward").MAX_RELATIVE_HEADDIM
+        return relative.positions is None and headdim <= most
+    return headdim <= kernels("attention").MAX_HEADDIM
+
+
 def attention_fwd(
-    inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
+    inputs: AttentionInputs,
+    return_probs: bool,
+    save_bits: bool,
+    places: Tensor | None = None,
+    relative: RelativeScores | None = None,
 ) -> tuple[Tensor, ...]:
     module = kernels("attention")
-    backend = module if _takes(inputs) else aten
-    return backend.attention_fwd(inputs, return_probs, save_bits, places)
+    if not _takes(inputs):
+        return aten.attention_fwd(inputs, return_probs, save_bits, places)
+    return module.attention_fwd(inputs, return_probs, save_bits, places, relative)
 
 
 def attention_bwd(
@@ -40,6 +56,10 @@ def attention_bwd(
     keep_bits: Tensor | None,
     need: AttentionNeeds,
     places: Tensor | None = None,
+    relative: RelativeScores | None = None,
+    need_scores: Sequence[bool] = (False, False, False),
 ) -> tuple[Tensor, ...]:
-    backend = kernels("attention_backward") if _takes(inputs) else aten
-    return backend.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)
+    given = dout, inputs, out, lse, keep_bits, need, places
+    if not _takes(inputs):
+        return aten.attention_bwd(*given)
+    return kernels("attention_backward").attention_bwd(*given, relative, need_scores)
