@@ -152,13 +152,11 @@ void attention_hopper_fwd(const py::tuple& common, Address out, Address lse, Add
 
 void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address dout, Address out,
                              Address lse, Address places, std::int64_t slots, Address dq, Address dk,
-                             Address dv, std::int64_t grad_stride, Address rows, bool need_dgate,
-                             Address dbias, const std::array<std::int64_t, 5>& dbias_shape, bool hopper,
-                             int device, Address stream) {
+                             Address dv, std::int64_t grad_stride, std::int64_t kv_grad_stride, Address rows,
+                             bool need_dgate, Address dbias, const std::array<std::int64_t, 5>& dbias_shape,
+                             bool hopper, int device, Address stream) {
     CudaAttentionBwd args{};
     const std::int64_t end = fill(args, common, true);
-    if (args.kv_heads != args.nheads || args.window.left >= 0 || args.window.right > 0)
-        throw py::value_error("attention_bwd: expected as many heads of k and v as of q, and no window");
     args.keep_bits = pointer<const std::int32_t>(keep_bits);
     args.dout = pointer(dout);
     args.out = pointer(out);
@@ -169,6 +167,7 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
     args.dk = pointer(dk);
     args.dv = pointer(dv);
     args.grad_stride = grad_stride;
+    args.kv_grad_stride = kv_grad_stride;
     args.delta = pointer<float>(rows);
     args.norm = args.delta + args.nheads * args.total;
     args.dgate = need_dgate ? args.norm + args.nheads * args.total : nullptr;
@@ -180,6 +179,7 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
     args.bias_has_keys = dbias_shape[4] > 1;
     check_size("slots", args.slots);
     check_strides("grads", {{args.total, args.grad_stride}, {args.nheads * args.headdim, 1}});
+    check_strides("grads", {{args.total, args.kv_grad_stride}, {args.kv_heads * args.headdim, 1}});
     check_given("dout", args.dout, end);
     check_given("out", args.out, end);
     check_given("lse", args.lse, end);

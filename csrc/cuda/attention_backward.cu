@@ -7,8 +7,10 @@
 //            dq: 64 queries of a sequence and head walk over its keys. The kernel also writes delta, the
 //            normaliser of P and each row's share of dgate.
 //            dk and dv: 64 keys walk over the queries. Their products are transposed, so that P and dS stay
-//            in registers as the left operand of the next one. dbias: a tile of the bias walks over all
-//            sequences and heads (queries, keys) that share it, in several parts if there are few tiles.
+//            in registers as the left operand of the next one. With fewer heads of k and v they walk over
+//            the queries of each head that reads them, one head after the other. Tiles that a window hides
+//            are not visited. dbias: a tile of the bias walks over all sequences and heads (queries, keys)
+//            that share it, in several parts if there are few tiles.
 //            Tiles of the other side come by asynchronous copies, one ahead of the products. On compute
 //            capability 9.0 the files *_hopper.cu have dq, dk and dv by products of a warp group.
 // Precision  Products of the storage type are summed in float; P and dS are rounded to the storage type

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention_backward.h"
-#include "tensor_core.cuh"
+#include "attention_tiles.cuh"
 
 namespace fastbert {
 namespace cuda {
@@ -26,9 +26,9 @@ struct OwnedRows {
     int sequence, start, length, first;
 };
 
-__device__ __forceinline__ OwnedRows owned_rows(const CudaAttentionBwd& args) {
-    // The heads of a slot run side by side.
-    const std::int64_t slot = blockIdx.x / static_cast<unsigned>(args.nheads);
+// heads: blocks per slot. They run side by side.
+__device__ __forceinline__ OwnedRows owned_rows(const CudaAttentionBwd& args, std::int64_t heads) {
+    const std::int64_t slot = blockIdx.x / static_cast<unsigned>(heads);
     if (args.places != nullptr) {
         const std::int32_t* place = args.places + 4 * slot;
         return {place[0], place[1], place[2], place[3]};
@@ -42,6 +42,12 @@ __device__ __forceinline__ OwnedRows owned_rows(const CudaAttentionBwd& args) {
     // The last tile comes first: with a causal mask it has the most keys.
     return {sequence, start, args.cu_seqlens[sequence + 1] - start,
             static_cast<int>(tiles - 1 - slot % tiles) * kOwned};
+}
+
+// Row `row` of a head.
+template <class T>
+__device__ __forceinline__ const T* row_of(const Heads& heads, std::int64_t head, std::int64_t row) {
+    return static_cast<const T*>(heads.data) + row * heads.row_stride + head * heads.head_stride;
 }
 
 // Zeros in one head's rows [first, end) of a contiguous (total, nheads, kD) tensor.

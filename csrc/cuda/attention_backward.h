@@ -15,10 +15,10 @@ struct CudaAttentionBwd : Attention {
     // null: every sequence has the tiles of max_seqlen, and the slots after them share the tail.
     const std::int32_t* places;
     std::int64_t slots;
-    // 0 from row cu_seqlens[batch] on; null: not wanted. From row to row grad_stride elements, from head to
-    // head headdim.
+    // 0 from row cu_seqlens[batch] on; null: not wanted. From row to row of dq grad_stride elements, of dk
+    // and dv kv_grad_stride; from head to head headdim.
     void *dq, *dk, *dv;
-    std::int64_t grad_stride;
+    std::int64_t grad_stride, kv_grad_stride;
     float *delta, *norm, *dgate;  // (nheads, total): scratch; dgate: the rows' shares, null: not wanted
     // (parts, bias_batch, bias_heads, S or 1, S or 1), null: not wanted. The sum over the parts is dbias.
     float* dbias;

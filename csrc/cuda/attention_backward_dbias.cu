@@ -50,20 +50,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
         const OwnedRows place{static_cast<int>(sequence), static_cast<int>(start),
                               static_cast<int>(args.cu_seqlens[sequence + 1] - start), 0};
         const int length = place.length;
-        const T* const q =
-            static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
-        const T* const k =
-            static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
-        const T* const v =
-            static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
+        const int kv_head = kv_head_of(args, static_cast<int>(head));
+        const T* const q = row_of<T>(args.q, head, start);
+        const T* const k = row_of<T>(args.k, kv_head, start);
+        const T* const v = row_of<T>(args.v, kv_head, start);
         const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
         const float* const matrix_bias =
             args.bias.data + sequence * args.bias.batch_stride + head * args.bias.head_stride;
         const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
         const int row_end = args.bias_has_rows && own_row + kOwned < length ? own_row + kOwned : length;
         const int key_end = args.bias_has_keys && own_key + kKeys < length ? own_key + kKeys : length;
+        const Reach reach(args.window, length);
         for (int first = own_row; first < row_end; first += kOwned) {
-            int last[2];
+            int least[2], most[2];  // the keys that a row sees
             float delta[2], shift[2], inverse[2];
             const float* bias[2];
 #pragma unroll
@@ -76,11 +75,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
                 delta[half] = inside ? args.delta[at] : 0.0f;
                 inverse[half] = inside ? args.norm[at] : 0.0f;
                 // A row after the sequence sees no key.
-                last[half] = !inside ? 0 : args.causal ? row + 1 : length;
+                least[half] = reach.first_key(row);
+                most[half] = inside ? reach.end_key(row) : 0;
                 bias[half] = matrix_bias + (inside ? row * args.bias.row_stride : 0);
             }
             for (int first_key = own_key; first_key < key_end; first_key += kKeys) {
-                if (args.causal && first_key >= first + kOwned) break;
+                if (first_key >= reach.end_key(first + kOwned - 1)) break;
+                if (first_key + kKeys <= reach.first_key(first)) continue;
                 // Other warps may still read the tiles.
                 __syncthreads();
                 copy_rows<T, kD, kOwned>(shared.query, q, args.q.row_stride, first, length);
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             const int at = key + 8 * n + i % 2;
-                            if (at < last[i / 2]) {
+                            if (at >= least[i / 2] && at < most[i / 2]) {
                                 const float s = fmaf(p[n][i], scale, bias[i / 2][at]);
                                 const float weight = exp2_fast((s - shift[i / 2]) * kLog2E) * inverse[i / 2];
                                 const std::uint32_t word =

@@ -31,15 +31,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     constexpr int kTile = kQueries<kD>;
     constexpr bool kKeep = kInRegisters<kD>;
     constexpr int kSteps = kKeep ? kD / 16 : 2;
-    const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
-    const OwnedRows place = owned_rows(args);
-    T* const dk = args.dk == nullptr ? nullptr : static_cast<T*>(args.dk) + head * kD;
-    T* const dv = args.dv == nullptr ? nullptr : static_cast<T*>(args.dv) + head * kD;
+    const int kv_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(args.kv_heads));
+    const std::int64_t stride = args.nheads * kD;
+    const OwnedRows place = owned_rows(args, args.kv_heads);
+    T* const dk = args.dk == nullptr ? nullptr : static_cast<T*>(args.dk) + kv_head * kD;
+    T* const dv = args.dv == nullptr ? nullptr : static_cast<T*>(args.dv) + kv_head * kD;
     if (place.sequence == args.batch) {
         for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
              first += place.length) {
-            if (dk != nullptr) zero_rows<T, kD>(dk, args.grad_stride, first, args.total);
-            if (dv != nullptr) zero_rows<T, kD>(dv, args.grad_stride, first, args.total);
+            if (dk != nullptr) zero_rows<T, kD>(dk, args.kv_grad_stride, first, args.total);
+            if (dv != nullptr) zero_rows<T, kD>(dv, args.kv_grad_stride, first, args.total);
         }
         return;
     }
@@ -48,13 +49,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     Shared<T, kD>& shared = *reinterpret_cast<Shared<T, kD>*>(dynamic_shared());
     const int first = place.first, length = place.length, thread = static_cast<int>(threadIdx.x);
     const std::int64_t start = place.start;
-    const T* const q =
-        static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
-    const T* const k =
-        static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
-    const T* const v =
-        static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
-    const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
+    // The heads of q that read these keys; `q` and `dout` are those of `head`.
+    const int heads = static_cast<int>(args.nheads) / static_cast<int>(args.kv_heads);
+    int head = kv_head * heads;
+    const int last_head = head + heads - 1;
+    const T* q = row_of<T>(args.q, head, start);
+    const T* dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
     const bool dropout = args.dropout.seed != nullptr, biased = args.bias.data != nullptr;
     // Rows after the sequence are zeros, their P finite: they add nothing.
     const auto fetch = [&](int first_row, int slot) {
@@ -78,9 +78,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     // The keys take the second slot until they are in registers, or stay where they are.
     T* const own_keys = kKeep ? shared.query[1] : shared.own;
     T* const own_values = kKeep ? shared.dout[1] : shared.own + kOwned * kD;
-    copy_rows<T, kD, kOwned>(own_keys, k, args.k.row_stride, first, length);
-    copy_rows<T, kD, kOwned>(own_values, v, args.v.row_stride, first, length);
-    const int begin = args.causal ? first : 0;
+    copy_rows<T, kD, kOwned>(own_keys, row_of<T>(args.k, kv_head, start), args.k.row_stride, first, length);
+    copy_rows<T, kD, kOwned>(own_values, row_of<T>(args.v, kv_head, start), args.v.row_stride, first, length);
+    // The queries that see the block's keys; those in [whole, seen) see all of them.
+    const Reach reach({args.window.right, args.window.left}, length);
+    const int last = (first + kOwned < length ? first + kOwned : length) - 1;
+    const int begin = reach.first_key(first), end = reach.end_key(last);
+    const int whole = reach.first_key(last), seen = reach.end_key(first);
     fetch(begin, 0);
     wait_copies<0>();
     __syncthreads();
@@ -112,22 +116,29 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     };
 
     const int key = first + warp_row + group;  // and 8 more
-    const float* const bias =
-        args.bias.data +
-        (biased ? place.sequence * args.bias.batch_stride + head * args.bias.head_stride : 0);
     // Of the two keys, in word warp_row / 32 of a row
     const std::uint32_t bit[2] = {1u << (warp_row % 32 + group), 1u << (warp_row % 32 + group + 8)};
     const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E;
-    const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
 
     float grad_k[kD / 8][4] = {}, grad_v[kD / 8][4] = {};
     int slot = 0;
-    for (int first_row = begin; first_row < length; first_row += kTile, slot ^= 1) {
+    for (int first_row = begin, next_row; first_row < end; first_row = next_row, slot ^= 1) {
         wait_copies<0>();
         __syncthreads();
-        if (first_row + kTile < length) fetch(first_row + kTile, slot ^ 1);
+        const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
+        const float* const bias =
+            args.bias.data +
+            (biased ? place.sequence * args.bias.batch_stride + head * args.bias.head_stride : 0);
+        next_row = first_row + kTile;
+        if (next_row >= end && head < last_head) {
+            next_row = begin;
+            ++head;
+            q += args.q.head_stride;
+            dout += kD;
+        }
+        if (next_row < end) fetch(next_row, slot ^ 1);
         const Rows<kD>& rows = shared.rows[slot];
-        const bool edge = args.causal && first_row < first + kOwned - 1;
+        const bool edge = first_row < whole || (seen < length && first_row + kTile > seen);
 #pragma unroll 1
         for (int column = 0; column < kTile; column += kColumns) {
             // Transposed: keys are rows, queries columns.
@@ -155,26 +166,32 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
                 for (int n = 0; n < kProducts; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (key + i / 2 * 8 > first_row + query + 8 * n + i % 2) p[n][i] = 0.0f;
+                        if (!reach.sees(key + i / 2 * 8, first_row + query + 8 * n + i % 2)) p[n][i] = 0.0f;
             }
             float dp[kProducts][4] = {};
             if (dk != nullptr) multiply_rows<T, kD, kSteps>(dp, values, shared.dout[slot], column);
             std::uint32_t left[kColumns / 16][4];
-            if (dropout) {
+            // P with dropout's bits, times `weight`, as the left operand of dv
+            const auto drop = [&](float weight) {
                 float dropped[kProducts][4];
 #pragma unroll
                 for (int n = 0; n < kProducts; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const std::uint32_t word = rows.bits[warp_row / 32 * kTile + query + 8 * n + i % 2];
-                        const bool kept = (word & bit[i / 2]) != 0;
-                        dropped[n][i] = kept ? p[n][i] : 0.0f;
+                        const int at = warp_row / 32 * kTile + query + 8 * n + i % 2;
+                        const bool kept = !dropout || (rows.bits[at] & bit[i / 2]) != 0;
+                        dropped[n][i] = kept ? p[n][i] * weight : 0.0f;
                         dp[n][i] = kept ? dp[n][i] : 0.0f;
                     }
                 as_left<T>(left, dropped);
-            } else {
+            };
+            // Heads have gates of their own; dropout's factor alone is left to the end.
+            if (args.gate != nullptr)
+                drop(factor);
+            else if (dropout)
+                drop(1.0f);
+            else
                 as_left<T>(left, p);
-            }
             if (dv != nullptr) multiply_columns<T, kD>(grad_v, left, shared.dout[slot], column);
             if (dk != nullptr) {
 #pragma unroll
@@ -190,18 +207,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     // Other warps may still read the queries. Both slots together have the block's rows.
     __syncthreads();
     T* const stage = &shared.query[0][0] + warp_row * kD;
-    const float of_k[2] = {scale, scale}, of_v[2] = {factor, factor};
+    const float rest = args.gate != nullptr ? 1.0f : args.dropout.scale;
+    const float of_k[2] = {scale, scale}, of_v[2] = {rest, rest};
     if (dk != nullptr)
-        store_rows<T, kD>(dk + start * args.grad_stride, args.grad_stride, grad_k, of_k, stage,
+        store_rows<T, kD>(dk + start * args.kv_grad_stride, args.kv_grad_stride, grad_k, of_k, stage,
                           first + warp_row, length);
     if (dv != nullptr)
-        store_rows<T, kD>(dv + start * args.grad_stride, args.grad_stride, grad_v, of_v, stage,
+        store_rows<T, kD>(dv + start * args.kv_grad_stride, args.kv_grad_stride, grad_v, of_v, stage,
                           first + warp_row, length);
 }
 
 template <class T, int kD>
 const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
-    return launch_shared(dkdv_kernel<T, kD>, grid_of(args.slots * args.nheads), dim3(kBackwardThreads),
+    return launch_shared(dkdv_kernel<T, kD>, grid_of(args.slots * args.kv_heads), dim3(kBackwardThreads),
                          sizeof(Shared<T, kD>), stream, args);
 }
 

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     constexpr int kKeys = kKeysOf<kD>;
     constexpr bool kKeep = kInRegisters<kD>;
     const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
-    const OwnedRows place = owned_rows(args);
+    const OwnedRows place = owned_rows(args, args.nheads);
     T* const dq = args.dq == nullptr ? nullptr : static_cast<T*>(args.dq) + head * kD;
     if (place.sequence == args.batch) {
         for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
@@ -69,12 +69,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     Shared<T, kD>& shared = *reinterpret_cast<Shared<T, kD>*>(dynamic_shared());
     const int first = place.first, length = place.length;
     const std::int64_t start = place.start;
-    const T* const q =
-        static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
-    const T* const k =
-        static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
-    const T* const v =
-        static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
+    const int kv_head = kv_head_of(args, static_cast<int>(head));
+    const T* const q = row_of<T>(args.q, head, start);
+    const T* const k = row_of<T>(args.k, kv_head, start);
+    const T* const v = row_of<T>(args.v, kv_head, start);
     const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
     const T* const out = static_cast<const T*>(args.out) + start * stride + head * kD;
     const bool dropout = args.dropout.seed != nullptr;
@@ -85,13 +83,18 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
         commit_copies();
     };
 
+    // The keys that the block's rows see, from a whole tile on; all rows see those in [whole, seen).
+    const Reach reach(args.window, length);
+    const int begin = reach.first_key(first) / kKeys * kKeys, end = reach.end_key(first + kOwned - 1);
+    const int whole = reach.first_key(first + kOwned - 1), seen = reach.end_key(first);
+
     // The queries take the second slot until they are in registers, or have a place of their own.
     T* const own_q = kKeep ? shared.key[1] : shared.own;
     T* const own_dout = kKeep ? shared.value[1] : shared.own + kOwned * kD;
     copy_rows<T, kD, kOwned>(own_q, q, args.q.row_stride, first, length);
     copy_rows<T, kD, kOwned>(own_dout, dout, stride, first, length);
     if (threadIdx.x == 0) shared.rough = 0;
-    fetch(0, 0);
+    fetch(begin, 0);
     wait_copies<0>();
     __syncthreads();
     const int lane = static_cast<int>(threadIdx.x) % kWarp, group = lane / 4, pair = lane % 4;
@@ -118,14 +121,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     __syncthreads();
 
     // This thread's two rows.
-    int row[2], last[2];  // the row in the sequence; the first key that it does not see
+    int row[2];  // in the sequence
     float delta[2], shift[2];
     const bool biased = args.bias.data != nullptr;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         row[half] = first + warp_row + group + 8 * half;
         const bool inside = row[half] < length;
-        last[half] = args.causal && row[half] < length ? row[half] + 1 : length;
         delta[half] = shared.delta[warp_row + group + 8 * half];
         const float lse = inside ? args.lse[head * args.total + start + row[half]] : 0.0f;
         // With a bias a score may be the lowest float: it is shifted before it is scaled.
@@ -135,18 +137,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
     // Half a step of T
     constexpr float kRounding = std::is_same<T, bf16>::value ? 0x1p-8f : 0x1p-11f;
-    const int end = args.causal && first + kOwned < length ? first + kOwned : length;
 
     float grad[kD / 8][4] = {};
     float norm[2] = {}, rest[2] = {}, size[2] = {}, gate[2] = {}, inverse[2];
     int slot = 0;
     for (bool again = false;; again = true) {
-        for (int first_key = 0; first_key < end; first_key += kKeys, slot ^= 1) {
+        for (int first_key = begin; first_key < end; first_key += kKeys, slot ^= 1) {
             wait_copies<0>();
             __syncthreads();
             if (first_key + kKeys < end) fetch(first_key + kKeys, slot ^ 1);
             // Whether a key of the tile is not seen by all rows.
-            const bool edge = first_key + kKeys > length || (args.causal && first_key + kKeys > first + 1);
+            const bool edge = first_key + kKeys > seen || first_key < whole;
 #pragma unroll 1
             for (int column = 0; column < kKeys; column += kColumns) {
                 float p[kProducts][4] = {}, dp[kProducts][4] = {};
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
                     for (int n = 0; n < kProducts; ++n)
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
-                            if (key + 8 * n + i % 2 >= last[i / 2]) p[n][i] = 0.0f;
+                            if (!reach.sees(row[i / 2], key + 8 * n + i % 2)) p[n][i] = 0.0f;
                 }
                 if (dropout) {
 #pragma unroll
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
 #pragma unroll
             for (int i = 0; i < 4; ++i) grad[n][i] = 0.0f;
         norm[0] = norm[1] = 0.0f;
-        fetch(0, slot);
+        fetch(begin, slot);
     }
     // Other warps may still read the keys. Both slots together have the block's rows.
     __syncthreads();

@@ -21,14 +21,14 @@ struct Shared {
     int rough;
 };
 
-template <class T>
+template <class T, bool kLocal>
 __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     dq_hopper_kernel(const __grid_constant__ GroupArguments group_args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int kD = kGroupHead;
     const CudaAttentionBwd& args = group_args.call;
     const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
-    const OwnedRows place = owned_rows(args);
+    const OwnedRows place = owned_rows(args, args.nheads);
     T* const dq = static_cast<T*>(args.dq) + head * kD;
     if (place.sequence == args.batch) {
         for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
@@ -39,10 +39,12 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     if (place.first >= place.length) return;
 
     Shared<T>& shared = aligned_shared<Shared<T>>();
-    const int first = place.first, length = place.length, thread = static_cast<int>(threadIdx.x);
+    const int first = of_warp(place.first), length = of_warp(place.length);
+    const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % kWarp, group = lane / 4, pair = lane % 4, warp_row = thread / kWarp * 16;
-    const std::int64_t start = place.start, plane = head * args.total + start;
+    const std::int64_t start = of_warp(place.start), plane = head * args.total + start;
     const int column = static_cast<int>(head) * kD;
+    const int kv_column = kLocal ? kv_head_of(args, static_cast<int>(head)) * kD : column;
     const bool dropout = args.dropout.seed != nullptr;
     const int words = static_cast<int>((args.max_seqlen + 31) / 32);
     // A thread copies a word of bits per tile: that of a row and 32 keys. Rows after the sequence have the
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     const auto fetch = [&](int first_key, int slot) {
         if (thread == 0)
             load_two(&shared.full[slot], shared.key[slot], group_args.k, shared.value[slot], group_args.v,
-                     place.start + first_key, column);
+                     place.start + first_key, kv_column);
         if (!dropout) return;
         if (args.keep_bits == nullptr) {
             draw_bits<kOwned, kGroupTile>(shared.bits[slot], args, head, place, first, first_key);
@@ -63,6 +65,14 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             commit_copies();
         }
     };
+
+    // The keys that the block's rows see, from a whole tile on; all rows see those in [whole, seen).
+    const Reach reach(args.window, length);
+    int begin = 0, end = length, whole = 0, seen = length;
+    if (kLocal) {
+        begin = reach.first_key(first) / kGroupTile * kGroupTile, end = reach.end_key(first + kOwned - 1);
+        whole = reach.first_key(first + kOwned - 1), seen = reach.end_key(first);
+    }
 
     if (thread == 0) {
         init_barrier(&shared.own, 1);
@@ -74,7 +84,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     if (thread == 0)
         load_two(&shared.own, shared.query, group_args.q, shared.dout, group_args.dout, place.start + first,
                  column);
-    fetch(0, 0);
+    fetch(begin, 0);
 
     // delta of the block's rows; out comes beside the copies.
     constexpr int kChunks = kD / kPack<T>, kPacks = kOwned * kChunks / kBackwardThreads;
@@ -122,11 +132,11 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     float norm[2] = {}, rest[2] = {}, size[2] = {}, inverse[2];
     int slot = 0, parity = 0;
     for (bool again = false;; again = true) {
-        for (int first_key = 0; first_key < length; first_key += kGroupTile) {
-            const bool edge = first_key + kGroupTile > length;
+        for (int first_key = begin; first_key < end; first_key += kGroupTile) {
+            const bool edge = first_key + kGroupTile > seen || (kLocal && first_key < whole);
             wait_copies<0>();
             wait_phase(&shared.full[slot], parity);
-            if (edge) {
+            if (first_key + kGroupTile > length) {
                 zero_rest(shared.key[slot], length - first_key);
                 zero_rest(shared.value[slot], length - first_key);
                 fence_shared();
@@ -134,7 +144,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             __syncthreads();
             // The products that read the next slot have been waited for by all warps.
             const int next = slot + 1 == kSlots ? 0 : slot + 1;
-            if (first_key + kGroupTile < length) fetch(first_key + kGroupTile, next);
+            if (first_key + kGroupTile < end) fetch(first_key + kGroupTile, next);
             float p[kGroupSums], ds[kGroupSums];
             fence_products();
             multiply_tiles<T>(p, own_q, keys + slot * kTileStep);
@@ -144,12 +154,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             // P, not normalised
 #pragma unroll
             for (int i = 0; i < kGroupSums; ++i) p[i] = exp2_fast(fmaf(p[i], unit, -shift[i / 2 % 2]));
-            if (edge) {
-                const int left = length - first_key - 2 * pair;
-#pragma unroll
-                for (int i = 0; i < kGroupSums; ++i)
-                    if (i / 4 * 8 + i % 2 >= left) p[i] = 0.0f;
-            }
+            if (edge) hide<kLocal>(p, reach, first, first_key);
 #pragma unroll
             for (int i = 0; i < kGroupSums; ++i) norm[i / 2 % 2] += p[i];
             wait_products<0>();
@@ -177,7 +182,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             std::uint32_t left[kGroupTile / 16][4];
             rounded<T>(left, ds);
             fence_products();
-            multiply_rounded<T>(grad, left, keys + slot * kTileStep, first_key > 0);
+            multiply_rounded<T>(grad, left, keys + slot * kTileStep, first_key > begin);
             parity ^= next == 0;
             slot = next;
         }
@@ -205,7 +210,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
         __syncthreads();
         if (shared.rough == 0) break;
         norm[0] = norm[1] = 0.0f;
-        fetch(0, slot);
+        fetch(begin, slot);
     }
     // Other warps may still read the queries.
     __syncthreads();
@@ -217,7 +222,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
 
 template <class T>
 const char* launch(const GroupArguments& args, std::uintptr_t stream) {
-    return launch_group<Shared<T>>(dq_hopper_kernel<T>, args, stream);
+    return launch_group<Shared<T>>(args.local ? dq_hopper_kernel<T, true> : dq_hopper_kernel<T, false>, args,
+                                   stream);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ constexpr std::uint64_t kTileStep = kTileBytes >> 4;
 struct GroupArguments {
     CUtensorMap q, k, v, dout;  // (total, nheads * 64) in tiles of 64 x 64
     CudaAttentionBwd call;
+    bool local;  // whether there is a window, or heads of q share one of k and v: the kernels with kLocal
 };
 
 // Shared memory begins on 128 bytes, tiles on kTileAlignment.
@@ -101,6 +102,27 @@ __device__ __forceinline__ void rounded(std::uint32_t (&a)[kGroupTile / 16][4],
 __device__ __forceinline__ void settle(float (&c)[kGroupSums]) {
 #pragma unroll
     for (int i = 0; i < kGroupSums; ++i) asm volatile("" : "+f"(c[i]) : : "memory");
+}
+
+// Zeros in a product's columns that its rows do not see. Its first row and column are at `row` and `column`
+// of the sequence. kLocal: there is a window.
+template <bool kLocal>
+__device__ __forceinline__ void hide(float (&c)[kGroupSums], const Reach& reach, int row, int column) {
+    // Read here, so that what depends on it takes no registers elsewhere.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    row += thread / kWarp * 16 + thread % kWarp / 4;
+    column += thread % 4 * 2;
+    int least[2], most[2];
+    for (int half = 0; half < 2; ++half) {
+        least[half] = reach.first_key(row + 8 * half) - column;
+        most[half] = (kLocal ? reach.end_key(row + 8 * half) : reach.length) - column;
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupSums; ++i) {
+        const int at = i / 4 * 8 + i % 2;
+        if ((kLocal && at < least[i / 2 % 2]) || at >= most[i / 2 % 2]) c[i] = 0.0f;
+    }
 }
 
 // As store_rows.

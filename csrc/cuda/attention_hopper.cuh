@@ -184,9 +184,6 @@ struct GroupSoftmax {
     }
 };
 
-// A number that all lanes of a warp have, which ptxas then knows, and keeps in a register of the warp's.
-__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
-
 template <class T, bool kDrop, bool kLocal>
 __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args) {

@@ -59,6 +59,9 @@ __device__ __forceinline__ Place find_place(const std::int32_t* cu_seqlens, int 
     return {found, start, length, tile >= 0 ? tile * kRows : length};
 }
 
+// A number that all lanes of a warp have, which ptxas then knows, and keeps in a register of the warp's.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
+
 // --- windows and shared heads ---
 
 // Whether a call has a window that is not a causal mask, or heads of q that share one of k and v.
@@ -84,6 +87,9 @@ struct Reach {
     __device__ __forceinline__ int first_key(int row) const { return row > left ? row - left : 0; }
     __device__ __forceinline__ int end_key(int row) const {
         return row + right < length ? row + right + 1 : length;
+    }
+    __device__ __forceinline__ bool sees(int row, int key) const {
+        return key >= first_key(row) && key < end_key(row);
     }
 };
 

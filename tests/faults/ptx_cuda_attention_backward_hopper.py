@@ -26,16 +26,32 @@ FAULTS = (
     # products
     _fault("dq: S is read while its product runs", "            wait_products<1>();\n", "            wait_products<2>();\n"),
     _fault("dq: the sum is read while it grows", "        wait_products<0>();\n        settle(grad);", "        settle(grad);"),
-    _fault("dq: each tile of keys begins anew", "keys + slot * kTileStep, first_key > 0);", "keys + slot * kTileStep, false);"),
-    _fault("dk: each tile of queries begins anew", "of_ds, queries + slot * kTileStep, first_row > 0);", "of_ds, queries + slot * kTileStep, false);", _DKDV),
+    _fault("dq: each tile of keys begins anew", "keys + slot * kTileStep, first_key > begin);", "keys + slot * kTileStep, false);"),
+    _fault("dk: each tile of queries begins anew", "of_ds, queries + slot * kTileStep, add);", "of_ds, queries + slot * kTileStep, false);", _DKDV),
     _fault("the depth of a transposed tile does not advance", "b + k * kTransposedStep", "b", _SHARED),
     # tails
     _fault("dq: the next sequence's keys stay", "                zero_rest(shared.key[slot], length - first_key);\n", ""),
     _fault("dq: zeros without a fence", "                fence_shared();\n", ""),
-    _fault("dq: keys behind the end have a probability", "if (i / 4 * 8 + i % 2 >= left) p[i] = 0.0f;", "if (i / 4 * 8 + i % 2 > left) p[i] = 0.0f;"),
+    _fault("dq: keys behind the end have a probability", " || at >= most[i / 2 % 2]) c[i]", " || at > most[i / 2 % 2]) c[i]", _SHARED),
     _fault("dkdv: the next sequence's queries stay", "            zero_rest(shared.query[slot], length - first_row);\n", "", _DKDV),
     _fault("one row too few is zero", ">= left) store_pack", "> left) store_pack", _SHARED),
-    _fault("rows after the sequences are not zero", "            zero_rows<T, kD>(dv, args.grad_stride, first, args.total);\n", "", _DKDV),
+    _fault("rows after the sequences are not zero", "            zero_rows<T, kD>(dv, args.kv_grad_stride, first, args.total);\n", "", _DKDV),
+    # windows and shared heads
+    _fault("a key too many on the left", "(kLocal && at < least[i / 2 % 2])", "(kLocal && at + 1 < least[i / 2 % 2])", _SHARED),
+    _fault("dq: the walk ends with the first row's keys", "end = reach.end_key(first + kOwned - 1);", "end = reach.end_key(first);"),
+    _fault("dq: a tile on the left not visited", "begin = reach.first_key(first) / kGroupTile * kGroupTile", "begin = (reach.first_key(first) / kGroupTile + 1) * kGroupTile"),
+    _fault("dq: tiles on the left not masked", "(kLocal && first_key < whole);", "(kLocal && first_key < 0);"),
+    _fault("dq: all tiles visited", "begin = reach.first_key(first) / kGroupTile * kGroupTile", "begin = 0"),
+    _fault("dq: keys of the query's own head", "kv_column = kLocal ? kv_head_of(args, static_cast<int>(head)) * kD : column;", "kv_column = column;"),
+    _fault("dkdv: the sides of the window exchanged", "reach({args.window.right, args.window.left}, length)", "reach({args.window.left, args.window.right}, length)", _DKDV),
+    _fault("dkdv: the walk ends with the first key's queries", "end = kLocal ? reach.end_key(last) : length;", "end = kLocal ? reach.end_key(first) : length;", _DKDV),
+    _fault("dkdv: the walk begins with the last key's queries", "begin = kLocal ? reach.first_key(first) : 0", "begin = kLocal ? reach.first_key(last) : 0", _DKDV),
+    _fault("dkdv: tiles before all see the keys not masked", "(first_row < whole ||", "(first_row < 0 ||", _DKDV),
+    _fault("dkdv: tiles after all see the keys not masked", "(seen < length && first_row + kGroupTile > seen)", "(seen < 0 && first_row + kGroupTile > seen)", _DKDV),
+    _fault("dkdv: one head of a group", "head + 1 < end_head) next_row", "head + 2 < end_head) next_row", _DKDV),
+    _fault("dkdv: each head begins anew", "(kLocal && head > first_head);", "(kLocal && head < first_head);", _DKDV),
+    _fault("dkdv: the next head with the first one's numbers", "(kLocal ? (head - first_head) * args.total : 0)", "(kLocal ? 0 * (head - first_head) * args.total : 0)", _DKDV),
+    _fault("windows by the kernels without", "own.local = cuda::is_local(args);", "own.local = false;", _DKDV),
     # delta, bits, factors
     _fault("delta is not corrected", "delta[half] += rest[half] /", "delta[half] += 0.0f * rest[half] /"),
     _fault("no second walk", "if (rough) shared.rough = 1;", "if (rough) shared.rough = 0;"),
@@ -49,7 +65,7 @@ FAULTS = (
 
 _QUICK = (
     "hopper and (test_lengths and (65 or 129 or 193) or places or order or (nan and not inf) or one_key or among"
-    " or exact or definitions or side_by_side or serve)"
+    " or exact or definitions or side_by_side or serve or windows or identity or not_read or shared_heads)"
 )
 
 SUITE = Suite(faults=FAULTS, tests=("tests/ptx/test_cuda_attention_backward.py", "-k", _QUICK), **IN_EMULATOR)

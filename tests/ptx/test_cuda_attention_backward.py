@@ -13,7 +13,7 @@ from fastbert.backends import reference
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
 from fastbert.ops.attention import AttentionNeeds
-from fastbert.ops.attention_inputs import CAUSAL, Window
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, Window
 from fastbert.ops.attention_places import places_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases
@@ -71,6 +71,7 @@ EVERY_KERNEL = [
         AttentionCase((70, 0, 33), 2, headdim, packed_qkv=True, capacity=3),
         AttentionCase((140, 9), 1, headdim, causal=True, dropout_p=0.25, gate=True),
         AttentionCase((66, 65), 2, headdim, bias="shared", masked=True, dropout_p=0.1, causal=True),
+        AttentionCase((150, 20), 2, headdim, window=(9, 70), kv_heads=1, bias="shared", gate=True),
     )
 ]
 
@@ -80,8 +81,8 @@ def test_every_kernel(emulated, without_hopper, schedule):
     emulated.schedule = schedule
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
         assert broken_rules(case, dtype) == []
-    # which have no backward here, as forward with a window or shared heads
-    others = re.compile("hopper|forward_float|ExtrasE3")
+    # which have no backward here
+    others = re.compile("hopper|forward_float")
     ours = {name for name in emulated.library.names if "attention" in name and not others.search(name)}
     assert {launch.kernel for launch in emulated.launches} >= ours
 
@@ -253,6 +254,78 @@ def test_a_nan_stays_where_it_belongs(call):
     assert torch.equal(dirty[0][4:70, 1], clean[0][4:70, 1])
 
 
+# --- windows and shared heads -------------------------------------------------------------------------------
+
+# At the edges of tiles, and between. Queries of 250 see one, two or more tiles of keys.
+WINDOWS = ((64, 64), (0, 1), (20, 0), (63, 5), (130, -1), (-1, 64))
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(kernels, window, p):
+    """Two heads of q read one of k and v; the sequence between the two is NaN."""
+    inputs = kernels.call((250, 3, 70), p=p, window=Window(*window)).inputs
+    k, v = (t[:, :1].contiguous() for t in inputs[1:3])
+    own = Call(kernels.backend, inputs._replace(k=k, v=v), tolerance=kernels.call((1,)).tolerance)
+    clean = own.check()
+    own.bits = None
+    assert_bit_equal(own.run(), clean)
+    for t in (*own.inputs[:3], own.dout, own.out, own.lse.t()):
+        t[250:253] = math.nan
+    rest = [*range(250), *range(253, 323)]
+    for a, e in zip(own.run()[:3], clean[:3], strict=True):
+        assert torch.equal(a[rest], e[rest])
+
+
+@pytest.mark.parametrize("window", ((64, 64), (70, 3), (5, 66)), ids=str)
+def test_dv_of_an_identity_is_the_window(kernels, window):
+    """Queries of 0: P is 1 / n, and dout has n for the query's own dimension."""
+    size, length = kernels.headdim, 200
+    own = kernels.call((length,), nheads=1, window=Window(*window))
+    q = torch.zeros_like(own.inputs.q)
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    sees = (distance >= -window[0]) & (distance <= window[1])
+    for first in range(0, length, size):
+        rows, dout = min(size, length - first), torch.zeros_like(q)
+        counts = sees[first : first + rows].sum(1, keepdim=True)
+        dout[first : first + rows, 0] = (counts * torch.eye(size)[:rows]).to(q)
+        dv = own.on(dout, q=q).run()[2]
+        found = dv[:, 0, :rows].float()
+        torch.testing.assert_close(found, sees[first : first + rows].t().float(), rtol=0.01, atol=0)
+
+
+def test_tiles_outside_the_window_are_not_read(kernels):
+    own = kernels.call((450,), nheads=1, window=Window(10, 10), p=0.1)
+    clean = own.run()
+    for t in (*own.inputs[:3], own.dout, own.out, own.lse.t()):
+        t[:64] = t[384:] = math.nan
+    for a, e in zip(own.run()[:3], clean[:3], strict=True):
+        assert torch.equal(a[192:256], e[192:256])
+        assert a[:64].isnan().all()
+
+
+@pytest.mark.parametrize("nheads", (4, 6))
+@pytest.mark.parametrize("window", (EVERYWHERE, Window(30, 9)), ids=str)
+def test_gradients_of_shared_heads_are_sums(kernels, nheads, window):
+    """Over the heads of q that read them, each with its own bias, gate and bits."""
+    extras = kernels.extras(bias=randn(1, nheads, 150, 150), gate=randn(nheads))
+    inputs = kernels.call((150, 9), nheads=nheads, p=0.2, capacity=3, window=window, **extras).inputs
+    k, v = (t[:, ::2].contiguous() for t in inputs[1:3])
+    own = Call(kernels.backend, inputs._replace(k=k, v=v), tolerance=kernels.call((1,)).tolerance)
+    grads = own.check()
+    assert all((grad[159:] == 0).all() for grad in grads[:3])
+    if not kernels.hopper:
+        own.need = own.need._replace(dq=False)
+        assert all(map(torch.equal, own.run()[1:], grads[1:]))
+
+
+@pytest.mark.parametrize("shape", ((1, 2, 150, 1), (2, 1, 1, 150), (1, 1, 1, 1)), ids=str)
+def test_bias_broadcasts_beside_a_window(call, shape):
+    inputs = call((150, 9), bias=randn(*shape), window=Window(20, 7)).inputs
+    k, v = (t[:, 1:].contiguous() for t in inputs[1:3])
+    call((1,)).on(**inputs._replace(k=k, v=v)._asdict()).check()
+
+
 # --- what goes elsewhere ------------------------------------------------------------------------------------
 
 
@@ -291,6 +364,9 @@ ON_HOPPER = (
     AttentionCase((64, 1, 65, 0, 7), 2, 64, capacity=70, dropout_p=0.25),
     AttentionCase((40, 9), 2, 64, sharpness=16.0, dropout_p=0.5),
     AttentionCase((130, 33), 2, 64, sharpness=8.0),
+    AttentionCase((300, 70), 1, 64, packed_qkv=True, window=(64, 64), dropout_p=0.1),
+    AttentionCase((200, 65), 4, 64, packed_qkv=True, kv_heads=2),
+    AttentionCase((130, 33), 3, 64, window=(20, -1), kv_heads=1, capacity=70, dropout_p=0.25),
 )
 
 
@@ -325,10 +401,10 @@ def test_gradients_lie_side_by_side_where_the_inputs_do(kernels):
     own = kernels.call((70,), capacity=3)
     aside = own.run()
     whole = aside[0]._base
-    assert whole.shape == (73, 3, 2, 64)
+    assert whole.shape == (73, 6, 64)
     for i, grad in enumerate(aside[:3]):
         assert grad._base is whole
-        assert grad.data_ptr() == whole[:, i].data_ptr()
+        assert grad.data_ptr() == whole[:, 2 * i].data_ptr()
     own.inputs = own.inputs._replace(**{name: getattr(own.inputs, name).clone() for name in "qkv"})
     apart = own.run()
     assert all(grad.is_contiguous() for grad in apart)
@@ -342,6 +418,9 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     inputs, serves = made((9,), headdim=64), launchers.hopper_serves_backward
     assert serves(inputs, NEEDS)
     assert serves(inputs._replace(dropout_p=0.1, seed=SEED), NEEDS)
+    assert serves(inputs._replace(window=Window(3, 0)), NEEDS)
+    shared = made((9,), 1, 64)
+    assert serves(inputs._replace(k=shared.k, v=shared.v), NEEDS)
     for i in range(3):
         assert not serves(inputs, NEEDS._replace(**{NAMES[i]: False}))
     assert not serves(inputs._replace(window=CAUSAL), NEEDS)
@@ -381,11 +460,11 @@ def test_self_checks_reach_hopper():
     ("options", "changes", "message"),
     (
         ({"window": CAUSAL}, {}, "no causal mask"),
-        ({"window": Window(3, 3)}, {}, "no window"),
         ({"gate": torch.ones(1)}, {}, "no bias and no gate"),
         ({}, {"dq": 0}, "expected dq, dk and dv"),
         ({}, {"device": 1}, "no such kernel"),
         ({}, {"grad_stride": -1}, "strides >= 0"),
+        ({}, {"kv_grad_stride": -1}, "strides >= 0"),
     ),
     ids=str,
 )
@@ -397,7 +476,7 @@ def test_refusals_of_hopper(emulated, options, changes, message):
     own = {
         **{"bits": 0, "dout": call.dout.data_ptr(), "out": call.out.data_ptr(), "lse": call.lse.data_ptr()},
         **{"places": 0, "slots": 2, "dq": out.data_ptr(), "dk": out.data_ptr(), "dv": out.data_ptr()},
-        **{"grad_stride": 64, "rows": rows.data_ptr(), "need_dgate": False, "dbias": 0},
+        **{"grad_stride": 64, "kv_grad_stride": 64, "rows": rows.data_ptr(), "need_dgate": False, "dbias": 0},
         **{"dbias_shape": (0,) * 5, "hopper": True, "device": 0, "stream": 0},
     }
     assert own.keys() >= changes.keys()

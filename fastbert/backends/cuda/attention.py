@@ -2,7 +2,7 @@
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads or alignments, or `probs`, go
 to the next backend. So do backward, dropout, windows and shared heads in float32, whose kernel is a plain or
-causal forward for inference, and backward with a window that is not causal or with shared heads.
+causal forward for inference.
 Forward's kernels find their sequence in cu_seqlens; backward's kernels read a table of places if they get
 one.
 """
@@ -112,11 +112,11 @@ def attention_bwd(
     places: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     q = inputs.q
-    if not inputs.is_common or not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
+    if not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
         following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
         return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape
-    dq, dk, dv, grad_stride = _gradients(inputs, need)
+    (dq, dk, dv), grad_stride, kv_grad_stride = _gradients(inputs, need)
     # per row: delta, the normaliser of P, the share of dgate
     rows = lse.new_empty(3 if need.dgate else 2, nheads, total)
     dbias = lse.new_empty(_dbias_shape(inputs) if need.dbias else (0, 0, 0, 0, 0))
@@ -131,7 +131,7 @@ def attention_bwd(
             0 if places is None else places[first:].data_ptr(),
             slots,
             *(grad.data_ptr() if needed else 0 for grad, needed in zip((dq, dk, dv), need, strict=False)),
-            *(grad_stride, rows.data_ptr(), need.dgate),
+            *(grad_stride, kv_grad_stride, rows.data_ptr(), need.dgate),
             *(dbias.data_ptr() if dbias.numel() else 0, dbias.shape),
             hopper_serves_backward(inputs, need),
             *device.place(q.device),
@@ -152,15 +152,26 @@ def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> boo
 
 
 def _gradients(inputs: AttentionInputs, need: AttentionNeeds):
-    """(dq, dk, dv, elements from row to row): side by side where q, k and v are, which saves a copy."""
+    """((dq, dk, dv), elements from row to row of dq, of dk and dv).
+
+    They lie side by side where q, k and v do, which saves a copy.
+    """
     q, k, v = inputs[:3]
     total, nheads, headdim = q.shape
-    size = nheads * headdim
-    aside = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == size * q.element_size()
-    strides = (3 * size, headdim, 1)
-    if all(need[:3]) and total > 0 and aside and q.stride() == k.stride() == v.stride() == strides:
-        return *q.new_empty((total, 3, nheads, headdim)).unbind(1), 3 * size
-    return *(q.new_empty(q.shape if needed else 0) for needed in need[:3]), size
+    heads = nheads, k.shape[1], k.shape[1]
+    size, kv_size = (n * headdim for n in heads[:2])
+    whole = size + 2 * kv_size
+    starts = (t.data_ptr() - q.data_ptr() for t in (k, v))
+    aside = tuple(starts) == (size * q.element_size(), (size + kv_size) * q.element_size())
+    if (
+        all(need[:3])
+        and total > 0
+        and aside
+        and q.stride() == k.stride() == v.stride() == (whole, headdim, 1)
+    ):
+        return q.new_empty((total, sum(heads), headdim)).split(heads, 1), whole, whole
+    grads = (q.new_empty(t.shape if needed else 0) for t, needed in zip((q, k, v), need[:3], strict=True))
+    return tuple(grads), size, kv_size
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
