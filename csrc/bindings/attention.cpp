@@ -137,6 +137,28 @@ void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Add
     run([&] { return cpu_attention_bwd(args, threads, scores, grads); });
 }
 
+// Scores by a table per head, as `table_scores` in fastbert/backends/cpu/attention.py passes them.
+void table_scores(int dtype, std::int64_t rows, std::int64_t nheads, std::int64_t headdim, Address x,
+                  std::int64_t row_stride, std::int64_t head_stride, Address panels, std::int64_t table_rows,
+                  std::int64_t first, std::int64_t count, Address out, int threads) {
+    check_size("nheads", nheads, 1);
+    check_size("headdim", headdim, 1);
+    check_size("count", count, 1);
+    check_size("first", first);
+    check_size("table_rows", table_rows, first + count);
+    check_strides("x", {{rows, row_stride}, {nheads, head_stride}, {headdim, 1}});
+    elements_of("table", {table_rows + kPanel, nheads, headdim + 1});
+    const std::int64_t scores = elements_of("out", {rows, nheads, count + 2 * kPanel});
+    const TableScores args{
+        dtype_of(dtype), rows,       nheads, headdim, {pointer(x), row_stride, head_stride},
+        pointer(panels), table_rows, first,  count,   pointer(out)};
+    check_given("x", args.x.data, rows);
+    check_given("panels", args.panels, 1);
+    check_given("out", args.out, scores);
+    check_threads(threads);
+    run([&] { return cpu_table_scores(args, threads); });
+}
+
 #if FASTBERT_CUDA
 void attention_fwd_on_device(const py::tuple& common, Address out, Address lse, Address keep_bits, int device,
                              Address stream) {
@@ -251,6 +273,7 @@ void bind_attention(py::module_& m) {
     m.def("cpu_attention_bwd", &attention_bwd, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
           py::arg(), py::arg(), py::arg(), py::arg(), py::arg("relative") = py::tuple(),
           py::arg("dquery") = 0, py::arg("dkey") = 0, py::arg("ddistance") = 0);
+    m.def("cpu_table_scores", &table_scores);
 #if FASTBERT_CUDA
     m.def("cuda_attention_fwd", &attention_fwd_on_device);
     m.def("cuda_attention_hopper", &cuda_attention_hopper,

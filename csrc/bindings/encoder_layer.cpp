@@ -167,9 +167,25 @@ void read_tables(EncoderLayer& args, const py::tuple& tables, std::int64_t& chec
     checked = std::min(checked, rows);
 }
 
+// Panels of the tables of distances of queries and keys, their rows, and the first row that has a column.
+void read_distances(EncoderLayer& args, const py::tuple& distances) {
+    Reader table(distances);
+    args.distances.query = table.address<const void>();
+    args.distances.key = table.address<const void>();
+    args.distances.rows = table.next<std::int64_t>();
+    args.distances.first = table.next<std::int64_t>();
+    table.end("distances");
+    if (args.distances.query == nullptr && args.distances.key == nullptr) return;
+    if (args.relative.columns == nullptr || given(args.relative))
+        throw py::value_error("relative: expected columns alone beside tables of distances");
+    check_size("first", args.distances.first);
+    check_size("distances", args.distances.rows, args.distances.first + args.relative.ncolumns);
+    elements_of("distances", {args.distances.rows + kPanel, args.nheads, args.headdim + 1});
+}
+
 // Layers one after the other; each is (sizes, weights, eps of both norms, activation, softmax_scale,
-// pre_norm, gated half, both sides of the window, tables, bottleneck). All but the first write over what they
-// read.
+// pre_norm, gated half, both sides of the window, tables, bottleneck, distances). All but the first write
+// over what they read.
 void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple& layers, Address cu_seqlens,
                        Address x, std::int64_t x_stride, const py::tuple& bias, Address gate,
                        Address positions, Address y, int threads, Address work, std::int64_t work_bytes,
@@ -203,6 +219,8 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
         read_tables(args, layer.tuple(), checked);
         const py::tuple bottleneck = layer.tuple();
         if (args.bottleneck.width > 0) read_bottleneck(args, bottleneck);
+        args.relative = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
+        read_distances(args, layer.tuple());
         layer.end("layer");
         if (args.output_norm.eps < 0.0 || (args.attention_norm.eps < 0.0 && !args.pre_norm))
             throw py::value_error("eps: expected a norm");
@@ -223,7 +241,6 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
             check_given("y", args.y, args.total);
         }
         check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
-        args.relative = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
         all.push_back(args);
     }
     run([&]() -> const char* {

@@ -4,6 +4,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <vector>
 
@@ -92,6 +93,32 @@ std::int64_t split_of(const Attention& args, std::int64_t seqlen, int threads) {
 }
 
 }  // namespace
+
+const char* cpu_table_scores(const TableScores& args, int threads) {
+    if (threads < 1) return "threads: expected >= 1";
+    const std::int64_t columns = table_columns(args), panels = panels_size(args.headdim, kPanel, false);
+    const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2,
+                       all = panel_count(args.table_rows, false);
+    const int team = args.nheads * args.rows * columns * args.headdim < kGrain ? 1 : threads;
+    std::atomic<const char*> failed{nullptr};
+    parallel_for(args.nheads, team, [&](std::int64_t head, int) {
+        Product product{};
+        product.dtype = args.dtype;
+        product.rows = args.rows;
+        product.columns = columns;
+        product.depth = args.headdim;
+        product.a = static_cast<const char*>(args.x.data) + head * args.x.head_stride * size;
+        product.row_stride = args.x.row_stride;
+        product.depth_stride = 1;
+        product.panels =
+            static_cast<const char*>(args.panels) + (head * all + table_begin(args) / kPanel) * panels * size;
+        product.wide_c = args.dtype == DType::kFloat16;
+        product.c = static_cast<char*>(args.out) + head * args.rows * columns * score_size(args.dtype);
+        if (const char* const why = cpu_linear_product(product, 1))
+            failed.store(why, std::memory_order_relaxed);
+    });
+    return failed.load(std::memory_order_relaxed);
+}
 
 const char* cpu_attention_fwd(const AttentionFwd& args, int threads, const Relative& relative) {
     const AttentionKernels* simd = kernels(args.dtype);

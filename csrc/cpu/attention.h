@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../attention.h"
+#include "linear.h"
 
 namespace fastbert {
 
@@ -36,7 +37,26 @@ static inline bool wanted(const RelativeGrads& grads) {
     return grads.query != nullptr || grads.key != nullptr || grads.bias != nullptr;
 }
 
-// Both return nullptr, or the reason why they did nothing.
+// Scores of distances by a table per head: rows of x times the table's rows [first, first + count), in whole
+// panels. Each element is one sum, so it does not depend on which others are computed.
+struct TableScores {
+    DType dtype;
+    std::int64_t rows, nheads, headdim;
+    Heads x;
+    const void* panels;                     // of every head's table (headdim x table_rows), one after another
+    std::int64_t table_rows, first, count;  // rows of each table; those that are multiplied
+    void* out;                              // (nheads, rows, table_columns()); floats if dtype is fp16
+};
+
+// Columns of `out`, of which the first is that of the table's row `table_begin()`.
+static inline std::int64_t table_begin(const TableScores& args) { return args.first / kPanel * kPanel; }
+static inline std::int64_t table_columns(const TableScores& args) {
+    return (args.first + args.count + kPanel - 1) / kPanel * kPanel - table_begin(args);
+}
+static inline std::int64_t score_size(DType dtype) { return dtype == DType::kBFloat16 ? 2 : 4; }
+
+// All return nullptr, or the reason why they did nothing.
+const char* cpu_table_scores(const TableScores& args, int threads);
 const char* cpu_attention_fwd(const AttentionFwd& args, int threads, const Relative& relative = {});
 const char* cpu_attention_bwd(const AttentionBwd& args, int threads, const Relative& relative = {},
                               const RelativeGrads& grads = {});

@@ -22,6 +22,9 @@ constexpr std::int64_t kOwnRows = 12;
 // Multiplications in the first product of the feed-forward, from which on a thread that works alone cuts a
 // product into tasks, to lend some (parallel.h). With fewer it reads the weights once.
 constexpr std::int64_t kWorthCutting = std::int64_t{1} << 26;
+// Bytes of scores of distances that are made before attention reads them, unless one sequence has more: they
+// shall stay in the cache (NOTES.md).
+constexpr std::int64_t kScoreBytes = std::int64_t{1} << 21;
 
 struct Rows {
     std::int64_t begin, count;
@@ -203,6 +206,74 @@ struct Places {
     }
 };
 
+// Attention of the sequences [first, end), with the scores of distances made in `memory`.
+const char* attend_by_distance(const EncoderLayer& layer, const AttentionFwd& all, std::int64_t first,
+                               std::int64_t end, char* memory, int threads) {
+    const std::int64_t begin = layer.cu_seqlens[first], rows = layer.cu_seqlens[end] - begin;
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    if (rows == 0) return nullptr;
+    std::vector<std::int32_t> ends;
+    for (std::int64_t b = first; b <= end; ++b)
+        ends.push_back(static_cast<std::int32_t>(layer.cu_seqlens[b] - begin));
+    AttentionFwd own = all;
+    own.batch = end - first;
+    own.total = rows;
+    own.cu_seqlens = ends.data();
+    for (Heads* heads : {&own.q, &own.k, &own.v})
+        heads->data = static_cast<const char*>(heads->data) + begin * heads->row_stride * size;
+    own.out = static_cast<char*>(all.out) + begin * all.nheads * all.headdim * size;
+    if (own.bias.data != nullptr) own.bias.data += first * all.bias.batch_stride;
+    Relative relative = layer.relative;
+    const auto score = [&](const void* panels, const Heads& x, Heads& scores) -> const char* {
+        if (panels == nullptr) return nullptr;
+        const TableScores args{layer.dtype,
+                               rows,
+                               layer.nheads,
+                               layer.headdim,
+                               x,
+                               panels,
+                               layer.distances.rows,
+                               layer.distances.first,
+                               relative.ncolumns,
+                               memory};
+        const std::int64_t columns = table_columns(args);
+        const std::int64_t skipped = (args.first - table_begin(args)) * score_size(layer.dtype);
+        scores = {memory + skipped, columns, rows * columns};
+        memory += rows * layer.nheads * columns * score_size(layer.dtype);
+        return cpu_table_scores(args, threads);
+    };
+    const char* why = score(layer.distances.query, own.q, relative.query);
+    if (why == nullptr) why = score(layer.distances.key, own.k, relative.key);
+    return why == nullptr ? cpu_attention_fwd(own, threads, relative) : why;
+}
+
+// Attention, with the scores of distances of some sequences at a time.
+const char* attend(const EncoderLayer& layer, const AttentionFwd& args, int threads) {
+    const auto& [query, key, rows, from] = layer.distances;
+    if (query == nullptr && key == nullptr) return cpu_attention_fwd(args, threads, layer.relative);
+    TableScores scores{};
+    scores.first = from;
+    scores.count = layer.relative.ncolumns;
+    const std::int64_t terms = (query == nullptr ? 0 : 1) + (key == nullptr ? 0 : 1);
+    const std::int64_t per_row = terms * layer.nheads * table_columns(scores) * score_size(layer.dtype);
+    const std::int32_t* const ends = layer.cu_seqlens;
+    std::vector<std::int64_t> firsts{0};
+    std::int64_t most = 0;
+    for (std::int64_t b = 1; b <= layer.batch; ++b) {
+        const std::int64_t first = firsts.back();
+        if (b < layer.batch && (ends[b + 1] - ends[first]) * per_row <= kScoreBytes) continue;
+        most = std::max<std::int64_t>(most, ends[b] - ends[first]);
+        firsts.push_back(b);
+    }
+    const Workspace memory(most * per_row / 4 + 16);
+    if (memory.data() == nullptr) return kOutOfMemory;
+    const char* why = nullptr;
+    for (std::size_t i = 0; i + 1 < firsts.size() && why == nullptr; ++i)
+        why = attend_by_distance(layer, args, firsts[i], firsts[i + 1],
+                                 reinterpret_cast<char*>(memory.data()), threads);
+    return why;
+}
+
 // Attention of a layer, without what it reads and writes.
 AttentionFwd attention_of(const EncoderLayer& layer) {
     AttentionFwd attention{};
@@ -315,7 +386,7 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
             why = rotate(layer, rows, *heads[i], (joined ? 2 : 1) * layer.nheads, team);
         return why;
     });
-    if (failed == nullptr) failed = cpu_attention_fwd(attention, threads, layer.relative);
+    if (failed == nullptr) failed = attend(layer, attention, threads);
     if (failed != nullptr) return failed;
     const std::int64_t end = layer.cu_seqlens[layer.batch];
     std::memset(context + end * width * size, 0, (layer.total - end) * width * size);

@@ -45,6 +45,12 @@ struct LayerTables {
     std::int64_t half;
 };
 
+// The tables that queries and keys are multiplied with, to score distances: see TableScores. Null: none.
+struct DistanceTables {
+    const void *query, *key;
+    std::int64_t rows, first;
+};
+
 struct EncoderLayer {
     DType dtype;
     std::int64_t batch, nheads, headdim, total, max_seqlen, inner, hidden;
@@ -63,8 +69,9 @@ struct EncoderLayer {
     const std::int64_t* positions;  // (total,), within the tables: the caller checks
     float softmax_scale;
     Bias bias;
-    Relative relative;
-    const float* gate;  // (nheads,), null: none
+    Relative relative;         // without scores of tokens, which `distances` make
+    DistanceTables distances;  // with columns of `relative`
+    const float* gate;         // (nheads,), null: none
     LayerBottleneck bottleneck;
     void* y;     // (total, hidden), contiguous
     void* work;  // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call

@@ -245,7 +245,7 @@ def _bottleneck_gap(layer: Any, state: LayerState) -> str | None:
     own = state.form.bottleneck
     assert own is not None
     acts = [_attribute(layer, f"{feed}.intermediate.intermediate_act_fn".split(".")) for feed in own.feeds]
-    if not _knows_activation(layer, state) or any(_identity(act) is not state.act for act in acts):
+    if not knows_activation(layer, state) or any(_identity(act) is not state.act for act in acts):
         return "fastbert does not have the activation"
     watches = any(isinstance(act, nn.Module) and watched(act) for act in acts)
     return "the activation has hooks or another forward" if watches else None

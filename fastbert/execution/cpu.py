@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
-from fastbert.layers.batch import PackedBatch
+from fastbert.layers import disentangled
+from fastbert.layers.batch import PackedBatch, Relative
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.modules import is_plain
@@ -29,7 +30,7 @@ from fastbert.ops.encoder_layer import (
 from fastbert.runtime import prepared
 
 # The kinds of layer that the fused layer computes
-KINDS = frozenset({"bottleneck", "gated", "packed", "pre_norm", "rotary", "window"})
+KINDS = frozenset({"bottleneck", "gated", "packed", "pre_norm", "relative", "rotary", "window"})
 
 
 class Taken(NamedTuple):
@@ -90,11 +91,15 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     if found is None:
         return "another backend than cpu serves an op of the layer"
     make, launch, keeps_panels = found
+    distances = _distances(form, parts, x, call)
+    if isinstance(distances, str):
+        return distances
     if not keeps_panels(kind.op, x.shape[0]):
         if _another_kind(dense, norms, kind, x):
             return "a parameter has another dtype or device than the tokens"
         return Taken(
-            launch, lambda: _fused(form, parts, _weights(kind, make, form, parts, dense, x, call.scratch))
+            launch,
+            lambda: _fused(form, parts, _weights(kind, make, form, parts, dense, x, call.scratch), distances),
         )
     modules = (*dense, *norms)
     tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
@@ -114,7 +119,19 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
     weights = prepared.derived(layer, ("layer", kind.op, x.dtype, launch), sources, build)
     if weights is None:
         return "a parameter has another dtype or device than the tokens, or biases are missing"
-    return Taken(launch, _fused(form, parts, weights))
+    return Taken(launch, _fused(form, parts, weights, distances))
+
+
+def _distances(form: LayerForm, parts: Parts, x: Tensor, call: Call) -> str | tuple[Any, Any]:
+    """The tables of distances of a layer that scores them, or one sentence on why they are not kept."""
+    if form.relative is None or not form.relative.terms:
+        return None, None
+    if call.batch.distances is None:
+        return "there is no table of distances"
+    tables = disentangled.kept_tables(form, parts, call.batch, x)
+    if tables is None or any(isinstance(table, Tensor) for table in tables):
+        return "something looks at the table of distances, or another backend than cpu multiplies it"
+    return tables[0], tables[1]
 
 
 def keeps_panels(x: Tensor) -> tuple[bool, ...] | None:
@@ -131,12 +148,14 @@ class Stack(list[Any]):
     def __init__(self, group: list[tuple[Step, Taken]]):
         super().__init__(group)
         self.layers = [taken.layer for _, taken in group if not callable(taken.layer)]
-        self.owns_bias = any(step.form is not None and step.form.kept is not None for step, _ in group)
+        forms = [step.form for step, _ in group if step.form is not None]
+        self.owns_bias = any(form.kept is not None for form in forms)
+        self.relatives = {form.relative for form in forms if form.relative is not None}
 
     def serves(self, call: Call) -> bool:
         """Whether one call runs all layers."""
         asked = call.wants_states or call.gates is not None or call.after_first is not None
-        return not (asked or (self.owns_bias and call.batch.has_bias))
+        return not (asked or (self.owns_bias and call.batch.has_bias) or len(self.relatives) > 1)
 
 
 def kept(group: list[tuple[Step, Taken]]) -> list[tuple[Step, Taken]] | None:
@@ -151,14 +170,17 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
         if isinstance(group, Stack) and group.serves(call) and not blocks_of(group[0][0], x, call, True):
             for step, _ in group:
                 step.layer.begin(x)
-            return _launched(group[0][1].launch, x, group.layers, call.batch)
+            return _launched(
+                group[0][1].launch, x, group.layers, call.batch, next(iter(group.relatives), None)
+            )
         for step, (launch, taken) in group:
             step.layer.begin(x)
             gate = call.asked(step).gate
             fused = [taken() if callable(taken) else taken]
+            relative = None if step.form is None else step.form.relative
 
-            def layer(x, batch, out, launch=launch, fused=fused, gate=gate):
-                return _launched(launch, x, fused, batch, gate, out)
+            def layer(x, batch, out, launch=launch, fused=fused, relative=relative, gate=gate):
+                return _launched(launch, x, fused, batch, relative, gate, out)
 
             blocks = blocks_of(step, x, call, fused=True)
             x = call.keep(by_blocks(blocks, x, call.batch_of(step.form), layer))
@@ -172,13 +194,18 @@ def _launched(
     x: Tensor,
     layers: Sequence[FusedLayer],
     batch: PackedBatch,
+    relative: Relative | None = None,
     gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    distances = None
+    if relative is not None and relative.terms:
+        distances = disentangled.columns_of(relative, disentangled.reach_of(batch.max_seqlen), x.device)
     if batch.relative is not None and batch.relative.positions is not None:
         batch = batch.dense()
     lengths, rotates = (batch.cu_seqlens, batch.max_seqlen), (batch.positions, batch.tables)
     more: dict[str, Any] = {"bias": batch.bias, "relative": batch.relative, "gate": gate, "out": out}
+    more["distances"] = distances
     return encoder_layer(launch, x, layers, *lengths, positions=rotates[0], tables=rotates[1], **more)
 
 
@@ -195,12 +222,12 @@ def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
     return [parts.attention_norm, parts.output_norm, *more][first:]
 
 
-def _fused(form: LayerForm, parts: Parts, weights: object) -> FusedLayer:
+def _fused(form: LayerForm, parts: Parts, weights: object, distances: tuple[Any, Any]) -> FusedLayer:
     eps = getattr(parts.attention_norm, "eps", None), getattr(parts.output_norm, "eps", 0.0)
     gated = form.gated if parts.gate is None else None
     inner = parts.intermediate.out_features // (1 if gated is None else 2)
     sizes = form.nheads, form.head_dim, inner
-    kind = form.pre_norm, gated, form.window, form.rotary, _narrow(form, parts)
+    kind = form.pre_norm, gated, form.window, form.rotary, _narrow(form, parts), distances
     return FusedLayer(weights, *sizes, form.softmax_scale, form.activation, eps, *kind)
 
 

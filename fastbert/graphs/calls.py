@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.graphs.weights import HOOKED
 from fastbert.layers.modules import is_hooked
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.runtime import dispatch
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def dense_scores(model: BertModel, bucket: Bucket) -> str | None:
     if model.device.type != "cuda" or relative is None or not relative.terms:
         return None
     op = "attention training" if model.training else "attention"
-    if dispatch.serving_function("READS_RELATIVE", (op,), model.device, model.dtype) is not None:
+    reads = dispatch.serving_function("reads_relative", (op,), model.device, model.dtype)
+    if reads is not None and reads(RelativeScores(torch.empty(0)), config.head_dim, model.training):
         return None
     longest = min(bucket.tokens, longest_text(config))
     if bucket.sequences * config.num_attention_heads * longest**2 <= _MOST_SCORES:

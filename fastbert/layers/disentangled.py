@@ -27,13 +27,20 @@ from torch import Tensor, nn
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch, Relative
 from fastbert.layers.form import INNER_SITE, LayerForm, LayerNames, Parts
-from fastbert.layers.linear import apply_linear, apply_norm, dropped, has_float_weight
+from fastbert.layers.linear import apply_linear, apply_norm, dropped, kind_of
 from fastbert.layers.modules import calls_all, part, plain_dropout, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import SelfAttention
+from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
 from fastbert.ops.activation import SPELLINGS, activate_eager
-from fastbert.ops.attention_relative import RelativeScores, dense_scores
+from fastbert.ops.attention_relative import (
+    RelativeScores,
+    ScoreTable,
+    dense_scores,
+    score_table_maker,
+)
+from fastbert.ops.linear import linear
 from fastbert.runtime import prepared
 
 # Most bytes of the scores of queries, and of keys, that are made at once
@@ -127,36 +134,67 @@ def attend(
     return torch.cat(found)
 
 
-def _tables(
-    form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Kr and Qr, scaled, each (2 · span, nheads, head_dim) in the dtype of the scores, or None."""
+# Kr and Qr, scaled, or None: (2 · span, nheads, head_dim) in the dtype of the scores, or as backends keep it
+Tables = tuple[Tensor | ScoreTable | None, ...]
+
+
+def _tables(form: LayerForm, parts: Parts, batch: PackedBatch, site: int, q: Tensor) -> Tables:
+    """The tables of one call."""
     distances = batch.distances
     assert distances is not None
     rate, rows = (0.0, *parts.rates[3:])[-1], distances.rows
+    training = torch.is_grad_enabled() or torch.compiler.is_compiling() or rate
+    found = None if training else kept_tables(form, parts, batch, q)
+    if found is not None:
+        return found
     if rate:
         rows = dropped(rows, rate, batch.seed, site)
+    modules = _projections(form, parts)
+    return tuple(None if m is None else scaled(form, apply_linear(m, rows), q) for m in modules)
+
+
+def _projections(form: LayerForm, parts: Parts) -> list[Any]:
     shared = {form.names.key: parts.key, form.names.query: parts.query}
-    modules: list[Any] = [
-        None if p is None else shared[p] if p in shared else part(parts.owner, p) for p in projections(form)
-    ]
+    paths = projections(form)
+    return [None if p is None else shared[p] if p in shared else part(parts.owner, p) for p in paths]
 
-    def build() -> tuple[Tensor | None, ...]:
-        # A tuple, which `prepared.update_in_place` can update
-        return tuple(None if m is None else scaled(form, apply_linear(m, rows), q) for m in modules)
 
+def kept_tables(form: LayerForm, parts: Parts, batch: PackedBatch, x: Tensor) -> Tables | None:
+    """The tables in inference, kept until a weight changes; None where nothing shows that one does.
+
+    Args:
+        form, parts: the layer's.
+        batch: has the table of distances.
+        x: has the dtype and the device of queries and keys.
+    """
+    distances, modules = batch.distances, _projections(form, parts)
+    assert distances is not None
     there = [m for m in modules if m is not None]
-    if (
-        torch.is_grad_enabled()
-        or rate
-        or not distances.sources
-        or torch.compiler.is_compiling()
-        or checks.autocast_dtype(q) is not None
-        or not all(map(has_float_weight, there))
-    ):
-        return build()
-    sources = *distances.sources, *(p for m in there for p in m.parameters())
-    return prepared.derived(parts.owner, ("distances", q.dtype), sources, build)
+    watched_one = calls_all() or any(kind_of(m) is None for m in there)
+    if not distances.sources or watched_one or checks.autocast_dtype(x) is not None:
+        return None
+    maker = score_table_maker(x)
+
+    def build_one(module: Any, path: str | None) -> Tensor | ScoreTable | None:
+        if module is None:
+            return None
+        if parts.int8 and path in form.names.linears:
+            module = QuantizedLinear.from_linear(module, f"{parts.label}.{path}")
+        # Kernels may remove the marks of parameters (runtime/prepared.py), so they read copies
+        product = _by_copies if isinstance(module, nn.Linear) else apply_linear
+        table = scaled(form, product(module, distances.rows), x)
+        return table if maker is None else maker(table.to(x.dtype))
+
+    tables = [d for m in there for d in (m._parameters, m._buffers)]
+    sources = *distances.sources, *(t for d in tables for t in d.values() if t is not None)
+    name = "distances", x.dtype, maker
+    paths = projections(form)
+    # A tuple, which `prepared.update_in_place` can update
+    return prepared.derived(parts.owner, name, sources, lambda: tuple(map(build_one, modules, paths)))
+
+
+def _by_copies(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, module.weight.clone(), None if module.bias is None else module.bias.clone())
 
 
 def scaled(form: LayerForm, table: Tensor, q: Tensor) -> Tensor:
@@ -172,7 +210,7 @@ def scaled(form: LayerForm, table: Tensor, q: Tensor) -> Tensor:
 
 def scores(
     relative: Relative,
-    tables: Sequence[Tensor | None],
+    tables: Sequence[Tensor | ScoreTable | None],
     q: Tensor,
     k: Tensor,
     seqlen: int,
@@ -192,13 +230,15 @@ def scores(
         if positions is None:
             reach = max(reach, seqlen)
     else:
-        # In steps, so that few tables of columns are kept
-        reach = (seqlen + 31) // 32 * 32
-    columns, first, last = _columns_of(relative, reach, q.device)
+        reach = reach_of(seqlen)
+    columns, first, last = columns_of(relative, reach, q.device)
     products = []
     for x, table in zip((q, k), tables, strict=True):
         if table is None:
             products.append(None)
+            continue
+        if isinstance(table, ScoreTable):
+            products.append(table.scores(x, first, last - first))
             continue
         heads = x.to(table.dtype).flatten(0, -3).transpose(0, 1)  # (nheads, rows, head_dim)
         found = torch.bmm(heads, table[first:last].permute(1, 2, 0))
@@ -206,8 +246,13 @@ def scores(
     return RelativeScores(columns, *products, positions=positions)
 
 
-def _columns_of(relative: Relative, reach: int, device: torch.device) -> tuple[Tensor, int, int]:
-    """(columns of `RelativeScores`, first and last row of the tables that they need)."""
+def reach_of(seqlen: int) -> int:
+    """The largest distance for sequences of this length, in steps, so that few tables of columns are kept."""
+    return (max(seqlen, 1) + 31) // 32 * 32 - 1
+
+
+def columns_of(relative: Relative, reach: int, device: torch.device) -> tuple[Tensor, int, int]:
+    """(columns of `RelativeScores`, first row of the tables that they need, and the row after the last)."""
     if torch.compiler.is_compiling():
         return _columns(relative, reach, device)
     # Autograd cannot save tensors that were made in inference mode

@@ -13,9 +13,9 @@ or, with the norms before the blocks,
     a = x + attention(q, k, v) Woᵀ + bo
     y = a + act(LayerNorm(a) Wiᵀ + bi) Wfᵀ + bf
 
-q and k may be rotated, and attention may have a window. Instead of act(z), z = a Wiᵀ + bi, there may be
-act(z1) z2, where z = [z1, z2], or act(g) z with g = a Wgᵀ + bg. A layer may have bottlenecks, as in
-fastbert/layers/bottleneck.py, with NoNorms.
+q and k may be rotated, attention may have a window, and tables may score distances. Instead of act(z),
+z = a Wiᵀ + bi, there may be act(z1) z2, where z = [z1, z2], or act(g) z with g = a Wgᵀ + bg. A layer may have
+bottlenecks, as in fastbert/layers/bottleneck.py, with NoNorms.
 
 A fused layer returns bit for bit what those ops return one after another on the same backend. It saves the
 fixed cost of nine calls and the memory of their results, which counts where tokens are few.
@@ -39,7 +39,8 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
         each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.
     sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
-    encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, positions, tables, out) -> y
+    encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, positions, tables, relative, out,
+                      distances) -> y
         layers: `FusedLayer`s, one after the other, their windows as `checked_window` returns them; x, y:
         (total, hidden), last dimension contiguous; out: the memory for y, or None; bias 4-D; positions int64
         and contiguous, or None if no layer rotates; tables by `rotary` of the layers; the rest as in
@@ -59,7 +60,7 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.activation import ACTIVATIONS, GATES
 from fastbert.ops.attention_checks import check_bias, check_lengths, checked_window
-from fastbert.ops.attention_relative import RelativeScores, checked_relative
+from fastbert.ops.attention_relative import RelativeScores, ScoreTable, check_columns, checked_relative
 from fastbert.ops.rotary import check_tables
 from fastbert.runtime import dispatch
 
@@ -96,6 +97,8 @@ class FusedLayer(NamedTuple):
         window: see `ops.attention`.
         rotary: the key of the tables that rotate queries and keys; None if they are not rotated.
         narrow: the bottlenecks; None if there are none. The layer's norms are NoNorms then, without eps.
+        distances: the tables of distances that queries, and keys, are multiplied with, each None if there is
+            none.
     """
 
     weights: Any
@@ -110,6 +113,7 @@ class FusedLayer(NamedTuple):
     window: tuple[int, int] | None = None
     rotary: Hashable = None
     narrow: NarrowBlocks | None = None
+    distances: tuple[ScoreTable | None, ScoreTable | None] = (None, None)
 
 
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
@@ -181,6 +185,7 @@ def encoder_layer(
     tables: Mapping[Any, tuple[Tensor, Tensor]] | None = None,
     relative: RelativeScores | None = None,
     out: Tensor | None = None,
+    distances: tuple[Tensor, int, int] | None = None,
 ) -> Tensor:
     """One or more layers, without autograd.
 
@@ -194,6 +199,8 @@ def encoder_layer(
         tables: the layers' `rotary` -> (cos, sin) as in `ops.rotary`.
         relative: a bias by distance, shared by all layers; as in `ops.attention.attention`.
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
+        distances: if a layer has tables of distances, (columns, first, last): the columns of
+            `RelativeScores`, for scores by the tables' rows from `first` to `last` - 1.
 
     Returns:
         (total, hidden).
@@ -235,6 +242,14 @@ def encoder_layer(
         if gate is not None:
             checks.float_tensor("gate", gate, x)
             checks.shape("gate", gate, (layer.nheads,))
+    scoring = [table for layer in layers for table in layer.distances if table is not None]
+    if scoring:
+        if distances is None or relative is not None:
+            raise ValueError("distances: expected (columns, first, last) for tables, and no relative")
+        columns, first, last = distances
+        if not 0 <= first < last <= min(table.rows for table in scoring):
+            raise ValueError(f"distances: expected rows of the tables, got {first} to {last}")
+        check_columns("distances", columns, max_seqlen, last - first, x)
     rotated = {layer.rotary: layer.headdim for layer in layers if layer.rotary is not None}
     used = {rotary: _checked_tables(rotary, size, positions, tables, x) for rotary, size in rotated.items()}
     if positions is not None:
@@ -252,7 +267,7 @@ def encoder_layer(
             )
     shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
-    given = positions, used, relative, out
+    given = positions, used, relative, out, distances if scoring else None
     return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *given)
 
 

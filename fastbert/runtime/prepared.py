@@ -507,8 +507,8 @@ def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
 
     Args:
         owner, name: as in `derived`.
-        value: what was remembered before: a tensor, a tuple that may hold tensors, or an object with such a
-            tuple as its attribute `tensors`.
+        value: what was remembered before: a tensor, a tuple that may hold tensors and such tuples, or an
+            object with such a tuple as its attribute `tensors`.
 
     Returns:
         False if nothing, or something of other shapes, dtypes or devices, is remembered under `name`.
@@ -531,7 +531,9 @@ def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
 
 
 def _tensors_of(value: object) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else getattr(value, "tensors", (value,))
+    if isinstance(value, tuple):
+        return tuple(leaf for each in value for leaf in _tensors_of(each))
+    return getattr(value, "tensors", (value,))
 
 
 def _shape(value: object) -> object:

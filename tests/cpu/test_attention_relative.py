@@ -122,3 +122,27 @@ def test_bits_do_not_depend_on_the_number_of_threads(every_isa):
         return out, *cpu.attention_bwd(q, inputs, out, lse, None, need, None, relative, [True] * 3)
 
     assert_same_on_any_threads(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("table_rows", [1, 64, 100, 130])
+def test_scores_by_a_table(every_isa, dtype, table_rows):
+    """Each score is one sum: the same bits from any rows of the table, and on any number of threads."""
+    total = 300
+    memory = torch.full((total, 3 * NHEADS * HEADDIM + 5), float("nan"), dtype=dtype)
+    x = memory[:, 1:-4].unflatten(1, (NHEADS, 3, HEADDIM))[:, :, 1]  # rows and heads with gaps
+    x.copy_(randn(total, NHEADS, HEADDIM, dtype=dtype, seed=1))
+    table = randn(table_rows, NHEADS, HEADDIM, dtype=dtype, seed=2)
+    panels = cpu.table_panels(table)
+    every = cpu.table_scores(x, panels, table_rows, 0, table_rows)
+    exact = torch.einsum("tnd,rnd->tnr", x.double(), table.double())
+    bound = torch.einsum("tnd,rnd->tnr", x.double().abs(), table.double().abs())
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    assert ((every.double() - exact).abs() <= unit * bound).all()
+    assert every.dtype == (dtype if dtype != torch.float16 else torch.float32)
+    for first, count in ((0, 1), (table_rows - 1, 1), (table_rows // 3, table_rows // 2), (63, 2)):
+        if count < 1 or first + count > table_rows:
+            continue
+        assert_same_on_any_threads(lambda f=first, c=count: (cpu.table_scores(x, panels, table_rows, f, c),))
+        found = cpu.table_scores(x, panels, table_rows, first, count)
+        assert torch.equal(found, every[..., first : first + count])

@@ -22,6 +22,7 @@ from fastbert.layers.positions import rotary_tables
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import distances_of
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of
@@ -80,13 +81,15 @@ def op_by_op():
 
 
 def packed(model: BertModel, lengths: list[int], x: torch.Tensor, bias=None) -> PackedBatch:
-    """The packed batch, with what the model's layers rotate by."""
+    """The packed batch, with what the model's layers rotate and score distances by."""
     ends, longest, forms = ends_of(lengths), max(lengths), [layer.form for layer in model.layer_list()]
     rotaries = {form.rotary for form in forms} - {None}
     rest = torch.zeros(x.shape[0] - sum(lengths), dtype=torch.long)
     positions = torch.cat([*map(torch.arange, lengths), rest])
     tables = rotary_tables(rotaries, forms[0].head_dim, longest, x)
-    return PackedBatch(ends, longest, bias, positions=positions, tables=tables)
+    with torch.no_grad():
+        distances = distances_of(getattr(model, "encoder", nn.Module()))
+    return PackedBatch(ends, longest, bias, positions=positions, tables=tables, distances=distances)
 
 
 def assert_same_as_op_by_op(call, times: int) -> None:
@@ -102,29 +105,30 @@ def assert_same_as_op_by_op(call, times: int) -> None:
 # --- the same bits ------------------------------------------------------------------------------------------
 
 
-EIGHT_BITS = [(name, True) for name in ("bert", "mpnet", "modernbert", "nomic_bert", "gte")]
+EIGHT_BITS = [(name, True) for name in ("bert", "mpnet", "modernbert", "nomic_bert", "gte", "deberta-v2")]
 
 
 # The families whose layers rotate, of which some have norms before the blocks, gates and windows
 ROTARY_LAYERS = ("modernbert", "nomic_bert", "gte", "jina_embeddings_v3")
-NAMES = (*BERT_LAYERS, *ROTARY_LAYERS)
+NAMES = (*BERT_LAYERS, *ROTARY_LAYERS, "deberta-v2")
 
 
 @pytest.mark.parametrize(("name", "int8"), [*((name, False) for name in NAMES), *EIGHT_BITS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
     model = of(name).to(dtype)
-    inputs = padded_right(name) if name in ROTARY_LAYERS else batch(name)
+    inputs = batch(name) if name in BERT_LAYERS else padded_right(name)
     model = model.quantize("int8") if int8 else model
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
 
 
 KINDS = [(name, number, int8) for name, number in (("bert", 0), ("modernbert", 1)) for int8 in (False, True)]
 KINDS += [("modernbert", 0, False), ("nomic_bert", 0, False)]
+SCORED = [("deberta-v2", 1, int8) for int8 in (False, True)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(("name", "number", "int8"), KINDS)
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS + SCORED)
 # threads share rows, or each has its own sequences: for two threads, for three, with empty sequences
 @pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 2])
@@ -145,7 +149,7 @@ def test_any_number_of_threads(count, name, number, int8, lengths, capacity, thr
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [0, 5, 5, 0, 0, 30, 0], [4], [1], [128, 129]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 9])
 @pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize(("name", "number", "int8"), KINDS)
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS + SCORED)
 def test_lengths_capacity_bias_and_gate(lengths, capacity, options, name, number, int8):
     model = of(name).quantize("int8") if int8 else of(name)
     layer, longest = model.layer_list()[number], max(lengths)
@@ -226,7 +230,7 @@ def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
     assert seen == [12, 12]
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2"])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [60, 60]], ids=str)
 @torch.no_grad()

@@ -50,6 +50,19 @@ FAULTS = (
     _fault("no bias for the later layers", "args.bias = shared;", "if (all.empty()) args.bias = shared;", _BINDING),
     _fault("no activation", "{true, layer.activation, layer.gated}", "{true, Activation::kNone, layer.gated}"),
     _fault("bias twice", "context, width, hidden, width, {false},", "context, width, hidden, width, {true},"),
+    # scores of distances
+    _fault("no scores of distances", "failed = attend(layer, attention, threads);", "failed = cpu_attention_fwd(attention, threads, layer.relative);"),
+    _fault("keys by the table of queries", "score(layer.distances.key, own.k,", "score(layer.distances.query, own.k,"),
+    _fault("queries by the table of keys", "score(layer.distances.key, own.k,", "score(layer.distances.key, own.q,"),
+    _fault("a piece's rows from the first", "+ begin * heads->row_stride * size;", "+ 0 * begin * heads->row_stride * size;"),
+    _fault("a piece's output to the first rows", "static_cast<char*>(all.out) + begin", "static_cast<char*>(all.out) + 0 * begin"),
+    _fault("a piece's ends as the batch counts them", "static_cast<std::int32_t>(layer.cu_seqlens[b] - begin)", "static_cast<std::int32_t>(layer.cu_seqlens[b])"),
+    _fault("a piece's bias of the first sequences", "own.bias.data += first * all.bias.batch_stride;", ""),
+    _fault("both terms in one place", "memory += rows * layer.nheads", "memory += 0 * rows * layer.nheads"),
+    _fault("columns from the panel's first", "scores = {memory + skipped,", "scores = {memory,"),
+    _fault("heads' scores a row too near", "columns, rows * columns};", "columns, (rows - 1) * columns};"),
+    _fault("sequences in no piece", "attend_by_distance(layer, args, firsts[i], firsts[i + 1],", "attend_by_distance(layer, args, firsts[i], firsts[i] + 1,"),
+    _fault("columns of the table's first rows", "args.distances.first = table.next<std::int64_t>();", "args.distances.first = 0 * table.next<std::int64_t>();", _BINDING),
     # layers that rotate, with norms before the blocks, gates and windows
     _fault("window forgotten", "    attention.window = layer.window;\n", ""),
     _fault("only queries rotated", "(joined ? 2 : 1) * layer.nheads", "layer.nheads"),
@@ -71,5 +84,9 @@ FAULTS = (
     _fault("values as wide as the rows", "Heads{base + i * plane, width, layer.headdim}", "Heads{base + i * plane, hidden, layer.headdim}"),
 )  # fmt: skip
 
-TESTS = "tests/execution/test_cpu.py", "tests/models/test_layer_forms.py"
+TESTS = (
+    "tests/execution/test_cpu.py",
+    "tests/execution/test_cpu_distances.py",
+    "tests/models/test_layer_forms.py",
+)
 SUITE = Suite(faults=FAULTS, tests=TESTS, **IN_PLACE)

@@ -18,7 +18,13 @@ from fastbert.backends.cpu import (
     packing,
     rotary,
 )
-from fastbert.backends.cpu.attention import attention_bwd, attention_fwd, reads_relative
+from fastbert.backends.cpu.attention import (
+    attention_bwd,
+    attention_fwd,
+    reads_relative,
+    table_panels,
+    table_scores,
+)
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.cpu.encoder_layer import (
@@ -85,6 +91,8 @@ __all__ = [
     "rotary_bwd",
     "rotary_fwd",
     "sequence_blocks",
+    "table_panels",
+    "table_scores",
 ]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.backends.extension import STORED
+from fastbert.backends.cpu.linear import linear_panels
+from fastbert.backends.extension import DTYPE_CODES, STORED
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
@@ -17,6 +18,8 @@ from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
+# Columns of a panel of a table (csrc/cpu/linear.h)
+_PANEL = 64
 
 
 def reads_relative(relative: RelativeScores, headdim: int, training: bool) -> bool:
@@ -122,6 +125,25 @@ def relative_args(relative: RelativeScores | None) -> tuple[tuple[Any, ...], lis
     of_rows = [n for t in (query, key) for n in _strided(t)]
     numbers = columns.data_ptr(), columns.shape[0], ncolumns, half, *of_rows, *_strided(bias)[:1]
     return numbers, [columns, query, key, bias]
+
+
+def table_panels(table: Tensor) -> Tensor:
+    rows, nheads, headdim = table.shape
+    padded = table.new_zeros(nheads, -(-rows // _PANEL) * _PANEL, headdim)
+    padded[:, :rows] = table.transpose(0, 1)
+    return linear_panels(padded.flatten(0, 1))
+
+
+def table_scores(x: Tensor, panels: Tensor, table_rows: int, first: int, count: int) -> Tensor:
+    x = _rows(x)
+    rows, nheads, headdim = x.shape
+    begin, end = first // _PANEL * _PANEL, -(-(first + count) // _PANEL) * _PANEL
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    out = x.new_empty(nheads, rows, end - begin, dtype=dtype)
+    numbers = DTYPE_CODES[x.dtype], rows, nheads, headdim, x.data_ptr(), *x.stride()[:2]
+    table = panels.data_ptr(), table_rows, first, count
+    _C.cpu_table_scores(*numbers, *table, out.data_ptr(), torch.get_num_threads())
+    return out.transpose(0, 1)[..., first - begin : first - begin + count]
 
 
 def _ncolumns(relative: RelativeScores) -> int:

@@ -126,6 +126,7 @@ def encoder_layer_fwd(
     tables: Mapping[Any, tuple[Tensor, Tensor]],
     relative: RelativeScores | None = None,
     out: Tensor | None = None,
+    distances: tuple[Tensor, int, int] | None = None,
 ) -> Tensor:
     total, hidden = x.shape
     batch = cu_seqlens.shape[0] - 1
@@ -135,6 +136,10 @@ def encoder_layer_fwd(
     if gate is not None:
         gate = gate.float().contiguous()
     scores, _held = relative_args(relative)
+    if distances is not None:
+        columns, start, end = distances[0].contiguous(), *distances[1:]
+        half = x.dtype == torch.bfloat16
+        scores, _held = (columns.data_ptr(), columns.shape[0], end - start, half, *7 * (0,)), [columns]
     y = x.new_empty(total, hidden) if out is None else out
     code, sizes = DTYPE_CODES[x.dtype], (batch, total, max_seqlen, hidden)
     threads, work, room = torch.get_num_threads(), None, 0
@@ -146,7 +151,7 @@ def encoder_layer_fwd(
     _C.cpu_encoder_layer_fwd(
         code,
         sizes,
-        _numbers(layers, hidden, tables),
+        _numbers(layers, hidden, tables, 0 if distances is None else distances[1]),
         cu_seqlens.data_ptr(),
         x.data_ptr(),
         x.stride(0),
@@ -183,12 +188,14 @@ def _shapes(layer, hidden, count):
     return shapes + [(inner, hidden)] * (count - len(shapes)), [hidden] * 2
 
 
-def _numbers(layers, hidden, tables):
+def _numbers(layers, hidden, tables, start):
     """Each layer as csrc/bindings/encoder_layer.cpp takes it."""
     isa, taken = _C.cpu_isa(), []
     for layer in layers:
         numbers, made_with, held, _, made_for, bottleneck = layer.weights
-        _, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary, narrow = layer
+        _, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary, narrow, scored = (
+            layer
+        )
         if made_with != isa:
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
         count = len(made_for[0])
@@ -211,11 +218,26 @@ def _numbers(layers, hidden, tables):
                 + ("" if narrow is None else f", with bottlenecks {narrow}")
             )
         left, right = (-1, -1) if window is None else window
-        kind = scale, pre_norm, GATE_CODES[gated], left, right, _table_numbers(rotary, tables)
-        kind += (() if narrow is None else (narrow.keys, narrow.values, *bottleneck),)
+        by_tables = (
+            _table_numbers(rotary, tables),
+            () if narrow is None else (narrow.keys, narrow.values, *bottleneck),
+        )
+        kind = scale, pre_norm, GATE_CODES[gated], left, right, *by_tables
+        kind += (_distance_numbers(scored, nheads, headdim, start),)
         first = -1.0 if eps[0] is None else eps[0]
         taken.append((_sizes(layer), numbers, first, eps[1], CODES[activation], *kind))
     return tuple(taken)
+
+
+def _distance_numbers(distances, nheads, headdim, start):
+    panels, rows = [0 if each is None else each.panels.data_ptr() for each in distances], 0
+    for each in distances:
+        if each is None:
+            continue
+        rows, size = each.rows, nheads * _C.cpu_linear_panels_size(headdim, each.rows)
+        if each.panels.numel() != size:
+            raise ValueError(f"distances: expected {size} elements of panels, got {each.panels.numel()}")
+    return *panels, rows, start
 
 
 def _table_numbers(rotary, tables):
