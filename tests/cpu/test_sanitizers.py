@@ -17,7 +17,10 @@ TESTS = {
     "attention": [f"tests/cpu/test_attention{part}.py" for part in ("", "_dropout", "_scores", "_window")],
     "cross_entropy": ["tests/cpu/test_cross_entropy.py"],
     "embedding": ["tests/cpu/test_embedding.py"],
-    "encoder_layer": ["tests/execution/test_cpu.py", "tests/cpu/test_threads.py"],
+    "encoder_layer": [
+        *(f"tests/execution/test_cpu{part}.py" for part in ("", "_bottleneck")),
+        "tests/cpu/test_threads.py",
+    ],
     "layer_norm": ["tests/cpu/test_layer_norm.py"],
     "linear": [f"tests/cpu/test_linear{part}.py" for part in ("", "_bf16", "_gated", "_int8", "_prepared")],
     "packing": ["tests/cpu/test_packing.py"],

@@ -13,7 +13,16 @@ from fastbert.execution.plan import explain, survey
 from fastbert.layers.batch import PackedBatch
 from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.runtime import dispatch, prepared
-from tests.execution.test_cpu import BF16, FLOAT, assert_same_as_op_by_op, fused_layers, of, op_by_op, packed
+from tests.execution.test_cpu import (
+    BF16,
+    FLOAT,
+    FP16,
+    assert_same_as_op_by_op,
+    fused_layers,
+    of,
+    op_by_op,
+    packed,
+)
 from tests.models.test_mobilebert import FORMS, LENGTHS, ragged
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.layer_calls import through
@@ -101,6 +110,14 @@ def test_lengths_capacity_bias_and_gate(lengths, capacity, int8):
 def test_widths_and_activations(config, hidden_act, width):
     model = model_of(hidden_act=hidden_act, intra_bottleneck_size=width, **config)
     assert_same_as_op_by_op(lambda: model(**ragged())[0], 3)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_float16_of_a_layer(int8, every_isa):  # noqa: F811
+    """The model refuses it, the layer does not."""
+    layer, x = layer_of(int8=int8, dtype=FP16), torch.randn(60, 48).half()
+    batch = PackedBatch(packed_ends([20, 40]), 40)
+    assert_same_as_op_by_op(lambda: through(layer, x, batch), 1)
 
 
 @pytest.mark.parametrize("int8", [False, True])

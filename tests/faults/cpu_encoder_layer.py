@@ -6,6 +6,8 @@ from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/encoder_layer.cpp"
 _BINDING = "csrc/bindings/encoder_layer.cpp"
+_LINEAR = "csrc/cpu/linear_simd.h"
+_INT8 = "csrc/cpu/linear_int8_simd.cpp"
 _fault = faults_of(_CPP)
 
 FAULTS = (
@@ -82,10 +84,32 @@ FAULTS = (
     # attention narrower than the rows, or wider
     _fault("places as wide as attention", "std::max(layer.nheads * layer.headdim, layer.hidden)", "layer.nheads * layer.headdim"),
     _fault("values as wide as the rows", "Heads{base + i * plane, width, layer.headdim}", "Heads{base + i * plane, hidden, layer.headdim}"),
+    # layers with bottlenecks
+    _fault("narrow context over wide inner rows", "return std::max(3 * plane, wide);", "return 3 * plane;"),
+    _fault("keys' narrow place is the residual's", "shared ? residual : residual + places.narrow", "residual"),
+    _fault("one bottleneck is both, whichever it is", "own.keys.panels == own.residual.panels;", "own.narrow_keys;"),
+    _fault("NoNorm of the other bottleneck", "narrowed(own.keys, own.keys_norm, keys)", "narrowed(own.keys, own.residual_norm, keys)"),
+    _fault("values from what keys are made from", "i < 2 ? own.narrow_keys : own.narrow_values", "own.narrow_keys"),
+    _fault("narrow rows of x side by side", "w, layer.x, layer.x_stride, narrow, hidden,", "w, layer.x, hidden, narrow, hidden,"),
+    _fault("context behind the last token not zero", "(layer.total - used) * width * size", "0 * width * size"),
+    _fault("block without its residual", "Onto::kAdds, norm}, to", "Onto::kNone, norm}, to"),
+    _fault("one NoNorm for all blocks", "summed(feed.down, feed.norm,", "summed(feed.down, layer.output_norm,"),
+    _fault("blocks without activation", "{true, layer.activation}, memory", "{true}, memory"),
+    _fault("wide residual not copied", "layer.x != layer.y && r <", "layer.x == layer.y && r <"),
+    _fault("wide residual's rows side by side", "r * layer.x_stride * size, hidden * size", "r * hidden * size, hidden * size"),
+    _fault("only the first rows' residual", "r = rows.begin; layer.x", "r = 0; layer.x"),
+    _fault("NoNorm's weight for its bias in 8 bits", "epilogue.no_norm.bias.data};", "epilogue.no_norm.weight.data};"),
+    _fault("last block forgotten", "    own.feeds.push_back({args.intermediate, args.output, args.output_norm});\n", "", _BINDING),
+    _fault("output's bottleneck for the residual's", "own.output = number.linear();", "own.output = (number.linear(), own.residual);", _BINDING),
+    _fault("NoNorm of what is not rounded", "z = fma(rounded<T>(z), load(", "z = fma(z, load(", _LINEAR),
+    _fault("NoNorm's bias of the first panel", "args.norm_bias) + column + j, n));", "args.norm_bias) + j, n));", _LINEAR),
+    _fault("8-bit NoNorm forgotten without a residual", "args.onto != Onto::kNone || args.norm_weight != nullptr", "args.onto != Onto::kNone", _INT8),
+    _fault("8-bit NoNorm's weight of the first panel", "args.norm_weight) + column + j, n),", "args.norm_weight) + j, n),", _INT8),
 )  # fmt: skip
 
 TESTS = (
     "tests/execution/test_cpu.py",
+    "tests/execution/test_cpu_bottleneck.py",
     "tests/execution/test_cpu_distances.py",
     "tests/models/test_layer_forms.py",
 )
