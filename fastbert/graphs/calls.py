@@ -96,6 +96,14 @@ def unfit_inputs(config: EncoderConfig, inputs: Inputs) -> str | None:
     return None
 
 
+def reads_distances(model: BertModel) -> bool:
+    """Whether the backend of attention reads scores of distances; else it gets them as a dense bias."""
+    op = "attention training" if model.training else "attention"
+    reads = dispatch.serving_function("reads_relative", (op,), model.device, model.dtype)
+    own = RelativeScores(torch.empty(0)), model.config.head_dim, model.training
+    return reads is not None and reads(*own)
+
+
 def dense_scores(model: BertModel, bucket: Bucket) -> str | None:
     """Why the scores of distances would take too much memory in a graph; None if they would not.
 
@@ -103,11 +111,7 @@ def dense_scores(model: BertModel, bucket: Bucket) -> str | None:
     room for.
     """
     relative, config = model.config.relative(), model.config
-    if model.device.type != "cuda" or relative is None or not relative.terms:
-        return None
-    op = "attention training" if model.training else "attention"
-    reads = dispatch.serving_function("reads_relative", (op,), model.device, model.dtype)
-    if reads is not None and reads(RelativeScores(torch.empty(0)), config.head_dim, model.training):
+    if model.device.type != "cuda" or relative is None or not relative.terms or reads_distances(model):
         return None
     longest = min(bucket.tokens, longest_text(config))
     if bucket.sequences * config.num_attention_heads * longest**2 <= _MOST_SCORES:

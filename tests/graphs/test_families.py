@@ -10,14 +10,16 @@ import torch
 
 import fastbert
 from fastbert.execution import cpu
-from fastbert.graphs import calls
+from fastbert.graphs import calls, training
 from fastbert.graphs import model as graphs
 from fastbert.graphs.buckets import Bucket
+from fastbert.graphs.recorder import EagerRecorder
 from fastbert.graphs.staging import Stage
+from fastbert.graphs.training import graph_training
 from fastbert.layers import disentangled
 from fastbert.layers.batch import Relative
 from fastbert.runtime import dispatch
-from tests.support.graphed_models import CPU, OTHERS, Graphed, fresh, lengths_batch, same, shared
+from tests.support.graphed_models import CPU, OTHERS, SIZES, Graphed, fresh, lengths_batch, same, shared
 from tests.support.hf_models import FAMILY_NAMES, batch
 
 NAMES = (*FAMILY_NAMES[FAMILY_NAMES.index("modernbert") : FAMILY_NAMES.index("longformer")], *OTHERS)
@@ -48,10 +50,13 @@ def test_equals_the_model(name):
             g.check(**left([7, 1, 30]), **extra)
     assert g.graphed.replays == 18
     ids = lengths_batch([30] * 4)["input_ids"]
-    for mask in (batch(name)["attention_mask"][:, :30], torch.arange(30).expand(4, -1) % 3 < 2):
+    last = torch.ones(4, 30).long()
+    last[3, 7] = 0
+    for mask in (batch(name)["attention_mask"][:, :30], torch.arange(30).expand(4, -1) % 3 < 2, last):
         for _ in range(2):
             g.check(input_ids=ids, attention_mask=mask, reason=HOLES if name in COUNTING else None)
-            g.check(input_ids=ids, attention_mask=lengths_batch([20] * 4, 30)["attention_mask"])
+            # A graph of the bucket has been recorded, and could serve the mask with holes
+            g.check(**lengths_batch(mask.sum(1).tolist(), 30))
     if g.model.family.segments:
         for _ in range(2):
             g.check(**lengths_batch([5, 9]), token_type_ids=lengths_batch([5, 9])["attention_mask"])
@@ -190,6 +195,9 @@ def test_the_rest_is_refused(name):
     g = Graphed(fresh(name, **({"conv_kernel_size": 3} if name == "deberta-v2" else {})))
     g.check(**lengths_batch([5, 9]), reason=REFUSED[name])
     assert f"(graph: {REFUSED[name]}" in str(fastbert.explain(g.graphed))
+    trained = graph_training(g.model.train(), recorder=EagerRecorder, **SIZES)
+    trained(**lengths_batch([5, 9]))
+    assert trained.last_fallback == REFUSED[name]
 
 
 def test_long_texts_of_big_bird():
@@ -223,28 +231,39 @@ def test_which_embeddings_report_bad_ids(monkeypatch):
                 assert tells is (name not in own or config != own[name])
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_scores_of_distances_as_a_dense_bias(training, monkeypatch):
+@pytest.mark.parametrize("trains", [False, True])
+def test_scores_of_distances_as_a_dense_bias(trains, monkeypatch):
     """Where attention does not read them, a graph has at most 64 MiB of them per layer."""
-    model, reads = fresh("deberta-v2", max_position_embeddings=512).train(training), []
+    model = fresh("deberta-v2", torch.float32, max_position_embeddings=512).train(trains)
+    assert calls.reads_distances(model)  # as the kernels of a CPU do
     small, large = (Bucket(512, sequences, False, False) for sequences in (21, 22))
-    wants = ("READS_RELATIVE", ("attention training" if training else "attention",))
+    wants = ("reads_relative", ("attention training" if trains else "attention",))
     monkeypatch.setattr(
-        dispatch, "serving_function", lambda name, ops, *_: reads if (name, ops) == wants else None
+        dispatch,
+        "serving_function",
+        lambda name, ops, *_: (lambda *_: True) if (name, ops) == wants else None,
     )
     reason = "attention does not read scores of distances, which would fill a matrix for all the graph's room"
     assert calls.dense_scores(model, large) is None  # on a CPU
     monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
-    assert calls.dense_scores(model, large) is None
+    assert calls.dense_scores(model, large) is None  # read by attention
     monkeypatch.setattr(dispatch, "serving_function", lambda *_: None)
     assert calls.dense_scores(model, small) is None
     assert calls.dense_scores(model, large) == reason
-    for other in (shared("mpnet"), fresh("deberta-v2", pos_att_type=[])):
+    longest = {"max_position_embeddings": 512}
+    for other in (shared("mpnet", **longest), fresh("deberta-v2", pos_att_type=[], **longest)):
         assert calls.dense_scores(other, large) is None
 
 
 def test_a_bucket_whose_scores_are_too_many_is_not_recorded(monkeypatch):
-    g = graphed("deberta-v2")
-    monkeypatch.setattr(graphs, "dense_scores", lambda model, bucket: "many" if bucket.tokens > 32 else None)
-    g.check(**lengths_batch([30, 9]), reason="many")
-    g.check(**lengths_batch([23, 9]))
+    g, model = graphed("deberta-v2"), fresh("deberta-v2").train()
+    trained = graph_training(model, recorder=EagerRecorder, **SIZES)
+    for room in (graphs, training):
+        monkeypatch.setattr(
+            room, "dense_scores", lambda model, bucket: "many" if bucket.tokens > 32 else None
+        )
+    for lengths, reason in (([30, 9], "many"), ([23, 9], None)):
+        g.check(**lengths_batch(lengths), reason=reason)
+        for _ in range(2):
+            trained(**lengths_batch(lengths)).last_hidden_state.sum().backward()
+        assert trained.last_fallback == reason
