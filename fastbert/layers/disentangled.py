@@ -180,7 +180,6 @@ def kept_tables(form: LayerForm, parts: Parts, batch: PackedBatch, x: Tensor) ->
             return None
         if parts.int8 and path in form.names.linears:
             module = QuantizedLinear.from_linear(module, f"{parts.label}.{path}")
-        # Kernels may remove the marks of parameters (runtime/prepared.py), so they read copies
         product = _by_copies if isinstance(module, nn.Linear) else apply_linear
         table = scaled(form, product(module, distances.rows), x)
         return table if maker is None else maker(table.to(x.dtype))
@@ -194,6 +193,7 @@ def kept_tables(form: LayerForm, parts: Parts, batch: PackedBatch, x: Tensor) ->
 
 
 def _by_copies(module: nn.Linear, x: Tensor) -> Tensor:
+    """module(x), whose parameters keep their marks; kernels may remove them (runtime/prepared.py)."""
     return linear(x, module.weight.clone(), None if module.bias is None else module.bias.clone())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from fastbert.graphs.staging import Stage
 from fastbert.graphs.training import graph_training
 from fastbert.layers import disentangled
 from fastbert.layers.batch import Relative
-from fastbert.runtime import dispatch
+from fastbert.runtime import dispatch, prepared
 from tests.support.graphed_models import CPU, OTHERS, SIZES, Graphed, fresh, lengths_batch, same, shared
 from tests.support.hf_models import FAMILY_NAMES, batch
 
@@ -171,6 +172,25 @@ def test_what_graphs_read_is_kept():
     columns = [disentangled._kept_columns(relative, 32 * i, CPU)[0] for i in range(1, 100)]
     again = [disentangled._kept_columns(relative, 32 * i, CPU)[0] for i in range(1, 100)]
     assert all(a is b for a, b in zip(columns, again, strict=True))
+
+
+@torch.no_grad()
+def test_tables_of_distances_outlast_kernels_that_remove_marks(monkeypatch):
+    """Some kernels of a GPU remove the marks of the memory they read, as if it was written."""
+    model, tables = fresh("deberta-v2", torch.float32), []
+
+    def linear(x, weight, bias):
+        assert weight.data_ptr()
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(disentangled, "linear", linear)
+    monkeypatch.setattr(disentangled, "apply_linear", lambda m, x: linear(x, m.weight, m.bias))
+    for _ in range(2):
+        with prepared.collect_used() as used:
+            model(**lengths_batch([5, 9]))
+        tables.append([value for _, name, value in used if name == ("distances", torch.float32)])
+    assert len(tables[0]) == 3
+    assert all(map(operator.is_, *tables))
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2", "mobilebert"])
