@@ -23,6 +23,7 @@ from tests.support.accelerated_models import (
     same_outputs,
     stock,
 )
+from tests.support.model_pairs import half_errors
 
 
 def both(windows=(8, 16), auto=MODEL, **config):
@@ -50,11 +51,11 @@ def test_ragged_lengths_and_global_tokens(windows, lengths, which):
     slow, fast = both(windows, max_position_embeddings=1024)
     inputs = ragged(lengths, which)
     assert_same(slow, fast, inputs, output_hidden_states=True)
-    merged = inputs["attention_mask"] * (1 + inputs.pop("global_attention_mask"))
-    assert_same(slow, fast, inputs | {"attention_mask": merged})
-    holes = torch.rand(merged.shape, generator=torch.Generator().manual_seed(1)) > 0.3
+    ids, kept, flags = inputs.values()
+    assert_same(slow, fast, {"input_ids": ids, "attention_mask": kept * (1 + flags)})
+    holes = torch.rand(kept.shape, generator=torch.Generator().manual_seed(1)) > 0.3
     holes[:, 0] = True
-    assert_same(slow, fast, inputs | {"attention_mask": merged * holes})
+    assert_same(slow, fast, inputs | {"attention_mask": kept * holes})
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -72,6 +73,14 @@ def test_gradients(which, layout):
     same_gradients(fast, slow, 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_no_larger_than_the_stock_models(dtype):
+    slow, fast = (model.float() for model in both((64, 64)))
+    mine, theirs = half_errors((fast, slow), dtype, [ragged((70, 64, 65, 70, 33, 70, 66, 70), "some")])
+    assert mine.mean() <= theirs.mean()
+    assert mine.square().mean() <= theirs.square().mean()
+
+
 @torch.no_grad()
 def test_arguments():
     slow, fast = both()
@@ -82,6 +91,9 @@ def test_arguments():
         {"attention_mask": kept, "position_ids": torch.randint(2, 70, (8, 70)), "token_type_ids": ids % 2},
         {"attention_mask": kept.float(), "global_attention_mask": flags.bool()},
         {"attention_mask": kept, "global_attention_mask": flags.int()},
+        # Neither 4 nor 3 is global
+        {"attention_mask": kept * (1 + flags), "global_attention_mask": flags},
+        {"attention_mask": kept, "global_attention_mask": 2 * flags},
         {"global_attention_mask": flags},
         {},
     ):
@@ -187,6 +199,18 @@ def test_heads_choose_their_global_tokens(task, tmp_path):
     fastbert.restore(fast)
     close(fast(input_ids=ids)[0], slow(input_ids=ids)[0], 1e-12)
     assert all(type(a) is type(b) for a, b in zip(fast.modules(), slow.modules(), strict=True))
+
+
+@torch.no_grad()
+def test_tuples_of_a_head_without_a_pooler():
+    slow, fast = both(auto=transformers.AutoModelForTokenClassification)
+    inputs, found = ragged(which="some"), []
+    for model in (slow, fast):
+        found.append(model(**inputs, return_dict=False, output_hidden_states=True))
+    kept = inputs["attention_mask"].bool()
+    assert len(found[0]) == len(found[1]) == 2
+    for theirs, ours in zip(*(states for _, states in found), strict=True):
+        close(ours[kept], theirs[kept], 1e-9)
 
 
 def test_dropout_of_probabilities_is_drawn_by_the_attention_modules_mode():
