@@ -137,6 +137,7 @@ def test_dropout():
         close(fast(long)[0], expected, 1e-9)
     fast.eval()
     fast.config.attention_probs_dropout_prob = 0.5
+    assert torch.equal(fast(short)[0], fast(short)[0])
     for layer in fast.encoder.layer:
         layer.attention.get_submodule("self").train()
     with calls(fast, packed=4, fused=4 * LAYERS):
