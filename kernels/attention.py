@@ -141,7 +141,7 @@ def candidates(
     """What a tuner may choose from: the ladder, then configs that only a measurement can rank."""
     found = ladder(headdim, dtype, extras, capability)
     block_d = max(16, triton.next_power_of_2(headdim))
-    if dtype == torch.float32 or block_d > 64:
+    if dtype == torch.float32 or block_d > 64 or extras in ("relative", "most"):
         return found
     if extras:
         tiles = EXTRA_TILES.get(capability[0], ()) if block_d == 64 else ()

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.launch import cdiv, launch, next_power_of_2
+from fastbert.kernels.launch import MOST_REGISTERS, cdiv, launch, next_power_of_2
 
 if TYPE_CHECKING:
     from fastbert.ops.attention_relative import RelativeScores
@@ -204,6 +204,7 @@ def relative_bwd(
             BLOCK_M=block_m,
             BLOCK_C=block_c,
             num_warps=4,
+            maxnreg=MOST_REGISTERS,
         )
         return out
 

@@ -14,7 +14,7 @@ from tests.support import processes
 
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTION = {"_attention_places_kernel", "_attention_fwd_kernel", "_attention_bwd_dq_kernel"}
-ATTENTION |= {"_attention_bwd_dkdv_kernel", "_attention_bwd_dbias_kernel"}
+ATTENTION |= {"_attention_bwd_dkdv_kernel", "_attention_bwd_dbias_kernel", "_attention_bwd_columns_kernel"}
 # op -> the kernels of its small cases
 OPS = {
     "attention": ATTENTION,

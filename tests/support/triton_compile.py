@@ -30,6 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_inputs import Window
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
@@ -160,12 +161,28 @@ def attention_inputs(
     return inputs, t(n_slots, attention_slots.FIELDS, dtype=I32)
 
 
-def call_attention(config, *sizes, save_bits: bool = False, probs: bool = False, **options) -> None:
+def relative_scores(inputs: AttentionInputs, which: str) -> RelativeScores | None:
+    """Scores of distances: of queries, keys, distances alone ("q", "k", "b"), by positions ("p")."""
+    t, (total, nheads, _), size = empty(inputs.q.dtype), inputs.q.shape, inputs.max_seqlen
+    if not which:
+        return None
+    return RelativeScores(
+        t(2 * size + 1, dtype=I32),
+        *(t(nheads, total, 512).transpose(0, 1) if letter in which else None for letter in "qk"),
+        t(nheads, 512) if "b" in which else None,
+        t(inputs.cu_seqlens.shape[0] - 1, size, dtype=I64) if "p" in which else None,
+    )
+
+
+def call_attention(
+    config, *sizes, save_bits: bool = False, probs: bool = False, relative: str = "", **options
+) -> None:
     inputs, places = attention_inputs(*sizes, **options)
-    of_kernels("attention").attention_fwd_with(config, inputs, probs, save_bits, places)
+    more = probs, save_bits, places, relative_scores(inputs, relative)
+    of_kernels("attention").attention_fwd_with(config, inputs, *more)
 
 
-def call_attention_bwd(configs, *sizes, saved: bool = False, **options) -> None:
+def call_attention_bwd(configs, *sizes, saved: bool = False, relative: str = "", **options) -> None:
     inputs, places = attention_inputs(*sizes, **options)
     total, nheads, _ = inputs.q.shape
     t = empty(inputs.q.dtype)
@@ -173,7 +190,8 @@ def call_attention_bwd(configs, *sizes, saved: bool = False, **options) -> None:
     keep_bits = t(nheads, total, inputs.max_seqlen // 32, dtype=I32) if saved else None
     need = AttentionNeeds(True, True, True, inputs.bias is not None, inputs.gate is not None)
     kernels = of_kernels("attention_backward")
-    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need, places)
+    more = places, relative_scores(inputs, relative), (bool(relative),)
+    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need, *more)
 
 
 def call_linear(
@@ -360,13 +378,21 @@ def attention_jobs(kernels, full: bool) -> Jobs:
         "all": saved | MASK | MORE | {"probs": True},
         "all-window": saved | MASK | LOCAL | {"probs": True},
     }
-    kinds = {"": PLAIN, "dropout": dropout, "extras": extras}
+    relative = {
+        "relative": {"relative": "qk"},
+        "relative-placed": {"relative": "qkbp", "gate": True},
+        "relative-saved": saved | {"relative": "qkb", "gate": True},
+    }
+    most = {name: saved | MASK | {"relative": "qkbp", "probs": True} for name in ("most", "most-window")}
+    most["most"] |= MORE
+    most["most-window"] |= LOCAL
+    kinds = {"": PLAIN, "dropout": dropout, "extras": extras, "relative": relative, "most": most}
     for arch, dtype, headdim, (kind, options) in product(
         SHARED_LIMIT, (BF16, FP32, FP16), HEADDIMS, kinds.items()
     ):
         configs = kernels.candidates(headdim, dtype, kind, divmod(arch, 10))
         for config, name in product(configs, options):
-            usual = ("plain", "window", "saved", "all")
+            usual = ("plain", "window", "saved", "all", "relative", "most")
             wanted = headdim == 64 and config == configs[0] and name in usual
             if full:
                 wanted = wanted or dtype != FP16
@@ -397,6 +423,10 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
         "all-drawn": DRAWN | MASK | MORE,
         "all-window": from_bits | MASK | LOCAL,
         "all-drawn-window": DRAWN | MASK | LOCAL,
+        "relative": {"relative": "qk"},
+        "relative-all": from_bits | MASK | MORE | {"relative": "qkb"},
+        "relative-window": from_bits | MASK | LOCAL | {"relative": "qkb"},
+        "relative-drawn": DRAWN | MASK | LOCAL | {"relative": "qkb"},
     }
     saved = {
         "saved": from_bits,
@@ -410,17 +440,26 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
         ladder = kernels.ladder(headdim, dtype, options is extras, options is saved, divmod(arch, 10))
         for configs, name in product(ladder, options):
             high = configs == ladder[0]
+            scores = "relative" in options[name]
             if dtype == FP32 and "saved" in options[name]:
                 wanted = False  # fastbert.ops.dropout.SAVED_ON: never
+            elif scores and headdim > kernels.MAX_RELATIVE_HEADDIM:
+                wanted = False
             elif full:
                 combined = name in ("plain", "window", "all", "all-drawn", "saved-all", "saved-window")
+                combined |= scores
                 wanted = combined and (dtype != FP16 or (headdim == 64 and high))
                 wanted = wanted or (headdim in (32, 64) and dtype == BF16 and high)
             else:
                 wanted = headdim == 64 and dtype == BF16 and high
-                wanted &= name in (("all", "saved", "window") if arch == 90 else ("saved", "window"))
+                wanted &= name in (
+                    "saved",
+                    "window",
+                    "relative",
+                    *(("all", "relative-all") if arch == 90 else ()),
+                )
             if wanted:
-                if options is extras and "window" in options[name]:
+                if scores or (options is extras and "window" in options[name]):
                     configs = kernels.lowered(configs)
                 call = partial(call_attention_bwd, configs, dtype, headdim, **options[name])
                 yield title(dtype, headdim, "high" if high else "low", name), arch, call
@@ -430,6 +469,15 @@ def attention_places_jobs(kernels, full: bool) -> Jobs:
     """The table of places, with sequences ranked and in order."""
     for arch, batch in product(SHARED_LIMIT, (32, kernels.RANKED + 1)):
         yield title(batch), arch, partial(kernels.attention_places, empty(I32)(batch + 1), TOKENS, 512)
+
+
+def attention_relative_jobs(kernels, full: bool) -> Jobs:
+    """The gradients of all scores of distances; `full`: few columns as well."""
+    for arch, columns in product(SHARED_LIMIT, (512, 21, 1) if full else (512,)):
+        rows, distances = empty(FP32)(TOKENS, 12, columns), empty(I32)(1025)
+        relative = RelativeScores(distances, rows, rows, empty(FP32)(12, columns))
+        ds, ends = empty(FP32)(32, 12, 512, 512), empty(I32)(33)
+        yield title(columns), arch, partial(kernels.relative_bwd, ds, relative, (True,) * 3, ends, TOKENS)
 
 
 def linear_backward_jobs(kernels, full: bool) -> Jobs:
@@ -592,7 +640,8 @@ def rotary_jobs(kernels, full: bool) -> Jobs:
 JOBS = {
     jobs.__name__.removesuffix("_jobs"): jobs
     for jobs in (
-        *(attention_jobs, attention_backward_jobs, attention_places_jobs, cross_entropy_jobs, embedding_jobs),
+        *(attention_jobs, attention_backward_jobs, attention_places_jobs, attention_relative_jobs),
+        *(cross_entropy_jobs, embedding_jobs),
         *(feed_forward_jobs, first_attention_jobs, layer_norm_jobs, linear_jobs, linear_backward_jobs),
         *(linear_gated_jobs, linear_norm_jobs, packing_jobs, pooling_jobs, rotary_jobs),
     )

@@ -95,7 +95,8 @@ def products_of_attention_backward(row: dict) -> None:
     ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(row["arch"], 10))
     which = row["kernel"].split("_")[3]
     configs = ladder[0 if rung == "high" else -1]
-    config = getattr(kernels.lowered(configs) if extras and "window" in name else configs, which)
+    low = extras and ("window" in name or "relative" in name)
+    config = getattr(kernels.lowered(configs) if low else configs, which)
     high = dtype != "float32" and (config.block_n if which == "dkdv" else config.block_m) >= 64
     assert (row["wgmma"] > 0) == (row["arch"] == 90 and high), row
     assert which == "dbias" or (row["left_in_registers"] > 0) == (row["wgmma"] > 0), row
@@ -109,6 +110,7 @@ GATES = {
     "attention": products_of_attention,
     "attention_backward": products_of_attention_backward,
     "attention_places": None,
+    "attention_relative": None,
     "cross_entropy": None,
     "embedding": None,
     "feed_forward": product_of_tma,

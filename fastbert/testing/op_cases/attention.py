@@ -278,6 +278,7 @@ class AttentionCase(Case):
 
 SMALL = [
     AttentionCase((17, 0, 5), 2, 64, capacity=3, lse=True),
+    AttentionCase((19, 6), 1, 32, relative="qkb", lse=True),
     AttentionCase((7, 33), 2, 32, bias="sequence", masked=True, dropout_p=0.25, packed_qkv=True),
 ]
 ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
@@ -292,6 +293,8 @@ ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
     AttentionCase((512, 300), 12, 64, packed_qkv=True, window=(64, 64), dropout_p=0.1),
     AttentionCase((1100,), 12, 64, packed_qkv=True, window=(256, 256), lse=True),
     AttentionCase((512, 300, 257), 12, 64, packed_qkv=True, kv_heads=4, lse=True),
+    # DeBERTa's
+    AttentionCase((512, 300), 12, 64, packed_qkv=True, relative="qk", dropout_p=0.1),
 ]
 CASES = [
     *SMALL,
