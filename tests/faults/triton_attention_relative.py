@@ -44,4 +44,9 @@ FAULTS = (
     _fault("gradient of the summed batch by its sequences", "    if batch < cu_seqlens.shape[0] - 1:\n", "    if False:\n"),
 )  # fmt: skip
 
-SUITE = interpreted(FAULTS, "tests/triton/test_attention_relative.py")
+SUITE = interpreted(
+    FAULTS,
+    "tests/triton/test_attention_relative.py",
+    "tests/triton/test_attention_error_rule.py",
+    *("-k", "relative"),
+)

@@ -147,6 +147,17 @@ def test_each_gradient_alone(shape):
     assert (every[6][sum(LENGTHS) :] == 0).all()
 
 
+def test_nothing_is_read_past_the_last_row():
+    """Tiles reach beyond the last sequence, and beyond the memory of its scores."""
+    inputs = made((3, 19), 1, 16, torch.float32, device=DEVICE)
+    rows, positions = randn(22, 1, 41), torch.arange(38).reshape(2, 19).to(DEVICE)
+    columns = torch.arange(41, dtype=torch.int32, device=DEVICE)
+    relative = RelativeScores(columns, rows, rows, None, positions)
+    expected = forward_of(with_dense(inputs, relative)[0])
+    for found, truth in zip(forward_of(inputs, relative), expected, strict=True):
+        torch.testing.assert_close(found, truth, **CLOSE)
+
+
 def test_half_precision_and_terms_of_other_dtypes():
     inputs, relative = inputs_of(torch.bfloat16), scores_of("qkb", dtype=torch.bfloat16)
     wide = RelativeScores(relative.columns, *(t.double() for t in relative[1:4]))
