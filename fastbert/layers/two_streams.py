@@ -10,6 +10,10 @@ a query, so the difference of the two alone is scored. All of it but q · k is a
 The content stream h is what other encoders have. The query stream g begins with one trained vector at each
 token to predict, and has its own queries, but the keys and values of h. A mask of pairs says what it sees.
 
+Where a backend multiplies tables (`ops.attention_relative`), inference derives R once, and makes one query
+q' = q + b_w for all terms: (q_i + b_r) · R = q'_i · R + (b_r - b_w) · R, whose last product is a bias by
+distance, and the same with b_s and s.
+
 `StreamLayer.forward` computes the content stream of packed tokens, by the op `attention`. Rows of a query
 stream may be among them, with a mask. `StreamLayer.streams` computes both streams of a padded batch, and
 memories: the layer's inputs in previous calls, as further keys and values.
@@ -35,7 +39,7 @@ from fastbert.layers.modules import calls_all, is_plain
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.attention_grid import to_grid
-from fastbert.ops.attention_relative import RelativeScores
+from fastbert.ops.attention_relative import RelativeScores, ScoreTable, score_table_maker
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.runtime import prepared
 
@@ -103,10 +107,13 @@ class RelativeAttention(nn.Module, OwnMatrices):
         for parameter in self.parameters(recurse=False):
             parameter.normal_(0.0, std)
 
-    def product(self, names: str, x: Tensor) -> Tensor:
+    def product(self, names: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """(rows, hidden) times the matrices of these names, side by side: (rows, all their heads · head_dim).
 
         The matrix "o" is multiplied from the other side: (rows, heads · head_dim) -> (rows, hidden).
+
+        Args:
+            bias: (nheads, head_dim), added to the first product, in inference alone; None for none.
         """
         own = tuple(cast(Tensor, self._parameters[name]).flatten(1) for name in names)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -117,10 +124,14 @@ class RelativeAttention(nn.Module, OwnMatrices):
             weight = own[0] if names == "o" else torch.cat([m.T for m in own])
             linear = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta").eval()
             linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+            if bias is not None:
+                rest = bias.new_zeros(weight.shape[0] - bias.numel())
+                linear.bias = nn.Parameter(torch.cat([bias.flatten(), rest]), requires_grad=False)
             return linear
 
         sources = tuple(cast(Tensor, self._parameters[name]) for name in names)
-        return apply_linear(prepared.derived(self, ("product", names), sources, build), x)
+        sources += () if bias is None else (bias,)
+        return apply_linear(prepared.derived(self, ("product", names, bias is None), sources, build), x)
 
     def of_distances(self, given: Sinusoids, keeps: bool) -> Tensor:
         """R of the distances within reach: (2 · reach, nheads, head_dim).
@@ -176,6 +187,54 @@ class RelativeAttention(nn.Module, OwnMatrices):
         more = every[..., -1:].to(compute) + constant.to(compute)[:, None, None]
         return torch.addcmul(found, more, segments.to(compute))
 
+    def kept_table(self, given: Sinusoids, x: Tensor) -> KeptTable | None:
+        """What inference keeps, where the serving backend multiplies tables; else None.
+
+        Args:
+            given: the table of sinusoids, which depends on its number of rows alone.
+            x: (total, hidden), the layer's input.
+        """
+        maker = score_table_maker(x)
+        if maker is None or checks.autocast_dtype(x) is not None or self.r.dtype != x.dtype:
+            return None
+
+        def build() -> KeptTable:
+            compute = checks.compute_dtype(x)
+            r = self.product("r", given.table.to(x.dtype)).unflatten(1, self.heads).to(compute)
+            apart = (self.seg_embed[1] - self.seg_embed[0]).to(compute)
+            # Row 0 has a distance that no pair has
+            r, apart = r * self.scale, apart * self.scale
+            r[0] = apart
+            w, own, types = (b.to(compute) for b in (self.r_w_bias, self.r_r_bias, self.r_s_bias))
+            bias = torch.einsum("nd,rnd->nr", own - w, r)
+            return KeptTable(maker(r.to(x.dtype)), bias, ((types - w) * apart).sum(-1))
+
+        sources = self.r, self.seg_embed, self.r_w_bias, self.r_r_bias, self.r_s_bias
+        return prepared.derived(self, ("table", given.table.shape[0], x.dtype, maker), sources, build)
+
+    def by_table(
+        self, kept: KeptTable, q: Tensor, given: Sinusoids, batch: PackedBatch
+    ) -> tuple[RelativeScores, Tensor | None]:
+        """(the scores of distances, the scores of token types or None), as `relative` and `of_types`.
+
+        Args:
+            kept: what `kept_table` returns.
+            q: (total, nheads, head_dim), with b_w.
+            given: see `forward`.
+            batch: where the sequences are.
+        """
+        first, count = given.table.shape[0] // 2 - given.reach + 1, 2 * given.reach - 1
+        # One product if the row of types is next to the rows of distances
+        start = 0 if first == 1 and given.segments is not None else first
+        found = kept.table.scores(q, start, first + count - start)
+        columns = torch.arange(count, dtype=torch.int32, device=q.device)
+        bias = kept.bias[:, first : first + count]
+        relative, of_types = RelativeScores(columns, found[..., first - start :], bias=bias), None
+        if given.segments is not None:
+            own = found if start == 0 else kept.table.scores(q, 0, 1)
+            of_types = _grid(own[..., 0].float() + kept.of_types, batch).transpose(1, 2)[..., None]
+        return relative, of_types
+
     def relative(self, q: Tensor, r: Tensor) -> RelativeScores:
         """The scores of distances alone, of packed tokens.
 
@@ -204,20 +263,28 @@ class RelativeAttention(nn.Module, OwnMatrices):
         self, x: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
     ) -> tuple[Tensor, Tensor | None]:
         """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None)."""
-        given = batch.sinusoids
+        given, kept = batch.sinusoids, None
         assert given is not None
-        q, k, v = self.product("qkv", x).unflatten(1, (3, *self.heads)).unbind(1)
-        r = self.of_distances(given, batch.seed is None)
-        relative, bias = None, batch.bias
-        if given.index is None and asked.taps is None:
-            relative = self.relative(q, r)
-            if given.segments is not None:
-                of_types = self.of_types(q, batch) * given.segments
-                bias = of_types if bias is None else of_types + bias
+        simple = given.index is None and asked.taps is None
+        if simple and batch.seed is None and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            kept = self.kept_table(given, x)
+        added = None if kept is None else self.r_w_bias
+        q, k, v = self.product("qkv", x, added).unflatten(1, (3, *self.heads)).unbind(1)
+        relative, of_types, bias = None, None, batch.bias
+        if kept is not None:
+            relative, of_types = self.by_table(kept, q, given, batch)
         else:
-            scores = self.scores(_grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
-            bias = scores if bias is None else scores + bias
-        q = q + self.r_w_bias.to(q.dtype)
+            r = self.of_distances(given, batch.seed is None)
+            if simple:
+                relative = self.relative(q, r)
+                of_types = None if given.segments is None else self.of_types(q, batch)
+            else:
+                scores = self.scores(_grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
+                bias = scores if bias is None else scores + bias
+            q = q + self.r_w_bias.to(q.dtype)
+        if of_types is not None and given.segments is not None:
+            of_types = of_types * given.segments
+            bias = of_types if bias is None else of_types + bias
         if asked.taps is not None:
             q, k, v, bias = asked.taps.qkv(asked.number, q, k, v, replace(batch, bias=bias))
         found: Any = attention(
@@ -281,6 +348,21 @@ class RelativeAttention(nn.Module, OwnMatrices):
             probs = probs.masked_fill(hidden, 0.0)
         kept = self.dropout(probs)
         return torch.einsum("bnij,bjnd->bind", kept, v.to(compute)).to(v.dtype), probs.to(v.dtype)
+
+
+class KeptTable(NamedTuple):
+    """What inference keeps of a layer for one table of sinusoids of 2n rows.
+
+    Attributes:
+        table: R, scaled; row n + d has the distance d from the query to the key, and row 0 the difference of
+            the vectors of token types.
+        bias: (nheads, 2n), the score of each row by b_r - b_w, in the compute dtype.
+        of_types: (nheads,), the score of that difference by b_s - b_w.
+    """
+
+    table: ScoreTable
+    bias: Tensor
+    of_types: Tensor
 
 
 class Pairs(NamedTuple):

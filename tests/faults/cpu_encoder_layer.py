@@ -59,7 +59,7 @@ FAULTS = (
     _fault("a piece's rows from the first", "+ begin * heads->row_stride * size;", "+ 0 * begin * heads->row_stride * size;"),
     _fault("a piece's output to the first rows", "static_cast<char*>(all.out) + begin", "static_cast<char*>(all.out) + 0 * begin"),
     _fault("a piece's ends as the batch counts them", "static_cast<std::int32_t>(layer.cu_seqlens[b] - begin)", "static_cast<std::int32_t>(layer.cu_seqlens[b])"),
-    _fault("a piece's bias of the first sequences", "own.bias.data += first * all.bias.batch_stride;", ""),
+    _fault("a piece's bias of the first sequences", "own.bias.data += first * all.bias.batch_stride;", "own.bias.data += 0;"),
     _fault("both terms in one place", "memory += rows * layer.nheads", "memory += 0 * rows * layer.nheads"),
     _fault("columns from the panel's first", "scores = {memory + skipped,", "scores = {memory,"),
     _fault("heads' scores a row too near", "columns, rows * columns};", "columns, (rows - 1) * columns};"),

@@ -13,13 +13,14 @@ from fastbert.checkpoint.files import CheckpointError
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.formats import FullSentences
 from fastbert.pretraining.objectives.permutation import Permutation
+from fastbert.runtime.dispatch import use_backend
 from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import hf_model
-from tests.support.model_pairs import NO_DROPOUT, close, native
+from tests.support.model_pairs import NO_DROPOUT, close, half_errors, kept_rows, native
 from tests.support.objectives import batch_of, built, numbered, tensors
 
 BATCH, LENGTH, PREDICTIONS = 4, 17, 5
-EXACT = 1e-9
+EXACT, NEAR = 1e-9, {"rtol": 1e-4, "atol": 1e-4}
 HEADS = (
     "XLNetLMHeadModel",
     "XLNetForSequenceClassification",
@@ -129,6 +130,53 @@ def test_lengths_around_the_kept_tables(length):
         model.layer[0].rel_attn.r.mul_(1.5)
         hf.layer[0].rel_attn.r.mul_(1.5)
         close(model(ids).last_hidden_state, hf(ids).last_hidden_state, EXACT)
+
+
+def ragged(*lengths: int) -> dict[str, torch.Tensor]:
+    """Padding on the right, so that tokens are adjacent; three types of tokens."""
+    g = torch.Generator().manual_seed(0)
+    ids, types = (
+        torch.randint(a, b, (len(lengths), max(lengths)), generator=g) for a, b in ((5, 120), (0, 3))
+    )
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+def biased(hf: torch.nn.Module) -> torch.nn.Module:
+    """The model with biases of queries that matter."""
+    with torch.no_grad():
+        for layer in hf.layer:
+            for bias in (layer.rel_attn.r_w_bias, layer.rel_attn.r_r_bias, layer.rel_attn.r_s_bias):
+                bias.normal_()
+    return hf
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_no_larger_than_transformers_own(dtype):
+    hf = biased(hf_model("xlnet", num_hidden_layers=2))
+    mine, theirs = half_errors((native(hf), hf), dtype, [ragged(1, 70, 128), ragged(129, 40)])
+    assert mine.mean() <= theirs.mean()
+    assert mine.square().mean() <= theirs.square().mean()
+
+
+@pytest.mark.parametrize("lengths", [(1, 40), (128, 3), (129, 70, 128)], ids=str)
+@pytest.mark.parametrize("typed", [False, True])
+@torch.no_grad()
+def test_what_inference_keeps(lengths, typed):
+    """One query for all terms, and the table in the backend's layout, until a weight changes."""
+    model, inputs = native(biased(hf_model("xlnet", num_hidden_layers=2))), ragged(*lengths)
+    if not typed:
+        del inputs["token_type_ids"]
+    attention = model.layer[0].rel_attn
+    for name in (None, "r", "r_w_bias", "r_r_bias", "r_s_bias", "seg_embed", "q"):
+        if name is not None:
+            getattr(attention, name).mul_(-1.5)
+        found = kept_rows(model, inputs)
+        torch.testing.assert_close(found, kept_rows(copy.deepcopy(model).double(), inputs).float(), **NEAR)
+        with use_backend("aten"):
+            torch.testing.assert_close(kept_rows(model, inputs), found, **NEAR)
+    one = {key: t[:1, : lengths[0]] for key, t in inputs.items()}
+    assert torch.equal(kept_rows(model, one), kept_rows(model, inputs)[: lengths[0]])
 
 
 def labels_of(name: str) -> dict[str, torch.Tensor]:
