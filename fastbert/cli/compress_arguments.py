@@ -27,6 +27,11 @@ def add_prune(commands: Any) -> None:
     add("--heads", metavar="X", help=units.format("heads"))
     add("--neurons", metavar="X", help=units.format("neurons"))
     add("--layers", metavar="N,…", help="layers to keep, from 0 (default all)")
+    add(
+        "--vocabulary",
+        metavar="FILE",
+        help="text, one per line: word pieces that it does not use go, but no special token or character",
+    )
     add("--score", choices=SCORES, default="taylor", help="what chooses heads and neurons (default taylor)")
     add(
         "--input",

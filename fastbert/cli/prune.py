@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from fastbert.analysis import results
 from fastbert.analysis.intervals import estimate
@@ -17,13 +19,16 @@ from fastbert.analysis.walk import at_rest
 from fastbert.checkpoint.files import read_json
 from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of
 from fastbert.cli.usage import UsageError
+from fastbert.compression import vocabulary
 from fastbert.compression.pruning import Pruned, prune
 from fastbert.compression.size import TOKENS, tokens_per_second
 from fastbert.finetuning.run import TOKENIZER_FILES
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.examples import Examples
+from fastbert.tasks.files import filled_lines
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,10 +36,17 @@ def run(args: argparse.Namespace) -> int:
     output = results.check_free(args.output)
     units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
     layers = _layers(args.layers)
-    if layers is None and all(given is None for given in units.values()):
-        raise UsageError("--heads, --neurons, --layers: expected at least one")
+    if layers is None and args.vocabulary is None and all(given is None for given in units.values()):
+        raise UsageError("--heads, --neurons, --layers, --vocabulary: expected at least one")
     model, examples, pooling = model_of(args.model, args.device), None, None
     options = {"layers": layers, "score": args.score, "multiple": args.multiple, "seed": args.seed, **units}
+    tokenizer = None
+    if args.vocabulary is not None:
+        whole = load_tokenizer(args.model)
+        options["vocabulary"] = ids = vocabulary.used_ids(
+            whole, (text for _, text in filled_lines(args.vocabulary))
+        )
+        tokenizer = vocabulary.without(whole, ids)
     if args.input is None:
         found = prune(model, **options)
     else:
@@ -44,13 +56,18 @@ def run(args: argparse.Namespace) -> int:
             examples, pooling = load_examples(args, model), pooling_of(args, model)
             found = prune(model, **options, examples=examples, pooling=pooling)
     saved = found.dense() if args.dense else found.model
-    _save(saved, Path(args.model), output)
+    _save(saved, Path(args.model), output, tokenizer)
     print(f"{output}: {_removed(found, model)}")
     for line in _costs(found, model):
         print(f"  {line}")
     if examples is not None:
         with naming_lines(args, model):
-            print(f"  {_score(model, found.model, examples, pooling, args.batch_tokens)}")
+            if tokenizer is None:
+                after = examples
+            else:
+                args.model = str(output)
+                after = load_examples(args, found.model)
+            print(f"  {_score([(model, examples), (found.model, after)], pooling, args.batch_tokens)}")
     return 0
 
 
@@ -78,17 +95,28 @@ def _layers(given: str | None) -> list[int] | None:
         raise UsageError(f"--layers {given}: expected numbers with commas between") from None
 
 
-def _save(model: PreTrainedModel, source: Path, output: Path) -> None:
+def _save(model: PreTrainedModel, source: Path, output: Path, tokenizer: Tokenizer | None) -> None:
     """Save a model as its source was: as a sentence encoder, or with the tokenizer's files beside it."""
     if not isinstance(model, TaskModel) and (source / "modules.json").is_file():
         encoder = SentenceEncoder.from_pretrained(source, device=model.device)
         encoder.model = model
         encoder.save_pretrained(output)
+    else:
+        model.save_pretrained(output)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, output / name)
+    if tokenizer is None:
         return
-    model.save_pretrained(output)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, output / name)
+    tokenizer.save(str(output / "tokenizer.json"))
+    if (output / "vocab.txt").is_file():
+        words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+        (output / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    if (config := output / "tokenizer_config.json").is_file():
+        # Its ids are those of tokenizer.json, which has them too
+        content = read_json(config)
+        content.pop("added_tokens_decoder", None)
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
@@ -98,6 +126,8 @@ def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
             parts.append(f"{gone:,} {name}")
     if len(found.layers) < layers:
         parts.append(f"{layers - len(found.layers)} of {layers} layers")
+    if pieces := model.config.vocab_size - found.model.config.vocab_size:
+        parts.append(f"{pieces:,} word pieces")
     return f"without {', '.join(parts)}" if parts else "nothing was removed"
 
 
@@ -123,20 +153,14 @@ def _costs(found: Pruned[Any], model: PreTrainedModel) -> list[str]:
     return [f"{name:<28} {a:>14} -> {b:>14}  {ratio:.2f} x" for name, a, b, ratio in rows]
 
 
-def _score(
-    before: PreTrainedModel,
-    after: PreTrainedModel,
-    examples: Examples,
-    pooling: str | None,
-    batch_tokens: int,
-) -> str:
-    texts = []
-    for model in (before, after):
+def _score(each: list[tuple[PreTrainedModel, Examples]], pooling: str | None, batch_tokens: int) -> str:
+    texts, name = [], ""
+    for model, examples in each:
         measure = Measure.of(model, examples, pooling)
-        scores = np.zeros(len(measure))
+        scores, name = np.zeros(len(measure)), measure.score_name
         with at_rest(model), torch.inference_mode():
             for batch, numbers, labels in measure.batches(batch_tokens):
                 hidden = model.base_model.encode_inputs(batch.inputs, None, False, False, False)[0]
                 scores[numbers] = measure.arrays(hidden, batch.inputs, labels)[1]
         texts.append(estimate(scores, seed=0).text(".4f"))
-    return f"{measure.score_name:<28} {texts[0]:>14} -> {texts[1]:>14}"
+    return f"{name:<28} {texts[0]:>14} -> {texts[1]:>14}"

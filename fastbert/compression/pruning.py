@@ -54,6 +54,7 @@ def prune(
     heads: float | _Units | None = None,
     neurons: float | _Units | None = None,
     layers: Sequence[int] | None = None,
+    vocabulary: Sequence[int] | None = None,
     score: str = "taylor",
     examples: Examples | None = None,
     pooling: str | None = None,
@@ -69,6 +70,8 @@ def prune(
         neurons: the same of the neurons of the feed-forward blocks.
         layers: the layers to keep, ascending; None for all. They are removed first, so `heads` and
             `neurons` number the layers that are kept.
+        vocabulary: the ids of word pieces to keep, ascending, which become 0, 1, …; None for all. They need
+            another tokenizer; see `fastbert.compression.vocabulary`.
         score: by what heads and neurons are chosen: "taylor" (needs `examples`), "magnitude" or "random"; see
             `fastbert.compression.scores`.
         examples: labelled examples, or pairs for an encoder without a head
@@ -99,7 +102,7 @@ def prune(
 
     gone_heads = _removed("heads", heads, lambda: found().heads)
     gone_neurons = _removed("neurons", neurons, lambda: found().neurons, multiple)
-    smaller = shrink.without(smaller, heads=gone_heads, neurons=gone_neurons)
+    smaller = shrink.without(smaller, heads=gone_heads, neurons=gone_neurons, vocabulary=vocabulary)
     kept = list(range(len(smaller.base_model.layer_list()))) if layers is None else list(layers)
     return Pruned(smaller, kept, gone_heads, gone_neurons, size_of(model), size_of(smaller))
 

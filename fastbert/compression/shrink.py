@@ -18,6 +18,7 @@ from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import is_plain, part
 from fastbert.models.base import PreTrainedModel
+from fastbert.models.config_values import brief
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 # Config keys that may be a list with one entry per layer
@@ -123,6 +124,7 @@ def without(
     heads: Mapping[int, Collection[int]] | None = None,
     neurons: Mapping[int, Collection[int]] | None = None,
     layers: Sequence[int] | None = None,
+    vocabulary: Sequence[int] | None = None,
 ) -> _Model:
     """A copy of a model without some of its parts. The model itself is not changed.
 
@@ -132,6 +134,8 @@ def without(
         neurons: layer -> the neurons to remove, numbered likewise.
         layers: the layers to keep, ascending; None for all. `heads` and `neurons` number the given model's
             layers.
+        vocabulary: the ids of word pieces to keep, ascending, which become 0, 1, …; None for all. See
+            `fastbert.compression.vocabulary`.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -174,7 +178,34 @@ def without(
     for key in _PER_LAYER:
         if isinstance(given.get(key), list) and len(given[key]) == len(every):
             changes[key] = [given[key][i] for i in kept]
+    if vocabulary is not None:
+        changes |= _cut_vocabulary(model, cut, list(vocabulary))
     return _made(model, changes, cut)
+
+
+def _cut_vocabulary(model: PreTrainedModel, state: dict[str, Tensor], ids: list[int]) -> dict[str, Any]:
+    """Keep the rows of these ids in the table of words and the decoder; returns the changes of the config."""
+    config, size, head = model.config, model.config.vocab_size, model.config.lm_head
+    if not ids or ids != sorted(set(ids)) or not all(type(i) is int and 0 <= i < size for i in ids):
+        raise ValueError(f"vocabulary: expected ascending ids below {size}, got {brief(ids)}")
+    changes: dict[str, Any] = {"vocab_size": len(ids)}
+    for key, value in config.to_dict().items():
+        if key.endswith("_token_id") and isinstance(value, int):
+            if value not in ids:
+                raise ValueError(f"vocabulary: expected config {key} {value} among the ids")
+            changes[key] = ids.index(value)
+    table = _name(model, part(model.base_model, model.family.word_table))
+    names = f"{table}.weight", f"{head.decoder}.weight", f"{head.decoder}.bias", head.bias
+    cut: dict[int, Tensor] = {}
+    for key in names:
+        if key in state and state[key].shape[0] == size:
+            # A tied tensor stays one
+            t = state[key]
+            if id(t) not in cut:
+                rows = t.detach().index_select(0, torch.tensor(ids, device=t.device))
+                cut[id(t)] = nn.Parameter(rows, requires_grad=t.requires_grad)
+            state[key] = cut[id(t)]
+    return changes
 
 
 def dense(model: _Model) -> _Model:

@@ -77,10 +77,30 @@ def test_numbers_of_a_file(folder, tmp_path, capsys):
     assert fastbert.EncoderConfig.from_pretrained(tmp_path / "out").kept_heads() == [(), None, (0, 2)]
 
 
+def test_unused_word_pieces_go(folder, tmp_path, capsys):
+    (tmp_path / "corpus.txt").write_text("the cat sat on the mat .\n\na dog\n")
+    rows = ["--input", folder / "rows.jsonl", "--labels", "class", "--vocabulary", tmp_path / "corpus.txt"]
+    assert prune(folder, "classes", tmp_path / "out", *rows) == 0
+    said = capsys.readouterr().out
+    # Of 120 rows, 31 have word pieces
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert f"without {120 - tokenizer.get_vocab_size()} word pieces" in said
+    assert "house" not in tokenizer.get_vocab()
+    model = model_of(str(tmp_path / "out"), "cpu")
+    whole = model_of(str(folder / "classes"), "cpu")
+    found, expected = (
+        model(torch.tensor([load_tokenizer(place).encode("a dog sat").ids])).logits
+        for model, place in ((model, tmp_path / "out"), (whole, folder / "classes"))
+    )
+    torch.testing.assert_close(found, expected)
+    stock = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert stock("a dog sat").input_ids == tokenizer.encode("a dog sat").ids
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("encoder", "--heads, --neurons, --layers: expected at least one"),
+        ("encoder", "--heads, --neurons, --layers, --vocabulary: expected at least one"),
         ("encoder --heads half", "--heads half: expected a share, or a .json file"),
         ("encoder --neurons 1", r"neurons: expected a share in \[0, 1\), got 1.0"),
         ("encoder --layers 0,x", "--layers 0,x: expected numbers with commas between"),
