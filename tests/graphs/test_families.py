@@ -188,7 +188,7 @@ def test_tables_of_distances_outlast_kernels_that_remove_marks(monkeypatch):
     for _ in range(2):
         with prepared.collect_used() as used:
             model(**lengths_batch([5, 9]))
-        tables.append([value for _, name, value in used if name == ("distances", torch.float32)])
+        tables.append([value for _, name, value in used if name[0] == "distances"])
     assert len(tables[0]) == 3
     assert all(map(operator.is_, *tables))
 
