@@ -263,6 +263,18 @@ def test_changed_parts_run_as_stock(said):
     assert [layer.fused for layer in fastbert.explain(fast).layers] == [True, False, True]
 
 
+@torch.no_grad()
+def test_another_dropout_of_the_encoder():
+    found = []
+    for model in models():
+        model.dropout = nn.AlphaDropout(0.5)
+        torch.manual_seed(0)
+        with calls(model, **(PADDED if found else {})):
+            found.append(model(**texts())[0])
+    assert torch.equal(*found)
+    assert fastbert.explain(model).models[0].reason == "dropout is not a plain dropout"
+
+
 OURS = {"layer_norm": LAYERS, "feed_forward_norm": LAYERS}
 OPTIONS = [
     ({}, OURS),
