@@ -94,7 +94,7 @@ class GlobalMask:
         return None
 
     def as_output(self, output: Any, return_dict: bool | None) -> Any:
-        """See `PreTrainedModel`. What the layers return as one is `attentions` and `global_attentions`."""
+        """See `PreTrainedModel`. Each layer's bands are split into `attentions` and `global_attentions`."""
         near, own = output.attentions, None
         if near is not None:
             sizes = [sum(self.config.window(i)) + 1 for i in range(len(near))]
