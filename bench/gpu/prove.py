@@ -240,7 +240,7 @@ PARTS = {
         Step("determinism-cuda", 12, 8, check("determinism", "--backend", "cuda")),
         Step("stream-cuda", 8, 6, check("stream", "--backend", "cuda")),
         Step("breakdown-d", 45, 10, breakdown),
-        Step("correctness-fp16", 75, 20, check("correctness", "--dtype", "fp16")),
+        Step("correctness-fp16", 45, 20, check("correctness", "--dtype", "fp16")),
         Step("sanitizer-hopper", 35, 15, check("sanitizer-hopper")),
     ),
 }
