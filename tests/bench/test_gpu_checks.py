@@ -182,6 +182,13 @@ def test_memory_sees_growth(check, monkeypatch):
 
 @pytest.mark.sweep
 @interpreted
+def test_graphs_of_other_families(check):
+    (row,) = run(checks.graphs, named(check, "graphs"), checks.Unit("modernbert", None, torch.bfloat16))
+    assert (row["status"], row["replays"]) == ("ok", 4)
+
+
+@pytest.mark.sweep
+@interpreted
 def test_graphs_see_stale_weights_and_calls_that_are_not_replayed(check, monkeypatch):
     assert run(checks.graphs, named(check, "graphs"), ENCODER)[0]["status"] == "ok"
     check.rows.clear()
