@@ -107,14 +107,15 @@ def reads_distances(model: BertModel) -> bool:
 def dense_scores(model: BertModel, bucket: Bucket) -> str | None:
     """Why the scores of distances would take too much memory in a graph; None if they would not.
 
-    A backend that does not read them gets one matrix per head and sequence, of the size that the bucket has
-    room for.
+    A backend that does not read them gets one matrix per head, and per sequence where DeBERTa scores them, of
+    the size that the bucket has room for.
     """
-    relative, config = model.config.relative(), model.config
-    if model.device.type != "cuda" or relative is None or not relative.terms or reads_distances(model):
+    config, family = model.config, model.family
+    relative, shared = config.relative(), family.alibi or family.relative_bias is not None
+    if model.device.type != "cuda" or not (shared or (relative is not None and relative.terms)):
         return None
-    longest = min(bucket.tokens, longest_text(config))
-    if bucket.sequences * config.num_attention_heads * longest**2 <= _MOST_SCORES:
+    matrices = config.num_attention_heads * (1 if shared else bucket.sequences)
+    if matrices * min(bucket.tokens, longest_text(config)) ** 2 <= _MOST_SCORES or reads_distances(model):
         return None
     return "attention does not read scores of distances, which would fill a matrix for all the graph's room"
 

@@ -19,6 +19,7 @@ from fastbert.graphs.staging import Stage
 from fastbert.graphs.training import graph_training
 from fastbert.layers import disentangled
 from fastbert.layers.batch import Relative
+from fastbert.models.bert import BertModel
 from fastbert.runtime import dispatch, prepared
 from tests.support.graphed_models import CPU, OTHERS, SIZES, Graphed, fresh, lengths_batch, same, shared
 from tests.support.hf_models import FAMILY_NAMES, batch
@@ -254,25 +255,32 @@ def test_which_embeddings_report_bad_ids(monkeypatch):
 @pytest.mark.parametrize("trains", [False, True])
 def test_scores_of_distances_as_a_dense_bias(trains, monkeypatch):
     """Where attention does not read them, a graph has at most 64 MiB of them per layer."""
-    model = fresh("deberta-v2", torch.float32, max_position_embeddings=512).train(trains)
+    longest = {"max_position_embeddings": 4096}
+    model = fresh("deberta-v2", torch.float32, **longest).train(trains)
     assert calls.reads_distances(model)  # as the kernels of a CPU do
-    small, large = (Bucket(512, sequences, False, False) for sequences in (21, 22))
     wants = ("reads_relative", ("attention training" if trains else "attention",))
-    monkeypatch.setattr(
-        dispatch,
-        "serving_function",
-        lambda name, ops, *_: (lambda *_: True) if (name, ops) == wants else None,
-    )
+    mpnet, jina = (fresh(name, **longest) for name in ("mpnet", "jina_bert"))
+    none = fresh("deberta-v2", pos_att_type=[], **longest)
     reason = "attention does not read scores of distances, which would fill a matrix for all the graph's room"
-    assert calls.dense_scores(model, large) is None  # on a CPU
-    monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
-    assert calls.dense_scores(model, large) is None  # read by attention
-    monkeypatch.setattr(dispatch, "serving_function", lambda *_: None)
-    assert calls.dense_scores(model, small) is None
-    assert calls.dense_scores(model, large) == reason
-    longest = {"max_position_embeddings": 512}
-    for other in (shared("mpnet", **longest), fresh("deberta-v2", pos_att_type=[], **longest)):
-        assert calls.dense_scores(other, large) is None
+    # 3 heads: DeBERTa has a matrix per head and sequence, the others have one per head
+    cases = (
+        (model, 512, 21, None),
+        (model, 512, 22, reason),
+        (none, 4096, 22, None),
+        (mpnet, 4096, 22, reason),
+    )
+    cases += (jina, 2364, 22, None), (jina, 2365, 22, reason)
+    devices = torch.device("cpu"), torch.device("cuda", 0)
+    for device, reads in ((devices[0], None), (devices[1], lambda *_: True), (devices[1], None)):
+        monkeypatch.setattr(BertModel, "device", device)
+        monkeypatch.setattr(
+            dispatch,
+            "serving_function",
+            lambda name, ops, *_, found=reads: found if (name, ops) == wants else None,
+        )
+        for each, tokens, sequences, expected in cases:
+            found = calls.dense_scores(each.train(trains), Bucket(tokens, sequences, False, False))
+            assert found == (expected if device.type == "cuda" and reads is None else None)
 
 
 def test_a_bucket_whose_scores_are_too_many_is_not_recorded(monkeypatch):
