@@ -1,0 +1,38 @@
+"""Pruned encoders: what half the heads, neurons or layers save, beside peers that run them with zeros."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.lib import compression, workloads
+from bench.lib.engines import MODELS
+
+pytestmark = pytest.mark.cpu
+
+# kind -> its candidates; ONNX Runtime's time is that of zeros, whatever is pruned
+CANDIDATES = dict.fromkeys(compression.KINDS, compression.ENGINES)
+CANDIDATES["half-heads"] = CANDIDATES["half-layers"] = compression.ENGINES[:4]
+
+
+def cases() -> Iterator[object]:
+    """(kind, model, workload, candidate)."""
+    for kind, candidates in CANDIDATES.items():
+        for candidate in candidates:
+            yield pytest.param(kind, "base", "8x128", candidate, marks=[pytest.mark.long])
+
+
+@pytest.mark.parametrize(("kind", "model", "workload", "candidate"), list(cases()))
+def test_compression(in_turns, peak, few, request, kind, model, workload, candidate):
+    size = workloads.TINY if request.config.getoption("smoke") else MODELS[model]
+
+    def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
+        with tempfile.TemporaryDirectory() as folder:
+            bank = compression.PrunedBank(kind, size, torch.get_num_threads(), Path(folder))
+            yield from compression.bench_pruned(bank, workload, wanted, peak, few)
+
+    in_turns(rows)
