@@ -29,7 +29,7 @@ FAULTS = (
     _fault("folded beside scores of distances", "folded = bias is None and relative is None and softmax_scale > 0", "folded = bias is None and softmax_scale > 0", _FORWARD),
     _fault("folded in backward", "folded = bias is None and relative is None and softmax_scale > 0", "folded = bias is None and softmax_scale > 0", _BACKWARD),
     _fault("rows past the sequence not masked", "allowed = allowed & (rows < length)", "allowed = allowed & (rows < length + 100)", _TILES),
-    _fault("scores before the scale", "    if not FOLDED:\n        scores *= scale\n    scores = _with", "    scores *= 1.0\n    scores = _with", _TILES),
+    _fault("scores of distances scaled", "        scores *= scale\n    scores = _with_distances(scores, relative, first_row, first_key, length, BLOCK_M, BLOCK_N, TRANSPOSED)\n", "        pass\n    scores = _with_distances(scores, relative, first_row, first_key, length, BLOCK_M, BLOCK_N, TRANSPOSED)\n    scores *= scale\n", _TILES),
     # gradients
     _fault("dS of a bias of keys", "    apart = any(need_scores[:2]) or (need_dbias and bias.shape[0] > 1)", "    apart = any(need_scores[:2])", _BACKWARD),
     _fault("dS of the bias's rows", "**shared | {\"BIAS_HAS_ROWS\": shape[2] > 1}", "**shared", _BACKWARD),
