@@ -11,8 +11,8 @@ ops/attention.py nothing reads those rows, and they change no result.
 
 `buckets.py` has the sizes of the buckets, and what an absent sequence costs. Some backends of attention on a
 GPU have a dense grid, and would compute sequences x longest² scores. If one of them serves, nothing is
-recorded (`calls.by_grid`). The same holds for large buckets of DeBERTa, if scores of distances become a dense
-bias (`calls.dense_scores`).
+recorded (`calls.by_grid`). The same holds for large buckets of DeBERTa and jina-v2, if their scores of
+distances become a dense bias (`calls.dense_scores`).
 
 Positions are inputs of a graph. Its tables of rotary positions have a row per position of the config, and its
 windows and distances are counted from each sequence's start, so a mask must have no holes where they matter.

@@ -262,7 +262,7 @@ def test_scores_of_distances_as_a_dense_bias(trains, monkeypatch):
     mpnet, jina = (fresh(name, **longest) for name in ("mpnet", "jina_bert"))
     none = fresh("deberta-v2", pos_att_type=[], **longest)
     reason = "attention does not read scores of distances, which would fill a matrix for all the graph's room"
-    # 3 heads: DeBERTa has a matrix per head and sequence, the others have one per head
+    # 3 heads: DeBERTa has a matrix per head and sequence, MPNet and jina-v2 per head
     cases = (
         (model, 512, 21, None),
         (model, 512, 22, reason),
