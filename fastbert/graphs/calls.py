@@ -98,7 +98,7 @@ def unfit_inputs(config: EncoderConfig, inputs: Inputs) -> str | None:
 
 def reads_distances(model: BertModel) -> bool:
     """Whether the backend of attention reads scores of distances; else it gets them as a dense bias."""
-    op = "attention training" if model.training else "attention"
+    op = "attention relative training" if model.training else "attention relative"
     reads = dispatch.serving_function("reads_relative", (op,), model.device, model.dtype)
     own = RelativeScores(torch.empty(0)), model.config.head_dim, model.training
     return reads is not None and reads(*own)

@@ -258,7 +258,7 @@ def test_scores_of_distances_as_a_dense_bias(trains, monkeypatch):
     longest = {"max_position_embeddings": 4096}
     model = fresh("deberta-v2", torch.float32, **longest).train(trains)
     assert calls.reads_distances(model)  # as the kernels of a CPU do
-    wants = ("reads_relative", ("attention training" if trains else "attention",))
+    wants = ("reads_relative", ("attention relative training" if trains else "attention relative",))
     mpnet, jina = (fresh(name, **longest) for name in ("mpnet", "jina_bert"))
     none = fresh("deberta-v2", pos_att_type=[], **longest)
     reason = "attention does not read scores of distances, which would fill a matrix for all the graph's room"
