@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -64,6 +66,25 @@ def test_not_where_a_part_of_the_table_of_distances_is_hooked(where):
         handle.remove()
         assert fused_layers(model, inputs) == 3
         assert torch.equal(model(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("int8", [False, True])
+@torch.no_grad()
+def test_tables_follow_the_weights(shared, int8):
+    model, inputs = of("deberta-v2", share_att_key=shared), padded_right("deberta-v2")
+    model = model.quantize("int8") if int8 else model
+    before = model(**inputs)[0]
+    names = ("query_proj", "key_proj") if shared else ("pos_query_proj", "pos_key_proj")
+    for name in names:
+        part = model.layer_list()[1].attention.self.get_submodule(name)
+        for tensor in (*part.parameters(), *part.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.5).add_(0.01)
+                found = model(**inputs)[0]
+                assert torch.equal(found, copy.deepcopy(model)(**inputs)[0])
+                assert not torch.equal(found, before)
+                before = found
 
 
 @torch.no_grad()
