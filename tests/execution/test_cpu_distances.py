@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from fastbert.acceleration import accelerate
 from fastbert.execution import cpu as executor
 from fastbert.execution.call import Call
 from fastbert.execution.plan import survey
@@ -23,7 +24,9 @@ from tests.execution.test_cpu import (
     packed,
 )
 from tests.execution.test_gpu import padded_right
+from tests.support.hf_models import hf_model
 from tests.support.inputs import ends_of
+from tests.support.layer_calls import through
 
 pytestmark = pytest.mark.skipif(
     dispatch.unsupported_reason("cpu", "linear", "cpu", torch.float32) is not None,
@@ -66,6 +69,24 @@ def test_not_where_a_part_of_the_table_of_distances_is_hooked(where):
         handle.remove()
         assert fused_layers(model, inputs) == 3
         assert torch.equal(model(**inputs)[0], expected)
+
+
+@torch.no_grad()
+def test_pieces_with_a_bias_and_the_longest_reach():
+    """288 is a step of the columns; a piece has one sequence or two."""
+    model = of("deberta-v2", position_buckets=256, max_position_embeddings=512)
+    lengths = [150, 288, 30, 60, 260]
+    x, layer = torch.randn(sum(lengths), 48), model.layer_list()[1]
+    sequences = packed(model, lengths, x, torch.randn(len(lengths), 3, 288, 288))
+    assert_same_as_op_by_op(lambda: through(layer, x, sequences), 1)
+
+
+@torch.no_grad()
+def test_8_bits_of_an_accelerated_model():
+    """Its tables are made by 8-bit copies of its own layers."""
+    model = accelerate(hf_model("deberta-v2"), dtype="int8")
+    inputs = padded_right("deberta-v2")
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], 3)
 
 
 @pytest.mark.parametrize("shared", [True, False])
