@@ -65,6 +65,6 @@ def bench_pruned(
     for row in bench_encoder(bank.model, workload, build(bank, wanted), roofs, samples=samples):
         left_out = {"gflops", "of_floor", "floor_tokens_per_s"}
         if row["candidate"].startswith("whole"):
-            # Another function than the others'
+            # It computes another function
             left_out |= {"cosine", "cosine_to"}
         yield {key: value for key, value in row.items() if key not in left_out}
