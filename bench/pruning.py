@@ -1,0 +1,183 @@
+"""Accuracy over the share that is pruned, by score and without retraining: `python bench/pruning.py`.
+
+A small encoder learns two tasks. In one half of the texts there is a key, then words that each have a key and
+a value, in random order; the label is the value of the word with the text's key, which heads find. In the
+other half there is a number beside the key, and the label is in a fixed random table, which neurons
+remember. Each seed trains its own model, on texts and a table of its own.
+
+    python bench/pruning.py [--seeds 5] [--json FILE] [--figure FILE.png]
+
+A row has the accuracy of one seed's whole model and at each share, for one unit and score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import fastbert  # noqa: E402
+from bench.lib import machine  # noqa: E402
+from bench.lib.report import Report  # noqa: E402
+from fastbert.analysis.measures import Measure  # noqa: E402
+from fastbert.compression.scores import SCORES  # noqa: E402
+from fastbert.tasks.examples import Examples  # noqa: E402
+
+KEYS, NUMBERS, VALUES = 12, 12, 6
+WORDS = 10
+# [PAD], [CLS] and [SEP], then keys, then numbers, then a word per key and value
+FIRST_KEY, FIRST_NUMBER, FIRST_WORD = 3, 3 + KEYS, 3 + KEYS + NUMBERS
+CONFIG = {
+    "vocab_size": FIRST_WORD + KEYS * VALUES,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 128,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.1,
+    "num_labels": VALUES,
+}
+STEPS, BATCH, LEARNING_RATE = 3000, 128, 1e-3
+# Training ends at this accuracy of the last steps
+LEARNED = 0.995
+SHARES = tuple(i / 10 for i in range(1, 10))
+UNITS = ("heads", "neurons")
+
+
+def table_of(seed: int) -> np.ndarray:
+    """(KEYS, NUMBERS) labels."""
+    return np.random.default_rng([seed, 3]).integers(0, VALUES, (KEYS, NUMBERS))
+
+
+def texts(draw: np.random.Generator, table: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids (count, WORDS + 4), labels (count,))."""
+    keys = draw.permuted(np.tile(np.arange(KEYS), (count, 1)), axis=1)[:, :WORDS]
+    values = draw.integers(0, VALUES, (count, WORDS))
+    words = FIRST_WORD + keys * VALUES + values
+    numbers, asks = draw.integers(0, NUMBERS, count), draw.random(count) < 0.5
+    # The key is that of the first word, which then moves
+    ids = np.empty((count, WORDS + 4), np.int64)
+    ids[:, 0], ids[:, 1], ids[:, 3] = 1, FIRST_KEY + keys[:, 0], 2
+    ids[:, 2] = np.where(asks, FIRST_NUMBER + numbers, 2)
+    ids[:, 4:] = draw.permuted(words, axis=1)
+    return ids, np.where(asks, table[keys[:, 0], numbers], values[:, 0])
+
+
+def examples(draw: np.random.Generator, table: np.ndarray, count: int) -> Examples:
+    """Labelled texts, as `fastbert.prune` takes them."""
+    ids, labels = texts(draw, table, count)
+    flat = ids.ravel()
+    none = np.zeros_like(flat)
+    starts = np.arange(count + 1) * ids.shape[1]
+    return Examples(flat, starts, none, none, none.astype(np.int8), none, labels)
+
+
+def trained(seed: int) -> tuple[fastbert.BertForSequenceClassification, int]:
+    """(a model that has learned the task, the steps that it took)."""
+    torch.manual_seed(seed)
+    model = fastbert.BertForSequenceClassification(fastbert.EncoderConfig(**CONFIG)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.01)
+    draw, table, right = np.random.default_rng([seed, 0]), table_of(seed), 0.0
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 100) * (1 - step / STEPS)
+        ids, labels = map(torch.from_numpy, texts(draw, table, BATCH))
+        out = model(input_ids=ids, labels=labels)
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        right += 0.02 * ((out.logits.argmax(-1) == labels).float().mean().item() - right)
+        if right > LEARNED:
+            break
+    return model.eval(), step + 1
+
+
+def accuracy(model: fastbert.BertForSequenceClassification, measured: Examples) -> float:
+    """The share of right answers."""
+    measure, right = Measure.of(model, measured), []
+    with torch.inference_mode():
+        for batch, _, labels in measure.batches():
+            hidden = model.base_model.encode_inputs(batch.inputs, None, False, False, False)[0]
+            right.append(measure.arrays(hidden, batch.inputs, labels)[1])
+    return float(np.concatenate(right).mean())
+
+
+def curves(seed: int) -> Iterator[dict[str, Any]]:
+    """A row per unit and score: the accuracies of one seed's model, the whole first."""
+    model, steps = trained(seed)
+    draws = (np.random.default_rng([seed, i]) for i in (1, 2))
+    chosen_by, measured = (examples(draw, table_of(seed), 1000) for draw in draws)
+    whole = accuracy(model, measured)
+    for unit, score in itertools.product(UNITS, SCORES):
+        given = {"examples": chosen_by} if score == "taylor" else {}
+        how = {"score": score, "multiple": 1, "seed": seed, **given}
+        pruned = (fastbert.prune(model, **{unit: share}, **how).model for share in SHARES)
+        yield {
+            **{"step": "pruning", "name": f"pruning-{unit}-{score}-{seed}", "status": "ok"},
+            **{"unit": unit, "score": score, "seed": seed, "trained_steps": steps},
+            "shares": [0, *SHARES],
+            "accuracy": [whole, *(accuracy(each, measured) for each in pruned)],
+        }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    return f"{row['name']:<28} {' '.join(f'{each:.3f}' for each in row['accuracy'])}"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A chart per unit: the median of seeds, and their range."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axis, unit in zip(axes, UNITS, strict=True):
+        for score, color in zip(SCORES, ("#2266aa", "#cc7722", "#888888"), strict=True):
+            own = [row for row in rows if (row["unit"], row["score"]) == (unit, score)]
+            each, percent = (100 * np.array([row[key] for row in own]) for key in ("accuracy", "shares"))
+            axis.plot(percent[0], np.median(each, 0), color=color, label=score, marker="o", markersize=3)
+            axis.fill_between(percent[0], each.min(0), each.max(0), color=color, alpha=0.15, linewidth=0)
+        axis.set(xlabel=f"removed {unit}, %", ylim=(0, 102))
+        axis.axhline(100 / VALUES, color="black", linewidth=0.6, linestyle=":")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("accuracy, %")
+    axes[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.18))
+    axes[1].annotate("guessing", (90, 100 / VALUES + 2), ha="right", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Train, prune, print and write."""
+    parser = argparse.ArgumentParser(prog="bench/pruning.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    report = Report(args.json, {"seeds": args.seeds}, None, line)
+    report.data["environment"] = machine.describe(torch.device("cpu"))
+    for seed in range(args.seeds):
+        for row in curves(seed):
+            report.row(row)
+    report.data["finished"] = True
+    report.save()
+    if args.figure is not None:
+        draw(report.data["rows"], args.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
