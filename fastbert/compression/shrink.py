@@ -167,9 +167,11 @@ def without(
         cut |= {places[number] + key: value for key, value in own.items()}
     config = model.config
     inner = [len(left[i]["neurons"]) for i in kept]
-    changes: dict[str, Any] = {"num_hidden_layers": len(kept)}
-    if any(size != config.intermediate_size for size in inner):
-        changes["intermediate_sizes"] = inner
+    differ = any(size != config.intermediate_size for size in inner)
+    changes: dict[str, Any] = {
+        "num_hidden_layers": len(kept),
+        "intermediate_sizes": inner if differ else None,
+    }
     gone = [
         {*range(config.num_attention_heads)} - {numbers(every[i])[h] for h in left[i]["heads"]} for i in kept
     ]

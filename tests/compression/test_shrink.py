@@ -96,6 +96,9 @@ def test_cuts_of_cuts():
     expected = zeroed(ours, {0: [0, 2]}, {0: [0, 1]})(**inputs).logits
     torch.testing.assert_close(twice(**inputs).logits, expected, **CLOSE)
     torch.testing.assert_close(shrink.dense(twice)(**inputs).logits, expected, **CLOSE)
+    # The layers that are left are whole
+    rest = shrink.without(twice, layers=[1, 2]).config
+    assert (rest.pruned_heads, rest.intermediate_sizes) == (None, None)
 
 
 def test_nothing_is_shared_or_changed():
