@@ -105,7 +105,7 @@ def pieces(form: LayerForm, q: Tensor, batch: PackedBatch) -> list[PackedBatch]:
     if q.device.type != "cpu" or not free or torch.compiler.is_compiling():
         return []
     per_row = form.nheads * min(2 * batch.max_seqlen, 1024) * q.element_size()
-    most, ends = _MOST // per_row, batch.cu_seqlens.tolist()
+    most, ends = _MOST // max(per_row, 1), batch.cu_seqlens.tolist()
     if ends[-1] <= most or ends[-1] < q.shape[0]:
         return []
     found, first = [], 0

@@ -413,6 +413,9 @@ def with_neighbours(x: Tensor, follows: Tensor) -> Tensor:
         x: (…, tokens, width), in order.
         follows: (…, tokens) bool, whether the neighbour before each token counts.
     """
+    if not x.numel():
+        # Without tokens there is nothing to shift
+        return torch.cat([x, x, x], -1)
     zero, before = x.new_zeros(()), follows.unsqueeze(-1)
     after = F.pad(before, (0, 0, -1, 1))
     return torch.cat(

@@ -55,7 +55,8 @@ def content_stream(
         return dropped(x, drops, seed, 0) if drops else x
 
     def complete(batch: PackedBatch) -> PackedBatch:
-        reach = batch.max_seqlen
+        # A batch without tokens has the distance 0 too
+        reach = max(batch.max_seqlen, 1)
         if inputs.last_position is not None:
             positions = to_grid(inputs.position_ids, batch.cu_seqlens, batch.max_seqlen)
             batch, reach = replace(batch, columns=positions), inputs.last_position + 1

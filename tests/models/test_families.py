@@ -6,8 +6,12 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
+from fastbert.models.auto import AutoModel
+from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES
+from tests.support.hf_models import FAMILY_NAMES, hf_config
 
 ROOT = Path(__file__).resolve().parents[2] / "fastbert"
 ROOMS = ("layers", "checkpoint", "models", "graphs", "sentences", "acceleration", "cli")
@@ -41,3 +45,18 @@ def test_no_code_asks_for_a_family_by_name(room):
 )
 def test_a_planted_branch_is_found(planted):
     assert branches(planted)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, "xlnet"])
+def test_no_tokens(name, grad):
+    """Sequences that a mask empties, packed sequences without tokens, and no sequences."""
+    model = AutoModel.from_config(EncoderConfig.from_hf(hf_config(name))).eval()
+    none = torch.zeros(0, dtype=torch.long)
+    calls = [{"input_ids": none, "cu_seqlens": torch.zeros(n, dtype=torch.int32)} for n in (1, 3)]
+    calls += [{"input_ids": torch.ones(n, 5, dtype=torch.long)} for n in (0, 2)]
+    calls[3]["attention_mask"] = torch.zeros(2, 5)
+    with torch.set_grad_enabled(grad):
+        found = [model(**inputs)[0] for inputs in calls]
+    assert [tuple(t.shape) for t in found] == [(0, 48), (0, 48), (0, 5, 48), (2, 5, 48)]
+    assert found[-1].eq(0).all()
