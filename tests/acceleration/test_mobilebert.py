@@ -50,6 +50,22 @@ def test_forms(form, layout):
     same_gradients(fast, slow, 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["published", "own bottleneck", "LayerNorm"])
+@torch.no_grad()
+def test_inference_in_usual_dtypes(form, dtype):
+    """transformers' NoNorm has no eps, which the layers in one call must not need."""
+    exact, inputs = stock("mobilebert", **FORMS[form]), ragged(LENGTHS)
+    exact.get_input_embeddings().weight.data[0] = 0
+    slow = copy.deepcopy(exact).to(dtype)
+    fast, kept = fastbert.accelerate(copy.deepcopy(slow)), inputs["attention_mask"].bool()
+    with calls(fast, packed=1, fused=LAYERS):
+        found = fast(**inputs)[0]
+    expected = exact.double()(**inputs)[0]
+    own = (slow(**inputs)[0] - expected)[kept].abs().max()
+    assert (found - expected)[kept].abs().max() <= 2 * own
+
+
 @torch.no_grad()
 def test_ragged_lengths():
     slow, fast = both(auto=transformers.AutoModel)
