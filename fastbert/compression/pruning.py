@@ -7,9 +7,10 @@ BERT-base take at most a sixth of a layer's operations away, half the neurons a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -17,11 +18,12 @@ from fastbert.compression import scores, shrink
 from fastbert.compression.scores import SCORES, Scores
 from fastbert.compression.size import Size, size_of
 from fastbert.models.base import PreTrainedModel
+from fastbert.models.config_values import brief
 from fastbert.tasks.examples import Examples
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 # Layer -> numbers of heads or neurons
-_Units = Mapping[int, Collection[int]]
+_Units = Mapping[int, Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ def prune(
         raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {score!r}")
     if type(multiple) is not int or multiple < 1:
         raise ValueError(f"multiple: expected an integer >= 1, got {multiple!r}")
+    if type(seed) is not int:
+        raise TypeError(f"seed: expected an integer, got {seed!r}")
+    layers = None if layers is None else _numbers("layers", layers)
+    vocabulary = None if vocabulary is None else _numbers("vocabulary", vocabulary)
     smaller = model if layers is None else shrink.without(model, layers=layers)
 
     @functools.cache
@@ -103,21 +109,36 @@ def prune(
     gone_heads = _removed("heads", heads, lambda: found().heads)
     gone_neurons = _removed("neurons", neurons, lambda: found().neurons, multiple)
     smaller = shrink.without(smaller, heads=gone_heads, neurons=gone_neurons, vocabulary=vocabulary)
-    kept = list(range(len(smaller.base_model.layer_list()))) if layers is None else list(layers)
-    return Pruned(smaller, kept, gone_heads, gone_neurons, size_of(model), size_of(smaller))
+    kept = list(range(len(smaller.base_model.layer_list()))) if layers is None else layers
+    gone = [{i: some for i, some in units.items() if some} for units in (gone_heads, gone_neurons)]
+    return Pruned(smaller, kept, *gone, size_of(model), size_of(smaller))
 
 
 def _removed(
     name: str, given: float | _Units | None, units: Callable[[], list[Tensor]], multiple: int = 1
 ) -> dict[int, list[int]]:
-    """The units to remove per layer, of the layers that lose any."""
+    """The units to remove per layer."""
     if given is None or isinstance(given, Mapping):
-        return {layer: list(some) for layer, some in (given or {}).items() if len(some)}
+        some = {layer: _numbers(f"{name}[{layer!r}]", own) for layer, own in (given or {}).items()}
+        return {layer: sorted(set(own)) for layer, own in some.items()}
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise TypeError(f"{name}: expected a share, or numbers per layer, got {given!r}")
     if not 0 <= given < 1:
         raise ValueError(f"{name}: expected a share in [0, 1), got {given!r}")
-    return {layer: some for layer, some in chosen(units(), given, multiple).items() if some}
+    found = units()
+    for layer, own in enumerate(found):
+        if not own.isfinite().all():
+            raise ValueError(f"{name}: the scores of layer {layer} are not finite; give numbers per layer")
+    return chosen(found, given, multiple)
+
+
+def _numbers(name: str, given: Iterable[Any]) -> list[int]:
+    """The integers of a list, an array or a tensor."""
+    try:
+        # A bool is left for the check of the numbers
+        return [i if isinstance(i, bool) else operator.index(i) for i in given]
+    except TypeError:
+        raise TypeError(f"{name}: expected a list of integers, got {brief(given)}") from None
 
 
 def _scores(
@@ -129,6 +150,10 @@ def _scores(
         return scores.random(model, seed)
     if examples is None:
         raise ValueError("examples: expected labelled examples for score 'taylor', got None")
+    if not isinstance(examples, Examples):
+        raise TypeError(
+            f"examples: expected Examples (`tokenized` makes them), got {type(examples).__name__}"
+        )
     return scores.taylor(model, examples, pooling=pooling)
 
 

@@ -98,6 +98,8 @@ def taylor(
             loss, _ = measure(hidden, batch.inputs, labels)
             seen = [(t, found.heads[i]) for i, t in taps.contexts.items()]
             seen += [(t, found.neurons[i]) for i, t in taps.inners.items()]
+            if not seen:
+                break
             grads = torch.autograd.grad(loss.sum(), [t for t, _ in seen], allow_unused=True)
             for (t, total), grad in zip(seen, grads, strict=True):
                 if grad is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -128,6 +130,31 @@ def test_sizes_are_counted():
     assert len(speeds) == 2
 
 
+def test_numbers_may_be_arrays():
+    ours = both("bert")[1]
+    found = fastbert.prune(
+        ours,
+        heads={0: np.array([2, 1, 1])},
+        neurons={1: torch.tensor([5, 4])},
+        layers=np.arange(2),
+        vocabulary=torch.arange(50),
+    )
+    assert (found.heads, found.neurons, found.layers) == ({0: [1, 2]}, {1: [4, 5]}, [0, 1])
+    assert found.model.config.vocab_size == 50
+
+
+def test_scores_that_are_not_finite_choose_nothing(labelled):
+    ours = copy.deepcopy(both("bert")[1])
+    torch.nn.init.constant_(ours.classifier.weight, float("nan"))
+    with pytest.raises(ValueError, match="heads: the scores of layer 0 are not finite"):
+        fastbert.prune(ours, heads=0.5, examples=labelled)
+
+
+def test_a_model_without_layers_has_no_scores(labelled):
+    found = fastbert.prune(both("bert")[1], layers=[], heads=0.5, neurons=0.5, examples=labelled)
+    assert (found.layers, found.heads, found.neurons, found.after.flops) == ([], {}, {}, 0)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -138,6 +165,14 @@ def test_sizes_are_counted():
         ({"heads": 0.5}, "examples: expected labelled examples for score 'taylor', got None"),
         ({"heads": 0.5, "score": "l1"}, "score: expected one of taylor, magnitude, random, got 'l1'"),
         ({"neurons": 0.5, "multiple": 0}, "multiple: expected an integer >= 1, got 0"),
+        ({"heads": {0: 1}}, r"heads\[0\]: expected a list of integers, got 1"),
+        ({"neurons": {0: "12"}}, r"neurons\[0\]: expected a list of integers, got '12'"),
+        ({"heads": {9: []}}, "heads: expected numbers of 3 layers as keys, got 9"),
+        ({"heads": {0: [True]}}, r"heads\[0\]: expected numbers below 3, got True"),
+        ({"layers": 2}, "layers: expected a list of integers, got 2"),
+        ({"vocabulary": [0, 1.0]}, r"vocabulary: expected a list of integers, got \[0, 1.0\]"),
+        ({"heads": 0.5, "score": "random", "seed": "a"}, "seed: expected an integer, got 'a'"),
+        ({"heads": 0.5, "examples": ["a"]}, "examples: expected Examples .*, got list"),
     ],
 )
 def test_bad_arguments(given, message):
