@@ -110,8 +110,10 @@ def prune(
     gone_neurons = _removed("neurons", neurons, lambda: found().neurons, multiple)
     smaller = shrink.without(smaller, heads=gone_heads, neurons=gone_neurons, vocabulary=vocabulary)
     kept = list(range(len(smaller.base_model.layer_list()))) if layers is None else layers
-    gone = [{i: some for i, some in units.items() if some} for units in (gone_heads, gone_neurons)]
-    return Pruned(smaller, kept, *gone, size_of(model), size_of(smaller))
+    gone_heads, gone_neurons = (
+        {i: some for i, some in units.items() if some} for units in (gone_heads, gone_neurons)
+    )
+    return Pruned(smaller, kept, gone_heads, gone_neurons, size_of(model), size_of(smaller))
 
 
 def _removed(
