@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     layers = _layers(args.layers)
     if layers is None and args.vocabulary is None and all(given is None for given in units.values()):
         raise UsageError("--heads, --neurons, --layers, --vocabulary: expected at least one")
-    model, examples, pooling = model_of(args.model, args.device), None, None
+    of_sentences = (Path(args.model) / "modules.json").is_file()
+    model, examples, pooling = model_of(args.model, args.device, pooler=not of_sentences), None, None
     options = {"layers": layers, "score": args.score, "multiple": args.multiple, "seed": args.seed, **units}
     tokenizer = None
     if args.vocabulary is not None:

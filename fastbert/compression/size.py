@@ -12,6 +12,7 @@ import torch
 from fastbert.compression import shrink
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.multiple_choice import BertForMultipleChoice
 
 
 class Size(NamedTuple):
@@ -61,7 +62,9 @@ def tokens_per_second(
     device, draw = models[0].device, torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models)
     length = min(TOKENS, *(model.config.max_tokens for model in models))
-    ids = torch.randint(vocabulary, (sequences, length), generator=draw).to(device)
+    # Of several choices one is enough
+    shape = (sequences, *[1] * isinstance(models[0], BertForMultipleChoice), length)
+    ids = torch.randint(vocabulary, shape, generator=draw).to(device)
     taken: list[list[float]] = [[] for _ in models]
     with torch.inference_mode():
         for model in models:

@@ -70,6 +70,12 @@ def test_a_sentence_encoder_stays_one(folder, tmp_path, capsys):
     assert found.encode(["the cat sat"]).shape == (1, 48)
 
 
+def test_an_encoder_keeps_its_pooler(folder, tmp_path):
+    assert prune(folder, "encoder", tmp_path / "out", "--layers", "0,2") == 0
+    whole, found = (fastbert.BertModel.from_pretrained(p) for p in (folder / "encoder", tmp_path / "out"))
+    assert torch.equal(found.pooler.dense.weight, whole.pooler.dense.weight)
+
+
 def test_numbers_of_a_file(folder, tmp_path, capsys):
     (tmp_path / "heads.json").write_text(json.dumps({"0": [0, 1, 2], "2": [1]}))
     assert prune(folder, "encoder", tmp_path / "out", "--heads", tmp_path / "heads.json") == 0

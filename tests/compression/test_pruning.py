@@ -128,6 +128,8 @@ def test_sizes_are_counted():
     speeds = size.tokens_per_second([ours, found.model], sequences=1, seconds=0.01)
     assert min(speeds) > 0
     assert len(speeds) == 2
+    choices = both("bert", "ForMultipleChoice")[1]
+    assert size.tokens_per_second([choices], sequences=2, seconds=0.01)[0] > 0
 
 
 def test_numbers_may_be_arrays():

@@ -63,15 +63,18 @@ def file_of(args: argparse.Namespace) -> str:
     return named[0]
 
 
-def model_of(directory: str, device: str | None) -> PreTrainedModel:
-    """The model of a directory, with the head that its config names, else the encoder; in eval mode."""
+def model_of(directory: str, device: str | None, *, pooler: bool = False) -> PreTrainedModel:
+    """The model of a directory, with the head that its config names, else the encoder; in eval mode.
+
+    An encoder has no pooler, or if `pooler`, the pooler that its files have.
+    """
     config = EncoderConfig.from_pretrained(directory)
     named = (config.get("architectures") or [""])[0]
     cls = class_of(config.family, named.removeprefix(config.family.class_prefix))
     options: dict[str, Any] = {}
     if cls is None or not issubclass(cls, TaskModel):
         # no analysis reads the pooler, and a sentence encoder's directory may have none
-        cls, options = AutoModel, {"add_pooling_layer": False}
+        cls, options = AutoModel, {} if pooler else {"add_pooling_layer": False}
     return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
 
 
