@@ -56,6 +56,8 @@ def without(tokenizer: Tokenizer, ids: list[int]) -> Tokenizer:
     content["model"]["vocab"] = {token: places[i] for token, i in vocab.items() if i in places}
     for token in content["added_tokens"]:
         token["id"] = places[token["id"]]
+    if content["padding"] is not None:
+        content["padding"]["pad_id"] = places[content["padding"]["pad_id"]]
     _renumber(content.get("post_processor"), places)
     return Tokenizer.from_str(json.dumps(content))
 
@@ -68,6 +70,8 @@ def _content(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[int, str]]:
             f"tokenizer: expected WordPiece, got {content['model']['type']}, whose pieces are made of others"
         )
     special = {each["id"]: each["content"] for each in content["added_tokens"]}
+    if (padding := content["padding"]) is not None:
+        special[padding["pad_id"]] = padding["pad_token"]
     unknown = content["model"]["unk_token"]
     if (number := content["model"]["vocab"].get(unknown)) is not None:
         special[number] = unknown

@@ -59,6 +59,15 @@ def test_processors_have_the_new_ids():
         assert (found.tokens, found.ids) == (["[CLS]", "dog", "[SEP]"], [2, 3, 4])
 
 
+def test_padding_has_the_new_id():
+    vocab = {word: i for i, word in enumerate(["x", "[UNK]", "cat", "[PAD]", "dog"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.enable_padding(pad_id=3, pad_token="[PAD]", length=3)
+    small = vocabulary.without(tokenizer, vocabulary.used_ids(tokenizer, ["dog"]))
+    assert small.encode("dog").ids == [3, 2, 2]
+    assert small.encode("dog").tokens == ["dog", "[PAD]", "[PAD]"]
+
+
 @pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("name", ["bert", "electra", "roberta", "modernbert"])
 @torch.no_grad()
