@@ -70,10 +70,14 @@ def test_a_sentence_encoder_stays_one(folder, tmp_path, capsys):
     assert found.encode(["the cat sat"]).shape == (1, 48)
 
 
-def test_an_encoder_keeps_its_pooler(folder, tmp_path):
+def test_an_encoder_keeps_its_pooler(folder, tmp_path, recwarn):
     assert prune(folder, "encoder", tmp_path / "out", "--layers", "0,2") == 0
     whole, found = (fastbert.BertModel.from_pretrained(p) for p in (folder / "encoder", tmp_path / "out"))
     assert torch.equal(found.pooler.dense.weight, whole.pooler.dense.weight)
+    whole = fastbert.BertModel.from_pretrained(folder / "encoder", add_pooling_layer=False)
+    whole.save_pretrained(tmp_path / "bare")
+    assert prune(tmp_path, "bare", tmp_path / "smaller", "--layers", "0,2") == 0
+    assert not recwarn.list
 
 
 def test_numbers_of_a_file(folder, tmp_path, capsys):

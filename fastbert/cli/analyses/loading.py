@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,9 @@ def model_of(directory: str, device: str | None, *, pooler: bool = False) -> Pre
     if cls is None or not issubclass(cls, TaskModel):
         # no analysis reads the pooler, and a sentence encoder's directory may have none
         cls, options = AutoModel, {} if pooler else {"add_pooling_layer": False}
-    return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*: has no pooler")
+        return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
 
 
 @contextlib.contextmanager
