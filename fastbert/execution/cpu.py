@@ -223,9 +223,9 @@ def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
 
 
 def _fused(form: LayerForm, parts: Parts, weights: object, distances: tuple[Any, Any]) -> FusedLayer:
-    # transformers' NoNorm has no eps; without bottlenecks, None says that there is no norm
-    first = None if form.bottleneck is None else 0.0
-    eps = getattr(parts.attention_norm, "eps", first), getattr(parts.output_norm, "eps", 0.0)
+    # An nn.Identity in place of the first norm has none, and neither have transformers' NoNorms
+    none = None if form.pre_norm else 0.0
+    eps = getattr(parts.attention_norm, "eps", none), getattr(parts.output_norm, "eps", 0.0)
     gated = form.gated if parts.gate is None else None
     inner = parts.intermediate.out_features // (1 if gated is None else 2)
     sizes = form.nheads, form.head_dim, inner
