@@ -112,8 +112,7 @@ def bench_guard(bank: Bank, check: str, samples: int = 7) -> dict:
     Raises:
         RuntimeError: the guard finds a reason against the fused path: its time is not that of a fused call.
     """
-    from fastbert.acceleration import layer as layers
-    from fastbert.acceleration import model as models
+    from fastbert.acceleration import layer_gaps, model_gaps
     from fastbert.models.encoder import layers_of
     from fastbert.models.families import FAMILIES
 
@@ -121,8 +120,8 @@ def bench_guard(bank: Bank, check: str, samples: int = 7) -> dict:
     stack = layers_of(module, module.config, FAMILIES["bert"])
     given = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
     call = {
-        "layer": lambda: [layers.gap(one) for one in stack],
-        "model": lambda: [models.gap(module) or models.unfit(module, given)],
+        "layer": lambda: [layer_gaps.gap(one) for one in stack],
+        "model": lambda: [model_gaps.gap(module) or model_gaps.unfit(module, given)],
     }[check]
     if any(reasons := call()):
         raise RuntimeError(f"the guard finds the accelerated model unfit: {reasons}")

@@ -10,7 +10,9 @@ in_place.py   `accelerate` and `restore`
 report.py     `explain`
 parts.py      finds encoders and layers in a model
 model.py      the encoder: removes padding once per call if all layers are fused and nothing looks inside
+model_gaps.py why an encoder keeps its padding
 layer.py      a layer: fused if all its parts are unchanged, else as transformers runs it
+layer_gaps.py why a layer cannot be fused
 blocks.py     what differs in BigBird
 streams.py    XLNet's layers, and what its heads read
 spans.py      a question-answering head: masked tokens get no probability

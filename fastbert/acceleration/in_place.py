@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from fastbert.acceleration import interface, streams
-from fastbert.acceleration import layer as layers
-from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
-from fastbert.acceleration.layer import AcceleratedLayer, LayerState
-from fastbert.acceleration.model import AcceleratedModel, ModelState
+from fastbert.acceleration.layer import AcceleratedLayer
+from fastbert.acceleration.layer_gaps import LayerState, check_int8, gap, int8_gap
+from fastbert.acceleration.model import AcceleratedModel
+from fastbert.acceleration.model_gaps import ModelState
 from fastbert.acceleration.parts import OWN, encoders, is_other_spans, kind_of, other_models, own_models
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 from fastbert.acceleration.spans import AcceleratedSpans
+from fastbert.acceleration.watching import is_sharded
 from fastbert.layers.quantized import MODES
 from fastbert.models.families import FAMILIES
 from fastbert.ops.checks import FLOATS
@@ -28,6 +29,9 @@ from fastbert.runtime.prepared import module_of
 
 # Versions of transformers, (least, first that is too new)
 TESTED = ("5", "6")
+# Why outputs of masked tokens are read
+_EXPANDS = "query_expansion reads the outputs of masked tokens"
+_OTHER_SPANS = "a question-answering head with a forward of its own reads the outputs of masked tokens"
 
 _Model = TypeVar("_Model")
 
@@ -143,7 +147,7 @@ def accelerate(
     if options.int8:
         for name, module, (model_type, kind), config in found:
             if kind == "layer":
-                layers.check_int8(module, LayerState.of(module, model_type, config, name, options))
+                check_int8(module, LayerState.of(module, model_type, config, name, options))
     elif dtype is not None:
         root.to(dtype)
     _swap(root, found, options, reading)
@@ -249,9 +253,9 @@ def _reading_masked(root: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
     for module in root.modules():
         if _expands_queries(module):
-            found.update((id(child), models.EXPANDS) for child in module.modules())
+            found.update((id(child), _EXPANDS) for child in module.modules())
         elif is_other_spans(module):
-            found.update((id(child), models.OTHER_SPANS) for child in module.modules())
+            found.update((id(child), _OTHER_SPANS) for child in module.modules())
     return found
 
 
@@ -285,7 +289,7 @@ def _warn_of_floats(found: list[Any]) -> None:
     reasons = [
         f"{name}: {reason}"
         for name, module in modules
-        if (reason := layers.gap(module, layers.is_sharded(module)) or layers.int8_gap(module)) is not None
+        if (reason := gap(module, is_sharded(module)) or int8_gap(module)) is not None
     ]
     if reasons or not modules:
         what = f"{len(reasons)} of {len(modules)} layers run" if modules else "the model runs"
@@ -309,11 +313,11 @@ def _check(found: list[Any], others: list[Any], options: Options, reading: dict[
                 reasons.append(f"{name or 'model'}: {reading[id(module)]}")
             continue
         state = LayerState.of(module, model_type, config, name, options)
-        reason = layers.gap(module, layers.is_sharded(module), state)
+        reason = gap(module, is_sharded(module), state)
         if reason is None and options.ffn and state.form.activation is None:
             reason = "fastbert does not have the activation"
         if reason is None and options.int8:
-            reason = layers.int8_gap(module, state)
+            reason = int8_gap(module, state)
         if reason is not None:
             reasons.append(f"{name}: {reason}")
     for name, module in others:

@@ -9,11 +9,10 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from fastbert.acceleration import interface
-from fastbert.acceleration import layer as layers
-from fastbert.acceleration import model as models
+from fastbert.acceleration import interface, layer_gaps, model_gaps
 from fastbert.acceleration.classes import Accelerated
 from fastbert.acceleration.parts import OWN, encoders, other_models, own_models
+from fastbert.acceleration.watching import is_sharded
 from fastbert.execution.call import Call
 from fastbert.execution.plan import explain as explain_steps
 from fastbert.execution.plan import survey
@@ -185,17 +184,17 @@ def _explain_model(model: Any) -> Explanation:
     for name, module, (_, kind), _ in encoders(root):
         state = module.fastbert_state if isinstance(module, Accelerated) else None
         if kind == "layer":
-            reason = "not accelerated" if state is None else layers.gap(module, layers.is_sharded(module))
+            reason = "not accelerated" if state is None else layer_gaps.gap(module, is_sharded(module))
             counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
             asked = state is not None and reason is None and state.options.int8
-            float_reason = layers.int8_gap(module) if asked else None
+            float_reason = layer_gaps.int8_gap(module) if asked else None
             rows.append(
                 LayerReport(
                     name, reason is None, reason, *counts, asked and float_reason is None, float_reason
                 )
             )
         else:
-            reason = "not accelerated" if state is None else models.gap(module)
+            reason = "not accelerated" if state is None else model_gaps.gap(module)
             counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
             reports.append(ModelReport(name, reason is None, reason, *counts))
             if state is not None and reason is None:

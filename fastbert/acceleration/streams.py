@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.acceleration.classes import Accelerated, swap
-from fastbert.acceleration.layer import LayerState, gap, knows_activation
-from fastbert.acceleration.watching import exporting, is_sharded
+from fastbert.acceleration.layer_gaps import AnyLayer, LayerState, gap, knows_activation
+from fastbert.acceleration.watching import exporting
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.two_streams import FeedForward, RelativeAttention
@@ -70,16 +70,11 @@ class AcceleratedFeed(_Inside, FeedForward):
         return self.fastbert_base.forward(self, *args, **kwargs)
 
 
-class AcceleratedStream(Accelerated):
+class AcceleratedStream(AnyLayer):
     """Mixin of an XLNetLayer."""
 
     rel_attn: Any
     ff: Any
-
-    def fastbert_how(self) -> str:
-        """See `Accelerated`."""
-        reason = gap(self, is_sharded(self))
-        return "fused" if reason is None else f"stock, as {reason}"
 
     def forward(self, output_h: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The stock layer's call, or with a `PackedBatch` the call of `StreamLayer.forward`.
@@ -101,10 +96,7 @@ class AcceleratedStream(Accelerated):
         self, x: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
     ) -> tuple[Tensor, Tensor | None]:
         state: LayerState = self.fastbert_state
-        # FSDP gathers the parameters only now
-        reason = gap(self) if is_sharded(self) else None
-        if reason is not None:
-            raise RuntimeError(f"{state.name}: {reason}; accelerate(…, unpad=False) avoids this")
+        self.check_gathered()
         state.fused_calls += 1
         x, probs = RelativeAttention.forward(self.rel_attn, x, batch, asked)
         if state.options.ffn and knows_activation(self, state):

@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 import fastbert
-from fastbert.acceleration import model as models
+from fastbert.acceleration import model_gaps
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
 from tests.support.accelerated_models import (
@@ -542,7 +542,7 @@ def test_fastberts_own_models_say_how_they_are_traced(task):
 def test_tokens_in_cpu_memory_are_not_sent(monkeypatch):
     """PyTorch refuses them, in the stock model's call."""
     _, fast = build("bert")
-    monkeypatch.setattr(models, "_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(model_gaps, "device_of", lambda model: torch.device("cuda"))
     fast(torch.ones(4, 40, dtype=torch.long))
     assert (fast.fastbert_state.packed_calls, fast.fastbert_state.padded_calls) == (0, 1)
 

@@ -16,7 +16,8 @@ import transformers
 from torch import nn
 
 import fastbert
-from fastbert.acceleration import layer as accelerated
+from fastbert.acceleration.layer import AcceleratedLayer
+from fastbert.acceleration.layer_gaps import int8_gap
 from fastbert.backends.cpu import sizes
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
@@ -259,9 +260,9 @@ def test_weights_elsewhere_are_refused():
 def test_a_layer_that_was_moved_runs_in_floating_point():
     """There is no GPU here, so the reason is checked without running the layer."""
     fast = int8()
-    assert accelerated.int8_gap(fast.encoder.layer[1]) is None
+    assert int8_gap(fast.encoder.layer[1]) is None
     fast.encoder.layer[1].to("meta")
-    assert accelerated.int8_gap(fast.encoder.layer[1]) == (
+    assert int8_gap(fast.encoder.layer[1]) == (
         "attention.self.query is on meta, and int8 is for inference on a CPU"
     )
     assert not fast.encoder.layer[1].int8
@@ -394,7 +395,7 @@ def test_an_unmerged_adapter_keeps_its_layer_in_floating_point(order):
     out = last(fast, inputs)
     # by hand: layers 0 and 2 in 8 bits, layer 1 accelerated in floating point
     mixed = fastbert.accelerate(slow)
-    own = [m for m in mixed.modules() if isinstance(m, accelerated.AcceleratedLayer)]
+    own = [m for m in mixed.modules() if isinstance(m, AcceleratedLayer)]
     options = copy.copy(fast.base_model.model.encoder.layer[0].fastbert_state.options)
     own[0].fastbert_state.options = own[2].fastbert_state.options = options
     assert torch.equal(out, last(mixed, inputs))

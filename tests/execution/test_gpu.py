@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import fastbert
-from fastbert.acceleration import model as models
-from fastbert.acceleration.model import gap
+from fastbert.acceleration import model_gaps
 from fastbert.execution import gpu, launchers, plan
 from fastbert.execution.call import Call
 from fastbert.graphs.recorder import EagerRecorder, Recording
@@ -315,7 +314,7 @@ def test_an_accelerated_model_sees_a_change(change, served):
         actual, expected = check(served, model, padded_right("bert"))
         torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-10)
     padded = model.fastbert_state.padded_calls - before
-    assert padded == (0 if gap(model) is None else 3)
+    assert padded == (0 if model_gaps.gap(model) is None else 3)
 
 
 @pytest.mark.parametrize("which", ["embeddings", "encoder.layer.0.output"])
@@ -330,7 +329,7 @@ def test_an_accelerated_model_sees_another_forward_of_a_class(which, served, mon
 
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_accelerated_models(name, served, noted):
-    model, inputs, asked = stock_of(name), padded_right(name), noted(models, "_modules_gap")
+    model, inputs, asked = stock_of(name), padded_right(name), noted(model_gaps, "modules_gap")
     stock, mask = model(**inputs)[0], inputs["attention_mask"].bool()
     fastbert.accelerate(model)
     kept(served, model, inputs)
@@ -349,7 +348,7 @@ def test_a_plan_holds_while_a_graph_runs_the_layers(served, noted):
             return Recording(function(), lambda: None)
 
     model, inputs = fastbert.accelerate(stock_of("bert")), padded_right("bert")
-    asked = noted(models, "_modules_gap")
+    asked = noted(model_gaps, "modules_gap")
     graphed = fastbert.graph(model, recorder=NoReplay)
     for _ in range(3):
         graphed(**inputs)
