@@ -147,8 +147,11 @@ class Encoded:
 
     @property
     def attentions(self) -> tuple[Tensor, ...] | None:
-        """Every layer's probabilities, padded."""
-        return None if self.probs is None else tuple(self.inputs.packing.unpack_scores(p) for p in self.probs)
+        """Every layer's probabilities, padded; those of two streams, which are pairs, are padded already."""
+        unpack = self.inputs.packing.unpack_scores
+        if self.probs is None:
+            return None
+        return tuple(p if isinstance(p, tuple) else unpack(p) for p in self.probs)
 
 
 def without_masked(scores: Tensor, kept: Tensor) -> Tensor:
