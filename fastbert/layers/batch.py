@@ -105,7 +105,7 @@ class Globals(NamedTuple):
 
 
 class Sinusoids(NamedTuple):
-    """What XLNet's layers score distances and segments by; see `two_streams.py`.
+    """What XLNet's layers score distances and segments by; see `sinusoids.py`.
 
     Attributes:
         table: (2n, hidden), n >= reach: the sinusoids of the distances from n to 1 - n.

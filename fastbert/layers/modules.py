@@ -25,6 +25,14 @@ _Kind = TypeVar("_Kind", bound=nn.Module)
 _FORWARDS = list(map(_forward, _KINDS))
 
 
+class OwnMatrices:
+    """A module with parameters that are drawn like matrices, but belong to no linear layer."""
+
+    def draw_own_(self, std: float) -> None:
+        """Draw the first values of these parameters: normal(0, std)."""
+        raise NotImplementedError
+
+
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register `module` at a dotted path; containers that are missing are created."""
     *parents, name = path.split(".")

@@ -35,43 +35,16 @@ from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch, Sinusoids
 from fastbert.layers.form import INNER_SITE
 from fastbert.layers.linear import apply_linear, dropped, feed_forward_norm
-from fastbert.layers.modules import calls_all, is_plain
+from fastbert.layers.modules import OwnMatrices, calls_all, is_plain
+from fastbert.layers.sinusoids import KeptTable, grid, shifted
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
-from fastbert.ops.attention_grid import to_grid
-from fastbert.ops.attention_relative import RelativeScores, ScoreTable, score_table_maker
+from fastbert.ops.attention_relative import RelativeScores, score_table_maker
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.runtime import prepared
 
-# Dropout call sites of the table of sinusoids, and of the encoder's output
-TABLE_SITE, LAST_SITE = (1 << 32) - 2, (1 << 32) - 1
-
-
-class OwnMatrices:
-    """A module with parameters that are drawn like matrices, but belong to no linear layer."""
-
-    def draw_own_(self, std: float) -> None:
-        """Draw the first values of these parameters: normal(0, std)."""
-        raise NotImplementedError
-
-
-def sinusoids(distances: Tensor, width: int) -> Tensor:
-    """[sin | cos] of distances: (n,) int64 -> (n, width), in float32 as in transformers."""
-    steps = torch.arange(0, width, 2, dtype=torch.int64, device=distances.device).float()
-    angles = distances.float()[:, None] * (1 / torch.pow(10000, steps / width))
-    return torch.cat([angles.sin(), angles.cos()], -1)
-
-
-def shifted(x: Tensor, keys: int) -> Tensor:
-    """Scores by row of the table -> scores by key: (…, S, rows) -> (…, S, keys), a view.
-
-    Row S - i + j of the table has the distance of query i from key j.
-    """
-    *lead, queries, rows = x.shape
-    if queries == 0:
-        return x.reshape(*lead, 0, keys)
-    x = x.reshape(*lead, rows, queries)[..., 1:, :].reshape(*lead, queries, rows - 1)
-    return x[..., :keys]
+# Dropout call site of the encoder's output
+LAST_SITE = (1 << 32) - 1
 
 
 def rate(module: Any) -> float:
@@ -232,7 +205,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
         relative, of_types = RelativeScores(columns, found[..., first - start :], bias=bias), None
         if given.segments is not None:
             own = found if start == 0 else kept.table.scores(q, 0, 1)
-            of_types = _grid(own[..., 0].float() + kept.of_types, batch).transpose(1, 2)[..., None]
+            of_types = grid(own[..., 0].float() + kept.of_types, batch).transpose(1, 2)[..., None]
         return relative, of_types
 
     def relative(self, q: Tensor, r: Tensor) -> RelativeScores:
@@ -257,7 +230,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
         compute = checks.compute_dtype(q)
         apart = (self.seg_embed[1] - self.seg_embed[0]).to(compute) * self.scale
         own = ((q.to(compute) + self.r_s_bias.to(compute)) * apart).sum(-1)
-        return _grid(own, batch).transpose(1, 2)[..., None]
+        return grid(own, batch).transpose(1, 2)[..., None]
 
     def forward(
         self, x: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE
@@ -279,7 +252,7 @@ class RelativeAttention(nn.Module, OwnMatrices):
                 relative = self.relative(q, r)
                 of_types = None if given.segments is None else self.of_types(q, batch)
             else:
-                scores = self.scores(_grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
+                scores = self.scores(grid(q, batch), r, batch.max_seqlen, given.index, given.segments)
                 bias = scores if bias is None else scores + bias
             q = q + self.r_w_bias.to(q.dtype)
         if of_types is not None and given.segments is not None:
@@ -350,21 +323,6 @@ class RelativeAttention(nn.Module, OwnMatrices):
         return torch.einsum("bnij,bjnd->bind", kept, v.to(compute)).to(v.dtype), probs.to(v.dtype)
 
 
-class KeptTable(NamedTuple):
-    """What inference keeps of a layer for one table of sinusoids of 2n rows.
-
-    Attributes:
-        table: R, scaled; row n + d has the distance d from the query to the key, and row 0 the difference of
-            the vectors of token types.
-        bias: (nheads, 2n), the score of each row by b_r - b_w, in the compute dtype.
-        of_types: (nheads,), the score of that difference by b_s - b_w.
-    """
-
-    table: ScoreTable
-    bias: Tensor
-    of_types: Tensor
-
-
 class Pairs(NamedTuple):
     """What both streams of a padded batch need.
 
@@ -417,12 +375,9 @@ class FeedForward(nn.Module):
                 inner = asked.taps.inner(asked.number, inner, batch)
             return dropped(inner, p, seed, asked.site + INNER_SITE) if p else inner
 
-        modules, how = (
-            (self.layer_1, self.layer_2, self.layer_norm),
-            (p, seed, asked.site + 2, self.fuses_norm),
-        )
-        looks = tap if p or asked.taps is not None else None
-        return feed_forward_norm(*modules, x, self.activation, *how, tap=looks)
+        parts, looks = (self.layer_1, self.layer_2, self.layer_norm), p or asked.taps is not None
+        how = self.activation, p, seed, asked.site + 2, self.fuses_norm
+        return feed_forward_norm(*parts, x, *how, tap=tap if looks else None)
 
 
 class StreamLayer(nn.Module):
@@ -490,64 +445,3 @@ class StreamLayer(nn.Module):
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
     """(batch, S, hidden) times (hidden, nheads, head_dim): (batch, S, nheads, head_dim)."""
     return (x.to(matrix.dtype) @ matrix.flatten(1)).unflatten(-1, matrix.shape[1:])
-
-
-def _grid(x: Tensor, batch: PackedBatch) -> Tensor:
-    """Packed (total, …) -> (batch, S, …), zeros past each length."""
-    size = batch.cu_seqlens.shape[0] - 1
-    # Under torch.compile there are rows past the last length
-    if x.shape[0] == size * batch.max_seqlen and not torch.compiler.is_compiling():
-        return x.unflatten(0, (size, batch.max_seqlen))
-    return to_grid(x, batch.cu_seqlens, batch.max_seqlen)
-
-
-# (width, limit, device) -> its tables, each longer than the previous. Short tables are kept: a graph that a
-# caller has captured reads them.
-_tables: dict[tuple[int, int, torch.device], list[Tensor]] = {}
-
-
-def _table(reach: int, width: int, limit: int, device: torch.device) -> Tensor:
-    """The sinusoids of the distances from `reach` to 1 - reach, clamped if `limit` > 0."""
-    distances = torch.arange(reach, -reach, -1, device=device)
-    return sinusoids(distances.clamp(-limit, limit) if limit > 0 else distances, width)
-
-
-def kept_table(reach: int, width: int, limit: int, device: torch.device) -> Tensor:
-    """A table of at least this reach, (2 · its reach, width); it is kept, and made longer when needed."""
-    # What a trace makes belongs to the trace
-    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
-        return _table(reach, width, limit, device)
-    found = _tables.setdefault((width, limit, device), [])
-    if not found or found[-1].shape[0] < 2 * reach:
-        # Autograd cannot save tensors that were made in inference mode
-        with torch.inference_mode(False):
-            found.append(_table(max(128, 1 << (reach - 1).bit_length()), width, limit, device))
-    return next(t for t in found if t.shape[0] >= 2 * reach)
-
-
-def sinusoids_of(
-    batch: PackedBatch, reach: int, width: int, limit: int, token_types: Tensor | None, drops: float
-) -> Sinusoids:
-    """What layers score distances and segments by.
-
-    Args:
-        batch: has the columns of tokens, if their order alone does not say the distances; and the seed.
-        reach: more than the largest distance.
-        width: the hidden size.
-        limit: farther distances count as this one; 0 or less for no limit.
-        token_types: (total,) int64, or None.
-        drops: the probability of dropout of the table, whose one pattern serves all sequences and layers.
-    """
-    device = batch.cu_seqlens.device
-    if batch.seed is None:
-        table = kept_table(reach, width, limit, device)
-    else:
-        table = _table(reach, width, limit, device)
-        table = dropped(table, drops, batch.seed, TABLE_SITE) if drops else table
-    index = segments = None
-    if batch.columns is not None:
-        index = reach - batch.columns[:, :, None] + batch.columns[:, None, :]
-    if token_types is not None:
-        types = _grid(token_types, batch)
-        segments = (types[:, :, None] != types[:, None, :]).unsqueeze(1)
-    return Sinusoids(table, reach, index, segments)

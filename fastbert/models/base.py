@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers import quantized as quantization
-from fastbert.layers.modules import attach, part
-from fastbert.layers.two_streams import OwnMatrices
+from fastbert.layers.modules import OwnMatrices, attach, part
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_values import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family

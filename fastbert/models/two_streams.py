@@ -16,7 +16,8 @@ from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import SITES
 from fastbert.layers.linear import dropped
-from fastbert.layers.two_streams import LAST_SITE, TABLE_SITE, Pairs, rate, sinusoids, sinusoids_of
+from fastbert.layers.sinusoids import TABLE_SITE, sinusoids, sinusoids_of
+from fastbert.layers.two_streams import LAST_SITE, Pairs, rate
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import columns_of, dropout_seed, run_encoder

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.embeddings import WordEmbeddings
-from fastbert.layers.two_streams import OwnMatrices, StreamLayer
+from fastbert.layers.modules import OwnMatrices
+from fastbert.layers.two_streams import StreamLayer
 from fastbert.models.bert import BertModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
