@@ -18,8 +18,9 @@ from fastbert.execution.plan import explain as explain_steps
 from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import PackedLayer
-from fastbert.models.encoder import layers_of
-from fastbert.models.families import FAMILIES
+from fastbert.layers.modules import part
+from fastbert.models.encoder import distances_of, layers_of
+from fastbert.models.families import FAMILIES, Family
 from fastbert.runtime.prepared import module_of
 from fastbert.testing.serving import Choice, choices
 
@@ -198,8 +199,8 @@ def _explain_model(model: Any) -> Explanation:
             counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
             reports.append(ModelReport(name, reason is None, reason, *counts))
             if state is not None and reason is None:
-                stack = layers_of(module, module.config, FAMILIES[state.model_type])
-                executors += _executors(name, module, stack)
+                family = FAMILIES[state.model_type]
+                executors += _executors(name, module, layers_of(module, module.config, family), family)
     for name, module in other_models(root):
         reason = interface.allows(module)
         if reason is None:
@@ -208,7 +209,7 @@ def _explain_model(model: Any) -> Explanation:
     fused, total = sum(row.fused for row in rows), len(rows)
     for name, module in own_models(root):
         reports.append(ModelReport(name, True, None, 0, 0, "own"))
-        executors += _executors(name, module, module.layer_list())
+        executors += _executors(name, module, module.layer_list(), module.family)
         looked_at = [step.reason is None for step in survey(module.layer_list(), PackedLayer)]
         fused, total = fused + sum(looked_at), total + len(looked_at)
     if hasattr(model, "last_fallback"):
@@ -224,7 +225,7 @@ def _of_graphs(graphed: Any, report: ExecutorReport) -> ExecutorReport:
     return replace(report, refused={"graph": reason, **report.refused})
 
 
-def _executors(name: str, encoder: Any, layers: list[nn.Module]) -> list[ExecutorReport]:
+def _executors(name: str, encoder: Any, layers: list[nn.Module], family: Family) -> list[ExecutorReport]:
     """What would run the layers of an encoder on a batch of many tokens, without gradients."""
     steps = survey(layers, getattr(encoder, "layer_class", PackedLayer))
     parameter = next((p for p in layers[0].parameters() if p.dim() == 1), None) if layers else None
@@ -237,7 +238,11 @@ def _executors(name: str, encoder: Any, layers: list[nn.Module]) -> list[Executo
         x = one.expand(ROWS, encoder.config.hidden_size)
         x = x if device.type == "cpu" else x.contiguous()
         lengths = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
-        found = explain_steps(steps, x, Call(PackedBatch(lengths, ROWS), len(steps) - 1))
+        batch = PackedBatch(lengths, ROWS)
+        if family.disentangled:
+            table = distances_of(part(encoder, family.layers.partition(".")[0]))
+            batch = replace(batch, distances=table)
+        found = explain_steps(steps, x, Call(batch, len(steps) - 1))
     return [ExecutorReport(name, first, last, by, shown(refused)) for first, last, by, refused in found]
 
 

@@ -105,6 +105,11 @@ def test_hooks_see_what_they_see_in_the_stock_model(path, said):
     assert said in str(fastbert.explain(fast))
 
 
+def test_explain_knows_the_table_of_distances():
+    (by,) = fastbert.explain(build("deberta-v2")[1]).executors
+    assert (by.first, by.last, by.executor) == (0, LAYERS - 1, "cpu")
+
+
 @torch.no_grad()
 def test_8_bits_serve_packed_tokens_alone():
     fast, inputs = fastbert.accelerate(stock("deberta-v2"), dtype="int8"), first_kept("deberta-v2")
