@@ -48,16 +48,15 @@ def accelerate(
 ) -> _Model:
     """Make a transformers or sentence-transformers model run on fastbert's kernels, in place.
 
-    Accepted are BERT, RoBERTa, XLM-R, CamemBERT, DeBERTa-v2 and v3, DistilBERT, ELECTRA, ALBERT, ERNIE,
-    MPNet, ModernBERT, nomic, gte, jina-embeddings-v3, EuroBERT,
-    MobileBERT,
-    Longformer models, bare or with any head, and objects that hold one (PeftModel, SentenceTransformer,
-    CrossEncoder, a pipeline). Other transformers models get only fastbert's attention, if their architecture
-    lets attention be chosen. Models run so in inference and training, on any device.
+    Accepted are BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA, ALBERT, ERNIE, MPNet, DeBERTa-v2 and
+    v3, MobileBERT, XLNet, Longformer, BigBird, ModernBERT, nomic, gte, jina-embeddings-v3 and EuroBERT
+    models, bare or with any head, and objects that hold one (PeftModel, SentenceTransformer, CrossEncoder, a
+    pipeline). Other transformers models get only fastbert's attention, if their architecture lets attention
+    be chosen. Models run so in inference and training, on any device.
 
-    BigBird is accepted too. Each text attends by its own length, as in the stock model's batch of one; what
-    `set_attention_type` sets holds for all texts. So is XLNet, whose stock layers run if the batch must keep
-    its padding: with memories, `perm_mask` or a query stream, or if a head reads masked tokens.
+    Each text of BigBird attends by its own length, as in the stock model's batch of one; what
+    `set_attention_type` sets holds for all texts. XLNet's stock layers run if the batch must keep its
+    padding: with memories, `perm_mask` or a query stream, or if a head reads masked tokens.
 
     Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
     most stock models, are zeros. ColBERT models score such rows as parts of a query. ColBERT models of
