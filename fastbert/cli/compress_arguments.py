@@ -23,23 +23,24 @@ def add_prune(commands: Any) -> None:
     add = command.add_argument
     add("--model", required=True, metavar="DIR", help="a HuggingFace or sentence-transformers directory")
     add("--output", required=True, metavar="DIR", help="a new directory")
-    units = "share of all {0} to remove, below 1; or a .json file: {{layer: [{0}]}}"
+    units = "share of all {0} to remove, below 1; or a .json file: {{layer: [{0}]}} (default none)"
     add("--heads", metavar="X", help=units.format("heads"))
     add("--neurons", metavar="X", help=units.format("neurons"))
     add("--layers", metavar="N,…", help="layers to keep, from 0 (default all)")
     add(
         "--vocabulary",
         metavar="FILE",
-        help="text, one per line: word pieces that it does not use go, but no special token or character",
+        help="text, one per line: word pieces that it does not use go, but no special token or character "
+        "(default: all stay)",
     )
     add("--score", choices=SCORES, default="taylor", help="what chooses heads and neurons (default taylor)")
     add(
         "--input",
         metavar="FILE",
         help="examples, for --score taylor and to measure the score: .txt or .tsv, one per line; or .jsonl "
-        'with "text"',
+        'with "text" (default none)',
     )
-    add("--labels", metavar="KEY", help="key of the labels in a .jsonl file")
+    add("--labels", metavar="KEY", help="key of the labels in a .jsonl file (default none)")
     add(
         "--pairs",
         action="store_true",
