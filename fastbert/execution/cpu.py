@@ -16,7 +16,7 @@ from fastbert.layers import disentangled
 from fastbert.layers.batch import PackedBatch, Relative
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
-from fastbert.layers.modules import is_plain
+from fastbert.layers.modules import is_plain, rms_eps
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
 from fastbert.ops.encoder_layer import (
@@ -83,6 +83,8 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "it has no bottleneck back to the hidden size"
     if form.bottleneck is not None and is_plain(parts.attention_norm, nn.LayerNorm):
         return "its norms are no NoNorms"
+    if rms_eps(parts.output_norm) is not None:
+        return "its norms are RMSNorms"
     if not parts.plain:
         return "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
     dense, norms = _linears(form, parts), _norms(form, parts)

@@ -222,3 +222,11 @@ def test_older_spelling_of_the_config(name):
     assert EncoderConfig.from_dict(old, rope_parameters=usual.rope_parameters) == usual
     theirs = transformers.AutoConfig.for_model(**usual.to_dict())
     assert theirs.rope_parameters == usual.rope_parameters
+
+
+def test_explain_says_which_layers_no_fast_executor_knows():
+    # As many heads of keys as of queries, so that the norms alone are unknown
+    for name, reason in (("eurobert", "its norms are RMSNorms"), ("nomic_bert", None)):
+        said = str(fastbert.explain(native(hf_model(name, num_key_value_heads=3))))
+        assert f"executor {'cpu' if reason is None else 'eager'}" in said
+        assert reason is None or f"cpu: {reason}" in said
