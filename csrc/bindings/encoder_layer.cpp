@@ -175,10 +175,11 @@ void read_distances(EncoderLayer& args, const py::tuple& distances) {
     args.distances.rows = table.next<std::int64_t>();
     args.distances.first = table.next<std::int64_t>();
     table.end("distances");
+    check_size("first", args.distances.first);
+    check_size("distances", args.distances.rows);
     if (args.distances.query == nullptr && args.distances.key == nullptr) return;
     if (args.relative.columns == nullptr || given(args.relative))
         throw py::value_error("relative: expected columns alone beside tables of distances");
-    check_size("first", args.distances.first);
     check_size("distances", args.distances.rows, args.distances.first + args.relative.ncolumns);
     elements_of("distances", {args.distances.rows + kPanel, args.nheads, args.headdim + 1});
 }

@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
+from fastbert.backends.cpu.attention import table_panels, table_scores
 from fastbert.runtime import dispatch, loader
 from tests.support.hostile.custom_ops import OPS, fenced_call
 from tests.support.hostile.public_ops import layer_call, layer_operands, narrow_operands
-from tests.support.hostile.values import ENDS, SIZES, WRONG_ENDS, ints
+from tests.support.hostile.values import DIM, ENDS, HEADS, SIZES, TOTAL, WRONG_ENDS, floats, ints
 
 _C = loader.extension
 WORDS = "expected|too few|out of range|incompatible (function|constructor) arguments|no SIMD"
@@ -167,6 +168,8 @@ def try_native(tried):
             for operands in (layer_operands(kind), narrow_operands(kind)):
                 call = lambda *v, n=tuple(operands): layer_call(**dict(zip(n, v, strict=True)))  # noqa: E731
                 fenced_call(tried.fence, call, operands)
+        scored = {"x": floats(TOTAL, HEADS, DIM), "panels": table_panels(floats(7, HEADS, DIM))}
+        fenced_call(tried.fence, lambda x, panels: table_scores(x, panels, 7, 2, 3), scored)
     for name, (args, refused) in others().items():
         function = getattr(_C, name)
         seen.add(name)
