@@ -84,7 +84,9 @@ def test_packed_equals_padded(name, task):
         torch.testing.assert_close(ours, theirs[keep])
     for ours, theirs in zip(flat.attentions, padded.attentions, strict=True):
         longest = int(keep.sum(1).max())
-        torch.testing.assert_close(ours, theirs[:, :, :longest, :longest])
+        # Longformer's are bands
+        columns = None if name == "longformer" else longest
+        torch.testing.assert_close(ours, theirs[:, :, :longest, :columns])
     assert expected.keys() == actual.keys()
     for key, grad in actual.items():
         torch.testing.assert_close(grad, expected[key], rtol=1e-4, atol=1e-6, msg=key)
