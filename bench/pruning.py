@@ -106,12 +106,7 @@ def trained(seed: int) -> tuple[fastbert.BertForSequenceClassification, int]:
 
 def accuracy(model: fastbert.BertForSequenceClassification, measured: Examples) -> float:
     """The share of right answers."""
-    measure, right = Measure.of(model, measured), []
-    with torch.inference_mode():
-        for batch, _, labels in measure.batches():
-            hidden = model.base_model.encode_inputs(batch.inputs, None, False, False, False)[0]
-            right.append(measure.arrays(hidden, batch.inputs, labels)[1])
-    return float(np.concatenate(right).mean())
+    return float(Measure.of(model, measured).scores().mean())
 
 
 def curves(seed: int) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.analysis.intervals import finite
-from fastbert.analysis.walk import BATCH_TOKENS, Batch, batches, encoded
+from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode, encoded
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.next_sentence import BertForNextSentencePrediction
@@ -235,6 +235,18 @@ class Measure:
         if not np.isfinite(loss).all():
             raise ValueError("model: the loss of its head is not finite: its weights are not, or too large")
         return loss, score
+
+    def scores(self, batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
+        """The score of each case, (cases,) float64. The model runs in eval mode.
+
+        Raises:
+            ValueError: as `arrays`.
+        """
+        found = np.zeros(len(self))
+        with at_rest(self.model), torch.inference_mode():
+            for batch, numbers, labels in self.batches(batch_tokens):
+                found[numbers] = self.arrays(encode(self.model, batch), batch.inputs, labels)[1]
+        return found
 
     def _of_vectors(self, vectors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         first, second = vectors.unflatten(0, (-1, 2)).unbind(1)

@@ -8,14 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from tokenizers import Tokenizer
 
 from fastbert.analysis import results
 from fastbert.analysis.intervals import estimate
 from fastbert.analysis.measures import Measure
-from fastbert.analysis.walk import at_rest
 from fastbert.checkpoint.files import read_json
 from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of
 from fastbert.cli.usage import UsageError
@@ -158,10 +155,6 @@ def _score(each: list[tuple[PreTrainedModel, Examples]], pooling: str | None, ba
     texts, name = [], ""
     for model, examples in each:
         measure = Measure.of(model, examples, pooling)
-        scores, name = np.zeros(len(measure)), measure.score_name
-        with at_rest(model), torch.inference_mode():
-            for batch, numbers, labels in measure.batches(batch_tokens):
-                hidden = model.base_model.encode_inputs(batch.inputs, None, False, False, False)[0]
-                scores[numbers] = measure.arrays(hidden, batch.inputs, labels)[1]
-        texts.append(estimate(scores, seed=0).text(".4f"))
+        name = measure.score_name
+        texts.append(estimate(measure.scores(batch_tokens), seed=0).text(".4f"))
     return f"{name:<28} {texts[0]:>14} -> {texts[1]:>14}"
