@@ -65,6 +65,8 @@ def config_of(model: workloads.Model, **overrides: object) -> fastbert.EncoderCo
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "intermediate_size": model.intermediate,
+        # that of the workloads, whatever the family's own
+        "pad_token_id": 0,
     }
     return fastbert.EncoderConfig.from_dict({**sizes, **dict(model.config), **overrides})
 

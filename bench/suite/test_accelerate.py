@@ -13,6 +13,7 @@ from bench.lib import accelerate, turns, workloads
 from bench.lib.engines import MODELS, Bank
 
 pytestmark = pytest.mark.cpu
+FAMILIES = ("modernbert", "deberta-v3", "xlnet", "mobilebert", "longformer", "bigbird")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def bank_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Bank]]:
 
 def cases() -> Iterator[object]:
     """(model, workload, candidate); a short run has MiniLM in fp32."""
-    for model in ("minilm", "base"):
+    for model in ("minilm", "base", *FAMILIES):
         for name in accelerate.CANDIDATES:
             short = model == "minilm" and turns.precision(name) == "fp32"
             yield pytest.param(model, "ragged16", name, marks=[] if short else [pytest.mark.long])
