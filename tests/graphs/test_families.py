@@ -21,7 +21,17 @@ from fastbert.layers import disentangled
 from fastbert.layers.batch import Relative
 from fastbert.models.bert import BertModel
 from fastbert.runtime import dispatch, prepared
-from tests.support.graphed_models import CPU, OTHERS, SIZES, Graphed, fresh, lengths_batch, same, shared
+from tests.support.graphed_models import (
+    CPU,
+    OTHERS,
+    SIZES,
+    Graphed,
+    fresh,
+    lengths_batch,
+    pruned,
+    same,
+    shared,
+)
 from tests.support.hf_models import FAMILY_NAMES, batch
 
 NAMES = (*FAMILY_NAMES[FAMILY_NAMES.index("modernbert") : FAMILY_NAMES.index("longformer")], *OTHERS)
@@ -197,6 +207,16 @@ def test_tables_of_distances_outlast_kernels_that_remove_marks(monkeypatch):
 @pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2", "mobilebert"])
 def test_in_8_bits(name):
     g = Graphed(fresh(name, torch.float32, **FORMS.get(name, {})).quantize())
+    for _ in range(2):
+        g.check(**lengths_batch([5, 9, 3]))
+    assert g.graphed.replays == 2
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2"])
+def test_layers_without_some_heads_and_neurons(name, int8):
+    model = pruned(fresh(name, torch.float32 if int8 else torch.float64))
+    g = Graphed(model.quantize() if int8 else model)
     for _ in range(2):
         g.check(**lengths_batch([5, 9, 3]))
     assert g.graphed.replays == 2

@@ -14,7 +14,7 @@ from fastbert.graphs.training import graph_training
 from fastbert.layers import encoder
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
-from tests.support.graphed_models import SIZES, fresh, lengths_batch
+from tests.support.graphed_models import SIZES, fresh, lengths_batch, pruned
 from tests.support.model_pairs import build, inputs_for, labels_for
 
 NEW = "the model is new, or has changed"
@@ -109,6 +109,15 @@ def test_a_run_is_the_models_own(name, task):
     assert graphed.replays == 4
     assert dict(graphed.encoder.fallbacks) == {NEW: 1}
     assert len(graphed.encoder.graphs) > 1
+
+
+def test_layers_without_some_heads_and_neurons():
+    model, twin = (pruned(fresh()).train() for _ in range(2))
+    graphed = graph_training(twin, recorder=Poisoned, **SIZES)
+    for seed in range(3):
+        both_backward(model, twin, graphed, seed=seed)
+        same_gradients(model, twin)
+    assert graphed.replays == 2
 
 
 def test_bits_of_a_batch_that_fills_its_bucket():

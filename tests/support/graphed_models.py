@@ -9,6 +9,7 @@ import threading
 import torch
 from torch import nn
 
+from fastbert.compression.shrink import without
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder, Recording
 from fastbert.models.auto import AutoModel
@@ -37,6 +38,11 @@ def fresh(name: str = "bert", dtype: torch.dtype = torch.float64, **config) -> B
         made = EncoderConfig.from_hf(hf_config(name, **config))
     model = AutoModel.from_config(made).eval()
     return unit_scale(model).to(dtype)
+
+
+def pruned(model: BertModel) -> BertModel:
+    """Without some heads and neurons: the second layer keeps no head, the third no neuron."""
+    return without(model, heads={0: [1], 1: [0, 1, 2]}, neurons={0: [0, 3, 79], 2: range(80)})
 
 
 shared = functools.cache(fresh)  # for tests that leave the model as it is
