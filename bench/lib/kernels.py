@@ -121,6 +121,9 @@ def work(case: testing.Case, dtype: torch.dtype, inputs: dict, backward: bool) -
         return flops, 2 * case.rows * case.classes * element
     if case.op == "linear_cross_entropy":  # x, weight; dx, dweight
         return flops, 2 * (case.rows + case.classes) * case.in_features * element
+    if case.op == "linear_distillation":  # x, weight; dx, dweight; the logits are kept
+        rows, k, n = case.rows, case.in_features, case.classes
+        return 4 * rows * k * n, 2 * (rows + n) * k * element
     # packing, pooling and rotary move in backward what they moved in forward, the other way
     return flops, case.bytes(dtype)
 

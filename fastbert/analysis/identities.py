@@ -82,6 +82,11 @@ class Probabilities:
         return out, lse
 
     @property
+    def keys(self) -> Tensor:
+        """Σ_j P_ij k_j, (total, nheads, headdim)."""
+        return self._keys_and_lse[0]
+
+    @property
     def lse(self) -> Tensor:
         """(total, nheads), natural logarithm."""
         return self._keys_and_lse[1]
@@ -122,17 +127,18 @@ class Probabilities:
         """Σ_i R_ic P_ij: the weighted attention that each key receives.
 
         Args:
-            weights: R, (total, columns).
+            weights: R, (total, columns), or (total, nheads, columns) with weights per head.
 
         Returns:
             (total, nheads, columns), per key.
         """
         heads, width = self.q.shape[1:]
         lse = self.lse.t().contiguous()
+        if weights.dim() == 2:
+            weights = weights[:, None].expand(-1, heads, -1)
         found = []
         for part in weights.to(self.q.dtype).split(width, -1):
-            dout = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
-            dout = dout[:, None].expand(-1, heads, -1).contiguous()
+            dout = torch.nn.functional.pad(part, (0, width - part.shape[-1])).contiguous()
             # only gradients that are not computed here would read `out`, so `k` fills its place
             dv = attention_bwd(
                 *(dout, self.q, self.k, self.k, self.k, lse, self.cu_seqlens, self.max_seqlen, self.scale),

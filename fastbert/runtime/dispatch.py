@@ -30,6 +30,7 @@ OPS = (
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_int8",
     "linear_norm",
     "packing",
@@ -63,6 +64,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "layer_norm": ("cpu", "aten", "reference"),
         "linear": ("cpu", "aten", "reference"),
         "linear_cross_entropy": ("cpu", "aten", "reference"),
+        "linear_distillation": ("cpu", "aten", "reference"),
         "linear_int8": ("cpu", "aten", "reference"),
         # No model calls it on a CPU, where a launch costs nothing.
         "linear_norm": ("aten", "reference"),
@@ -121,6 +123,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear gated half": ("triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
+        "linear_distillation": ("aten", "reference"),
         "linear_int8": ("aten", "reference"),
         # Two calls, which is what models do in float32.
         "linear_norm": ("aten", "reference"),

@@ -180,6 +180,7 @@ FROM_FORWARD = {
     "layer_norm_bwd": ("dy", "weight", "mean", "rstd", "dsum"),
     "linear_bwd": ("x", "weight", "pre"),
     "linear_cross_entropy_bwd": ("dloss", "lse", "count", "logits"),
+    "linear_distillation_bwd": ("dloss",),
     "packing_bwd": ("x", "indices"),
     "pooling_bwd": ("dy", "y"),
     "rotary_bwd": ("dy", "cos", "sin", "positions"),

@@ -13,6 +13,7 @@ from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormSaved
 from fastbert.ops.linear_cross_entropy import LossInputs
+from fastbert.ops.linear_distillation import DistillationInputs
 from fastbert.runtime import dispatch
 
 LAUNCHERS = [
@@ -60,6 +61,7 @@ def schema(name: str) -> list[str]:
         (EmbeddingInputs, "embedding_fwd", ["save"]),
         (LayerNormInputs, "layer_norm_fwd", ["save"]),
         (LossInputs, "linear_cross_entropy_fwd", []),
+        (DistillationInputs, "linear_distillation_fwd", []),
     ],
 )
 def test_inputs_are_the_arguments_of_the_custom_op(inputs, name, rest):

@@ -12,6 +12,7 @@ from fastbert.backends.aten import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    linear_distillation,
     linear_int8,
     linear_norm,
     packing,
@@ -30,6 +31,7 @@ from fastbert.backends.aten.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fastbert.backends.aten.linear_distillation import linear_distillation_bwd, linear_distillation_fwd
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.linear_norm import linear_norm_fwd
 from fastbert.backends.aten.packing import packing_bwd, packing_fwd
@@ -46,6 +48,7 @@ DTYPES = {
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_distillation": linear_distillation.DTYPES,
     "linear_int8": linear_int8.DTYPES,
     "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
@@ -71,6 +74,8 @@ __all__ = [
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
+    "linear_distillation_bwd",
+    "linear_distillation_fwd",
     "linear_fwd",
     "linear_int8_fwd",
     "linear_norm_fwd",

@@ -14,6 +14,7 @@ from fastbert.backends.cpu import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    linear_distillation,
     linear_int8,
     packing,
     rotary,
@@ -40,6 +41,7 @@ from fastbert.backends.cpu.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fastbert.backends.cpu.linear_distillation import linear_distillation_bwd, linear_distillation_fwd
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_panels
 from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
 from fastbert.backends.cpu.rotary import rotary_bwd, rotary_fwd
@@ -54,6 +56,7 @@ DTYPES = {
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_distillation": linear_distillation.DTYPES,
     "linear_int8": linear_int8.DTYPES,
     "packing": packing.DTYPES,
     "rotary": rotary.DTYPES,
@@ -79,6 +82,8 @@ __all__ = [
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
+    "linear_distillation_bwd",
+    "linear_distillation_fwd",
     "linear_fwd",
     "linear_int8_fwd",
     "linear_int8_panels",

@@ -32,6 +32,6 @@ def _linear_fwd(x, weight, bias, *args):
     return aten.linear_fwd(x, as_dtype(weight, x.dtype), bias, *args)
 
 
-linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(
-    SimpleNamespace(linear_fwd=_linear_fwd, linear_bwd=linear.linear_bwd), cross_entropy
-)
+products = SimpleNamespace(linear_fwd=_linear_fwd, linear_bwd=linear.linear_bwd)
+
+linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(products, cross_entropy)

@@ -15,6 +15,7 @@ from fastbert.backends.reference import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    linear_distillation,
     linear_int8,
     linear_norm,
     packing,
@@ -33,6 +34,7 @@ from fastbert.backends.reference.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fastbert.backends.reference.linear_distillation import linear_distillation_bwd, linear_distillation_fwd
 from fastbert.backends.reference.linear_int8 import linear_int8_fwd
 from fastbert.backends.reference.linear_norm import linear_norm_fwd
 from fastbert.backends.reference.packing import packing_bwd, packing_fwd
@@ -49,6 +51,7 @@ DTYPES = {
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_distillation": linear_distillation.DTYPES,
     "linear_int8": linear_int8.DTYPES,
     "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
@@ -74,6 +77,8 @@ __all__ = [
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
+    "linear_distillation_bwd",
+    "linear_distillation_fwd",
     "linear_fwd",
     "linear_int8_fwd",
     "linear_norm_fwd",

@@ -29,12 +29,6 @@ def chunked(
     In half precision the classes are brought to a multiple of `multiple` (see `_widened`).
     """
 
-    def logits_of(weight: Tensor, bias: Tensor | None, times: int) -> Callable[[Tensor], Tensor]:
-        """The function that multiplies by `weight`; it will be called `times` times."""
-        make = getattr(linear, "linear_panels", None) if times > 1 else None
-        panels = make(weight) if make is not None else None
-        return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, panels)[0]
-
     def forward(inputs: LossInputs, save: bool):
         x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows = inputs
         rows, classes, compute = x.shape[0], weight.shape[0], compute_dtype(x)
@@ -42,8 +36,8 @@ def chunked(
         at = _labelled_rows(labels, labelled, ignore_index)
         x, targets = _take(x, at), _take(labels, at)
         total = targets.shape[0]
-        parts = _parts(total, chunk_rows)
-        product = logits_of(weight, bias, len(parts))
+        parts = equal_parts(total, chunk_rows)
+        product = product_by(linear, weight, bias, len(parts))
         loss, kept = x.new_zeros((), dtype=compute), x.new_empty(0)
         lse = x.new_zeros((2, total), dtype=compute)
         for part in parts:
@@ -70,7 +64,7 @@ def chunked(
         at = _labelled_rows(labels, labelled, ignore_index)
         rows, x, targets = labels.shape[0], _take(x, at), _take(labels, at)
         lse = lse if at is None else lse.index_select(1, at)
-        parts = _parts(targets.shape[0], chunk_rows)
+        parts = equal_parts(targets.shape[0], chunk_rows)
 
         def gradient(part: slice, logits: Tensor) -> Tensor:
             return cross_entropy.cross_entropy_bwd(
@@ -79,7 +73,7 @@ def chunked(
 
         if len(parts) == 1:
             if logits.dim() == 1:
-                logits = logits_of(weight, bias, 1)(x)
+                logits = product_by(linear, weight, bias, 1)(x)
             g = gradient(parts[0], logits)
             wide = weight is not None and weight.dtype != g.dtype
             x, weight = x if need_dweight else None, weight if need_dx or wide else None
@@ -92,13 +86,13 @@ def chunked(
         dx = x.new_empty((x.shape[0], x.shape[1]) if need_dx else (0,))
         dweight = x.new_zeros(weight.shape if need_dweight else (0,), dtype=sums)
         dbias = x.new_zeros((weight.shape[0] if need_dbias else 0,), dtype=sums)
-        product = logits_of(weight, bias, len(parts))
+        product = product_by(linear, weight, bias, len(parts))
         for part in parts:
             g = gradient(part, product(x[part]))
             if need_dx:
                 dx[part] = linear.linear_bwd(g, None, weight, None, None, True, False, False)[0]
             if need_dweight:
-                _add_product(dweight, g, x[part])
+                add_product(dweight, g, x[part])
             if need_dbias:
                 dbias += g.sum(0, dtype=sums)
             del g  # before there are other logits
@@ -106,6 +100,15 @@ def chunked(
         return _put(dx, at, rows) if need_dx else dx, dweight, dbias
 
     return forward, backward
+
+
+def product_by(
+    linear: ModuleType | SimpleNamespace, weight: Tensor, bias: Tensor | None, times: int
+) -> Callable[[Tensor], Tensor]:
+    """The function that multiplies by `weight` with a backend's `linear`; it is called `times` times."""
+    make = getattr(linear, "linear_panels", None) if times > 1 else None
+    panels = make(weight) if make is not None else None
+    return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, panels)[0]
 
 
 def _widened(
@@ -136,7 +139,7 @@ def _labelled_rows(labels: Tensor, labelled: int, ignore_index: int) -> Tensor |
     return torch.nonzero_static(keep, size=labelled).squeeze(1)
 
 
-def _parts(total: int, chunk_rows: int) -> list[slice]:
+def equal_parts(total: int, chunk_rows: int) -> list[slice]:
     """The rows 0 to total in as few parts as `chunk_rows` allows, of equal size but for the last."""
     size = -(-total // max(1, -(-total // chunk_rows)))
     return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]
@@ -160,7 +163,7 @@ def _put(t: Tensor, at: Tensor | None, rows: int) -> Tensor:
     return t if at is None else t.new_zeros((rows, t.shape[1])).index_copy_(0, at, t)
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
+def add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
     """total += g.T @ x; the product is not rounded to storage dtype, which would cost a tenth more error."""
     if total.dtype == g.dtype:
         total.addmm_(g.t(), x)

@@ -103,6 +103,10 @@ def linear_loss_operands(*saved):
     return floats(4, 5), floats(5, 5), floats(5), ints(0, 2, -100, 1), *saved, 3, -100, 0.1, 2
 
 
+def distillation_operands():
+    return (*[floats(4, 5), floats(6, 5), floats(6), floats(4, 3), floats(6, 3), floats(6)], 2.0, 3)
+
+
 def rotary_operands():
     return floats(4, 3, 5), floats(6, 2), floats(6, 2), ints(0, 1, 5, 0), False
 
@@ -128,6 +132,7 @@ POOLED = [
     {"cu_seqlens": ints()},
 ]
 MISH, WRONG_COUNTS = {"activation": "mish"}, [{"labelled": 4}, {"labelled": 2}, {"chunk_rows": 0}]
+WRONG_CHUNKS = [{"chunk_rows": 0}, {"temperature": 0.0}, {"temperature": float("nan")}]
 PACKED = [row for row in WRONG_INDICES if "indices" in row]
 
 
@@ -213,6 +218,12 @@ OPS = {
         ),
         [*WRONG_LABELS, *WRONG_COUNTS, {"logits": floats(3, 3)}, *absent("x", "weight", "bias")],
         ("chunk_rows", "ignore_index"),
+    ),
+    "linear_distillation_fwd": (distillation_operands, WRONG_CHUNKS, ()),
+    "linear_distillation_bwd": (
+        lambda: (torch.tensor(1.0), *distillation_operands(), *[True] * 3),
+        [*WRONG_CHUNKS, *absent("bias")],
+        (),
     ),
     "linear_int8_fwd": (
         lambda: (

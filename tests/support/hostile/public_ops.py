@@ -17,6 +17,7 @@ from fastbert.ops.first_attention import first_attention
 from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
+from fastbert.ops.linear_distillation import linear_distillation
 from fastbert.ops.linear_int8 import linear_int8
 from fastbert.ops.linear_int8 import panel_maker as int8_panels
 from fastbert.ops.linear_norm import linear_norm
@@ -45,7 +46,7 @@ from tests.support.hostile.values import (
 )
 
 # floating-point operands without a gradient
-TABLES = ("cos", "sin")
+TABLES = ("cos", "sin", "teacher_x", "teacher_weight", "teacher_bias")
 
 
 class Public(NamedTuple):
@@ -335,6 +336,14 @@ PUBLIC = {
         linear_cross_entropy,
         lambda: {"x": floats(4, 5), "weight": floats(5, 5), "bias": None, "labels": ints(0, 4, -100, 2)},
         [(row, "labels") for row in WRONG_LABELS],
+    ),
+    "linear_distillation": Public(
+        linear_distillation,
+        lambda: {
+            **{"x": floats(4, 5), "weight": floats(6, 5), "bias": floats(6)},
+            **{"teacher_x": floats(4, 3), "teacher_weight": floats(6, 3), "teacher_bias": floats(6)},
+        },
+        [({"temperature": t}, "temperature") for t in (0.0, -1.0, float("nan"), float("inf"))],
     ),
     "linear_int8": Public(
         linear_int8,
