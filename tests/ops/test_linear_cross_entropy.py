@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
@@ -15,7 +13,16 @@ from fastbert.ops import linear_cross_entropy as op
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from fastbert.runtime import dispatch
 from tests.support.inputs import name
-from tests.support.ops import DTYPES, HALF, assert_compiled_is_eager, assert_equal, backends, pinned, served
+from tests.support.ops import (
+    DTYPES,
+    HALF,
+    Largest,
+    assert_compiled_is_eager,
+    assert_equal,
+    backends,
+    pinned,
+    served,
+)
 
 BACKENDS = backends("linear_cross_entropy")
 SERVED = served("linear_cross_entropy")
@@ -72,21 +79,6 @@ def test_inductor_captures_no_waiting(function):
 
 
 # --- memory -------------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The shape of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.shape = torch.Size()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.numel() > self.shape.numel():
-                self.shape = t.shape
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)

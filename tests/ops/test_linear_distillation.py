@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastbert.ops.linear_distillation import linear_distillation, linear_distillation_ref
 from tests.support.inputs import name
-from tests.support.ops import DTYPES, HALF, assert_compiled_is_eager, pinned
+from tests.support.ops import DTYPES, HALF, Largest, assert_compiled_is_eager, pinned
 
 backend = pinned("linear_distillation")
 
@@ -75,21 +73,6 @@ def test_compiles_in_one_graph():
 
 
 # --- memory and chunks --------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The shape of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.shape = torch.Size()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.numel() > self.shape.numel():
-                self.shape = t.shape
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)

@@ -9,8 +9,8 @@ Each is the mean over rows, a scalar in float32 (float64 for a float64 student);
 The gradient is the student's only. `fastbert.ops.linear_distillation` is the first one for a vocabulary.
 
 Source: Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network", sec. 2; Jiao et al.
-2020, "TinyBERT", eq. 8 (hidden states); Sanh et al. 2019, "DistilBERT", sec. 3 (cosine); Sun et al. 2019,
-"Patient Knowledge Distillation", eq. 7 (unit distance).
+2020, "TinyBERT", eq. 8 (hidden states); Sanh et al. 2019, "DistilBERT", sec. 2 (cosine); Sun et al. 2019,
+"Patient Knowledge Distillation", sec. 3.2 (unit distance).
 """
 
 from __future__ import annotations

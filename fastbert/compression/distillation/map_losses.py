@@ -17,10 +17,11 @@ loses digits. For short texts, under a mask, and on a GPU, whose float64 may be 
 block of rows at a time, with dq = 2 D k and dk = 2 Dᵀ q in the same pass.
 
 Half precision is computed in float32: the divergence is a small difference of larger numbers. Each loss is a
-scalar in float32 (float64 for float64), with a gradient for the student's tensors only; dq and dk have their
-dtype. Tokens without an allowed key, and rows past cu_seqlens[-1], have no divergence.
+scalar in float32 (float64 for a float64 student), with a gradient for the student's tensors only. Tokens
+without an allowed key, and rows past cu_seqlens[-1], have no divergence. In float32 the rounding error of a
+row's divergence is about 4 eps of its largest score.
 
-Source: Wang et al. 2020, "MiniLM", eq. 2 to 4; Wang et al. 2021, "MiniLMv2", sec. 3; Jiao et al. 2020,
+Source: Wang et al. 2020, "MiniLM", sec. 3.1 and 3.2; Wang et al. 2021, "MiniLMv2", sec. 3; Jiao et al. 2020,
 "TinyBERT", eq. 7 (scores before softmax). The identities follow from the definition of softmax.
 """
 
@@ -60,7 +61,7 @@ def attention_kl(
     given = _checked(
         batch, student_q=student_q, student_k=student_k, teacher_q=teacher_q, teacher_k=teacher_k
     )
-    return _AttentionKL.apply(*given, batch)
+    return _divergence(*given, batch)
 
 
 def relation_kl(student: Tensor, teacher: Tensor, batch: PackedBatch, heads: int | None = None) -> Tensor:
@@ -76,8 +77,8 @@ def relation_kl(student: Tensor, teacher: Tensor, batch: PackedBatch, heads: int
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
     s, t = _relation_heads("student", student, heads), _relation_heads("teacher", teacher, heads)
-    given = _checked(batch, student=s, teacher=t)
-    return _AttentionKL.apply(given[0], given[0], given[1], given[1], batch)
+    s, t = _checked(batch, student=s, teacher=t)
+    return _divergence(s, s, t, t, batch)
 
 
 def score_mse(
@@ -97,14 +98,18 @@ def score_mse(
     given = _checked(
         batch, student_q=student_q, student_k=student_k, teacher_q=teacher_q, teacher_k=teacher_k
     )
-    compute, heads = checks.compute_dtype(student_q), student_q.shape[1]
-    tensors = [t.to(compute) for t in given]
-    loss = tensors[0].new_zeros(())
-    pairs = torch.zeros((), dtype=torch.int64, device=loss.device)
-    for grids, allowed, count in _groups(tensors, batch):
-        loss = loss + _SquaredDistance.apply(*grids, allowed)
-        pairs = pairs + count
-    return loss / (pairs * heads).clamp(min=1)
+    loss, cells = given[0].new_zeros(()), torch.zeros((), dtype=torch.int64, device=student_q.device)
+    with torch.autocast(student_q.device.type, enabled=False):
+        for grids, allowed, pairs in _groups(given, batch):
+            loss = loss + _SquaredDistance.apply(*grids, allowed)
+            cells = cells + pairs * student_q.shape[1]
+    return loss / cells.clamp(min=1)
+
+
+def _divergence(*given: Any) -> Tensor:
+    """`_AttentionKL` in the tensors' own dtype."""
+    with torch.autocast(given[0].device.type, enabled=False):
+        return _AttentionKL.apply(*given)
 
 
 class _AttentionKL(torch.autograd.Function):
@@ -123,7 +128,6 @@ class _AttentionKL(torch.autograd.Function):
         if any(ctx.needs_input_grad[:2]):
             ctx.student, ctx.teacher, ctx.count = student, teacher, count
             ctx.save_for_backward(student.keys - seen)
-            ctx.dtype = student_q.dtype
         return found.sum() / count
 
     @staticmethod
@@ -132,10 +136,10 @@ class _AttentionKL(torch.autograd.Function):
         student, teacher, dq, dk = ctx.student, ctx.teacher, None, None
         factor = dloss * student.scale / ctx.count
         if ctx.needs_input_grad[0]:
-            dq = (factor * ctx.saved_tensors[0]).to(ctx.dtype)
+            dq = factor * ctx.saved_tensors[0]
         if ctx.needs_input_grad[1]:
             dout = factor * student.q
-            dk = (student.received(dout) - teacher.received(dout)).to(ctx.dtype)
+            dk = student.received(dout) - teacher.received(dout)
         return dq, dk, None, None, None
 
 
@@ -239,16 +243,19 @@ def _relation_heads(name: str, x: Tensor, heads: int | None) -> Tensor:
 
 
 def _checked(batch: PackedBatch, **given: Tensor) -> list[Tensor]:
-    """The tensors, the teacher's without a gradient."""
+    """The tensors in the dtype that computes, the teacher's without a gradient."""
     first_name, first = next(iter(given.items()))
-    checks.float_tensor(first_name, first)
     for name, t in given.items():
-        checks.float_tensor(name, t, first)
-        if t.dim() != 3 or t.shape[:2] != first.shape[:2]:
-            raise ValueError(
-                f"{name}: expected shape ({first.shape[0]}, {first.shape[1]}, headdim) as {first_name} has, "
-                f"got {tuple(t.shape)}"
+        checks.float_tensor(name, t, first if isinstance(first, Tensor) else None)
+        same = given[name.replace("_k", "_q")] if name.endswith("_k") else t
+        wanted = (*first.shape[:2], *same.shape[2:])
+        if t.dim() != 3 or tuple(t.shape) != wanted:
+            expected = (
+                f"({', '.join(map(str, wanted))})" if name != first_name else "(total, nheads, headdim)"
             )
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(t.shape)}")
+    checks.lengths(batch.cu_seqlens, first.shape[0], first_name)
     if batch.relative is not None:
         raise ValueError("batch: scores of distances are the model's own; maps with them are not compared")
-    return [t.detach() if name.startswith("teacher") else t for name, t in given.items()]
+    compute = checks.compute_dtype(first)
+    return [(t.detach() if name.startswith("teacher") else t).to(compute) for name, t in given.items()]
