@@ -11,7 +11,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder
 Tasks          finetune, predict
-Smaller models prune
+Smaller models prune, EarlyExit
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -37,6 +37,7 @@ _PLACES = {
     "BertConfig": "models.config:EncoderConfig",
     "CheckpointError": "checkpoint.files",
     "CrossEncoder": "sentences.cross_encoder",
+    "EarlyExit": "compression.early_exit",
     "EncoderConfig": "models.config",
     "EncodingError": "sentences.tokenizer",
     "MultiVectorEncoder": "sentences.multi_vector",
@@ -110,6 +111,7 @@ __all__ = [
     "DistilBertForSequenceClassification",
     "DistilBertForTokenClassification",
     "DistilBertModel",
+    "EarlyExit",
     "ElectraForMaskedLM",
     "ElectraForMultipleChoice",
     "ElectraForPreTraining",
@@ -241,6 +243,7 @@ def _model_place(name: str) -> str:
 if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
+    from fastbert.compression.early_exit import EarlyExit
     from fastbert.compression.pruning import prune
     from fastbert.finetuning.predict import predict
     from fastbert.finetuning.run import finetune

@@ -11,6 +11,7 @@ the packed layout has room for all batch x seqlen tokens. Kept tokens come first
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,6 +99,24 @@ class Packing:
         """The rows (batch, hidden) of `starts`, zeros where position 0 is masked or the sequence is empty."""
         kept = self.cu_seqlens.diff() > 0 if self.mask is None else self.mask[:, 0]
         return torch.where(kept.unsqueeze(1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+    def chosen(self, numbers: Tensor, lengths: list[int], keeps_longest: bool = False) -> Packing:
+        """The packing of some sequences alone, whose tokens follow one another; `seqlen` stays.
+
+        Args:
+            numbers: (n,) int64, of the sequences, on the device of the packing.
+            lengths: their lengths, n > 0.
+            keeps_longest: whether `max_seqlen` stays too, such as beside a bias of that size.
+        """
+        device = self.cu_seqlens.device
+        if self.mask is not None:
+            found = from_mask(self.mask.index_select(0, numbers), lengths)
+        elif self.flat:
+            ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            found = replace(self, batch=len(lengths), cu_seqlens=send(ends, device), max_seqlen=max(lengths))
+        else:
+            found = dense(len(lengths), self.seqlen, device)
+        return replace(found, max_seqlen=self.max_seqlen) if keeps_longest else found
 
     def to(self, device: torch.device) -> Packing:
         """The packing with its tensors on `device`. The host does not wait (see `send`)."""

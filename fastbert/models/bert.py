@@ -6,6 +6,7 @@ under the family's name, each in its own file. Task heads are in `heads/`, what 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -400,40 +401,13 @@ class BertModel(PreTrainedModel):
                     f"causal: got True, but config fixed_heads has {ahead[0]!r}, which looks ahead"
                 )
 
-        ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        embeddings, layers = self._modules[self.family.embeddings], self.layer_list()
+        embeddings = self._modules[self.family.embeddings]
         ours = isinstance(embeddings, (Embeddings, WordEmbeddings))
-
-        def embed(seed: Tensor | None) -> Tensor:
-            if (
-                type(embeddings) is Embeddings
-                and seed is None
-                and (y := launched(embeddings, *ids)) is not None
-            ):
-                return y
-            if inputs.inputs_embeds is not None and self.family.embeddings == self.family.word_table:
-                return inputs.inputs_embeds
-            own = ours or isinstance(embeddings, self.embeddings_class)
-            reads = getattr(embeddings, "reads_neighbours", False)
-            if not (calls_all() or (embeddings.gap() if ours else not own)):
-                return embeddings(*ids, seed, **({"packing": inputs.packing} if reads else {}))
-            packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
-            given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
-            if self.family.rotary:
-                del given["position_ids"]
-            kept = packing.grid(ids[1])[1]
-            if reads and kept is not None:
-                given["kept"] = kept
-            if kept is not None and "input_ids" in given:
-                given["input_ids"] = given["input_ids"].masked_fill(~kept, config.pad_token_id or 0)
-            first = () if self.family.stock_model.embeds_by_name else (given.pop("input_ids", None),)
-            return packing.from_grid(embeddings(*first, **given))
-
         return run_encoder(
             self,
             self.family,
-            layers,
-            embed,
+            self.layer_list(),
+            functools.partial(self.embed_inputs, inputs),
             inputs,
             ours and embeddings.dropout_rate() > 0,
             gates=gates,
@@ -445,6 +419,37 @@ class BertModel(PreTrainedModel):
             taps=self.taps,
             seed=seed,
         )
+
+    def embed_inputs(self, inputs: Inputs, seed: Tensor | None = None) -> Tensor:
+        """The embeddings of packed tokens, (rows, embedding size), as the first layer or the projection reads
+        them.
+
+        Args:
+            inputs: checked, on the model's device.
+            seed: (1,) int64 of the dropout, on the device; None: nothing drops.
+        """
+        ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
+        embeddings = self._modules[self.family.embeddings]
+        ours = isinstance(embeddings, (Embeddings, WordEmbeddings))
+        if type(embeddings) is Embeddings and seed is None and (y := launched(embeddings, *ids)) is not None:
+            return y
+        if inputs.inputs_embeds is not None and self.family.embeddings == self.family.word_table:
+            return inputs.inputs_embeds
+        own = ours or isinstance(embeddings, self.embeddings_class)
+        reads = getattr(embeddings, "reads_neighbours", False)
+        if not (calls_all() or (embeddings.gap() if ours else not own)):
+            return embeddings(*ids, seed, **({"packing": inputs.packing} if reads else {}))
+        packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
+        given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
+        if self.family.rotary:
+            del given["position_ids"]
+        kept = packing.grid(ids[1])[1]
+        if reads and kept is not None:
+            given["kept"] = kept
+        if kept is not None and "input_ids" in given:
+            given["input_ids"] = given["input_ids"].masked_fill(~kept, self.config.pad_token_id or 0)
+        first = () if self.family.stock_model.embeds_by_name else (given.pop("input_ids", None),)
+        return packing.from_grid(embeddings(*first, **given))
 
 
 def _layers_of(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:

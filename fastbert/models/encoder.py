@@ -67,6 +67,8 @@ def run_encoder(
     taps: Taps | None = None,
     seed: Tensor | None = None,
     complete: Callable[[PackedBatch], PackedBatch] | None = None,
+    start: Tensor | None = None,
+    ends: bool = True,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Packed tokens through the embeddings, the projection (if the encoder has one) and all layers.
 
@@ -87,6 +89,9 @@ def run_encoder(
         taps: hooks into what the layers compute inside, or None. With taps no row is skipped.
         seed: (1,) int64, the seed of all dropouts, on the device, or None.
         complete: adds to the batch what layers of the family's own class need; None for nothing.
+        start: (rows, hidden), the output of the layer before `layers`, where these are not the first ones;
+            None: the embeddings.
+        ends: whether the model's last layer is among `layers`; without it no norm follows.
 
     Returns:
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
@@ -98,19 +103,19 @@ def run_encoder(
     if not isinstance(layers, Plan):
         plan = plan_of(stack, layers, getattr(root, "layer_class", PackedLayer))
     steps = plan.steps
-    beside = stack._modules.get("conv") if family.disentangled else None
+    beside = stack._modules.get("conv") if family.disentangled and start is None else None
     if not (drops or plan.drops or (beside is not None and beside.dropout_rate())):
         seed = None
     elif seed is None:
         seed = dropout_seed(inputs.device)
-    hidden = embed(seed)
+    hidden = embed(seed) if start is None else start
     changed_one = plan.changed
     if taps is not None and changed_one is not None:
         raise ValueError(
             f"model: layer {changed_one.number} shows nothing of what it computes inside, because "
             f"{changed_one.reason}"
         )
-    projection, everything = projection_of(root, family), calls_all()
+    projection, everything = None if start is not None else projection_of(root, family), calls_all()
     inside = (family.projection or "").startswith(f"{container}.")
     around = stack if type(stack) is Stack and (everything or watched(stack)) else None
     recomputes = recompute_every if root.training and torch.is_grad_enabled() else 0
@@ -171,7 +176,7 @@ def run_encoder(
         if want_states:
             call.states.append(x)
         x = plan.run(x, call)
-        if family.final_norm is not None:
+        if family.final_norm is not None and ends:
             x = last_norm(root, family, x, None if skips else packed)
             if want_states:
                 call.states[-1] = x

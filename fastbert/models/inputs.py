@@ -13,6 +13,7 @@ Under `torch.compile` values are not checked, and everything must be on the mode
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -82,6 +83,28 @@ class Inputs:
         given = {name: getattr(self, name) for name in names}
         moved = {n: None if t is None else packing.send(t, device) for n, t in given.items()}
         return replace(self, packing=self.packing.to(device), **moved)
+
+    def chosen(self, numbers: list[int], lengths: list[int]) -> tuple[Inputs, Tensor]:
+        """The inputs of some sequences alone.
+
+        Args:
+            numbers: of the sequences, one at least; the result has them in this order.
+            lengths: number of tokens of each sequence of the batch.
+
+        Returns:
+            (the inputs, (rows,) int64: the packed rows of their tokens before).
+        """
+        first = [0, *itertools.accumulate(lengths)]
+        of_tokens = torch.cat([torch.arange(first[i], first[i + 1]) for i in numbers])
+        at, rows = (packing.send(t, self.device) for t in (torch.tensor(numbers), of_tokens))
+        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "globals")
+        given = {name: getattr(self, name) for name in names}
+        own = {name: None if t is None else t.index_select(0, rows) for name, t in given.items()}
+        bias = self.bias
+        if bias is not None and bias.shape[0] > 1:
+            bias = bias.index_select(0, at)
+        packed = self.packing.chosen(at, [lengths[i] for i in numbers], bias is not None)
+        return replace(self, bias=bias, packing=packed, first_masked=None, **own), rows
 
     @classmethod
     def from_packed(

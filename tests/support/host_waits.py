@@ -15,6 +15,7 @@ import torch
 
 import fastbert
 from fastbert.backends import triton
+from fastbert.compression.early_exit import EarlyExit
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder
 from fastbert.layers import encoder as layer
@@ -31,7 +32,7 @@ from fastbert.training.parallel import Parallel
 from tests.support import fake_gpu, tiny_training
 from tests.support.fake_gpu import fake, real, waits
 from tests.support.hf_models import batch
-from tests.support.model_pairs import model_of
+from tests.support.model_pairs import build, model_of
 
 # families that differ on the host: positions, segments, projection, shared layers, relative bias
 FAMILIES = ("bert", "roberta", "distilbert", "electra", "albert-groups", "mpnet")
@@ -112,6 +113,26 @@ def test_a_padded_batch_waits_once_unless_the_host_has_the_lengths(name, where, 
         out = device(**given, first_token_only=first_only)
         assert len(seen) == (0 if "host" in where else 1)
     close_outputs(out, host(**inputs, first_token_only=first_only))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_early_exit_waits_once_per_branch(every):
+    model = build("bert", "ForSequenceClassification", num_hidden_layers=5)[1]
+    exits, inputs = EarlyExit(model, every=every).eval(), batch("bert")
+    inputs["attention_mask"] = (torch.arange(40) < torch.tensor([[40], [23], [9], [1]])).long()
+    for branch in exits.branches:
+        branch.classifier.weight.data.mul_(40)
+    threshold = exits.uncertainty(exits(**inputs, threshold=2.0).logits).sort().values[1].item() + 1e-3
+    expected = exits(**inputs, threshold=threshold)
+    assert len(expected.layers.unique()) > 1
+    device, last = copy.deepcopy(exits), expected.layers.max()
+    fake_gpu.move(device)
+    with waits() as seen:
+        out = device(**{k: fake(v) for k, v in inputs.items()}, threshold=threshold)
+        # And once for the batch
+        assert len(seen) == 1 + sum(depth <= last for depth in exits.exits)
+    close(out.logits, expected.logits)
+    assert torch.equal(out.layers, expected.layers)
 
 
 def test_attention_of_first_tokens_waits_only_for_a_longest_length(monkeypatch):

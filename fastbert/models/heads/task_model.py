@@ -328,7 +328,6 @@ class TaskModel(PreTrainedModel):
                 f"model: {self.base_model_prefix} was replaced by a {type(encoder).__name__}; expected an "
                 "encoder of fastbert, which may be hooked"
             )
-        whole = (encoder.has_pooler and pooler_gap(encoder, self.family)) or self._calls_head()
         given: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -363,13 +362,19 @@ class TaskModel(PreTrainedModel):
                 output.get("mems"),
             )
             return encoded if above is None else above(encoded)
-        first_only = self.reads_first_only and not whole and above is None
         # torch.compile cannot trace a ContextVar, and no graph serves it
         call: Any = encoder if torch.compiler.is_compiling() else served_by.get().get(encoder, encoder)
+        first_only = self.reads_first()
         found = call(**given, **asked, **more, first_token_only=first_only, packed=True)
         hidden, states, probs, inputs, *mems = found
         encoded = Encoded(hidden, inputs, states, probs, first_only, by_modules, None, *mems)
         return encoded if above is None else above(encoded)
+
+    def reads_first(self) -> bool:
+        """Whether the head reads only the token at position 0 now: nothing looks at its modules' inputs."""
+        encoder = self.base_model
+        whole = (encoder.has_pooler and pooler_gap(encoder, self.family)) or self._calls_head()
+        return self.reads_first_only and not whole and self._modules.get("above") is None
 
     def packed_scores(self, output: Any, packing: Packing) -> list[Tensor] | None:
         """The probabilities in an encoder's output, as its layers return them on packed tokens, or None."""
@@ -482,17 +487,17 @@ class TaskModel(PreTrainedModel):
             return part(self, self.around_classifier)(encoded.inputs.packing.grid(encoded.hidden)[0])
         if head.dense is None:
             return self.classes_of(head, self.pooled(encoded))
-        how, ends = self.config.get("classifier_pooling"), encoded.inputs.packing.cu_seqlens
-        if how == "late":
+        if self.config.get("classifier_pooling") == "late":
             scores = encoded.by_token(lambda x: self.classes_of(head, x))
-            return pooling(scores, ends).to(scores.dtype)
-        if how == "mean":
-            x = pooling(encoded.hidden, ends).to(encoded.hidden.dtype)
-        elif how in _LAST:
-            x = encoded.last()
-        else:
-            x = encoded.first()
-        return self.classes_of(head, x)
+            return pooling(scores, encoded.inputs.packing.cu_seqlens).to(scores.dtype)
+        return self.classes_of(head, self.sequence_vectors(encoded))
+
+    def sequence_vectors(self, encoded: Encoded) -> Tensor:
+        """(batch, hidden): what a classifier of this config reads: the first token, the last or all."""
+        how = self.config.get("classifier_pooling")
+        if how in ("mean", "late"):
+            return pooling(encoded.hidden, encoded.inputs.packing.cu_seqlens).to(encoded.hidden.dtype)
+        return encoded.last() if how in _LAST else encoded.first()
 
     def classes_of(self, head: ClassifierHead, x: Tensor) -> Tensor:
         """(…, hidden) -> (…, classes), by the head's own layers."""
