@@ -15,7 +15,7 @@ TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "ner-features", "csv")
 SETTINGS = (
     *("lr", "epochs", "batch_size", "max_length", "restarts", "seed", "dtype"),
     *("optimizer", "weight_decay", "layer_decay", "reinit", "freeze", "random_init"),
-    *("stable", "decay_to_start", "mixout", "mixout_mask", "freelb", "smart"),
+    *("stable", "decay_to_start", "mixout", "mixout_mask", "freelb", "smart", "qat"),
     *("head_mix", "head_layers", "head_bilstm", "beside"),
 )
 # Command -> task -> the options of the task
@@ -128,6 +128,8 @@ def add_finetune(commands: Any) -> None:
         add(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast (default fp32)")
     add("--freeze", action="store_true", default=None, help="train the head and the pooler alone")
+    text = "round in training as int8 or int4 will; the files keep floats (default: no rounding)"
+    add("--qat", choices=("int8", "int4"), help=text)
     add("--random-init", action="store_true", default=None, help="begin with random weights")
     add("--intermediate", metavar="DIR", help="data to train on before; default: none")
     add(

@@ -158,9 +158,13 @@ class NerFeatures(Ner):
         return self.layers or next(iter(LAYERS))
 
     def check(self, settings: Settings, head: Head) -> None:
-        """Refuse an encoder that learns, and another head than the tagger."""
+        """Refuse an encoder that learns or rounds, and another head than the tagger."""
         if not settings.freeze:
             raise ValueError("freeze: expected True, because ner-features trains the tagger alone, got False")
+        if settings.qat is not None:
+            raise ValueError(
+                f"qat: expected None, because ner-features trains the tagger alone, got {settings.qat!r}"
+            )
         if head != Head():
             name = next(name for name, value in vars(head).items() if value)
             raise ValueError(f"{name}: ner-features has a tagger of its own, got {getattr(head, name)!r}")

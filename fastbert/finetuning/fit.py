@@ -20,7 +20,7 @@ from fastbert.checkpoint.files import read_json
 from fastbert.finetuning.encoded import Encoded, Source, outputs
 from fastbert.finetuning.losses import TaskLosses, losses_of
 from fastbert.finetuning.settings import Settings
-from fastbert.finetuning.start import decayed_groups
+from fastbert.finetuning.start import decayed_groups, rounding
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.trained import save
 from fastbert.models.base import PreTrainedModel
@@ -88,7 +88,7 @@ def fit(
         return known[0]
 
     def begin() -> TaskLosses:
-        built[:] = [losses_of(build(), settings, task.fields)]
+        built[:] = [losses_of(rounding(build(), settings), settings, task.fields)]
         return built[0]
 
     def evaluate(checkpoint: Path) -> None:
@@ -126,7 +126,8 @@ def fit(
         parallel=parallel,
         save_every=every,
         keep=1,
-        graphs=not settings.mixout,  # a graph reads the weights at fixed addresses
+        # A graph reads the weights at fixed addresses, and may not check integer products
+        graphs=not (settings.mixout or settings.qat),
         finish=evaluate,
         **options,
     )

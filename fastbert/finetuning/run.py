@@ -32,6 +32,7 @@ from fastbert.finetuning.heads import Head
 from fastbert.finetuning.result import Result, Run
 from fastbert.finetuning.settings import STABLE, Settings
 from fastbert.finetuning.splits import Splits
+from fastbert.finetuning.start import rounding
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import NAMES, options_of, task_of
 from fastbert.finetuning.trained import asked
@@ -314,7 +315,7 @@ def _predicted(
     scores = dict(result.scores)
     with parallel.alike():
         if parallel.is_first:
-            model = task.load(result.output, parallel.device)
+            model = rounding(task.load(result.output, parallel.device), result.best.settings)
             written: list[Path] = []
             for kind, splits in (("dev", dev), ("test", tests)):
                 for name, each in ((name, prepared(split)) for name, split in splits.items()):

@@ -12,6 +12,8 @@ from fastbert.training.optimizers import KINDS
 
 # Mosbach et al. 2020, "On the stability of fine-tuning BERT": longer, and with a small rate
 STABLE = {"lr": 2e-5, "epochs": 20, "batch_size": 16, "warmup": 0.1, "eps": 1e-6}
+# `Settings.qat` -> bits of the weights
+ROUNDINGS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Settings:
         mixout_mask: "column": one draw per input of a layer, as published; "element": one per weight.
         freelb: perturbations against the loss, a FreeLB or its fields; None: none, True: the defaults.
         smart: smoothness beside the loss, a Smart or its fields; None: none, True: the defaults.
+        qat: "int8" or "int4": the encoder's linear layers round as they will when the model is quantised, and
+            the scores are those of the quantised model; see `fastbert.compression.qat`. None: no rounding.
 
     Raises:
         ValueError: naming the attribute.
@@ -110,6 +114,7 @@ class Settings:
     mixout_mask: str = "column"
     freelb: FreeLB | None = None
     smart: Smart | None = None
+    qat: str | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("batch_size", 1), ("max_length", 3), ("reinit", 0), ("seed", 0)):
@@ -127,9 +132,10 @@ class Settings:
             ("dtype", DTYPES),
             ("optimizer", [kind for kind in KINDS if kind.startswith("adamw")]),
             ("mixout_mask", ("column", "element")),
+            ("qat", (None, *ROUNDINGS)),
         ):
             if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
         for name, kind in (("freelb", FreeLB), ("smart", Smart)):
             value = getattr(self, name)
             if value in (True, False):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.settings import ROUNDINGS, Settings
+from fastbert.layers.fake_quantized import prepare
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.training.optimizers import decay_groups
@@ -76,6 +77,11 @@ def first_model(
         for name, parameter in encoder.named_parameters():
             parameter.requires_grad_(pooler is not None and name.startswith(f"{pooler}."))
     return model
+
+
+def rounding(model: Any, settings: Settings) -> Any:
+    """The model, whose layers round as `Settings.qat` says."""
+    return model if settings.qat is None else prepare(model, ROUNDINGS[settings.qat])
 
 
 def is_head(model: PreTrainedModel, name: str) -> bool:

@@ -180,7 +180,7 @@ def kept_tables(form: LayerForm, parts: Parts, batch: PackedBatch, x: Tensor) ->
             return None
         if parts.int8 and path in form.names.linears:
             module = QuantizedLinear.from_linear(module, f"{parts.label}.{path}")
-        product = _by_copies if isinstance(module, nn.Linear) else apply_linear
+        product = _by_copies if type(module) is nn.Linear else apply_linear
         table = scaled(form, product(module, distances.rows), x)
         return table if maker is None else maker(table.to(x.dtype))
 

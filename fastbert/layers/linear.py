@@ -1,8 +1,8 @@
 """Linear layers and norms of modules, on our ops if the module is plain.
 
 A linear layer or norm that is no longer plain (LoRA, parametrized, hooked) is called itself, and the rest
-stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, and the 8-bit one by which `quantize`
-replaces it.
+stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, the 8-bit one by which `quantize` replaces
+it, and the one that trains for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers.fake_quantized import (
+    FakeQuantizedLinear,
+    fake_joins,
+    fake_layer_operands,
+    fake_product,
+)
 from fastbert.layers.form import Half
 from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain, rms_eps
 from fastbert.layers.parts import activation_of
@@ -167,7 +173,8 @@ class LinearKind(NamedTuple):
 
 FLOAT = LinearKind("linear", float_product, float_joins, float_layer_operands, float_weight=True)
 INT8 = LinearKind("linear_int8", int8_product, int8_joins, int8_layer_operands, float_weight=False)
-LINEAR_KINDS: dict[type, LinearKind] = {nn.Linear: FLOAT, QuantizedLinear: INT8}
+FAKE = LinearKind("linear_int8", fake_product, fake_joins, fake_layer_operands, float_weight=False)
+LINEAR_KINDS: dict[type, LinearKind] = {nn.Linear: FLOAT, QuantizedLinear: INT8, FakeQuantizedLinear: FAKE}
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:

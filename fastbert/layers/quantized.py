@@ -14,6 +14,7 @@ keeps them, and their quantised copies (`copy_of`) are derived weights (runtime/
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,14 +104,11 @@ class QuantizedLinear(nn.Module):
                 check_finite(weight, bias, name)
                 made.bias.copy_(bias)
             return made
-        wide = weight.float()
-        scale = wide.abs().amax(1) / wide.new_tensor(127.0)
+        integers, scale = rounded_channels(weight)
         # One weight that is not finite makes its channel's scale so
         check_finite(scale, bias, name)
-        # Weights too small to divide by become zeros
-        scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 1.0)
         made.scale.copy_(scale)
-        made.weight.copy_((wide / scale[:, None]).round_().clamp_(-127, 127))
+        made.weight.copy_(integers)
         if made.bias is not None:
             made.bias.copy_(bias)
         return made
@@ -180,6 +178,23 @@ class QuantizedLinear(nn.Module):
             if now.dtype != before.dtype:
                 self._buffers[name] = before.to(now.device)
         return self
+
+
+def symmetric_steps(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(integers from -most to most, scale (…, 1)), both float32: `x` in equal steps along its last dimension.
+
+    scale is max |x| / most, or 1 where that is not a normal float32: such small values become zeros.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / wide.new_tensor(float(most))
+    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)
+    return (wide / scale).round_().clamp_(-most, most), scale
+
+
+def rounded_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(weight (out, in) int8 from -127 to 127, scale (out,) float32) of a floating-point weight."""
+    integers, scale = symmetric_steps(weight, 127)
+    return integers.to(torch.int8), scale.squeeze(1)
 
 
 @torch.no_grad()
@@ -258,7 +273,7 @@ def int8_operands(
     return weight, scale, bias, panels
 
 
-def int8_joins(x: Tensor, modules: list[QuantizedLinear]) -> bool:
+def int8_joins(x: Tensor, modules: Sequence[Any]) -> bool:
     """Whether the modules can be one product, which is faster because `x` is quantised once."""
     return len({m.bias is None for m in modules}) == 1
 
@@ -358,24 +373,38 @@ def _check_mode(dtype: Any) -> None:
         raise ValueError(f"dtype: expected {' or '.join(map(repr, MODES))}, got {dtype!r}")
 
 
-def _replace(model: Any) -> None:
+def each_linear(model: Any) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """(layer, path in the layer, linear layer, name in the model) of each linear layer that is quantised.
+
+    Raises:
+        TypeError: a layer has mathematics of its own.
+    """
     names = {id(module): name for name, module in model.named_modules()}
-    made: list[tuple[nn.Module, str, QuantizedLinear]] = []
-    # A shared layer is replaced once
+    # A shared layer appears once
     for layer in {id(layer): layer for layer in model.base_model.layer_list()}.values():
         if not hasattr(layer, "form"):
             raise TypeError(f"{names[id(layer)]}: a {type(layer).__name__} has no int8 form")
         for path in layer.form.linears:
-            module, name = part(layer, path), f"{names[id(layer)]}.{path}"
-            if isinstance(module, QuantizedLinear):
-                continue
-            if not is_plain(module, nn.Linear) or "forward" in vars(module):
-                raise TypeError(
-                    f"{name}: expected a plain nn.Linear, got {type(module).__name__}"
-                    f"{'' if type(module) is not nn.Linear else ' with hooks'}: merge adapters, and remove "
-                    "hooks and parametrizations, before quantising"
-                )
-            made.append((layer, path, QuantizedLinear.from_linear(module, name)))
+            yield layer, path, part(layer, path), f"{names[id(layer)]}.{path}"
+
+
+def check_plain(module: nn.Module, name: str) -> None:
+    """Raise TypeError unless the linear layer `name` is a plain nn.Linear."""
+    if not is_plain(module, nn.Linear) or "forward" in vars(module):
+        raise TypeError(
+            f"{name}: expected a plain nn.Linear, got {type(module).__name__}"
+            f"{'' if type(module) is not nn.Linear else ' with hooks'}: merge adapters, and remove "
+            "hooks and parametrizations, before quantising"
+        )
+
+
+def _replace(model: Any) -> None:
+    made: list[tuple[nn.Module, str, QuantizedLinear]] = []
+    for layer, path, module, name in each_linear(model):
+        if isinstance(module, QuantizedLinear):
+            continue
+        check_plain(module, name)
+        made.append((layer, path, QuantizedLinear.from_linear(module, name)))
     for layer, path, module in made:
         attach(layer, path, module)
     prepared.clear(model)

@@ -149,6 +149,13 @@ def test_python_finds_what_the_command_finds(trained, models, table, tmp_path):
         fastbert.finetune("csv", models / "encoder", table, tmp_path, doc_stride=3)
 
 
+def test_training_that_rounds(models, table, tmp_path, capsys):
+    assert main(command("csv", models, table, tmp_path / "out", "--qat", "int8", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["qat"] == "int8"
+    assert found["scores"]["dev"]["accuracy"] == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_resumes(number, trained, models, table, tmp_path, capsys):
     plain, signalled = Trainer._step, command("csv", models, table, tmp_path / "out")

@@ -31,6 +31,7 @@ BAD = [
     *(("mixout", value) for value in (-0.1, 1.0, NAN, True)),
     *((name, value) for name in ("optimizer", "mixout_mask") for value in ("lamb", None)),
     *((name, value) for name in ("freelb", "smart") for value in (3, "yes")),
+    *(("qat", value) for value in ("int2", 8, True)),
     ("intermediate", ("ax", "data")),
     ("task", "imdb"),
     ("task", "ax"),

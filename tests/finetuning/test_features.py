@@ -214,6 +214,7 @@ def test_a_call_that_ended_while_it_made_features_is_repeated(tmp_path, monkeypa
 
 BAD = [
     ({"freeze": False}, "freeze: expected True"),
+    ({"qat": "int8"}, "qat: expected None"),
     ({"head_bilstm": True}, "head_bilstm: ner-features has a tagger of its own"),
     ({"reinit": 1}, "freeze: a frozen encoder has no use for reinit"),
     ({"layers": "first"}, "layers: expected one of last4-concat, embeddings"),

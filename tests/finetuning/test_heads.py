@@ -252,6 +252,7 @@ BAD = [
     ({"head_layers": 1, "beside": "usual"}, "head_layers: expected 0 with beside"),
     ({"head_layers": 1, "reinit": 1}, "reinit: expected 0 with head_layers"),
     ({"beside": "usual", "layer_decay": 0.9}, "layer_decay: expected 1.0 with beside"),
+    ({"beside": "usual", "qat": "int8"}, "qat: expected None with beside"),
     ({"beside": "usual", "random_init": True}, "random_init: expected False with beside"),
     ({"beside": "cased"}, "beside: expected the tokenizer of the model"),
     ({"beside": "short"}, "beside: expected 64 positions as the model has, got 32"),

@@ -72,6 +72,8 @@ STEADIER = {
     "freelb": {"freelb": True},
     "smart": {"smart": Smart(momentum=0.9)},
     "mixout": {"mixout": 0.7},
+    "qat": {"qat": "int8"},
+    "qat and FreeLB": {"qat": "int4", "freelb": True},
     "decay_to_start": {"decay_to_start": True, "weight_decay": 0.5},
 }
 

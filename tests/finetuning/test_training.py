@@ -16,6 +16,7 @@ from fastbert.finetuning.fit import TaskLosses
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import decayed_groups, first_model
 from fastbert.finetuning.tasks import task_of
+from fastbert.layers.fake_quantized import prepare
 from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import load_tokenizer
@@ -226,6 +227,28 @@ def test_micro_batches_change_losses_by_rounding(tmp_path, monkeypatch, model, t
             assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)
         for name in ("step", "lr", "tokens", "sequences"):
             assert many[name] == one[name]
+
+
+def test_scores_of_training_that_rounds_are_those_of_the_rounded_model(tmp_path, model):
+    data = written("stsb", tmp_path / "data", 32, 16)
+    found = quick("stsb", model, data, tmp_path / "run", qat="int4")
+    task, split = made("stsb"), {}
+    for bits in (None, 4, 8):
+        loaded = task.load(tmp_path / "run", "cpu")
+        if bits is not None:
+            prepare(loaded, bits)
+        examples = task.read(data, "dev")
+        read = task.encode(examples, load_tokenizer(model), 32, True)
+        answers = outputs(loaded, read, task.fields, batch_tokens=8192, dtype=torch.float32)
+        split[bits] = task.scores(examples, task.predictions(examples, read, answers))
+    best = max(found.best.evaluations, key=lambda each: each["dev"][task.metric])
+    assert found.scores["dev"] == best["dev"] == split[4]
+    assert split[4] != split[None]
+    assert split[4] != split[8]
+    float_files = load_file(tmp_path / "run" / "model.safetensors")
+    assert {t.dtype for t in float_files.values()} == {torch.float32}
+    plain = quick("stsb", model, data, tmp_path / "plain")
+    assert plain.best.evaluations != found.best.evaluations
 
 
 @pytest.mark.parametrize(

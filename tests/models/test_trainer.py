@@ -17,6 +17,7 @@ import transformers
 from torch.utils import _pytree
 
 import fastbert
+from fastbert.compression import qat
 from fastbert.models import outputs
 from fastbert.models.base import PreTrainedModel
 from tests.support import ddp_logits_worker, ranks
@@ -73,6 +74,25 @@ def test_checkpoints_reload_and_resume(tmp_path, fresh_accelerator, tokenizer):
     trainer.save_model(str(tmp_path / "end"))
     assert_same_state(whole, fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "end"))
     trainer.create_model_card(model_name="x")
+
+
+def test_training_that_rounds_is_that_of_a_plain_loop(tmp_path, fresh_accelerator, tokenizer):
+    model, plain = qat.prepare(native(), 4), qat.prepare(native(), 4)
+    trainer = trainer_of(model, tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=2)
+    batches = [*trainer.get_train_dataloader()]
+    trainer.train()
+    optimizer = torch.optim.AdamW(plain.train().parameters(), 1e-3, weight_decay=0.0)
+    losses = []
+    for given, lr in zip(batches, (1e-3, 5e-4), strict=False):
+        optimizer.param_groups[0]["lr"] = lr
+        losses.append(plain(**given).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    torch.testing.assert_close(logged(trainer)[:2], torch.stack(losses).detach(), rtol=1e-3, atol=1e-3)
+    saved = fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
+    assert_same_state(model, saved)
 
 
 @pytest.mark.sweep
