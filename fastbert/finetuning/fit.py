@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from fastbert.checkpoint.files import read_json
 from fastbert.finetuning.encoded import Encoded, Source, outputs
-from fastbert.finetuning.losses import TaskLosses, losses_of
+from fastbert.finetuning.losses import Method, TaskLosses, losses_of
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import decayed_groups, rounding
 from fastbert.finetuning.task import Task
@@ -56,9 +56,12 @@ def fit(
     *,
     parallel: Parallel,
     batch_tokens: int = BATCH_TOKENS,
+    method: Method | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Train, and score after each epoch; returns {"step", "epoch", and split -> scores} of each.
+
+    A model that cannot be the best yet, as its method is not done, has "counts": False besides.
 
     Args:
         task: see `Task`.
@@ -73,6 +76,7 @@ def fit(
         finish: writes a tokenizer's files into a model's directory.
         parallel: the processes; not fsdp, because the first process scores by itself.
         batch_tokens: most tokens of a micro-batch, unless an example is longer.
+        method: how the model learns besides, or None.
         options: of `Trainer`.
     """
     size, count = settings.batch_size, len(train)
@@ -88,7 +92,8 @@ def fit(
         return known[0]
 
     def begin() -> TaskLosses:
-        built[:] = [losses_of(rounding(build(), settings), settings, task.fields)]
+        given = rounding(build(), settings), settings, task.fields
+        built[:] = [losses_of(*given) if method is None else method.losses(*given, steps)]
         return built[0]
 
     def evaluate(checkpoint: Path) -> None:
@@ -100,13 +105,18 @@ def fit(
                 split: _scored(task, built[0].model, each, DTYPES[settings.dtype])
                 for split, each in dev.items()
             }
-            history.append({"step": step, "epoch": step * size / count, **scores})
-            if dev and max(history, key=lambda entry: score_of(task, entry)) is history[-1]:
-                save(built[0].model, folder / BEST)
+            entry = {"step": step, "epoch": step * size / count, **scores}
+            history.append(entry if built[0].is_final else {**entry, "counts": False})
+            if dev and built[0].is_final and best_of(task, history) is history[-1]:
+                save(built[0].trained(), folder / BEST)
                 finish(folder / BEST)
         (checkpoint / EVALUATIONS).write_text(json.dumps(history, indent=1) + "\n")
 
-    decay = settings.layer_decay
+    def groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
+        decay = settings.layer_decay
+        usual = decay_groups if decay == 1 else decayed_groups(decay)
+        return module.grouped(usual(module, weight_decay))
+
     stage = Stage(
         steps,
         Source(train, segments),
@@ -115,7 +125,7 @@ def fit(
         micro_batches=(parts := _parts(train, size, parallel.world, batch_tokens)),
         sequences=size // parts,
         options={"kind": settings.optimizer, "weight_decay": settings.weight_decay, "eps": settings.eps},
-        groups=decay_groups if decay == 1 else decayed_groups(decay),
+        groups=groups,
     )
     trainer = Trainer(
         [stage],
@@ -127,7 +137,7 @@ def fit(
         save_every=every,
         keep=1,
         # A graph reads the weights at fixed addresses, and may not check integer products
-        graphs=not (settings.mixout or settings.qat),
+        graphs=method is None and not (settings.mixout or settings.qat),
         finish=evaluate,
         **options,
     )
@@ -149,6 +159,12 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     """The scores so far, from the newest checkpoint that is whole."""
     found, _ = checkpoints.newest(folder)
     return [] if found is None else json.loads((found / EVALUATIONS).read_text())
+
+
+def best_of(task: Task, history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The evaluation of the best model that counts; of equal ones the first."""
+    counted = [entry for entry in history if entry.get("counts", True)]
+    return max(counted, key=lambda entry: score_of(task, entry))
 
 
 def score_of(task: Task, entry: Mapping[str, Any]) -> float:

@@ -16,8 +16,9 @@ sec. 3.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import _VF, Tensor
@@ -73,6 +74,47 @@ class TaskLosses(Losses):
         """Hook the decay to the first weights."""
         if self.starts:
             hook_decay(optimizer, self.starts)
+
+    def grouped(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The parameter groups of this module, from the usual ones."""
+        return groups
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the model may be the best of its run by now."""
+        return True
+
+    def trained(self) -> PreTrainedModel:
+        """The model as it is saved."""
+        return self.model
+
+
+class Method(ABC):
+    """How a run trains, if by more than its settings say; see `fastbert.compression.movement.Movement`.
+
+    Attributes:
+        defaults: settings in place of the task's defaults.
+    """
+
+    defaults: ClassVar[Mapping[str, float]] = {}
+
+    @abstractmethod
+    def losses(
+        self, model: PreTrainedModel, settings: Settings, fields: Sequence[str], steps: int
+    ) -> TaskLosses:
+        """The module that is trained.
+
+        Args:
+            model, settings, fields: see `losses_of`.
+            steps: number of steps of the run.
+
+        Raises:
+            ValueError: naming a setting that excludes the method.
+        """
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file: a run resumes only by an equal method."""
 
 
 class FreeLBLosses(TaskLosses):

@@ -27,8 +27,9 @@ from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.encoded import has_segments, outputs
-from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, fit, score_of
+from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, best_of, fit, score_of
 from fastbert.finetuning.heads import Head
+from fastbert.finetuning.losses import Method
 from fastbert.finetuning.result import Result, Run
 from fastbert.finetuning.settings import STABLE, Settings
 from fastbert.finetuning.splits import Splits
@@ -72,6 +73,7 @@ def finetune(
     say: Callable[[str], None] = lambda text: None,
     progress: bool | None = None,
     workers: int = 0,
+    method: Method | None = None,
     **options: Any,
 ) -> Result:
     """Fine-tune a model on a task, and keep the best of a grid; see the module for the files.
@@ -94,6 +96,8 @@ def finetune(
         say: callback for messages, one line at a time.
         progress: whether to show a progress bar; None: if stderr is a terminal.
         workers: processes that make batches ahead.
+        method: how the model learns besides, such as `fastbert.compression.movement.Movement`; None: as the
+            settings say alone.
         options: of `Settings`, whose defaults are the task's, such as epochs=3 and batch_size=32; of `Head`,
             such as head_bilstm=True; and of the task, if it is given by name, such as text="review" for csv.
 
@@ -111,7 +115,14 @@ def finetune(
     output, data = Path(output), Path(data)
     with contextlib.ExitStack() as held:
         if predict_only:
-            unused = {**form, **settings, "model": model, "lr": lr, "intermediate": intermediate}
+            unused = {
+                **form,
+                **settings,
+                "model": model,
+                "lr": lr,
+                "intermediate": intermediate,
+                "method": method,
+            }
             unused |= {"restarts": restarts if restarts != 1 else None, "stable": stable or None}
             for name, value in unused.items():
                 if value is not None and name not in AGAIN:
@@ -123,7 +134,8 @@ def finetune(
             raise ValueError("model: expected a directory or a name on the hub, got None")
         made = task if isinstance(task, Task) else task_of(task, **options)
         _check_output(output, Path(model))
-        grid = _grid({**made.defaults, **(STABLE if stable else {}), **settings}, lr, restarts)
+        usual = {**made.defaults, **(method.defaults if method else {}), **(STABLE if stable else {})}
+        grid = _grid({**usual, **settings}, lr, restarts)
         made.check(grid[0], head)
         parallel = parallel or _own_processes(held)
         if parallel.kind == "fsdp":
@@ -142,7 +154,7 @@ def finetune(
         place = hub.resolve(model)
         head = asked(head, place)
         head.check(grid[0])
-        return _train(made, head, grid, place, data, output, parallel, say, progress, workers)
+        return _train(made, head, grid, place, data, output, parallel, say, progress, workers, method)
 
 
 def _silent(text: str) -> None:
@@ -178,6 +190,7 @@ def _train(
     say: Callable[[str], None],
     progress: bool | None,
     workers: int,
+    method: Method | None,
 ) -> Result:
     splits = task.splits(data)
     for kind in ("train", "dev"):
@@ -202,6 +215,7 @@ def _train(
         "classes": [*task.classes],
         "options": dict(task.options),
         "head": head.to_dict(),
+        **({} if method is None else {"method": method.to_dict()}),
     }
 
     def finish(folder: Path) -> None:
@@ -237,9 +251,10 @@ def _train(
                 say=say,
                 progress=progress,
                 workers=workers,
+                method=method,
                 log_every=1 if len(train.encoded) < 50 * one.batch_size else 10,
             )
-        score = max(score_of(task, entry) for entry in history)
+        score = score_of(task, best_of(task, history))
         runs.append(Run(one, history, score, base is not None and score <= base))
         say(f"lr {one.lr:g}, seed {one.seed}: {task.metric} {100 * score:.1f}")
         if parallel.is_first:
