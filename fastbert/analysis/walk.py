@@ -140,7 +140,10 @@ def encode(
 def check_heads(model: PreTrainedModel) -> None:
     """Raise ValueError if heads were pruned: arrays have one place per head of the config."""
     if any(kept is not None for kept in model.config.kept_heads()):
-        raise ValueError("model: expected all heads in all layers, but it has config pruned_heads")
+        raise ValueError(
+            "model: expected all heads in all layers, but it has config pruned_heads; "
+            "fastbert.compression.shrink.dense(model) has them again, as zeros"
+        )
 
 
 def encoded(model: TaskModel, hidden: Tensor, inputs: Inputs) -> Encoded:

@@ -14,12 +14,13 @@ from fastbert.cli.analyses.heads import fixed, heads, importance
 from fastbert.cli.analyses.layers import change, geometry
 from fastbert.cli.analyses.links import links
 from fastbert.cli.analyses.loading import (
+    analysed,
     file_of,
     load_examples,
     load_words,
-    model_of,
     naming_lines,
     naming_targets,
+    pruned_heads,
 )
 from fastbert.cli.analyses.probe import probe
 from fastbert.cli.analyses.report import whole
@@ -75,8 +76,10 @@ def run(args: argparse.Namespace) -> int:
     for option, default in _DEFAULTS.items():
         if getattr(args, option) is None:
             setattr(args, option, default)
-    model = model_of(args.model, args.device)
+    model = analysed(args.model, args.device)
     options: dict[str, Any] = {"kind": args.kind, "seed": args.seed, file: str(getattr(args, file))}
+    if gone := pruned_heads(args.model):
+        options["pruned_heads"] = gone
     if args.conllu is not None:
         options["conllu"] = str(args.conllu)
     figures, page = {}, None
@@ -102,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{output}: {args.kind} of {len(examples):,} examples, {examples.starts[-1]:,} tokens")
     if options.get("left_out"):
         print(f"  sentences left out, too long or with a word of no token: {options['left_out']:,}")
+    if gone:
+        print(f"  pruned heads: {gone:,}; here they have zeros: they see all tokens alike and change nothing")
     for line in numbers["summary"]:
         print(f"  {line}")
     if args.kind not in _OF_WORDS:

@@ -33,6 +33,13 @@ def add_prune(commands: Any) -> None:
         help="text, one per line: word pieces that it does not use go, but no special token or character "
         "(default: all stay)",
     )
+    add(
+        "--weights",
+        type=float,
+        metavar="X",
+        help="share of the weights of all layers' linear maps to set to 0, the smallest of all, below 1: the "
+        "file compresses better, the time stays (default: none)",
+    )
     add("--score", choices=SCORES, default="taylor", help="what chooses heads and neurons (default taylor)")
     add(
         "--input",

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.checkpoint.files import read_json
-from fastbert.cli.finetune_arguments import SETTINGS, task_options
+from fastbert.cli.finetune_arguments import MOVEMENT, SETTINGS, option, task_options
 from fastbert.cli.usage import UsageError, device_of, say
+from fastbert.compression.movement import Movement
 from fastbert.finetuning import run as finetuning
 from fastbert.tasks.glue import write_archive
 from fastbert.tasks.glue_tasks import TASKS
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         if args.task == "glue":
             raise UsageError("--intermediate: is for one task; expected one of GLUE's in place of glue")
         options["intermediate"] = (args.intermediate_task or args.task, args.intermediate)
+    options["method"] = _method(args)
     data, output = Path(args.data), Path(args.output)
     tasks = {args.task: output}
     if args.task == "glue":
@@ -67,6 +69,16 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(found if args.task == "glue" else found[args.task]))
     return 0
+
+
+def _method(args: argparse.Namespace) -> Movement | None:
+    given = {name: getattr(args, f"movement_{name}") for name in MOVEMENT}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.movement is not None:
+        return Movement(args.movement, **given)
+    for name in given:
+        raise UsageError(f"{option(f'movement_{name}')}: needs --movement")
+    return None
 
 
 def _tasks_of_glue(data: Path, wnli: bool) -> list[str]:

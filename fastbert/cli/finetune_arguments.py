@@ -18,6 +18,8 @@ SETTINGS = (
     *("stable", "decay_to_start", "mixout", "mixout_mask", "freelb", "smart", "qat"),
     *("head_mix", "head_layers", "head_bilstm", "beside"),
 )
+# Fields of `fastbert.compression.movement.Movement`, after "movement_"
+MOVEMENT = ("units", "keep", "threshold", "penalty", "lr")
 # Command -> task -> the options of the task
 _OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "finetune": {
@@ -177,6 +179,26 @@ def add_finetune(commands: Any) -> None:
         ),
     ):
         add(f"--{kind.lower()}", nargs="?", const=True, type=_numbers(kind), metavar=values, help=text)
+    add = command.add_argument_group("smaller: movement pruning").add_argument
+    add(
+        "--movement",
+        choices=("hard", "soft"),
+        help="also learn what the model can do without; lr, epochs and batch are then 3e-5, 10 and 16 "
+        "(default: no pruning)",
+    )
+    add(
+        "--movement-units",
+        choices=("weights", "blocks"),
+        help="blocks: heads and neurons, which are removed; weights become zeros, which saves no time "
+        "(default weights)",
+    )
+    for name, text in (
+        ("keep", "hard: share that is kept (default 0.15)"),
+        ("threshold", "soft: what is below it at the end goes (default 0.1)"),
+        ("penalty", "soft: weight of the mean score in the loss (default 400)"),
+        ("lr", "learning rate of scores (default 0.01)"),
+    ):
+        add(f"--movement-{name}", type=float, metavar="X", help=text)
     add = command.add_argument_group("options of some tasks").add_argument
     add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
     add("--text", metavar="NAME", help="csv: the column of texts (default text)")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from fastbert.analysis import results
 from fastbert.analysis.intervals import estimate
 from fastbert.analysis.measures import Measure
 from fastbert.checkpoint.files import read_json
-from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of
+from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of, transformer_of
 from fastbert.cli.usage import UsageError
-from fastbert.compression import vocabulary
+from fastbert.compression import published, vocabulary
 from fastbert.compression.pruning import Pruned, prune
 from fastbert.compression.size import TOKENS, tokens_per_second
 from fastbert.finetuning.run import TOKENIZER_FILES
@@ -33,14 +35,21 @@ def run(args: argparse.Namespace) -> int:
     output = results.check_free(args.output)
     units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
     layers = _layers(args.layers)
-    if layers is None and args.vocabulary is None and all(given is None for given in units.values()):
-        raise UsageError("--heads, --neurons, --layers, --vocabulary: expected at least one")
+    if all(given is None for given in (layers, args.vocabulary, args.weights, *units.values())):
+        raise UsageError("--heads, --neurons, --layers, --vocabulary, --weights: expected at least one")
     of_sentences = (Path(args.model) / "modules.json").is_file()
     model, examples, pooling = model_of(args.model, args.device, pooler=not of_sentences), None, None
-    options = {"layers": layers, "score": args.score, "multiple": args.multiple, "seed": args.seed, **units}
+    options = {
+        "layers": layers,
+        "weights": args.weights,
+        "score": args.score,
+        "multiple": args.multiple,
+        "seed": args.seed,
+        **units,
+    }
     tokenizer = None
     if args.vocabulary is not None:
-        whole = load_tokenizer(args.model)
+        whole = load_tokenizer(transformer_of(args.model))
         options["vocabulary"] = ids = vocabulary.used_ids(
             whole, (text for _, text in filled_lines(args.vocabulary))
         )
@@ -56,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     saved = found.dense() if args.dense else found.model
     _save(saved, Path(args.model), output, tokenizer)
     print(f"{output}: {_removed(found, model)}")
-    for line in _costs(found, model):
+    for line in [*_costs(found, model), *_compressed(found, model)]:
         print(f"  {line}")
     if examples is not None:
         with naming_lines(args, model):
@@ -66,7 +75,15 @@ def run(args: argparse.Namespace) -> int:
                 args.model = str(output)
                 after = load_examples(args, found.model)
             print(f"  {_score([(model, examples), (found.model, after)], pooling, args.batch_tokens)}")
+    for line in published.lines(_ways(found)):
+        print(f"  {line}")
     return 0
+
+
+def _ways(found: Pruned[Any]) -> tuple[str, ...]:
+    """What was pruned, in the words of `published`."""
+    of_units = "structured" if found.neurons else "heads" if found.heads else ""
+    return of_units, "weights" if found.zeros else ""
 
 
 def _units(option: str, given: str | None) -> Any:
@@ -101,9 +118,9 @@ def _save(model: PreTrainedModel, source: Path, output: Path, tokenizer: Tokeniz
         encoder.save_pretrained(output)
     else:
         model.save_pretrained(output)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, output / name)
+        for path in (Path(transformer_of(str(source))) / name for name in TOKENIZER_FILES):
+            if path.is_file():
+                shutil.copyfile(path, output / path.name)
     if tokenizer is None:
         return
     tokenizer.save(str(output / "tokenizer.json"))
@@ -124,6 +141,8 @@ def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
             parts.append(f"{gone:,} {name}")
     if len(found.layers) < layers:
         parts.append(f"{layers - len(found.layers)} of {layers} layers")
+    if found.zeros:
+        parts.append(f"{found.zeros:.1%} of the weights")
     if pieces := model.config.vocab_size - found.model.config.vocab_size:
         parts.append(f"{pieces:,} word pieces")
     return f"without {', '.join(parts)}" if parts else "nothing was removed"
@@ -149,6 +168,26 @@ def _costs(found: Pruned[Any], model: PreTrainedModel) -> list[str]:
         ("tokens per second", f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", speeds[1] / speeds[0]),
     ]
     return [f"{name:<28} {a:>14} -> {b:>14}  {ratio:.2f} x" for name, a, b, ratio in rows]
+
+
+def _compressed(found: Pruned[Any], model: PreTrainedModel) -> list[str]:
+    """What zeros save: the size after gzip, before and after."""
+    if found.zeros is None:
+        return []
+    sizes = [_zipped(each) / 1e6 for each in (model, found.model)]
+    ratio = sizes[0] / sizes[1]
+    return [
+        f"{'size after gzip, MB':<28} {sizes[0]:>14,.1f} -> {sizes[1]:>14,.1f}  {ratio:.2f} x",
+        "zeros are computed as all weights are, so they save no time",
+    ]
+
+
+def _zipped(model: PreTrainedModel) -> int:
+    """Bytes of a model's tensors after gzip at its fastest level."""
+    packer, count = zlib.compressobj(1, wbits=31), 0
+    for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
+        count += len(packer.compress(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+    return count + len(packer.flush())
 
 
 def _score(each: list[tuple[PreTrainedModel, Examples]], pooling: str | None, batch_tokens: int) -> str:

@@ -7,6 +7,7 @@ and its repository nn_pruning.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -57,6 +58,6 @@ PUBLISHED = (
 )
 
 
-def lines(*ways: str, most: int = 4) -> list[str]:
+def lines(ways: Iterable[str], most: int = 4) -> list[str]:
     """The first rows of some ways, as lines of text."""
     return [row.line() for row in PUBLISHED if row.way in ways][:most]

@@ -181,6 +181,19 @@ def test_a_signal_saves_and_the_same_command_resumes(number, trained, models, ta
     assert (tmp_path / "out/model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
+def test_movement_pruning_ends_with_a_smaller_model(models, table, tmp_path, capsys):
+    more = ["--movement", "hard", "--movement-units", "blocks", "--movement-keep", "0.5", "--lr", "3e-3"]
+    assert main(command("csv", models, table, tmp_path / "out", *more)) == 0
+    config = fastbert.EncoderConfig.from_pretrained(tmp_path / "out")
+    assert sum(2 if kept is None else len(kept) for kept in config.kept_heads()) == 2
+    again = ["--predict-only", "--data", table, "--output", tmp_path / "out", "--text", "review"]
+    words = ["finetune", "csv", *again, "--label", "stars", "--device", "cpu"]
+    assert main([str(word) for word in words]) == 0
+    (log,) = (tmp_path / "out" / "runs").glob("*/results.json")
+    method = json.loads(log.read_text())["config"]["method"]
+    assert (method["name"], method["units"], method["keep"]) == ("movement", "blocks", 0.5)
+
+
 def test_a_signal_outside_of_training_ends_the_command(models, table, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         finetuning, "finetune", lambda *given, **options: os.kill(os.getpid(), signal.SIGTERM)
@@ -449,6 +462,9 @@ MISTAKES = [
     ("finetune glu --model x --data x --output x", "did you mean 'glue'?"),
     (f"{FINETUNE} --freelb 0", "freelb steps: expected an integer >= 1, got 0"),
     (f"{FINETUNE} --smart 1,x", "argument --smart"),
+    (f"{FINETUNE} --movement-keep 0.5", "--movement-keep: needs --movement"),
+    (f"{FINETUNE} --movement soft --movement-keep 0.5", "keep: expected None, as it is for kind 'hard'"),
+    (f"{FINETUNE} --movement hard --mixout 0.5", "mixout: expected none with movement pruning"),
     (f"{FINETUNE} --intermediate-task mnli", "--intermediate-task: needs --intermediate"),
     (f"{FINETUNE.replace('csv', 'glue')} --intermediate x", "--intermediate: is for one task"),
     ("finetune glue --model x --data {place} --output x", "expected one of the folders CoLA, SST-2"),

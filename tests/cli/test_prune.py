@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +19,8 @@ from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.examples import tokenized
 from fastbert.tasks.inputs import read
+from tests.cli.conftest import call
+from tests.support.analysis import losses
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +110,100 @@ def test_unused_word_pieces_go(folder, tmp_path, capsys):
     assert stock("a dog sat").input_ids == tokenizer.encode("a dog sat").ids
 
 
+def test_small_weights_become_zeros(folder, tmp_path, capsys):
+    assert prune(folder, "encoder", tmp_path / "out", "--weights", "0.9", "--layers", "0,2") == 0
+    said = capsys.readouterr().out
+    assert "without 1 of 3 layers, 90.0% of the weights" in said
+    found = re.search(r"size after gzip, MB +(\S+) -> +(\S+)  (\S+) x\n.*save no time", said)
+    assert found is not None
+    assert float(found[3]) > 1.5
+    expected = fastbert.prune(
+        model_of(str(folder / "encoder"), "cpu", pooler=True), layers=[0, 2], weights=0.9
+    )
+    made = model_of(str(tmp_path / "out"), "cpu", pooler=True).state_dict()
+    assert all(torch.equal(t, made[key]) for key, t in expected.model.state_dict().items())
+
+
+def test_papers_are_quoted_for_what_was_pruned(folder, tmp_path, capsys):
+    rows = {}
+    for name, given in {
+        "heads": ["--heads", "0.4"],
+        "neurons": ["--neurons", "0.5", "--multiple", "16"],
+        "weights": ["--weights", "0.5"],
+        "layers": ["--layers", "0"],
+    }.items():
+        assert prune(folder, "encoder", tmp_path / name, *given, "--score", "magnitude") == 0
+        rows[name] = re.findall("published, for comparison: (.*)", capsys.readouterr().out)
+    assert rows["heads"] == ["Michel 2019, half of BERT base's heads removed: 1.175 x as fast"]
+    assert len(rows["neurons"]) == 3
+    assert rows["neurons"][0] == "nn_pruning 2021, BERT base: SQuAD F1 88.5 -> 88.7, 1.84 x as fast"
+    assert len(rows["weights"]) == 4
+    assert rows["weights"][1] == "Sanh 2020, movement, 10% of weights: SQuAD F1 88.1 -> 84.3"
+    assert rows["layers"] == []
+
+
+def test_a_model_in_a_subfolder(folder, tmp_path, capsys):
+    """As older sentence-transformers wrote it: 0_Transformer/."""
+    SentenceEncoder.from_pretrained(folder / "encoder", pooling="cls").save_pretrained(tmp_path / "flat")
+    shutil.copytree(tmp_path / "flat", tmp_path / "old")
+    inner = tmp_path / "old" / "0_Transformer"
+    inner.mkdir()
+    for path in [*(tmp_path / "old").iterdir()]:
+        if path.is_file() and not path.name.startswith(("modules", "config_sentence")):
+            path.rename(inner / path.name)
+    content = json.loads((tmp_path / "old" / "modules.json").read_text())
+    content[0]["path"] = inner.name
+    (tmp_path / "old" / "modules.json").write_text(json.dumps(content))
+    shutil.copy(folder / "pairs.tsv", tmp_path / "pairs.tsv")
+    (tmp_path / "corpus.txt").write_text("the cat sat on the mat . a dog ran to a house\n")
+    given = ["--heads", "0.4", "--input", tmp_path / "pairs.tsv", "--pairs"]
+    for name in ("flat", "old"):
+        assert prune(tmp_path, name, tmp_path / f"{name}-out", *given) == 0
+        vocabulary = ["--vocabulary", tmp_path / "corpus.txt"]
+        assert prune(tmp_path, name, tmp_path / f"{name}-words", *vocabulary) == 0
+        assert call(tmp_path, "importance", name, "pairs.tsv", tmp_path / f"{name}-map", "--pairs") == 0
+    for kind in ("out", "words"):
+        vectors = [
+            SentenceEncoder.from_pretrained(tmp_path / f"{name}-{kind}").encode(["the cat sat", "a dog"])
+            for name in ("flat", "old")
+        ]
+        assert np.array_equal(*vectors)
+    arrays = [np.load(tmp_path / f"{name}-map" / "importance.npz")["derivatives"] for name in ("flat", "old")]
+    assert np.array_equal(*arrays)
+
+
+def test_pruned_models_are_analysed(folder, tmp_path, capsys):
+    """A removed head is worth nothing; another is worth what a model without both loses."""
+    (tmp_path / "heads.json").write_text(json.dumps({"0": [0, 1, 2], "2": [1]}))
+    assert prune(folder, "classes", tmp_path / "small", "--heads", tmp_path / "heads.json") == 0
+    shutil.copy(folder / "rows.jsonl", tmp_path / "rows.jsonl")
+    rows = "rows.jsonl", tmp_path / "out", "--labels", "class"
+    assert call(tmp_path, "heads", "small", *rows) == 0
+    assert "pruned heads: 4; here they have zeros" in capsys.readouterr().out
+    found = np.load(tmp_path / "out" / "heads.npz")
+    change = found["loss"] - found["base_loss"][:, None, None]
+    gone = np.zeros((3, 3), bool)
+    gone[0], gone[2, 1] = True, True
+    assert np.abs(change[:, gone]).max() < 1e-6 < np.abs(change[:, ~gone]).max()
+    small = model_of(str(tmp_path / "small"), "cpu")
+    examples = tokenized(load_tokenizer(tmp_path / "small"), **read(tmp_path / "rows.jsonl", labels="class"))
+    smaller = fastbert.prune(small, heads={2: [1]})  # the whole model's head 2 of this layer
+    np.testing.assert_allclose(losses(smaller.model, examples), found["loss"][:, 2, 2], rtol=1e-5)
+    for kind in ("attention", "importance", "patterns"):
+        more = ["--labels", "class"] if kind == "importance" else []
+        assert call(tmp_path, kind, "small", "rows.jsonl", tmp_path / kind, *more) == 0
+    importance = np.load(tmp_path / "importance" / "importance.npz")["derivatives"]
+    assert not importance[:, gone].any()
+    more = ["--against", tmp_path / "small"]
+    assert call(folder, "change", "classes", "lines.txt", tmp_path / "change", *more) == 0
+    assert json.loads((tmp_path / "out" / "heads.json").read_text())["pruned_heads"] == 4
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("encoder", "--heads, --neurons, --layers, --vocabulary: expected at least one"),
+        ("encoder", "--heads, --neurons, --layers, --vocabulary, --weights: expected at least one"),
+        ("encoder --weights 1", r"weights: expected a share in \[0, 1\), got 1.0"),
         ("encoder --heads half", "--heads half: expected a share, or a .json file"),
         ("encoder --neurons 1", r"neurons: expected a share in \[0, 1\), got 1.0"),
         ("encoder --layers 0,x", "--layers 0,x: expected numbers with commas between"),

@@ -10,7 +10,7 @@ import torch
 
 import fastbert
 from fastbert.analysis.heads import importance
-from fastbert.compression import scores, size
+from fastbert.compression import scores, shrink, size
 from fastbert.compression.pruning import chosen
 from fastbert.layers.modules import part
 from tests.support.analysis import both, losses
@@ -105,6 +105,34 @@ def test_prune_removes_what_scores_say(labelled):
     )
 
 
+@pytest.mark.parametrize("family", ["bert", "modernbert", "eurobert"])
+def test_the_smallest_weights_of_all_layers_become_zeros(family):
+    ours = both(family)[1]
+    before = {key: t.clone() for key, t in ours.state_dict().items()}
+    found = fastbert.prune(ours, weights=0.7)
+    own = [f"{path}.weight" for layer in ours.base_model.layer_list() for path in shrink.paths(layer.form)]
+    after, of_layers = found.model.state_dict(), {}
+    for key, t in after.items():
+        if ".layer" in key and any(key.endswith(path) for path in own):
+            of_layers[key] = t
+        else:
+            assert torch.equal(t, before[key]), key
+    assert len(of_layers) == len(own)
+    sizes = torch.cat([before[key].abs().flatten() for key in of_layers])
+    kept = torch.cat([(t != 0).flatten() for t in of_layers.values()])
+    assert int((~kept).sum()) == round(0.7 * len(sizes))
+    assert sizes[kept].min() >= sizes[~kept].max()
+    assert all(torch.equal(t[t != 0], before[key][t != 0]) for key, t in of_layers.items())
+    assert found.zeros == pytest.approx(0.7, abs=1e-4)
+    assert found.after == found.before
+    assert all(torch.equal(t, before[key]) for key, t in ours.state_dict().items())
+    # After the heads, whose weights are no longer among them
+    both_ways = fastbert.prune(ours, heads={0: [0]} if family != "eurobert" else {}, weights=0.7)
+    assert both_ways.zeros == pytest.approx(0.7, abs=1e-4)
+    assert fastbert.prune(ours, weights=0).zeros == 0
+    assert fastbert.prune(ours, heads={}).zeros is None
+
+
 def test_pruned_models_are_pruned_again(labelled):
     ours = both("bert")[1]
     once = fastbert.prune(ours, heads={0: [0, 1, 2], 1: [0]}, neurons={1: range(80)})
@@ -171,6 +199,8 @@ def test_a_model_without_layers_has_no_scores(labelled):
         ({"neurons": {0: "12"}}, r"neurons\[0\]: expected a list of integers, got '12'"),
         ({"heads": {9: []}}, "heads: expected numbers of 3 layers as keys, got 9"),
         ({"heads": {0: [True]}}, r"heads\[0\]: expected numbers below 3, got True"),
+        ({"weights": 1.0}, r"weights: expected a share in \[0, 1\), got 1.0"),
+        ({"weights": {0: [1]}}, "weights: expected a share, got"),
         ({"layers": 2}, "layers: expected a list of integers, got 2"),
         ({"vocabulary": [0, 1.0]}, r"vocabulary: expected a list of integers, got \[0, 1.0\]"),
         ({"heads": 0.5, "score": "random", "seed": "a"}, "seed: expected an integer, got 'a'"),

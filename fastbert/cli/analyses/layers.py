@@ -10,7 +10,7 @@ from fastbert.analysis import change as changes
 from fastbert.analysis import geometry as words_in_space
 from fastbert.analysis import pictures
 from fastbert.cli.analyses.found import Found, as_numbers
-from fastbert.cli.analyses.loading import model_of
+from fastbert.cli.analyses.loading import analysed
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
 from fastbert.tasks.examples import Examples
@@ -20,7 +20,7 @@ def change(args: argparse.Namespace, model: PreTrainedModel, examples: Examples)
     """How a second model differs."""
     if args.against is None:
         raise UsageError("--against: change needs the directory of a second model")
-    against = model_of(args.against, args.device)
+    against = analysed(args.against, args.device)
     found = changes.change(model, against, examples, batch_tokens=args.batch_tokens)
     return of_change(args, found)
 

@@ -8,6 +8,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from tokenizers import Tokenizer
 from fastbert.analysis.targets import LabelledText, read_edges
 from fastbert.analysis.treebank import as_examples, blocks_of, fitting, read_conllu
 from fastbert.cli.usage import UsageError, device_of
+from fastbert.compression import shrink
 from fastbert.models.auto import AutoModel
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.task_model import TaskModel
-from fastbert.sentences.settings import sentence_settings
+from fastbert.sentences.settings import modules_of, sentence_settings
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.examples import Examples, masked, paired, tokenized
 from fastbert.tasks.files import filled_lines
@@ -64,11 +66,18 @@ def file_of(args: argparse.Namespace) -> str:
     return named[0]
 
 
+def transformer_of(directory: str) -> str:
+    """The folder of the model and its tokenizer, which may be below a sentence-transformers directory."""
+    modules = modules_of(Path(directory)) or []
+    return str(modules[0].folder) if modules and modules[0].kind == "Transformer" else directory
+
+
 def model_of(directory: str, device: str | None, *, pooler: bool = False) -> PreTrainedModel:
     """The model of a directory, with the head that its config names, else the encoder; in eval mode.
 
     An encoder has no pooler, or if `pooler`, the pooler that its files have.
     """
+    directory = transformer_of(directory)
     config = EncoderConfig.from_pretrained(directory)
     named = (config.get("architectures") or [""])[0]
     cls = class_of(config.family, named.removeprefix(config.family.class_prefix))
@@ -79,6 +88,18 @@ def model_of(directory: str, device: str | None, *, pooler: bool = False) -> Pre
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*: has no pooler")
         return cls.from_pretrained(directory, dtype="auto", device=device_of(device), **options).eval()
+
+
+def analysed(directory: str, device: str | None) -> PreTrainedModel:
+    """`model_of`, with the same function and all heads of the config: those that were pruned have zeros."""
+    model = model_of(directory, device)
+    return shrink.dense(model) if pruned_heads(directory) else model
+
+
+def pruned_heads(directory: str) -> int:
+    """The number of heads that the layers of a directory's model lack."""
+    config = EncoderConfig.from_pretrained(transformer_of(directory))
+    return sum(config.num_attention_heads - len(kept) for kept in config.kept_heads() if kept is not None)
 
 
 @contextlib.contextmanager
@@ -154,7 +175,7 @@ def load_examples(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     found = {name: values[: args.max_examples] for name, values in found.items()}
     if of_answers:
         found["answers"] = spans_of(found.pop("labels"), found["pairs"])
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load_tokenizer(transformer_of(args.model))
     max_length = model.config.max_tokens if args.on_long == "truncate" else None
     if of_vectors:
         return _pairs(args, tokenizer, found, max_length)
@@ -170,7 +191,7 @@ def _labelled(args: argparse.Namespace, model: PreTrainedModel) -> Examples:
     found = read(args.input, pairs=args.pairs, labels=args.labels)
     found = {name: values[: args.max_examples] for name, values in found.items()}
     max_length = model.config.max_tokens if args.on_long == "truncate" else None
-    return tokenized(load_tokenizer(args.model), **found, max_length=max_length)
+    return tokenized(load_tokenizer(transformer_of(args.model)), **found, max_length=max_length)
 
 
 def _pairs(
@@ -218,7 +239,7 @@ def words_of(args: argparse.Namespace, model: PreTrainedModel) -> tuple[list[Any
     of_trees = args.conllu is not None
     file = args.conllu if of_trees else args.edges
     read: list[Any] = (read_conllu if of_trees else read_edges)(file, args.max_examples)
-    tokenizer, max_length = load_tokenizer(args.model), model.config.max_tokens
+    tokenizer, max_length = load_tokenizer(transformer_of(args.model)), model.config.max_tokens
     kept = read if args.on_long == "error" else fitting(tokenizer, read, max_length)
     if not kept:
         raise UsageError(

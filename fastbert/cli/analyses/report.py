@@ -31,7 +31,7 @@ from fastbert.cli.analyses import probe, syntax
 from fastbert.cli.analyses.attention import of_attention, of_effective, of_patterns
 from fastbert.cli.analyses.heads import of_fixed, of_heads, of_importance, pruned
 from fastbert.cli.analyses.layers import of_change, of_geometry
-from fastbert.cli.analyses.loading import mask_id, model_of, pooling_of, words_of
+from fastbert.cli.analyses.loading import analysed, mask_id, pooling_of, transformer_of, words_of
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.task_model import TaskModel
@@ -52,7 +52,7 @@ def whole(
     heads.check("head", args.mode)
     check_example_maps(model, examples.lengths, args.max_bytes)
     scored, no_loss = _scored(args, model, examples)
-    against = None if args.against is None else model_of(args.against, args.device)
+    against = None if args.against is None else analysed(args.against, args.device)
     if against is not None:
         change.check(model, against, examples)
     of_words = None if args.conllu is None else words_of(args, model)
@@ -171,7 +171,9 @@ def _scored(
             return examples, ""
         return None, f"the model has no head ({name}), and there are no pairs of texts (--pairs)."
     if isinstance(model, BertForMaskedLM):
-        examples = masked(examples, mask_id(load_tokenizer(args.model), args.model), seed=args.seed)
+        examples = masked(
+            examples, mask_id(load_tokenizer(transformer_of(args.model)), args.model), seed=args.seed
+        )
     try:
         Measure.of(model, examples)
     except TypeError:
@@ -216,7 +218,7 @@ def _of_model(
 
 def _tokens(args: argparse.Namespace, examples: Examples, maps: list[ExampleMap]) -> list[list[str]]:
     """The names of the tokens of each map's example."""
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load_tokenizer(transformer_of(args.model))
     of_each = (examples.ids[examples.rows(np.array([map_.example]))] for map_ in maps)
     return [[tokenizer.id_to_token(int(i)) or "?" for i in ids] for ids in of_each]
 

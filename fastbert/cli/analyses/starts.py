@@ -12,6 +12,7 @@ from fastbert.analysis import pictures
 from fastbert.analysis import starts as analysis
 from fastbert.analysis.intervals import finite
 from fastbert.cli.analyses.found import Found, as_numbers
+from fastbert.cli.analyses.loading import transformer_of
 from fastbert.cli.usage import UsageError
 from fastbert.models.base import PreTrainedModel
 from fastbert.tasks.examples import Examples
@@ -24,7 +25,7 @@ def starts(args: argparse.Namespace, model: PreTrainedModel, examples: Examples)
     labels, names = _numbered(args, examples.needed_labels)
     taken = {name: getattr(args, name) for name in ("epochs", "batch_size", "lr", "seed")}
     found = analysis.starts(
-        args.model,
+        transformer_of(args.model),
         replace(examples, labels=labels),
         settings=replace(analysis.DEFAULT, **taken),
         device=model.device,
