@@ -17,10 +17,10 @@ from fastbert.analysis.intervals import estimate
 from fastbert.analysis.measures import Measure
 from fastbert.checkpoint.files import read_json
 from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of, transformer_of
+from fastbert.cli.costs import costs
 from fastbert.cli.usage import UsageError
 from fastbert.compression import published, vocabulary
 from fastbert.compression.pruning import Pruned, prune
-from fastbert.compression.size import TOKENS, tokens_per_second
 from fastbert.finetuning.run import TOKENIZER_FILES
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.task_model import TaskModel
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     saved = found.dense() if args.dense else found.model
     _save(saved, Path(args.model), output, tokenizer)
     print(f"{output}: {_removed(found, model)}")
-    for line in [*_costs(found, model), *_compressed(found, model)]:
+    for line in [*costs(model, found.model), *_compressed(found, model)]:
         print(f"  {line}")
     if examples is not None:
         with naming_lines(args, model):
@@ -146,28 +146,6 @@ def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
     if pieces := model.config.vocab_size - found.model.config.vocab_size:
         parts.append(f"{pieces:,} word pieces")
     return f"without {', '.join(parts)}" if parts else "nothing was removed"
-
-
-def _costs(found: Pruned[Any], model: PreTrainedModel) -> list[str]:
-    before, after = found.before, found.after
-    speeds = tokens_per_second([model, found.model])
-    rows = [
-        (
-            "parameters",
-            f"{before.parameters:,}",
-            f"{after.parameters:,}",
-            before.parameters / after.parameters,
-        ),
-        ("size, MB", f"{before.bytes / 1e6:,.1f}", f"{after.bytes / 1e6:,.1f}", before.bytes / after.bytes),
-        (
-            f"MFLOP per token, {TOKENS} tokens",
-            f"{before.flops / 1e6:,.1f}",
-            f"{after.flops / 1e6:,.1f}",
-            before.flops / max(after.flops, 1),
-        ),
-        ("tokens per second", f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", speeds[1] / speeds[0]),
-    ]
-    return [f"{name:<28} {a:>14} -> {b:>14}  {ratio:.2f} x" for name, a, b, ratio in rows]
 
 
 def _compressed(found: Pruned[Any], model: PreTrainedModel) -> list[str]:

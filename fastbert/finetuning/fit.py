@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastbert.checkpoint.files import read_json
@@ -122,7 +123,7 @@ def fit(
         Source(train, segments),
         begin,
         Schedule("linear", settings.lr, steps, warmup=settings.warmup if steps > 1 else 0),
-        micro_batches=(parts := _parts(train, size, parallel.world, batch_tokens)),
+        micro_batches=(parts := micro_batches(train.lengths, size, parallel.world, batch_tokens)),
         sequences=size // parts,
         options={"kind": settings.optimizer, "weight_decay": settings.weight_decay, "eps": settings.eps},
         groups=groups,
@@ -146,9 +147,9 @@ def fit(
     return parallel.broadcast(so_far() if parallel.is_first else None)
 
 
-def _parts(train: Encoded, size: int, world: int, batch_tokens: int) -> int:
-    """Micro-batches per step, shared by all processes: each has at most `batch_tokens` tokens."""
-    longest = int(train.lengths.max())
+def micro_batches(lengths: np.ndarray, size: int, world: int, batch_tokens: int = BATCH_TOKENS) -> int:
+    """Micro-batches per step of `size` examples, shared by all processes: each of at most `batch_tokens`."""
+    longest = int(lengths.max())
     divisors = [n for n in range(1, size + 1) if size % n == 0 and n % world == 0]
     if not divisors:
         raise ValueError(f"batch_size: {size} cannot be shared equally by {world} processes")

@@ -119,7 +119,7 @@ class Mix(nn.Module):
 
 
 class BiLstm(nn.Module):
-    """Two bidirectional LSTM layers over packed sequences, with dropout before each.
+    """Bidirectional LSTM layers over packed sequences, with dropout before each.
 
     They compute in the parameters' dtype. Dropout is a module of its own, because cuDNN's generator cannot be
     resumed.
@@ -128,12 +128,14 @@ class BiLstm(nn.Module):
         inputs: width of the input.
         width: width of each direction.
         dropout_p: probability of dropping an input of a layer.
+        layers: number of layers.
     """
 
-    def __init__(self, inputs: int, width: int, dropout_p: float) -> None:
+    def __init__(self, inputs: int, width: int, dropout_p: float, layers: int = 2) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout_p)
-        self.layers = nn.ModuleList(nn.LSTM(n, width, bidirectional=True) for n in (inputs, 2 * width))
+        sizes = (inputs, *[2 * width] * (layers - 1))
+        self.layers = nn.ModuleList(nn.LSTM(n, width, bidirectional=True) for n in sizes)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of the last layer, and its last state of each direction.

@@ -32,7 +32,7 @@ class Splits:
     def of(self, name: str, examples: Any, labelled: bool = False) -> Split:
         """The examples of a split and their tokens; says what was left out, cut or mended."""
         found = self.task.encode(examples, self.tokenizer, self.max_length, labelled)
-        _check_fits(found, self.config, self.tokenizer)
+        check_fits(found, self.config, self.tokenizer)
         self.counts[name] = self.task.counts(examples, found)
         # The first count is the number of examples, also if it is 0
         shown = {key: n for i, (key, n) in enumerate(self.counts[name].items()) if n or i == 0}
@@ -41,7 +41,7 @@ class Splits:
         return Split(examples, found)
 
 
-def _check_fits(examples: Encoded, config: EncoderConfig, tokenizer: Tokenizer) -> None:
+def check_fits(examples: Encoded, config: EncoderConfig, tokenizer: Tokenizer) -> None:
     """Refuse tokens that the model does not know, and sequences longer than its positions."""
     if (most := int(examples.ids.max())) >= config.vocab_size:
         token = tokenizer.id_to_token(most)

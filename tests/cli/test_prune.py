@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import fastbert
-from fastbert.cli import prune as command
+from fastbert.cli import costs
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
 from fastbert.sentences.encoder import SentenceEncoder
@@ -25,9 +25,9 @@ from tests.support.analysis import losses
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    measured = command.tokens_per_second
+    measured = costs.tokens_per_second
     monkeypatch.setattr(
-        command, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
+        costs, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
     )
 
 

@@ -264,12 +264,12 @@ def test_scores_of_training_that_rounds_are_those_of_the_rounded_model(tmp_path,
     ],
 )
 def test_parts_of_a_batch(lengths, size, world, tokens, parts):
-    assert fit_module._parts(ragged(lengths), size, world, tokens) == parts
+    assert fit_module.micro_batches(ragged(lengths).lengths, size, world, tokens) == parts
 
 
 def test_a_batch_that_processes_cannot_share():
     with pytest.raises(ValueError, match=r"^batch_size: 8 cannot be shared equally by 3 processes"):
-        fit_module._parts(ragged([1]), 8, 3, 80)
+        fit_module.micro_batches(ragged([1]).lengths, 8, 3, 80)
 
 
 def ragged(lengths, choices=1, labels=None, token_labels=False):

@@ -167,16 +167,19 @@ class MaskedLMModel(TaskModel):
     def vocabulary_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
         """Mean cross-entropy of the labelled tokens; `count` is their number, or None if unknown."""
         hidden, labels = encoded.labelled(labels, count)
-        decoder = self.get_output_embeddings()
         if encoded.by_modules:
             return cross_entropy(encoded.by_token(self.lm_logits), labels, ignore_index=IGNORED)
-        x = self.transform(hidden)
-        table = isinstance(decoder, nn.Embedding)
-        if table or has_float_weight(decoder):
-            weight = decoder.weight if table else self._word_weight(decoder)
-            bias = self._word_bias() if table else decoder.bias
-            return linear_cross_entropy(x, weight, bias, labels, ignore_index=IGNORED, labelled=count)
+        x, product = self.transform(hidden), self.vocabulary_product()
+        if product is not None:
+            return linear_cross_entropy(x, *product, labels, ignore_index=IGNORED, labelled=count)
         return cross_entropy(self.decode(x), labels, ignore_index=IGNORED)
+
+    def vocabulary_product(self) -> tuple[Tensor, Tensor | None] | None:
+        """(weight (vocab_size, width), bias or None) of `decode`; None if the decoder has no float weight."""
+        decoder: Any = self.get_output_embeddings()
+        if isinstance(decoder, nn.Embedding):
+            return decoder.weight, self._word_bias()
+        return (self._word_weight(decoder), decoder.bias) if has_float_weight(decoder) else None
 
     def logits_and_loss(
         self,
