@@ -15,7 +15,7 @@ TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "ner-features", "csv")
 SETTINGS = (
     *("lr", "epochs", "batch_size", "max_length", "restarts", "seed", "dtype"),
     *("optimizer", "weight_decay", "layer_decay", "reinit", "freeze", "random_init"),
-    *("stable", "decay_to_start", "mixout", "mixout_mask", "freelb", "smart", "qat"),
+    *("stable", "decay_to_start", "layerdrop", "mixout", "mixout_mask", "freelb", "smart", "qat"),
     *("head_mix", "head_layers", "head_bilstm", "beside"),
 )
 # Fields of `fastbert.compression.movement.Movement`, after "movement_"
@@ -167,6 +167,8 @@ def add_finetune(commands: Any) -> None:
     add("--weight-decay", type=float, metavar="X", help="of AdamW (default 0.01)")
     text = "weights decay to the checkpoint's, not to 0"
     add("--decay-to-start", action="store_true", default=None, help=text)
+    text = "the probability that a layer is skipped in a micro-batch (default 0)"
+    add("--layerdrop", type=float, metavar="P", help=text)
     text = "in place of dropout: the probability of a checkpoint's weight, such as 0.7 (default 0)"
     add("--mixout", type=float, metavar="P", help=text)
     add("--mixout-mask", choices=("column", "element"), help="draws per input or per weight (default column)")

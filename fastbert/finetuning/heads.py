@@ -71,16 +71,8 @@ class Head:
     def check(self, settings: Settings) -> None:
         """Raise a ValueError that names a setting which this head has no use for."""
         usual = {each.name: each.default for each in fields(Settings)}
-        of_one = (
-            "reinit",
-            "random_init",
-            "layer_decay",
-            "decay_to_start",
-            "mixout",
-            "freelb",
-            "smart",
-            "qat",
-        )
+        of_one = ("reinit", "random_init", "layer_decay", "decay_to_start")
+        of_one += ("layerdrop", "mixout", "freelb", "smart", "qat")
         for name in of_one if self.beside else ("reinit", "random_init") if self.head_layers else ():
             if getattr(settings, name) != usual[name]:
                 why = (

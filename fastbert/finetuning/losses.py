@@ -40,7 +40,7 @@ class TaskLosses(Losses):
 
     Args:
         model: with the head of the task.
-        settings: `mixout` and `decay_to_start` count here; None: neither.
+        settings: `layerdrop`, `mixout` and `decay_to_start` count here; None: none of them.
     """
 
     weights: Mapping[str, float] = {}
@@ -49,6 +49,8 @@ class TaskLosses(Losses):
         super().__init__()
         self.model = model
         self.exports = exports(model)
+        if settings is not None and settings.layerdrop:
+            model.layerdrop = settings.layerdrop
         self.mixout = None
         if settings is not None and settings.mixout:
             self.mixout = Mixout(model, settings.mixout, settings.mixout_mask)

@@ -83,6 +83,7 @@ class Settings:
         freeze: whether the head and the pooler alone learn.
         random_init: whether the encoder begins with random weights, not with those of the checkpoint.
         decay_to_start: whether the encoder's weights decay to those of the checkpoint, not to 0.
+        layerdrop: the probability that a layer of the encoder is skipped, drawn for each micro-batch.
         mixout: probability that a linear layer of the encoder has a weight of the checkpoint, in place of
             dropout; 0: dropout as usual.
         mixout_mask: "column": one draw per input of a layer, as published; "element": one per weight.
@@ -110,6 +111,7 @@ class Settings:
     freeze: bool = False
     random_init: bool = False
     decay_to_start: bool = False
+    layerdrop: float = 0.0
     mixout: float = 0.0
     mixout_mask: str = "column"
     freelb: FreeLB | None = None
@@ -121,8 +123,9 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
-        _check(self, "", ("warmup", "weight_decay", "eps", "mixout"), ("lr", "epochs", "layer_decay"))
-        for name, most in (("warmup", 1), ("mixout", 1), ("layer_decay", math.nextafter(1, 2))):
+        shares = "warmup", "layerdrop", "mixout"
+        _check(self, "", ("weight_decay", "eps", *shares), ("lr", "epochs", "layer_decay"))
+        for name, most in (*((share, 1) for share in shares), ("layer_decay", math.nextafter(1, 2))):
             if not (value := getattr(self, name)) < most:
                 raise ValueError(f"{name}: expected a number below {most:g}, got {value!r}")
         for name in ("freeze", "random_init", "decay_to_start"):
@@ -149,7 +152,8 @@ class Settings:
     def _check_together(self) -> None:
         """Refuse settings that exclude each other."""
         if self.freeze:
-            for name in ("reinit", "random_init", "decay_to_start", "mixout", "freelb", "smart"):
+            names = ("reinit", "random_init", "decay_to_start", "layerdrop", "mixout", "freelb", "smart")
+            for name in names:
                 if getattr(self, name):
                     raise ValueError(f"freeze: a frozen encoder has no use for {name}")
             if self.layer_decay != 1:

@@ -176,6 +176,8 @@ class GraphedTraining(GraphedModel):
             return "gradients are off"
         if model.checkpoint_every:
             return "layers are computed again in backward"
+        if model.layerdrop:
+            return "layers are skipped at random"
         if model.taps is not None:
             return "taps are set"
         if torch._C._are_functorch_transforms_active():

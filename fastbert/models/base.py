@@ -72,6 +72,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             )
         self.config = config
         self.checkpoint_every = 0  # recompute each n-th layer in backward, 0 for none
+        self._layerdrop = 0.0
 
     @property
     def family(self) -> Family:
@@ -309,6 +310,29 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     def is_activation_checkpointing(self) -> bool:
         """Whether layers are recomputed in backward."""
         return self.base_model.checkpoint_every > 0
+
+    @property
+    def layerdrop(self) -> float:
+        """In training, the probability that a layer is skipped; drawn by torch's generator in each call.
+
+        A skipped layer is not computed, and its parameters have no gradient. It is not part of the config.
+
+        Raises:
+            ValueError: on setting: no number in [0, 1), or a model whose layers cannot be skipped.
+
+        Source: Fan, Grave and Joulin 2019, "Reducing Transformer Depth on Demand with Structured Dropout".
+        """
+        return self.base_model._layerdrop
+
+    @layerdrop.setter
+    def layerdrop(self, p: float) -> None:
+        if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+            raise ValueError(f"layerdrop: expected a number in [0, 1), got {p!r}")
+        if p and self.family.two_streams:
+            raise ValueError(
+                f"layerdrop: expected 0 for {self.config.model_type}, whose layers have two streams"
+            )
+        self.base_model._layerdrop = float(p)
 
     def gradient_checkpointing_enable(
         self,

@@ -415,6 +415,7 @@ class BertModel(PreTrainedModel):
             want_states=want_states,
             first_only=first_only,
             recompute_every=self.checkpoint_every,
+            layerdrop=self._layerdrop,
             causal=causal,
             taps=self.taps,
             seed=seed,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fastbert.execution.call import Call, Padded, Step
 from fastbert.execution.modules import first_of
 from fastbert.execution.plan import Plan, plan_of
+from fastbert.execution.plan import run as run_steps
 from fastbert.layers import alibi, global_tokens
 from fastbert.layers.batch import Distances, Globals, PackedBatch
 from fastbert.layers.block_sparse import lengths_of
@@ -63,6 +64,7 @@ def run_encoder(
     want_states: bool = False,
     first_only: bool = False,
     recompute_every: int = 0,
+    layerdrop: float = 0.0,
     causal: bool = False,
     taps: Taps | None = None,
     seed: Tensor | None = None,
@@ -85,6 +87,9 @@ def run_encoder(
         first_only: only the first token of each sequence is wanted. The last layer then skips the other rows
             if it may, unless states or attentions are asked for.
         recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
+        layerdrop: in training, the probability that a layer is skipped, drawn by torch's generator per call.
+            A skipped layer is not computed; its hidden state is the one before it. The first layer of a
+            family with a convolution beside it always runs.
         causal: whether a token attends only to itself and the tokens before it.
         taps: hooks into what the layers compute inside, or None. With taps no row is skipped.
         seed: (1,) int64, the seed of all dropouts, on the device, or None.
@@ -102,8 +107,14 @@ def run_encoder(
     plan: Any = layers
     if not isinstance(layers, Plan):
         plan = plan_of(stack, layers, getattr(root, "layer_class", PackedLayer))
-    steps = plan.steps
     beside = stack._modules.get("conv") if family.disentangled and start is None else None
+    steps = plan.steps
+    if layerdrop and root.training:
+        if want_attentions:
+            raise ValueError("output_attentions: expected False with layerdrop, as a skipped layer has none")
+        drawn = (torch.rand(len(steps)) >= layerdrop).tolist()
+        steps = [s for s in steps if drawn[s.number] or (beside is not None and s.number == 0)]
+    skipped = len(plan.steps) - len(steps)
     if not (drops or plan.drops or (beside is not None and beside.dropout_rate())):
         seed = None
     elif seed is None:
@@ -162,7 +173,7 @@ def run_encoder(
             padded = Padded(packed, mask, on_grid(batch, packed) if family.rotary else grid)
         call = Call(
             batch,
-            len(steps) - 1,
+            steps[-1].number if steps else -1,
             gates,
             want_states,
             want_attentions,
@@ -175,7 +186,9 @@ def run_encoder(
             call.after_first = functools.partial(beside.beside, packed, x, seed)
         if want_states:
             call.states.append(x)
-        x = plan.run(x, call)
+        x = run_steps(steps, x, call) if skipped else plan.run(x, call)
+        if want_states and skipped:
+            call.states[:] = _with_skipped(call.states, {step.number for step in steps}, len(plan.steps))
         if family.final_norm is not None and ends:
             x = last_norm(root, family, x, None if skips else packed)
             if want_states:
@@ -201,6 +214,15 @@ def run_encoder(
     if first_only:
         hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
     return hidden, states, attentions
+
+
+def _with_skipped(states: list[Tensor], numbers: set[int], count: int) -> list[Tensor]:
+    """The hidden states of `count` layers, from the embeddings and those of the layers with these numbers."""
+    first, *computed = states
+    found, left = [first], iter(computed)
+    for number in range(count):
+        found.append(next(left) if number in numbers else found[-1])
+    return found
 
 
 def with_positions(batch: PackedBatch, steps: list[Step], inputs: Inputs, x: Tensor) -> PackedBatch:

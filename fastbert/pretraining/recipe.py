@@ -11,6 +11,7 @@ A recipe is a JSON object:
     schedule      kind and its arguments; over all phases, or over each phase if `fresh_optimizer` is set
     clip          the largest norm of the gradients; null: no clipping
     dropout       the model's dropout; null: the config's
+    layerdrop     the probability that a layer is skipped in a step, in each exported model
     static        null, or Google's `dupe_factor`
     micro_batch   sequences of max_length tokens computed at a time; null: as many as have 8,192 tokens
     published     tables that are printed beside a run
@@ -94,6 +95,7 @@ class Recipe:
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"kind": "linear"})
     clip: float | None = 1.0
     dropout: float | None = None
+    layerdrop: float = 0.0
     static: int | None = None
     fresh_optimizer: bool = False
     micro_batch: int | None = None
@@ -160,6 +162,8 @@ class Recipe:
             raise RecipeError(f"clip: expected a number > 0, or null, got {self.clip!r}")
         if self.dropout is not None and not (_is_number(self.dropout) and self.dropout < 1):
             raise RecipeError(f"dropout: expected a number in [0, 1), or null, got {self.dropout!r}")
+        if not (_is_number(self.layerdrop) and self.layerdrop < 1):
+            raise RecipeError(f"layerdrop: expected a number in [0, 1), got {self.layerdrop!r}")
         if type(self.fresh_optimizer) is not bool:
             raise RecipeError(f"fresh_optimizer: expected true or false, got {self.fresh_optimizer!r}")
         check_options("optimizer", _optimizer, self.optimizer, ("groups", "lr"))

@@ -325,7 +325,7 @@ def stages(
             Stage(
                 part.end - part.begin,
                 objective,
-                builder(objective, config, weights, part.layers, frozen),
+                builder(objective, config, weights, part.layers, frozen, recipe.layerdrop),
                 recipe.schedule_of(phase),
                 micro_batches,
                 sequences=None if recipe.by_tokens else size,
@@ -343,7 +343,12 @@ def stages(
 
 
 def builder(
-    objective: Objective, config: EncoderConfig, weights: Path | None, layers: int | None, frozen: int | None
+    objective: Objective,
+    config: EncoderConfig,
+    weights: Path | None,
+    layers: int | None,
+    frozen: int | None,
+    layerdrop: float = 0.0,
 ) -> Callable[[], Losses]:
     """A function that makes the module that is trained.
 
@@ -351,6 +356,7 @@ def builder(
         objective, config, weights: what it is made of; see `stages`.
         layers: number of layers; None: the config's.
         frozen: number of lowest layers that do not train; None: all train.
+        layerdrop: see the recipe.
     """
 
     def build() -> Losses:
@@ -365,6 +371,8 @@ def builder(
                 kind = type(objective.model(sized))
             model = kind.from_pretrained(weights, config=sized)
         module = objective.losses(model)
+        for exported in module.exports.values():
+            exported.layerdrop = layerdrop
         if frozen is not None:
             trained = newest_layers(model, frozen)
             for name, parameter in model.named_parameters():

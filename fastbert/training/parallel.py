@@ -123,7 +123,13 @@ class Parallel:
             dist.destroy_process_group(self._host)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module to call instead of `module`; gradients are averaged over all processes."""
+        """The module to call instead of `module`; gradients are averaged over all processes.
+
+        Raises:
+            ValueError: several processes would skip other layers than each other.
+        """
+        if self.world > 1 and any(getattr(m, "layerdrop", 0) for m in module.modules()):
+            raise ValueError("layerdrop: expected 0 with several processes, which exchange all gradients")
         if self.kind == "ddp":
             # without device_ids: it would move lengths that the loop leaves on the host
             return nn.parallel.DistributedDataParallel(

@@ -36,7 +36,7 @@ PEAKS = {
 def encoder_work(
     lengths: np.ndarray,
     hidden: int,
-    layers: int,
+    layers: float,
     intermediate: int,
     *,
     rows: int | None = None,
@@ -46,7 +46,8 @@ def encoder_work(
 
     Args:
         lengths: (n,) integers, the tokens of each sequence.
-        hidden, layers, intermediate: sizes of the encoder.
+        hidden, intermediate: sizes of the encoder.
+        layers: number of layers that are computed, on average.
         rows: number of rows that the layers compute; None: one per token.
         pairs: number of pairs of a row and a row that it attends to; None: each token attends to all of its
             sequence.

@@ -74,6 +74,7 @@ STEADIER = {
     "mixout": {"mixout": 0.7},
     "qat": {"qat": "int8"},
     "qat and FreeLB": {"qat": "int4", "freelb": True},
+    "layerdrop": {"layerdrop": 0.4},
     "decay_to_start": {"decay_to_start": True, "weight_decay": 0.5},
 }
 

@@ -265,12 +265,21 @@ def recomputing(model):
     model.gradient_checkpointing_disable()
 
 
+@contextlib.contextmanager
+def skipping(model):
+    model.layerdrop = 0.5
+    torch.manual_seed(1)
+    yield
+    model.layerdrop = 0.0
+
+
 CONTEXTS = {
     "gradients are off": lambda model: torch.no_grad(),
     "taps are set": lambda model: tapped(model, Taps()),
     "autograd looks at what is saved": lambda model: torch.autograd.graph.save_on_cpu(),
     "autograd looks": lambda model: torch.autograd.detect_anomaly(check_nan=False),
     "layers are computed again in backward": recomputing,
+    "layers are skipped at random": skipping,
     "layer 0: ": hooked,
     "fastbert.double_backward is on": lambda model: fastbert.double_backward(),
 }

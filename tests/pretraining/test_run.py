@@ -326,6 +326,19 @@ def test_a_run_that_resumes_from_any_checkpoint_has_the_same_bits(name, step, wh
     assert digests(run) == expected
 
 
+def test_a_run_with_layerdrop_resumes_to_the_same_bits(corpus, tmp_path):
+    recipe = small("electra-small", layerdrop=0.5)
+    given = corpus, config(corpus, "electra", num_hidden_layers=4), recipe
+    ran(*given, tmp_path / "whole")
+    ran(*given, cut_after(tmp_path / "whole", 2, tmp_path / "run"))
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+    ran(*given[:2], small("electra-small"), tmp_path / "plain")
+    assert log(tmp_path / "plain") != log(tmp_path / "whole")
+    for bad in (1.0, -0.1, "x", True):
+        with pytest.raises(RecipeError, match=r"layerdrop: expected a number in \[0, 1\)"):
+            small("electra-small", layerdrop=bad)
+
+
 @pytest.mark.parametrize(
     ("field", "options"),
     [

@@ -253,7 +253,8 @@ class MaskedLosses(Losses):
     def work(self, batch: Batch) -> float:
         """See `Losses.work`."""
         config = self.model.config
-        sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+        layers = config.num_hidden_layers * (1 - self.model.layerdrop)
+        sizes = config.hidden_size, layers, config.intermediate_size
         n = batch.lengths.astype(np.float64)
         pairs = (n * (n + 1)).sum() / 2 if self.causal else None
         return encoder_work(batch.lengths, *sizes, pairs=pairs) + vocabulary_work(

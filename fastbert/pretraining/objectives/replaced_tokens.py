@@ -271,7 +271,8 @@ class ReplacedTokenLosses(Losses):
         for model in (self.generator, self.model):
             config = model.config
             hidden, width = config.hidden_size, config.embedding_width
-            found += encoder_work(batch.lengths, hidden, config.num_hidden_layers, config.intermediate_size)
+            layers = config.num_hidden_layers * (1 - model.layerdrop)
+            found += encoder_work(batch.lengths, hidden, layers, config.intermediate_size)
             found += linear_work(total, width, hidden) if width != hidden else 0.0
             if model is self.model:
                 found += linear_work(total, hidden, hidden) + linear_work(total, hidden, 1)
