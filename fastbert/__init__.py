@@ -11,7 +11,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder
 Tasks          finetune, predict
-Smaller models prune, EarlyExit
+Smaller models prune, eliminate, EarlyExit
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -46,6 +46,7 @@ _PLACES = {
     "accelerate": "acceleration",
     "clear": "runtime.prepared",
     "double_backward": "ops.checks",
+    "eliminate": "compression.elimination",
     "encode": "sentences.encoder",
     "explain": "acceleration",
     "finetune": "finetuning.run",
@@ -207,6 +208,7 @@ __all__ = [
     "accelerate",
     "clear",
     "double_backward",
+    "eliminate",
     "encode",
     "explain",
     "finetune",
@@ -244,6 +246,7 @@ if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
     from fastbert.compression.early_exit import EarlyExit
+    from fastbert.compression.elimination import eliminate
     from fastbert.compression.pruning import prune
     from fastbert.finetuning.predict import predict
     from fastbert.finetuning.run import finetune

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 
+#include "../cpu/attention_received.h"
 #include "bindings.h"
 #if FASTBERT_CUDA
 #include "../cuda/attention.h"
@@ -108,6 +109,18 @@ void attention_fwd(const py::tuple& common, Address out, Address lse, Address pr
     std::vector<std::uint8_t> runs;
     const Relative scores = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
     run([&] { return cpu_attention_fwd(args, threads, scores); });
+}
+
+void attention_received(const py::tuple& common, Address lse, Address out, int threads) {
+    AttentionReceived args{};
+    const std::int64_t end = fill(args, common, false);
+    args.lse = pointer<const float>(lse);
+    args.out = pointer<float>(out);
+    check_given("lse", args.lse, end);
+    check_given("out", args.out, args.total);
+    elements_of("scores", {args.max_seqlen, args.max_seqlen});
+    check_threads(threads);
+    run([&] { return cpu_attention_received(args, threads); });
 }
 
 void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Address dq, Address dk,
@@ -270,6 +283,7 @@ Relative relative_of(const py::tuple& given, std::int64_t batch, std::int64_t nh
 void bind_attention(py::module_& m) {
     m.def("cpu_attention_fwd", &attention_fwd, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
           py::arg(), py::arg("relative") = py::tuple());
+    m.def("cpu_attention_received", &attention_received);
     m.def("cpu_attention_bwd", &attention_bwd, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
           py::arg(), py::arg(), py::arg(), py::arg(), py::arg("relative") = py::tuple(),
           py::arg("dquery") = 0, py::arg("dkey") = 0, py::arg("ddistance") = 0);

@@ -184,13 +184,37 @@ void read_distances(EncoderLayer& args, const py::tuple& distances) {
     elements_of("distances", {args.distances.rows + kPanel, args.nheads, args.headdim + 1});
 }
 
+// Where the kept tokens of each sequence end, and memory for their rows: `kept` is () or these addresses.
+void read_kept(EncoderLayer& args, const py::tuple& kept) {
+    if (kept.empty()) return;
+    Reader number(kept);
+    args.kept = number.address<const std::int32_t>();
+    args.kept_rows = number.address<std::int64_t>();
+    number.end("kept");
+    if (args.bottleneck.width > 0) throw py::value_error("kept: expected () in a layer with bottlenecks");
+    if (args.relative.columns != nullptr || args.bias.data != nullptr || args.window.left >= 0 ||
+        args.window.right >= 0)
+        throw py::value_error("kept: expected () with a bias, a window or scores of distances");
+    if (args.cu_seqlens[args.batch] != args.total)
+        refuse("cu_seqlens", "to end at the last of " + std::to_string(args.total) + " rows",
+               args.cu_seqlens[args.batch]);
+    check_lengths(args.kept, args.batch, args.total, args.max_seqlen);
+    check_given("kept rows", args.kept_rows, args.kept[args.batch]);
+    for (std::int64_t b = 0; b < args.batch; ++b) {
+        const std::int64_t n = args.cu_seqlens[b + 1] - args.cu_seqlens[b];
+        const std::int64_t count = args.kept[b + 1] - args.kept[b];
+        if (count > n || (n > 0 && count == 0))
+            refuse("kept", "1 to " + std::to_string(n) + " tokens of a sequence", count);
+    }
+}
+
 // Layers one after the other; each is (sizes, weights, eps of both norms, activation, softmax_scale,
 // pre_norm, gated half, both sides of the window, tables, bottleneck, distances). All but the first write
 // over what they read.
 void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple& layers, Address cu_seqlens,
                        Address x, std::int64_t x_stride, const py::tuple& bias, Address gate,
                        Address positions, Address y, int threads, Address work, std::int64_t work_bytes,
-                       const py::tuple& relative) {
+                       const py::tuple& relative, const py::tuple& kept) {
     check_threads(threads);
     Bias shared{};
     Reader strides(bias);
@@ -242,6 +266,9 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
             check_given("y", args.y, args.total);
         }
         check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
+        read_kept(args, kept);
+        if (args.kept != nullptr && !all.empty())
+            throw py::value_error("kept: expected () for several layers");
         all.push_back(args);
     }
     run([&]() -> const char* {

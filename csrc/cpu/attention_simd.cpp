@@ -24,42 +24,6 @@ namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
 
-// Rows [first, first + count) as floats, `width` per row, with zeros after `headdim`; then zero rows up to
-// `padded`.
-template <class T>
-void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count, std::int64_t padded,
-               std::int64_t headdim, std::int64_t width, float* out) {
-    for (std::int64_t i = 0; i < padded; ++i) {
-        for (std::int64_t c = 0; c < width; c += kLanes) {
-            const std::int64_t n = less(headdim - c, kLanes);
-            store(out + i * width + c,
-                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, static_cast<int>(n)) : zero(),
-                  kLanes);
-        }
-    }
-}
-
-// Panels [headdim][kKeyPanel] of the transpose of rows [first, first + count); zeros for keys from `count` to
-// the next multiple of kLanes.
-template <class T>
-void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
-                    std::int64_t headdim, float* out) {
-    for (std::int64_t j = 0; j < count; j += kLanes) {
-        float* const panel = out + j / kKeyPanel * headdim * kKeyPanel + j % kKeyPanel;
-        for (std::int64_t c = 0; c < headdim; c += kLanes) {
-            const int n = static_cast<int>(less(headdim - c, kLanes));
-            Vec block[kLanes];
-#pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i)
-                block[i] = j + i < count ? load(row_of<T>(t, first + j + i, head) + c, n) : zero();
-            transpose(block);
-#pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i)
-                if (i < n) store(panel + (c + i) * kKeyPanel, block[i], kLanes);
-        }
-    }
-}
-
 // The address and the stride of rows [first, first + count) as floats in whole vectors: in place if they are
 // stored so, else copied to `out`.
 template <class T>

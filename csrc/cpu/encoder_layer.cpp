@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "attention_received.h"
 #include "layer_norm.h"
 #include "linear_int8.h"
 #include "parallel.h"
@@ -350,48 +351,15 @@ const char* run_narrow(const EncoderLayer& layer, int threads, bool own_rows, ch
     });
 }
 
-const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
-    if (layer.bottleneck.width > 0) return run_narrow(layer, threads, own_rows, memory);
+// What follows attention, whose context is in its place in `base`; see Places.
+const char* after_attention(const EncoderLayer& layer, int threads, bool own_rows, char* base,
+                            std::int64_t plane) {
     const std::int64_t hidden = layer.hidden, width = layer.nheads * layer.headdim;
-    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    const std::int64_t plane = Places(layer, layer.total).plane;
-    char* const base = memory;
-    char* const context = base + 3 * plane;
+    const void* const context = base + 3 * plane;
     void* const sum = base;
     void* const attended = base + plane;
     void* const inner = base + 2 * plane;
-
-    AttentionFwd attention = attention_of(layer);
-    attention.out = context;
-    const bool joined = layer.key.panels == nullptr;  // rows [q, k, v], over the three places
-    const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};
-    Heads* const heads[] = {&attention.q, &attention.k, &attention.v};
-    for (int i = 0; i < 3; ++i)
-        *heads[i] = joined ? Heads{base + i * width * size, 3 * width, layer.headdim}
-                           : Heads{base + i * plane, width, layer.headdim};
-    const bool normed = layer.pre_norm && layer.attention_norm.eps >= 0.0;
-    const void* const x = normed ? context : layer.x;
-    const std::int64_t x_stride = normed ? hidden : layer.x_stride;
-    const char* failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
-        const char* why = nullptr;
-        if (normed)
-            why = add_norm(layer, rows, layer.attention_norm, {layer.x, layer.x_stride, {}, nullptr, 0},
-                           nullptr, context, team);
-        if (joined && why == nullptr)
-            why = multiply(layer, rows, layer.query, x, x_stride, 3 * width, hidden, {}, base, team);
-        for (int i = 0; i < 3 && !joined && why == nullptr; ++i)
-            why = multiply(layer, rows, *weights[i], x, x_stride, width, hidden, {}, base + i * plane, team);
-        if (layer.tables.cos == nullptr) return why;
-        for (int i = 0; i < (joined ? 1 : 2) && why == nullptr; ++i)
-            why = rotate(layer, rows, *heads[i], (joined ? 2 : 1) * layer.nheads, team);
-        return why;
-    });
-    if (failed == nullptr) failed = attend(layer, attention, threads);
-    if (failed != nullptr) return failed;
-    const std::int64_t end = layer.cu_seqlens[layer.batch];
-    std::memset(context + end * width * size, 0, (layer.total - end) * width * size);
-
-    failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
+    const char* const failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
         const char* why =
             multiply(layer, rows, layer.attention_output, context, width, hidden, width, {false}, sum, team);
         const auto& norm = layer.pre_norm ? layer.output_norm : layer.attention_norm;
@@ -423,6 +391,77 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     });
 }
 
+// Moves the rows of x that are kept to `rest.x`, and those of the context to its first rows.
+const char* keep_most_received(const EncoderLayer& layer, const AttentionFwd& attention,
+                               const EncoderLayer& rest, char* context, int threads) {
+    std::vector<float> received(layer.total);
+    AttentionReceived args{};
+    static_cast<Attention&>(args) = attention;
+    args.lse = attention.lse;
+    args.out = received.data();
+    if (const char* const why = cpu_attention_received(args, threads)) return why;
+    cpu_most_received(args.out, layer.cu_seqlens, layer.batch, layer.kept, layer.kept_rows);
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t width = layer.nheads * layer.headdim * size, hidden = layer.hidden * size;
+    char* const x = static_cast<char*>(const_cast<void*>(rest.x));
+    for (std::int64_t i = 0; i < rest.total; ++i) {  // ascending: no row is overwritten before it is read
+        const std::int64_t row = layer.kept_rows[i];
+        std::memmove(context + i * width, context + row * width, width);
+        std::memcpy(x + i * hidden, static_cast<const char*>(layer.x) + row * layer.x_stride * size, hidden);
+    }
+    return nullptr;
+}
+
+const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
+    if (layer.bottleneck.width > 0) return run_narrow(layer, threads, own_rows, memory);
+    const std::int64_t hidden = layer.hidden, width = layer.nheads * layer.headdim;
+    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    const std::int64_t plane = Places(layer, layer.total).plane;
+    char* const base = memory;
+    char* const context = base + 3 * plane;
+
+    AttentionFwd attention = attention_of(layer);
+    attention.out = context;
+    const bool joined = layer.key.panels == nullptr;  // rows [q, k, v], over the three places
+    const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};
+    Heads* const heads[] = {&attention.q, &attention.k, &attention.v};
+    for (int i = 0; i < 3; ++i)
+        *heads[i] = joined ? Heads{base + i * width * size, 3 * width, layer.headdim}
+                           : Heads{base + i * plane, width, layer.headdim};
+    const bool normed = layer.pre_norm && layer.attention_norm.eps >= 0.0;
+    const void* const x = normed ? context : layer.x;
+    const std::int64_t x_stride = normed ? hidden : layer.x_stride;
+    const char* failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
+        const char* why = nullptr;
+        if (normed)
+            why = add_norm(layer, rows, layer.attention_norm, {layer.x, layer.x_stride, {}, nullptr, 0},
+                           nullptr, context, team);
+        if (joined && why == nullptr)
+            why = multiply(layer, rows, layer.query, x, x_stride, 3 * width, hidden, {}, base, team);
+        for (int i = 0; i < 3 && !joined && why == nullptr; ++i)
+            why = multiply(layer, rows, *weights[i], x, x_stride, width, hidden, {}, base + i * plane, team);
+        if (layer.tables.cos == nullptr) return why;
+        for (int i = 0; i < (joined ? 1 : 2) && why == nullptr; ++i)
+            why = rotate(layer, rows, *heads[i], (joined ? 2 : 1) * layer.nheads, team);
+        return why;
+    });
+    std::vector<float> lse(layer.kept == nullptr ? 0 : layer.nheads * layer.total);
+    if (layer.kept != nullptr) attention.lse = lse.data();
+    if (failed == nullptr) failed = attend(layer, attention, threads);
+    if (failed != nullptr) return failed;
+    const std::int64_t end = layer.cu_seqlens[layer.batch];
+    std::memset(context + end * width * size, 0, (layer.total - end) * width * size);
+    if (layer.kept == nullptr) return after_attention(layer, threads, own_rows, base, plane);
+
+    EncoderLayer rest = layer;
+    rest.x = base + 2 * plane;  // v's place, until the context has been read
+    rest.x_stride = hidden;
+    rest.total = layer.kept[layer.batch];
+    failed = keep_most_received(layer, attention, rest, context, threads);
+    if (failed != nullptr) return failed;
+    return after_attention(rest, threads, own_rows && have_own_rows(rest.total, threads), base, plane);
+}
+
 // The whole layer, in one run per thread or in one run.
 const char* run_all(const EncoderLayer& layer, int threads, bool own_rows) {
     std::vector<std::int64_t> firsts;
@@ -434,10 +473,12 @@ const char* run_all(const EncoderLayer& layer, int threads, bool own_rows) {
     // Each thread takes its own sequences through the whole layer, without waiting.
     const std::int64_t hidden = layer.hidden, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     std::vector<std::int64_t> memory{0};
-    std::vector<std::int32_t> ends;
+    std::vector<std::int32_t> ends, kept;
     for (int i = 0; i < threads; ++i) {
         const std::int32_t begin = layer.cu_seqlens[firsts[i]], end = layer.cu_seqlens[firsts[i + 1]];
         for (std::int64_t b = firsts[i]; b <= firsts[i + 1]; ++b) ends.push_back(layer.cu_seqlens[b] - begin);
+        for (std::int64_t b = firsts[i]; layer.kept != nullptr && b <= firsts[i + 1]; ++b)
+            kept.push_back(layer.kept[b] - layer.kept[firsts[i]]);
         memory.push_back(memory.back() + Places(layer, end - begin).bytes());
     }
     return by_parts(threads, [&](std::int64_t part) -> const char* {
@@ -451,7 +492,13 @@ const char* run_all(const EncoderLayer& layer, int threads, bool own_rows) {
         own.y = static_cast<char*>(layer.y) + begin * hidden * size;
         if (own.positions != nullptr) own.positions += begin;
         if (own.bias.data != nullptr) own.bias.data += first * own.bias.batch_stride;
-        return run(own, 1, false, work + memory[part]);
+        if (layer.kept == nullptr) return run(own, 1, false, work + memory[part]);
+        own.kept = kept.data() + first + part;
+        own.kept_rows += layer.kept[first];
+        own.y = static_cast<char*>(layer.y) + layer.kept[first] * hidden * size;
+        const char* const failed = run(own, 1, false, work + memory[part]);
+        for (std::int64_t i = 0; i < own.kept[own.batch]; ++i) own.kept_rows[i] += begin;
+        return failed;
     });
 }
 

@@ -73,7 +73,11 @@ struct EncoderLayer {
     DistanceTables distances;  // with columns of `relative`
     const float* gate;         // (nheads,), null: none
     LayerBottleneck bottleneck;
-    void* y;     // (total, hidden), contiguous
+    // (batch + 1,): where the tokens of each sequence end that are kept after attention, at least the first
+    // token; null: all are kept. `kept_rows` gets the rows of x that they have.
+    const std::int32_t* kept;
+    std::int64_t* kept_rows;
+    void* y;     // (total, or as many as are kept, hidden), contiguous
     void* work;  // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call
 };
 

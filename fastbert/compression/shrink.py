@@ -22,7 +22,7 @@ from fastbert.models.config_values import brief
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 # Config keys that may be a list with one entry per layer
-_PER_LAYER = ("layer_types", "attention_window", "fixed_heads")
+_PER_LAYER = ("layer_types", "attention_window", "fixed_heads", "token_schedule")
 
 
 def check(model: PreTrainedModel) -> None:

@@ -30,7 +30,8 @@ def blocks_of(step: Step, x: Tensor, call: Call, fused: bool) -> list[tuple[int,
     positions = None if batch.relative is None else batch.relative.positions
     special = (batch.bias, positions, batch.columns, batch.globals, batch.lengths)
     asks = any(t is not None for t in special)
-    if asks or call.taps is not None or call.wants_attentions or not call.inference:
+    asks = asks or call.taps is not None or call.wants_attentions or bool(call.kept)
+    if asks or not call.inference:
         return []
     if fused not in call.blocks:
         call.blocks[fused] = sequence_blocks(call.batch.cu_seqlens, x, fused)

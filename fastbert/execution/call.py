@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.elimination import Eliminated, Kept, smaller
 from fastbert.layers.form import SITES, LayerForm, Parts
 from fastbert.layers.packing import Packing
 from fastbert.layers.taps import Taps
@@ -54,7 +55,7 @@ class Call:
     """One call of an encoder's layers.
 
     Attributes:
-        batch: the packed batch.
+        batch: the packed batch; after a layer that keeps fewer tokens, theirs.
         last: the number of the last layer.
         gates: (layers, nheads) factors of the heads' outputs, or None.
         wants_states, wants_attentions: whether to fill `states` and `attentions`.
@@ -63,6 +64,8 @@ class Call:
         taps: sees what the layers compute inside, or None.
         padded: the padded batch, where a layer needs it.
         after_first: applied to the output of the first layer; None for nothing.
+        kept: how many tokens each layer keeps, None where it keeps all; () if all layers keep all.
+        eliminated: the tokens that have left.
         inference: whether no gradients are recorded and no code is compiled.
         states, attentions: output of each layer, and its probabilities, as far as they are wanted.
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
@@ -80,6 +83,8 @@ class Call:
     taps: Taps | None = None
     padded: Padded | None = None
     after_first: Callable[[Tensor], Tensor] | None = None
+    kept: tuple[Kept | None, ...] = ()
+    eliminated: Eliminated | None = None
     inference: bool = field(init=False)
     states: list[Tensor] = field(default_factory=list)
     attentions: list[Tensor] = field(default_factory=list)
@@ -96,18 +101,30 @@ class Call:
         if gate is not None and step.form is not None:
             gate = step.form.of_own_heads(gate, 0)
         only = self.first_only and step.number == self.last
-        return Asked(gate, 1 + step.number * SITES, only, self.wants_attentions, self.taps, self.arrivals)
+        kept = self.kept[step.number] if self.kept and not only else None
+        site = 1 + step.number * SITES
+        return Asked(gate, site, only, self.wants_attentions, self.taps, self.arrivals, kept)
 
     def batch_of(self, form: LayerForm | None) -> PackedBatch:
         """The batch as a layer of this form sees it, with the bias of the layer's own heads."""
         return self.batch if form is None else form.own_batch(self.batch)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """The states of all tokens, also of those that have left."""
+        return x if self.eliminated is None else self.eliminated.restored(x)
+
+    def shrink(self, x: Tensor, kept: Kept, rows: Tensor) -> None:
+        """Continue with the rows of `x` that a layer has kept of its input."""
+        if self.eliminated is not None:
+            self.eliminated.leave(x, rows)
+        self.batch = smaller(self.batch, kept, rows)
 
     def keep(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
         """Keep a layer's results, as far as they are wanted; returns its output, which may change here."""
         if self.after_first is not None:
             x, self.after_first = self.after_first(x), None
         if self.wants_states:
-            self.states.append(x)
+            self.states.append(self.restored(x))
         if self.wants_attentions and probabilities is not None:
             self.attentions.append(probabilities)
         return x

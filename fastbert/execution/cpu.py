@@ -14,6 +14,7 @@ from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
 from fastbert.layers import disentangled
 from fastbert.layers.batch import PackedBatch, Relative
+from fastbert.layers.elimination import Kept
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.modules import is_plain, rms_eps
@@ -156,7 +157,7 @@ class Stack(list[Any]):
 
     def serves(self, call: Call) -> bool:
         """Whether one call runs all layers."""
-        asked = call.wants_states or call.gates is not None or call.after_first is not None
+        asked = call.wants_states or call.gates is not None or call.after_first is not None or call.kept
         return not (asked or (self.owns_bias and call.batch.has_bias) or len(self.relatives) > 1)
 
 
@@ -177,9 +178,14 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
             )
         for step, (launch, taken) in group:
             step.layer.begin(x)
-            gate = call.asked(step).gate
-            fused = [taken() if callable(taken) else taken]
+            gate, kept = (asked := call.asked(step)).gate, asked.kept
+            fused: list[Any] = [taken() if callable(taken) else taken]
             relative = None if step.form is None else step.form.relative
+            if kept is not None:
+                y, rows = _launched(launch, x, fused, call.batch, None, gate, None, kept)
+                call.shrink(x, kept, rows)
+                x = call.keep(y)
+                continue
 
             def layer(x, batch, out, launch=launch, fused=fused, relative=relative, gate=gate):
                 return _launched(launch, x, fused, batch, relative, gate, out)
@@ -199,7 +205,8 @@ def _launched(
     relative: Relative | None = None,
     gate: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+    kept: Kept | None = None,
+) -> Any:
     distances = None
     if relative is not None and relative.terms:
         distances = disentangled.columns_of(relative, disentangled.reach_of(batch.max_seqlen), x.device)
@@ -208,6 +215,8 @@ def _launched(
     lengths, rotates = (batch.cu_seqlens, batch.max_seqlen), (batch.positions, batch.tables)
     more: dict[str, Any] = {"bias": batch.bias, "relative": batch.relative, "gate": gate, "out": out}
     more["distances"] = distances
+    if kept is not None:
+        more |= {"kept": (kept.cu_seqlens, kept.total)}
     return encoder_layer(launch, x, layers, *lengths, positions=rotates[0], tables=rotates[1], **more)
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
 from fastbert.layers import encoder
+from fastbert.layers.asked import Asked
 
 
 def serves(x: Tensor, call: Call) -> str | None:
@@ -34,7 +35,7 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
     for step, _ in group:
         form, parts, asked, batch = step.form, step.parts, call.asked(step), call.batch_of(step.form)
         if step.called or form is None or parts is None:
-            x = call.keep(*recomputed(step, call, step.layer, x, batch, asked))
+            x = finished(call, asked, x, *recomputed(step, call, step.layer, x, batch, asked))
             continue
         step.layer.begin(x)
         by_parts = not (asked.first_only or step.layer.training or any(parts.rates))
@@ -45,8 +46,17 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
                 by_blocks(blocks, x, batch, lambda rows, some, _, layer=layer: layer(rows, some)[0])
             )
         else:
-            x = call.keep(*recomputed(step, call, encoder.layer, form, parts, x, batch, asked))
+            found = recomputed(step, call, encoder.layer, form, parts, x, batch, asked)
+            x = finished(call, asked, x, *found)
     return x
+
+
+def finished(call: Call, asked: Asked, x: Tensor, y: Tensor, more: Tensor | None) -> Tensor:
+    """`y`, the output of a layer for its input `x`, once the call has taken what else is asked for."""
+    if asked.kept is None or more is None:
+        return call.keep(y, more)
+    call.shrink(x, asked.kept, more)
+    return call.keep(y)
 
 
 def recomputed(step: Step, call: Call, layer: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor | None]:

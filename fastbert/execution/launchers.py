@@ -72,6 +72,8 @@ def serves(x: Tensor, call: Call) -> str | None:
         return "gates are set, or what attention computes inside is asked for"
     if call.batch.lengths is not None:
         return "a text is long enough to attend by blocks"
+    if call.kept:
+        return "tokens leave between the layers"
     if checks.autocast_dtype(x) is not None:
         return "autocast is on"
     ends = call.batch.cu_seqlens

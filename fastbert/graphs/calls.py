@@ -70,6 +70,8 @@ def unknown(config: EncoderConfig) -> str | None:
     """Why graphs do not have a model's layers; None if they may."""
     if config.get("conv_kernel_size"):
         return "a convolution follows its first layer, which graphs do not know"
+    if config.get("token_schedule"):
+        return "tokens leave between its layers (config token_schedule), which graphs do not know"
     return config.family.unknown_to_graphs
 
 

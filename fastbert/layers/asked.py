@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastbert.layers.elimination import Kept
 from fastbert.layers.form import SITES
 from fastbert.layers.taps import Taps
 
@@ -22,6 +23,9 @@ class Asked(NamedTuple):
         probabilities: whether to return attention's probabilities too.
         taps: sees what the layer computes inside, or None.
         arrivals: keeps the counters of `ops.linear_norm` from layer to layer; None makes them where needed.
+        kept: how many tokens of each sequence the layer keeps after attention; None for all. Then neither
+            `probabilities` nor `taps` nor `first_only` may be asked for, and the layer returns the rows of
+            the kept tokens in place of probabilities.
     """
 
     gate: Tensor | None = None
@@ -30,6 +34,7 @@ class Asked(NamedTuple):
     probabilities: bool = False
     taps: Taps | None = None
     arrivals: list[Tensor] | None = None
+    kept: Kept | None = None
 
     @property
     def number(self) -> int:

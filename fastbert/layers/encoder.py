@@ -28,6 +28,7 @@ from fastbert.layers import (
     block_sparse,
     bottleneck,
     disentangled,
+    elimination,
     global_tokens,
     packing,
     pre_norm,
@@ -50,6 +51,7 @@ from fastbert.layers.positions import rotate, rotated, window_bias
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
+from fastbert.ops.attention_received import attention_received
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import first_attention, pays
 
@@ -60,12 +62,16 @@ def layer(
     """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
     Those of a layer that may have global tokens are (total, nheads, width); see `global_tokens.bands`.
+    With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens).
     With `asked.first_only` it returns ((batch, hidden), None).
     """
     parts = parts.as_multiplied(form.names)
     if not asked.first_only:
-        context, probs = attend(form, parts, x, batch, asked)
-        return after_attention(form, parts, x, context, batch, asked), probs
+        context, more = attend(form, parts, x, batch, asked)
+        if asked.kept is not None and more is not None:
+            x, context = x.index_select(0, more), context.index_select(0, more)
+            batch = elimination.smaller(batch, asked.kept, more)
+        return after_attention(form, parts, x, context, batch, asked), more
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
     plain = not (form.rotary or form.relative or form.window or form.packed or form.bottleneck)
     plain = plain and batch.lengths is None
@@ -79,13 +85,23 @@ def layer(
 def attend(
     form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked
 ) -> tuple[Tensor, Tensor | None]:
-    """The output of self-attention, (total, nheads, headdim), and its probabilities or None."""
+    """The output of self-attention, (total, nheads, headdim), and its probabilities or None.
+
+    With `asked.kept` the rows of the tokens to keep are in place of probabilities.
+    """
     heads, taps, gate, scale = form.heads, asked.taps, asked.gate, form.softmax_scale
     if form.nheads == 0:
-        longest = batch.max_seqlen
+        longest, context = batch.max_seqlen, x.new_empty(x.shape[0], 0, form.head_dim)
+        if asked.kept is not None:  # all tokens receive as much: none
+            return context, elimination.most_received(x.new_zeros(x.shape[0]), batch, asked.kept)
         none = x.new_empty(batch.cu_seqlens.shape[0] - 1, 0, longest, longest)
-        return x.new_empty(x.shape[0], 0, form.head_dim), none if asked.probabilities else None
+        return context, none if asked.probabilities else None
     q, k, v = projected(form, parts, x, batch)
+    if asked.kept is not None:
+        context, lse = _attention(parts, q, k, v, batch, asked, None, gate, scale)
+        where = batch.cu_seqlens, batch.max_seqlen
+        received = attention_received(q.detach(), k.detach(), *where, lse, softmax_scale=scale)
+        return context, elimination.most_received(received, batch, asked.kept)
     if taps is None and not asked.probabilities:
         pieces = disentangled.pieces(form, q, batch) if form.relative is not None and heads is None else []
         if pieces:
@@ -161,7 +177,7 @@ def scored(
 
 
 def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None, relative=None) -> Any:
-    """The output of the op `attention`, or (output, probabilities) if `asked` has them."""
+    """The output of the op `attention`, or (output, lse or probabilities) if `asked` needs them."""
     return attention(
         q,
         k,
@@ -177,6 +193,7 @@ def _attention(parts, q, k, v, batch, asked, bias, gate, scale, window=None, rel
         dropout_p=parts.rates[0],
         seed=batch.seed,
         offset=asked.site,
+        return_lse=asked.kept is not None,
         return_probs=asked.probabilities,
         places=batch.fitting_places(),
     )

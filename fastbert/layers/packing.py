@@ -34,6 +34,7 @@ class Packing:
         capacity: whether the layout has a row for every padded position; see the module's docstring.
         flat: whether the caller has packed the tokens. Then `pack` and `unpack` change nothing, and `seqlen`
             is `max_seqlen`.
+        lengths: the lengths of the sequences, if the host knows them beside `batch` and `seqlen`.
     """
 
     batch: int
@@ -44,6 +45,13 @@ class Packing:
     mask: Tensor | None = None
     capacity: bool = False
     flat: bool = False
+    lengths: tuple[int, ...] | None = None
+
+    def known_lengths(self) -> tuple[int, ...]:
+        """The lengths of the sequences. If the host does not know them it waits for the device."""
+        if self.indices is None and not self.flat:
+            return (self.seqlen,) * self.batch
+        return tuple(self.cu_seqlens.diff().tolist()) if self.lengths is None else self.lengths
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, seqlen, …) -> (rows, …)."""
@@ -183,7 +191,8 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
     if total == batch * seqlen:
         return dense(batch, seqlen, mask.device)
     indices = torch.nonzero_static(mask.reshape(-1), size=total).squeeze(1)
-    return Packing(batch, seqlen, cu_seqlens, max(lengths, default=0), indices, mask)
+    longest = max(lengths, default=0)
+    return Packing(batch, seqlen, cu_seqlens, longest, indices, mask, lengths=tuple(lengths))
 
 
 def starts(cu_seqlens: Tensor, rows: int) -> Tensor:

@@ -419,6 +419,7 @@ class BertModel(PreTrainedModel):
             causal=causal,
             taps=self.taps,
             seed=seed,
+            schedule=config.elimination(),
         )
 
     def embed_inputs(self, inputs: Inputs, seed: Tensor | None = None) -> Tensor:

@@ -35,6 +35,7 @@ _ABSENT: dict[str, Any] = {
     # No key of transformers: whether the model was trained on reversed sequences
     "right_to_left": False,
     "sep_token_id": None,
+    "token_schedule": None,
     "torch_dtype": None,
 }
 
@@ -254,6 +255,11 @@ class EncoderConfig(Keys):
         """The columns of each layer's feed-forward block: `intermediate_sizes`, or `intermediate_size`."""
         return list(self.intermediate_sizes or [self.intermediate_size] * self.num_hidden_layers)
 
+    def elimination(self) -> list[float] | None:
+        """The fraction of each text's tokens that each layer keeps; None if all layers keep all tokens."""
+        schedule = self.token_schedule
+        return None if schedule is None or all(f == 1 for f in schedule) else list(schedule)
+
     def mathematics(self) -> dict[str, Any]:
         """The values that change the result of a forward in eval mode and that no weight's shape shows.
 
@@ -301,6 +307,8 @@ class EncoderConfig(Keys):
             values["fixed_heads"] = names[0] if alike else names
         if any(kept is not None for kept in self.kept_heads()):
             values["kept_heads"] = [None if kept is None else list(kept) for kept in self.kept_heads()]
+        if (schedule := self.elimination()) is not None:
+            values["token_schedule"] = schedule
         return values
 
     # -- checks ----------------------------------------------------------------------------------------------

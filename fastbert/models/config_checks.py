@@ -102,6 +102,7 @@ class Keys:
     pruned_heads: dict[int, list[int]] | None
     right_to_left: bool
     intermediate_sizes: list[int] | None
+    token_schedule: list[float] | None
     output_hidden_states: bool
     output_attentions: bool
     return_dict: bool

@@ -1,7 +1,8 @@
-"""Config keys that differ from layer to layer: fixed heads, pruned heads and sizes of feed-forward blocks."""
+"""Config keys that differ from layer to layer: heads, sizes of feed-forward blocks, and kept tokens."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from fastbert.layers.patterns import BACKWARD, LEARNED, NAMES, SEPARATORS
@@ -17,6 +18,7 @@ def check(config: Any) -> None:
     _check_fixed_heads(config)
     _check_pruned_heads(config)
     _check_inner_sizes(config)
+    _check_token_schedule(config)
 
 
 def _check_fixed_heads(config: Any) -> None:
@@ -105,3 +107,27 @@ def _check_inner_sizes(config: Any) -> None:
         shares = config.family.shared_layers
         why = "shares its layers" if shares else "has several feed-forward blocks per layer"
         raise ValueError(f"config intermediate_sizes: expected None, as {config.model_type} {why}")
+
+
+def _check_token_schedule(config: Any) -> None:
+    given, layers = config.token_schedule, config.num_hidden_layers * (config.get("inner_group_num") or 1)
+    if given is None:
+        return
+    if (
+        not isinstance(given, (list, tuple))
+        or len(given) != layers
+        or any(isinstance(f, bool) or not isinstance(f, (int, float)) or not 0 < f <= 1 for f in given)
+    ):
+        raise refused(config, "token_schedule", f"None or {layers} fractions in (0, 1], one per layer")
+    if any(before < after for before, after in pairwise(given)):
+        raise refused(config, "token_schedule", "fractions that do not rise from layer to layer")
+    family = config.family
+    reasons = {
+        "attends by windows, distances or blocks, or has bottlenecks": family.counts_columns
+        or family.block_sparse,
+        "has config fixed_heads": config.fixed_heads is not None,
+        "has config is_decoder": config.is_decoder,
+    }
+    for why, there in reasons.items():
+        if there:
+            raise ValueError(f"config token_schedule: expected None, as {config.model_type} {why}")

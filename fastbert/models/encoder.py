@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from fastbert.execution.plan import run as run_steps
 from fastbert.layers import alibi, global_tokens
 from fastbert.layers.batch import Distances, Globals, PackedBatch
 from fastbert.layers.block_sparse import lengths_of
+from fastbert.layers.elimination import Eliminated, kept_of, refuse
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm
@@ -69,6 +70,7 @@ def run_encoder(
     taps: Taps | None = None,
     seed: Tensor | None = None,
     complete: Callable[[PackedBatch], PackedBatch] | None = None,
+    schedule: Sequence[float] | None = None,
     start: Tensor | None = None,
     ends: bool = True,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -94,6 +96,8 @@ def run_encoder(
         taps: hooks into what the layers compute inside, or None. With taps no row is skipped.
         seed: (1,) int64, the seed of all dropouts, on the device, or None.
         complete: adds to the batch what layers of the family's own class need; None for nothing.
+        schedule: the fraction of each sequence's tokens that each layer keeps; None for all. A token that
+            leaves keeps its last state.
         start: (rows, hidden), the output of the layer before `layers`, where these are not the first ones;
             None: the embeddings.
         ends: whether the model's last layer is among `layers`; without it no norm follows.
@@ -126,6 +130,10 @@ def run_encoder(
             f"model: layer {changed_one.number} shows nothing of what it computes inside, because "
             f"{changed_one.reason}"
         )
+    if schedule is not None:
+        asked = {"attention_mask": inputs.bias is not None, "causal": causal}
+        asked |= {"output_attentions": want_attentions, "taps": taps is not None}
+        refuse(None if changed_one is None else changed_one.number, asked)
     projection, everything = None if start is not None else projection_of(root, family), calls_all()
     inside = (family.projection or "").startswith(f"{container}.")
     around = stack if type(stack) is Stack and (everything or watched(stack)) else None
@@ -182,11 +190,16 @@ def run_encoder(
             taps,
             padded,
         )
+        if schedule is not None:
+            kept = kept_of(schedule, packed.known_lengths(), x.device)
+            call.kept = kept if any(kept[: len(kept) - skips]) else ()
+            call.eliminated = None if skips else Eliminated(x.shape[0])
         if beside is not None:
             call.after_first = functools.partial(beside.beside, packed, x, seed)
         if want_states:
             call.states.append(x)
         x = run_steps(steps, x, call) if skipped else plan.run(x, call)
+        x = x if skips else call.restored(x)
         if want_states and skipped:
             call.states[:] = _with_skipped(call.states, {step.number for step in steps}, len(plan.steps))
         if family.final_norm is not None and ends:

@@ -142,7 +142,7 @@ class Inputs:
                 checks.shape(name, ids, (total,))
         token_type_ids = token_type_ids if config.has_segments else None
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        last_position = None
+        last_position = known = None
         if torch.compiler.is_compiling():
             if max_seqlen is None:
                 raise ValueError("max_seqlen: expected an integer under torch.compile, got None")
@@ -170,8 +170,10 @@ class Inputs:
                 _check_length(config, longest, source)
             _check_ranges(config, facts)
             last_position = _last_position(config, position_ids, facts)
+            known = tuple(end - start for start, end in pairwise(facts["extra"]))
         cu_seqlens = packing.send(cu_seqlens, home)
-        packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen, flat=True)
+        sizes = cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen
+        packed = Packing(*sizes, flat=True, lengths=known)
         flags = None
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 1 and config.family.global_tokens:
             flags, attention_mask = _packed_globals(attention_mask, total, home), None
@@ -306,9 +308,10 @@ def packed_on_host(
     packed, holes = Packing(batch, seqlen, cu_seqlens, seqlen), False
     if not whole and mask is not None:
         ends = memory[3 * tokens : 3 * tokens + words].view(torch.int32)[: batch + 1].tolist()
-        longest = max(end - start for start, end in pairwise(ends))
+        lengths = tuple(end - start for start, end in pairwise(ends))
         keep = packing.send(mask if mask.dtype == torch.bool else mask != 0, device)
-        packed = replace(packed, max_seqlen=longest, indices=indices[0], mask=keep)
+        known = {"max_seqlen": max(lengths), "lengths": lengths}
+        packed = replace(packed, indices=indices[0], mask=keep, **known)
         if config.family.counts_columns:
             # Not the positions, which may skip a hole of padding
             holes = has_holes(memory[3 * tokens + words :], ends)

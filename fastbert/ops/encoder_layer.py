@@ -40,7 +40,7 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
     keeps_panels(linear, rows): see `ops.linear`.
     sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
     encoder_layer_fwd(x, layers, cu_seqlens, max_seqlen, bias, gate, positions, tables, relative, out,
-                      distances) -> y
+                      distances, kept) -> y, or (y, rows) with `kept`
         layers: `FusedLayer`s, one after the other, their windows as `checked_window` returns them; x, y:
         (total, hidden), last dimension contiguous; out: the memory for y, or None; bias 4-D; positions int64
         and contiguous, or None if no layer rotates; tables by `rotary` of the layers; the rest as in
@@ -186,7 +186,8 @@ def encoder_layer(
     relative: RelativeScores | None = None,
     out: Tensor | None = None,
     distances: tuple[Tensor, int, int] | None = None,
-) -> Tensor:
+    kept: tuple[Tensor, int] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """One or more layers, without autograd.
 
     Args:
@@ -201,9 +202,12 @@ def encoder_layer(
         out: memory for the result, contiguous, not overlapping `x`; None: new memory.
         distances: if a layer has tables of distances, (columns, first, last): the columns of
             `RelativeScores`, for scores by the tables' rows from `first` to `last` - 1.
+        kept: of one layer without bottlenecks, window, bias and scores of distances: (cu_seqlens of the
+            tokens that it keeps after attention, their number). It keeps the first token of each sequence,
+            and those others that receive most attention (ops/attention_received.py).
 
     Returns:
-        (total, hidden).
+        (total, hidden). With `kept`, ((kept, hidden), the rows of the kept tokens, int64, ascending).
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -265,9 +269,21 @@ def encoder_layer(
             raise ValueError(
                 f"out: expected contiguous {x.dtype}, got {out.dtype} with strides {out.stride()}"
             )
+    if kept is not None:
+        for name, there in {"bias": bias, "relative": relative, "distances": distances, "out": out}.items():
+            if there is not None:
+                raise ValueError(f"{name}: expected None for a layer that keeps some tokens")
+        if len(layers) != 1 or layers[0].narrow is not None or layers[0].window is not None:
+            raise ValueError("kept: expected None for several layers, or one with a window or bottlenecks")
+        check_lengths(kept[0], max_seqlen, x)
+        checks.shape("kept", kept[0], tuple(cu_seqlens.shape))
+        if int(kept[0][-1]) != kept[1]:
+            raise ValueError(f"kept: expected the number {int(kept[0][-1])} of its lengths, got {kept[1]}")
     shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
     given = positions, used, relative, out, distances if scoring else None
+    if kept is not None:
+        given = *given, (dispatch.plain(kept[0]), kept[1])
     return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *given)
 
 

@@ -22,6 +22,7 @@ import torch
 
 OPS = (
     "attention",
+    "attention_received",
     "cross_entropy",
     "embedding",
     "encoder_layers",
@@ -38,7 +39,7 @@ OPS = (
     "rotary",
 )
 # Ops without a backward.
-INFERENCE_ONLY = ("encoder_layers", "first_attention", "linear_int8", "linear_norm")
+INFERENCE_ONLY = ("attention_received", "encoder_layers", "first_attention", "linear_int8", "linear_norm")
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -55,6 +56,7 @@ HALF = (torch.bfloat16, torch.float16)
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
+        "attention_received": ("cpu", "aten", "reference"),
         "cross_entropy": ("cpu", "aten", "reference"),
         "embedding": ("cpu", "aten", "reference"),
         # No model calls it on a CPU, where a layer is one call (ops/encoder_layer.py).
@@ -88,6 +90,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "attention relative": ("triton", "aten", "reference"),
         "attention training": ("triton", "aten", "reference"),
         "attention training half": ("cuda", "triton", "aten", "reference"),
+        "attention_received": ("aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
         "cross_entropy": ("triton", "aten", "reference"),
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten

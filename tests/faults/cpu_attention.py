@@ -18,7 +18,7 @@ FAULTS = (
     _fault("heads share one stride", "row * t.row_stride + head * t.head_stride", "row * t.row_stride", _SHARED),
     _fault("int32 rows", "row * t.row_stride", "static_cast<std::int32_t>(row * t.row_stride)", _SHARED),
     _fault("columns past the head read", "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, static_cast<int>(n)) : zero(),",
-           "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, kLanes) : zero(),"),
+           "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, kLanes) : zero(),", _SHARED),
     _fault("first row of the sequence forgotten", "first = tokens.start + low;", "first = low;"),
     _fault("k taken for v in forward", "float_rows<T>(args.v, first, kv_head,", "float_rows<T>(args.k, first, kv_head,"),
     _fault("few keys: half of the sum", "const Vec all = add(total[0], total[1]);", "const Vec all = total[0];"),
@@ -32,7 +32,7 @@ FAULTS = (
     _fault("out of another head", "((tokens.start + i + r) * args.nheads + head) * headdim", "((tokens.start + i + r) * args.nheads) * headdim"),
     _fault("lse transposed", "args.lse[head * args.total + row]", "args.lse[row * args.nheads + head]"),
     # panels and tiles
-    _fault("keys of a panel short of one", "j + i < count ? load(row_of<T>(t, first + j + i, head) + c, n)", "j + i + 1 < count ? load(row_of<T>(t, first + j + i, head) + c, n)"),
+    _fault("keys of a panel short of one", "j + i < count ? load(row_of<T>(t, first + j + i, head) + c, n)", "j + i + 1 < count ? load(row_of<T>(t, first + j + i, head) + c, n)", _SHARED),
     _fault("narrow tiles repeat the first columns", "column_of_tiles<1>(a, a_row, a_k, b + j,", "column_of_tiles<1>(a, a_row, a_k, b,", _SHARED),
     _fault("later keys overwrite earlier ones", "less(kDepth, depth - j), out, width, rows, width,\n              j > 0);", "less(kDepth, depth - j), out, width, rows, width,\n              false);", _SHARED),
     _fault("last query block dropped", "for (std::int64_t i = begin; i < end; i += kQueryBlock) {", "for (std::int64_t i = begin; i + kQueryBlock <= end || i == begin; i += kQueryBlock) {"),

@@ -12,7 +12,11 @@ from tests.support.hostile.public_ops import PUBLIC, TABLES
 from tests.support.inputs import name
 from tests.support.ops import LAYOUTS, serves
 
-OPS = [op for op in PUBLIC if op not in ("encoder_layer", "linear, panels")]
+OPS = [
+    op
+    for op in PUBLIC
+    if not op.startswith("encoder_layer,") and op not in ("encoder_layer", "linear, panels")
+]
 MOVING = ("pack", "unpack")
 LINEAR = (*MOVING, "rotary")  # which have derivatives of every order
 

@@ -53,7 +53,7 @@ def lazily(operands, make):
 LAZY = {
     name: public for name, public in PUBLIC.items() if name not in ("attention, padded", "linear, panels")
 }
-INFERENCE_ONLY = ("encoder_layer", *dispatch.INFERENCE_ONLY)
+INFERENCE_ONLY = ("encoder_layer", "encoder_layer, kept", *dispatch.INFERENCE_ONLY)
 
 
 @needs_kernels
@@ -70,6 +70,7 @@ def test_the_negative_bit_changes_nothing(name, make):
     assert any(isinstance(t, torch.Tensor) and t.is_neg() for t in lazy.values())
     backends = {
         "encoder_layer": [None],
+        "encoder_layer, kept": [None],
         "encoder_layers": ["aten", "reference"],
         "pooling": ["aten", "reference"],
         "first_attention": ["aten", "reference"],

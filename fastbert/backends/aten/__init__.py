@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastbert.backends.aten import (
     attention,
+    attention_received,
     cross_entropy,
     embedding,
     encoder_layers,
@@ -20,6 +21,7 @@ from fastbert.backends.aten import (
     rotary,
 )
 from fastbert.backends.aten.attention import attention_bwd, attention_fwd
+from fastbert.backends.aten.attention_received import attention_received_fwd
 from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.aten.encoder_layers import encoder_layers_fwd
@@ -40,6 +42,7 @@ from fastbert.backends.aten.rotary import rotary_bwd, rotary_fwd
 
 DTYPES = {
     "attention": attention.DTYPES,
+    "attention_received": attention_received.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
     "encoder_layers": encoder_layers.DTYPES,
@@ -60,6 +63,7 @@ __all__ = [
     "DTYPES",
     "attention_bwd",
     "attention_fwd",
+    "attention_received_fwd",
     "available",
     "cross_entropy_bwd",
     "cross_entropy_fwd",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fastbert.backends.cpu import (
     attention,
+    attention_received,
     cross_entropy,
     embedding,
     feed_forward,
@@ -26,6 +27,7 @@ from fastbert.backends.cpu.attention import (
     table_panels,
     table_scores,
 )
+from fastbert.backends.cpu.attention_received import attention_received_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.cpu.encoder_layer import (
@@ -50,6 +52,7 @@ from fastbert.runtime import loader
 
 DTYPES = {
     "attention": attention.DTYPES,
+    "attention_received": attention_received.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
     "feed_forward": feed_forward.DTYPES,
@@ -66,6 +69,7 @@ __all__ = [
     "DTYPES",
     "attention_bwd",
     "attention_fwd",
+    "attention_received_fwd",
     "available",
     "close_team",
     "cross_entropy_bwd",

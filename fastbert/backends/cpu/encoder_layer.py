@@ -127,7 +127,8 @@ def encoder_layer_fwd(
     relative: RelativeScores | None = None,
     out: Tensor | None = None,
     distances: tuple[Tensor, int, int] | None = None,
-) -> Tensor:
+    kept: tuple[Tensor, int] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     total, hidden = x.shape
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
@@ -140,7 +141,9 @@ def encoder_layer_fwd(
         columns, start, end = distances[0].contiguous(), *distances[1:]
         half = x.dtype == torch.bfloat16
         scores, _held = (columns.data_ptr(), columns.shape[0], end - start, half, *7 * (0,)), [columns]
-    y = x.new_empty(total, hidden) if out is None else out
+    y = x.new_empty(total if kept is None else kept[1], hidden) if out is None else out
+    ends = None if kept is None else kept[0].contiguous()
+    rows = None if kept is None else cu_seqlens.new_empty(kept[1], dtype=torch.int64)
     code, sizes = DTYPE_CODES[x.dtype], (batch, total, max_seqlen, hidden)
     threads, work, room = torch.get_num_threads(), None, 0
     scratch = layers[0].weights[3]
@@ -163,8 +166,9 @@ def encoder_layer_fwd(
         0 if work is None else work.data_ptr(),
         room,
         scores,
+        () if ends is None or rows is None else (ends.data_ptr(), rows.data_ptr()),
     )
-    return y
+    return y if rows is None else (y, rows)
 
 
 def _sizes(layer):

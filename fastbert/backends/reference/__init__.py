@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastbert.backends.reference import (
     attention,
+    attention_received,
     cross_entropy,
     embedding,
     encoder_layers,
@@ -23,6 +24,7 @@ from fastbert.backends.reference import (
     rotary,
 )
 from fastbert.backends.reference.attention import attention_bwd, attention_fwd
+from fastbert.backends.reference.attention_received import attention_received_fwd
 from fastbert.backends.reference.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.reference.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.reference.encoder_layers import encoder_layers_fwd
@@ -43,6 +45,7 @@ from fastbert.backends.reference.rotary import rotary_bwd, rotary_fwd
 
 DTYPES = {
     "attention": attention.DTYPES,
+    "attention_received": attention_received.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
     "encoder_layers": encoder_layers.DTYPES,
@@ -63,6 +66,7 @@ __all__ = [
     "DTYPES",
     "attention_bwd",
     "attention_fwd",
+    "attention_received_fwd",
     "available",
     "cross_entropy_bwd",
     "cross_entropy_fwd",

@@ -66,6 +66,12 @@ def attention_operands():
     }
 
 
+def received_operands():
+    lengths = {"cu_seqlens": ints(*ENDS, dtype=INT32), "max_seqlen": LONGEST}
+    heads = {name: floats(TOTAL, HEADS, DIM) for name in ("q", "k")}
+    return {**heads, **lengths, "lse": floats(HEADS, TOTAL)}
+
+
 def attention_table():
     return places_op.places_ref(ints(*ENDS, dtype=INT32), TOTAL, LONGEST)
 
@@ -160,6 +166,11 @@ OPS = {
     "attention_places": (
         lambda: (ints(*ENDS, dtype=INT32), TOTAL, LONGEST, torch.float32),
         [*LENGTHS, {"total": 7}],
+        ("cu_seqlens", "max_seqlen"),
+    ),
+    "attention_received_fwd": (
+        lambda: (*received_operands().values(), 0.5),
+        LENGTHS,
         ("cu_seqlens", "max_seqlen"),
     ),
     "cross_entropy_fwd": (loss_operands, WRONG_LABELS, ("logits", "ignore_index")),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
 from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.ops.attention import attention
+from fastbert.ops.attention_received import attention_received
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
 from fastbert.ops.encoder_layer import FusedLayer, NarrowBlocks
@@ -24,7 +26,12 @@ from fastbert.ops.linear_norm import linear_norm
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 from fastbert.ops.rotary import rotary
-from tests.support.hostile.custom_ops import attention_operands, embedding_operands, rotary_operands
+from tests.support.hostile.custom_ops import (
+    attention_operands,
+    embedding_operands,
+    received_operands,
+    rotary_operands,
+)
 from tests.support.hostile.values import (
     BATCH,
     BIASES,
@@ -121,6 +128,19 @@ def narrow_operands(kind="linear"):
     }
 
 
+def kept_operands():
+    """Those of a layer that keeps some tokens; `kept` has where they end."""
+    operands = {**layer_operands(), "bias": None, "window": None}
+    lengths = [b - a for a, b in pairwise(ENDS)]
+    return {**operands, "x": floats(ENDS[-1], HEADS * DIM), "positions": ints(*range(ENDS[-1])) % 6} | {
+        "kept": ints(*accumulate(((n + 1) // 2 for n in lengths), initial=0), dtype=INT32)
+    }
+
+
+def kept_call(kept, **operands):
+    return layer_call(kept=(kept, int(kept[-1])), **operands)[0]
+
+
 def layers_operands():
     hidden, inner = HEADS * DIM, 7
     shapes = dict(qkv=3 * hidden, out=hidden, norm=hidden, up=inner, down=hidden, last=hidden)
@@ -158,6 +178,15 @@ WORDED_LENGTHS = [
 WORDED_BIASES = [(row, "bias: expected") for row in BIASES]
 PUBLIC = {
     "attention": Public(attention, public_attention, [*WORDED_LENGTHS, *WORDED_BIASES]),
+    "attention_received": Public(
+        attention_received,
+        received_operands,
+        [
+            *WORDED_LENGTHS,
+            ({"lse": floats(TOTAL, HEADS)}, "lse"),
+            ({"lse": floats(HEADS, TOTAL).double()}, "lse"),
+        ],
+    ),
     "attention, padded": Public(
         attention,
         lambda: {
@@ -182,6 +211,21 @@ PUBLIC = {
             *(({"positions": ints(*[bad] * TOTAL)}, "positions") for bad in (6, -1, 2**62, -(2**63))),
             ({"cos": floats(6, 3), "sin": floats(6, 3)}, "cos"),
             ({"sin": floats(5, 2)}, "sin"),
+        ],
+        False,
+    ),
+    "encoder_layer, kept": Public(
+        kept_call,
+        kept_operands,
+        [
+            ({"kept": ints(*ENDS, dtype=INT32) * 2}, "cu_seqlens"),
+            ({"kept": ints(0, 3, 3, 3, dtype=INT32)}, "kept"),
+            ({"kept": ints(0, 4, 4, 6, dtype=INT32)}, "kept"),
+            ({"kept": ints(*ENDS, dtype=INT32)[1:]}, "kept|cu_seqlens"),
+            ({"kept": ints(*ENDS)}, "cu_seqlens"),
+            ({"bias": floats(*CELLS)}, "bias"),
+            ({"window": (2, 1)}, "kept"),
+            ({"x": floats(TOTAL + 1, HEADS * DIM), "positions": ints(*[0] * (TOTAL + 1))}, "cu_seqlens"),
         ],
         False,
     ),

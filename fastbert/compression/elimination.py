@@ -1,0 +1,45 @@
+"""`fastbert.eliminate`: a model whose layers keep ever fewer tokens, by the attention that tokens receive.
+
+After attention each layer keeps the first token and those that receive most attention, and the layers that
+follow compute these alone. A token that leaves keeps its last state, so outputs have all tokens.
+
+Source: Goyal et al. 2020, "PoWER-BERT: Accelerating BERT Inference via Progressive Word-vector Elimination".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from fastbert.models.base import PreTrainedModel
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+
+def eliminate(model: _Model, schedule: Sequence[float] | None) -> _Model:
+    """Let each layer of a model keep only a share of the tokens; returns the model, which is changed.
+
+    The parameters stay as they are; fine-tune the model to recover what it lost. `save_pretrained` writes the
+    schedule as config key `token_schedule`, and `from_pretrained` reads it.
+
+    Args:
+        model: a model of this package.
+        schedule: the share of each text's tokens that each layer keeps, one number in (0, 1] per layer, not
+            rising. A text keeps that share of its own length, rounded up. None keeps all tokens again.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected. Layers with windows, with
+            scores of distances, with bottlenecks or with causal attention compute all tokens.
+
+    Source: Goyal et al. 2020.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
+    config: Any = model.config
+    before, config.token_schedule = config.token_schedule, None if schedule is None else list(schedule)
+    try:
+        config.validate()
+    except (TypeError, ValueError):
+        config.token_schedule = before
+        raise
+    return model
