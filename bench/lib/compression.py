@@ -1,4 +1,4 @@
-"""Pruned encoders beside the whole one, and beside peers that run the same function with zeros."""
+"""Pruned encoders beside the whole one, and beside peers with zeros in place; and texts that leave early."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bench.lib import workloads
 from bench.lib.encoder import bench_encoder, build
 from bench.lib.engines import DTYPES, Bank, Forward, ours, theirs, torch_forward
 from bench.lib.roofs import Roofs
+from fastbert.compression.early_exit import EarlyExit
 
 # How an encoder is pruned -> the arguments of `fastbert.prune`
 KINDS = {
@@ -20,6 +21,7 @@ KINDS = {
     },
     "half-layers": lambda model: {"layers": range(0, model.layers, 2)},
 }
+EXIT = "early-exit"
 # "whole" is our unpruned encoder
 ENGINES = (
     "fastbert-fp32",
@@ -58,8 +60,60 @@ class PrunedBank(Bank):
         return torch_forward(module.quantize("int8") if tag == "int8" else module.to(DTYPES[tag]))
 
 
-def bench_pruned(
-    bank: PrunedBank, workload: str, wanted: tuple[str, ...], roofs: Roofs, samples: int
+class HalfLeave(EarlyExit):
+    """Half of the texts of a batch leave at the first branch, and none later. All branches are computed."""
+
+    texts = 0
+
+    def uncertainty(self, logits: torch.Tensor) -> torch.Tensor:
+        """0 for every second text of the whole batch, 1 for all others."""
+        found, number = super().uncertainty(logits), torch.arange(len(logits))
+        leave = (number % 2 == 0) & (len(logits) == self.texts)
+        return torch.where(leave, 0 * found, 1 + 0 * found)
+
+
+class ExitBank(Bank):
+    """A classifier whose texts leave early, and the same classifier whole.
+
+    There is a branch after each quarter of the layers. Half of the texts leave at the first, so that 5/8 of
+    the layers are computed, and the speed-up to expect is 1.6.
+
+    Args:
+        workload: the batch.
+        model, threads, folder: see `Bank`.
+    """
+
+    def __init__(self, workload: str, model: workloads.Model, *given: object):
+        super().__init__(model, *given)
+        self.texts = len(workloads.lengths(workload))
+
+    def forward(self, name: str) -> Forward:
+        """See `Bank`."""
+        engine, tag = name.split("-")
+        torch.manual_seed(0)
+        module = fastbert.BertForSequenceClassification(self.master.config).eval()
+        module.base_model.load_state_dict(self.master.state_dict(), strict=False)
+        module = module.quantize("int8") if tag == "int8" else module.to(DTYPES[tag])
+        called = module
+        if engine == "fastbert":
+            called = HalfLeave(module, every=max(1, self.model.layers // 4)).eval()
+            called.texts, called.threshold = self.texts, 0.5
+
+        def run(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            with torch.inference_mode():
+                # One row per text, which has no padding
+                return called(inputs["input_ids"], token_type_ids=inputs["token_type_ids"]).logits
+
+        return run
+
+
+def bank_of(kind: str, model: workloads.Model, workload: str, *given: object) -> Bank:
+    """What builds the engines of a kind."""
+    return ExitBank(workload, model, *given) if kind == EXIT else PrunedBank(kind, model, *given)
+
+
+def bench_smaller(
+    bank: Bank, workload: str, wanted: tuple[str, ...], roofs: Roofs, samples: int
 ) -> Iterator[dict]:
     """A row per engine, as `bench_encoder` yields them, without rates of operations, which differ."""
     for row in bench_encoder(bank.model, workload, build(bank, wanted), roofs, samples=samples):

@@ -1,4 +1,4 @@
-"""Pruned encoders: what half the heads, neurons or layers save, beside peers that run them with zeros."""
+"""What half the heads, neurons or layers save, beside peers that run them with zeros; and early exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 # kind -> its candidates; ONNX Runtime's time is that of zeros, whatever is pruned
 CANDIDATES = dict.fromkeys(compression.KINDS, compression.ENGINES)
-CANDIDATES["half-heads"] = CANDIDATES["half-layers"] = compression.ENGINES[:4]
+CANDIDATES["half-heads"] = CANDIDATES["half-layers"] = CANDIDATES[compression.EXIT] = compression.ENGINES[:4]
 
 
 def cases() -> Iterator[object]:
@@ -32,7 +32,7 @@ def test_compression(in_turns, peak, few, request, kind, model, workload, candid
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         with tempfile.TemporaryDirectory() as folder:
-            bank = compression.PrunedBank(kind, size, torch.get_num_threads(), Path(folder))
-            yield from compression.bench_pruned(bank, workload, wanted, peak, few)
+            bank = compression.bank_of(kind, size, workload, torch.get_num_threads(), Path(folder))
+            yield from compression.bench_smaller(bank, workload, wanted, peak, few)
 
     in_turns(rows)

@@ -72,6 +72,8 @@ def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
         return "; config quantization_config says that the weights are 8-bit, but those of the file are not"
     count_key = "num_hidden_groups" if names.family.shared_layers else "num_hidden_layers"
     says, holds = getattr(config, count_key), numbered(names.family.layers, found)
+    if config.layer_groups is not None:
+        count_key, says = "layer_groups", len({*config.layer_groups})
     if holds and says != holds:
         return f"; config {names.family.spelt(count_key)} says {says}, the file has {holds}"
     if names.family.shared_layers:

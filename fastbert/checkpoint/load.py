@@ -155,6 +155,8 @@ def check_depth(
     family = config.family
     keys = ["num_hidden_groups", "inner_group_num"] if family.shared_layers else ["num_hidden_layers"]
     layers = math.prod(getattr(config, key) for key in keys)
+    if config.layer_groups is not None:
+        keys, layers = ["layer_groups"], len({*config.layer_groups})
     if layers <= _FEW_LAYERS:
         return
     files, stored = weights_of(directory, use_safetensors, state_dict)

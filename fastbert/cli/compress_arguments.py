@@ -40,6 +40,12 @@ def add_prune(commands: Any) -> None:
         help="share of the weights of all layers' linear maps to set to 0, the smallest of all, below 1: the "
         "file compresses better, the time stays (default: none)",
     )
+    add(
+        "--embedding-rank",
+        type=int,
+        metavar="N",
+        help="rank of the table of words, which becomes a product of two matrices (default: as it is)",
+    )
     add("--score", choices=SCORES, default="taylor", help="what chooses heads and neurons (default taylor)")
     add(
         "--input",

@@ -35,18 +35,14 @@ def run(args: argparse.Namespace) -> int:
     output = results.check_free(args.output)
     units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
     layers = _layers(args.layers)
-    if all(given is None for given in (layers, args.vocabulary, args.weights, *units.values())):
-        raise UsageError("--heads, --neurons, --layers, --vocabulary, --weights: expected at least one")
+    names = "layers", "vocabulary", "weights", "embedding_rank"
+    if all(given is None for given in (*(getattr(args, name) for name in names), *units.values())):
+        options = (f"--{name.replace('_', '-')}" for name in ("heads", "neurons", *names))
+        raise UsageError(f"{', '.join(options)}: expected at least one")
     of_sentences = (Path(args.model) / "modules.json").is_file()
     model, examples, pooling = model_of(args.model, args.device, pooler=not of_sentences), None, None
-    options = {
-        "layers": layers,
-        "weights": args.weights,
-        "score": args.score,
-        "multiple": args.multiple,
-        "seed": args.seed,
-        **units,
-    }
+    names = "weights", "embedding_rank", "score", "multiple", "seed"
+    options = {"layers": layers, **{name: getattr(args, name) for name in names}, **units}
     tokenizer = None
     if args.vocabulary is not None:
         whole = load_tokenizer(transformer_of(args.model))
@@ -145,7 +141,9 @@ def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
         parts.append(f"{found.zeros:.1%} of the weights")
     if pieces := model.config.vocab_size - found.model.config.vocab_size:
         parts.append(f"{pieces:,} word pieces")
-    return f"without {', '.join(parts)}" if parts else "nothing was removed"
+    without = f"without {', '.join(parts)}" if parts else "nothing was removed"
+    rank = found.model.config.word_embedding_rank
+    return without if rank is None else f"{without}; words in a table of rank {rank}"
 
 
 def _compressed(found: Pruned[Any], model: PreTrainedModel) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastbert.compression import scores, shrink
+from fastbert.compression.factorization import factorize
 from fastbert.compression.scores import SCORES, Scores
 from fastbert.compression.size import Size, size_of
 from fastbert.layers.modules import part
@@ -50,7 +51,7 @@ class Pruned(Generic[_Model]):
     zeros: float | None = None
 
     def dense(self) -> _Model:
-        """The model with zeros in place of the heads and neurons, which transformers can load."""
+        """The model with zeros for heads and neurons and a whole table, which transformers can load."""
         return shrink.dense(self.model)
 
 
@@ -62,6 +63,7 @@ def prune(
     layers: Sequence[int] | None = None,
     vocabulary: Sequence[int] | None = None,
     weights: float | None = None,
+    embedding_rank: int | None = None,
     score: str = "taylor",
     examples: Examples | None = None,
     pooling: str | None = None,
@@ -82,6 +84,8 @@ def prune(
         weights: the share of the weights of all layers' linear maps to set to 0, in [0, 1): the smallest of
             all of them together, after all else was removed. The file compresses better; the matrices have
             the same shapes, so time and memory do not change.
+        embedding_rank: the rank of the table of words, which becomes a product of two matrices
+            (`fastbert.compression.factorization`); None leaves it as it is.
         score: by what heads and neurons are chosen: "taylor" (needs `examples`), "magnitude" or "random"; see
             `fastbert.compression.scores`.
         examples: labelled examples, or pairs for an encoder without a head
@@ -119,6 +123,8 @@ def prune(
     gone_heads = _removed("heads", heads, lambda: found().heads)
     gone_neurons = _removed("neurons", neurons, lambda: found().neurons, multiple)
     smaller = shrink.without(smaller, heads=gone_heads, neurons=gone_neurons, vocabulary=vocabulary)
+    if embedding_rank is not None:
+        smaller = factorize(smaller, embedding_rank)
     kept = list(range(len(smaller.base_model.layer_list()))) if layers is None else layers
     gone_heads, gone_neurons = (
         {i: some for i, some in units.items() if some} for units in (gone_heads, gone_neurons)

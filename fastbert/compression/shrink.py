@@ -17,6 +17,7 @@ from fastbert.layers import disentangled, global_tokens
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import is_plain, part
+from fastbert.layers.quantized import num_weights
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config_values import brief
 
@@ -32,11 +33,10 @@ def check(model: PreTrainedModel) -> None:
         TypeError: it is no model of this package.
         ValueError: its layers have other mathematics, are shared, quantised or replaced; the message says so.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
-    family = model.family
-    if family.shared_layers or family.bottleneck or family.two_streams:
-        why = "shares its layers' weights" if family.shared_layers else "has layers of another kind"
+    check_ours(model)
+    family, shares = model.family, model.config.shares_layers
+    if shares or family.bottleneck or family.two_streams:
+        why = "shares its layers' weights" if shares else "has layers of another kind"
         raise ValueError(f"model: {model.config.model_type} {why}, which cannot be cut")
     for i, layer in enumerate(model.base_model.layer_list()):
         if not isinstance(layer, EncoderLayer):
@@ -45,6 +45,12 @@ def check(model: PreTrainedModel) -> None:
             if layer.int8 or not is_plain(module := part(layer, path), nn.Linear):
                 kind = "quantised" if layer.int8 else type(module).__name__
                 raise ValueError(f"model: expected plain linear layers, but {path} of layer {i} is {kind}")
+
+
+def check_ours(model: object) -> None:
+    """Raise TypeError unless it is a model of this package."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
 
 
 class Axis(NamedTuple):
@@ -158,7 +164,7 @@ def without(
     ]
     if any(map(len, (heads or {}).values())) and model.config.kv_heads is not None:
         raise ValueError("heads: expected none, as heads of the model share keys and values")
-    places = [f"{_name(model, layer)}." for layer in every]
+    places = [f"{name_of(model, layer)}." for layer in every]
     state = dict(model.state_dict(keep_vars=True))
     cut = {key: value for key, value in state.items() if not key.startswith(tuple(places))}
     for number, i in enumerate(kept):
@@ -182,7 +188,7 @@ def without(
             changes[key] = [given[key][i] for i in kept]
     if vocabulary is not None:
         changes |= _cut_vocabulary(model, cut, list(vocabulary))
-    return _made(model, changes, cut)
+    return made(model, changes, cut)
 
 
 def _cut_vocabulary(model: PreTrainedModel, state: dict[str, Tensor], ids: list[int]) -> dict[str, Any]:
@@ -196,7 +202,7 @@ def _cut_vocabulary(model: PreTrainedModel, state: dict[str, Tensor], ids: list[
             if value not in ids:
                 raise ValueError(f"vocabulary: expected config {key} {value} among the ids")
             changes[key] = ids.index(value)
-    table = _name(model, part(model.base_model, model.family.word_table))
+    table = name_of(model, part(model.base_model, model.family.word_table))
     names = f"{table}.weight", f"{head.decoder}.weight", f"{head.decoder}.bias", head.bias
     cut: dict[int, Tensor] = {}
     for key in names:
@@ -214,7 +220,8 @@ def dense(model: _Model) -> _Model:
     """A copy of a model with all heads and neurons of the unpruned sizes, and the same function.
 
     What a layer lacks is filled with zeros: rows and biases of query, key, value and the intermediate layer,
-    and columns of the output layers. transformers loads its files.
+    and columns of the output layers. A factored table of words is multiplied out, and shared layers are
+    repeated. transformers loads its files.
 
     Args:
         model: a model of this package, such as `without` makes. It is not changed.
@@ -222,6 +229,13 @@ def dense(model: _Model) -> _Model:
     Raises:
         TypeError, ValueError: as `without`.
     """
+    check_ours(model)
+    if num_weights(model):
+        check(model)
+    whole = model.config.word_embedding_rank is None and model.config.layer_groups is None
+    model = unshared(unfactored(model))
+    if model.config.family.shared_layers and not whole:
+        return model
     check(model)
     config, state = model.config, dict(model.state_dict(keep_vars=True))
     every = list(model.base_model.layer_list())
@@ -230,13 +244,43 @@ def dense(model: _Model) -> _Model:
         "neurons": max([config.intermediate_size, *map(inner_size, every)]),
     }
     for layer in every:
-        place = f"{_name(model, layer)}."
+        place = f"{name_of(model, layer)}."
         own = {k.removeprefix(place): v for k, v in state.items() if k.startswith(place)}
         units = {"heads": numbers(layer), "neurons": list(range(inner_size(layer)))}
         _units(own, layer.form, units, sizes)
         state |= {place + key: value for key, value in own.items()}
     changes = {"pruned_heads": None, "intermediate_sizes": None, "intermediate_size": sizes["neurons"]}
-    return _made(model, changes, state)
+    return made(model, changes, state)
+
+
+@torch.no_grad()
+def unfactored(model: _Model) -> _Model:
+    """A copy of a model with its factored table of words multiplied out; a model without one as it is."""
+    if model.config.word_embedding_rank is None:
+        return model
+    words: Any = model.get_input_embeddings()
+    product = (words.weight.double() @ words.projection.weight.double().T).to(words.weight.dtype)
+    table = nn.Parameter(product, words.weight.requires_grad)
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state = {key: table if value is words.weight else value for key, value in state.items()}
+    del state[f"{name_of(model, words)}.projection.weight"]
+    return made(model, {"word_embedding_rank": None}, state)
+
+
+def unshared(model: _Model) -> _Model:
+    """A copy of a model with each layer by itself; a model without config layer_groups as it is."""
+    groups = model.config.layer_groups
+    if groups is None:
+        return model
+    place = f"{name_of(model, part(model.base_model, model.family.layers))}."
+    state = dict(model.state_dict(keep_vars=True))
+    shared = {key: state.pop(key) for key in list(state) if key.startswith(place)}
+    for number, group in enumerate(groups):
+        own = f"{place}{group}."
+        for key in [key for key in shared if key.startswith(own)]:
+            # A tensor of its own for each layer
+            state[f"{place}{number}.{key.removeprefix(own)}"] = shared[key].clone()
+    return made(model, {"layer_groups": None}, state)
 
 
 def _units(
@@ -267,23 +311,24 @@ def _left(name: str, given: Any, layer: int, size: int, layers: int) -> list[int
     return [unit for unit in range(size) if unit not in gone]
 
 
-def _name(model: nn.Module, module: nn.Module) -> str:
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """The path of a module in a model."""
     return next(name for name, found in model.named_modules() if found is module)
 
 
-def _made(model: _Model, changes: dict[str, Any], state: dict[str, Tensor]) -> _Model:
+def made(model: _Model, changes: dict[str, Any], state: dict[str, Tensor]) -> _Model:
     """A model like `model` with another config, and copies of these tensors."""
     config = type(model.config).from_dict(model.config.to_dict(), **changes)
     base, options = model.base_model, {}
     if model is base and model.family.pooler:
         options["add_pooling_layer"] = base.has_pooler
     with torch.device("meta"):
-        made = type(model)(config, **options)
+        found = type(model)(config, **options)
     copies: dict[int, Tensor] = {}
     for value in state.values():
         copies.setdefault(id(value), value.detach().clone())
-    made.load_state_dict({key: copies[id(value)] for key, value in state.items()}, assign=True)
-    made.tie_weights()
-    for key, parameter in made.named_parameters():
+    found.load_state_dict({key: copies[id(value)] for key, value in state.items()}, assign=True)
+    found.tie_weights()
+    for key, parameter in found.named_parameters():
         parameter.requires_grad_(state[key].requires_grad)
-    return made.train(model.training)
+    return found.train(model.training)

@@ -132,10 +132,10 @@ class FreeLBLosses(TaskLosses):
         self, call: Callable[..., Results], inputs: dict[str, Any], measure: bool
     ) -> Iterator[Results]:
         """A pass of a K-th of the loss for each of K perturbations."""
-        table = self.model.get_input_embeddings().weight
+        table, width = self.model.get_input_embeddings().weight, self.model.config.embedding_width
         segments = _Segments(inputs["cu_seqlens"], table.device)
-        size = (segments.lengths * table.shape[1]).sqrt()
-        shape = inputs["input_ids"].shape[0], table.shape[1]
+        size = (segments.lengths * width).sqrt()
+        shape = inputs["input_ids"].shape[0], width
         delta = _drawn(torch.rand, shape, table) * 2 - 1
         delta = delta * segments.each(self.options.init / size)
         for number in range(self.passes):
@@ -177,7 +177,7 @@ class SmartLosses(TaskLosses):
         table = self.model.get_input_embeddings().weight
         segments = _Segments(inputs["cu_seqlens"], table.device)
         clean = self.output(inputs)
-        shape = inputs["input_ids"].shape[0], table.shape[1]
+        shape = inputs["input_ids"].shape[0], self.model.config.embedding_width
         delta = (_drawn(torch.randn, shape, table) * self.options.noise).requires_grad_()
         apart = self._divergence(clean, self._again({**inputs, "delta": delta}, only_inputs=True), inputs)
         (gradient,) = torch.autograd.grad(apart, delta)

@@ -91,7 +91,7 @@ def is_head(model: PreTrainedModel, name: str) -> bool:
 
 def _layers(encoder: PreTrainedModel) -> list[nn.Module]:
     family = encoder.config.family
-    if family.shared_layers:
+    if encoder.config.shares_layers:
         raise ValueError(
             f"model: {encoder.config.model_type} shares its layers, which reinit and layer_decay need apart"
         )

@@ -110,7 +110,7 @@ def _attach(model: PreTrainedModel, kind: Any, head: Head) -> None:
 def _deeper(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """The model with new layers on top of its encoder, which learn even if the encoder is frozen."""
     config = model.config
-    if config.family.shared_layers:
+    if config.shares_layers:
         raise ValueError(f"head_layers: expected 0, because {config.model_type} shares its layers")
     values = {**config.to_dict(), config.family.spelt("num_hidden_layers"): config.num_hidden_layers + count}
     deep = type(model)(EncoderConfig.from_dict(values))

@@ -85,6 +85,7 @@ class Stage:
         self._ignores_types = family.segments and not config.has_segments
         # Whether the op `embedding` reads the ids, and not a table's own module
         own = family.word_table == family.embeddings or family.bottleneck or config.get("rescale_embeddings")
+        own = own or config.word_embedding_rank is not None
         self._by_op = not (own or (family.projects_first and config.embedding_width != config.hidden_size))
         self._host: Any = packer_of(config)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastbert.layers.bottleneck import norm_of
+from fastbert.layers.factored import FactoredTable
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout, watched
 from fastbert.layers.packing import Packing
@@ -43,6 +44,14 @@ def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
+def _words(config: Any, width: int) -> nn.Embedding:
+    """An uninitialised table of words, as config word_embedding_rank has it."""
+    rank, size = config.word_embedding_rank, config.vocab_size
+    if rank is None:
+        return table(size, width, config.pad_token_id)
+    return FactoredTable(size, width, rank, config.pad_token_id)
+
+
 def _is_plain_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether the module only looks up rows, in forward and backward."""
     return is_plain(module, nn.Embedding) and not (
@@ -72,7 +81,10 @@ def embed(
     norm = modules["norm" if modern else "LayerNorm"]
     position, segment = modules.get("position_embeddings"), modules.get("token_type_embeddings")
     projection = modules.get("embed_proj")
-    tables = [m for m in (word, position, segment) if m is not None]
+    factored = isinstance(word, FactoredTable)
+    if factored and inputs_embeds is None:
+        input_ids, inputs_embeds = None, word(input_ids)
+    tables = [m for m in (None if factored else word, position, segment) if m is not None]
     plain = projection is None and all(map(_is_plain_table, tables))
     if plain and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
         return embedding(
@@ -180,7 +192,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         family, width = config.family, config.embedding_width
-        self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)
+        self.word_embeddings = _words(config, width)
         if config.has_positions:
             self.position_embeddings = table(
                 config.max_position_embeddings,
@@ -309,7 +321,7 @@ class TokenEmbeddings(Embeddings):
 
     def __init__(self, config: Any):
         nn.Module.__init__(self)
-        self.tok_embeddings = table(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.tok_embeddings = _words(config, config.hidden_size)
         self.norm = config.norm(config.hidden_size)
         self.drop = nn.Dropout(config.hidden_dropout_prob)
 

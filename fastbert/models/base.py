@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers import quantized as quantization
+from fastbert.layers.factored import FactoredTable
 from fastbert.layers.modules import OwnMatrices, attach, part
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_values import MAX_SIZE
@@ -189,6 +190,10 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             self._check_owns_vocabulary("set_input_embeddings")
         if not isinstance(value, nn.Module):
             raise TypeError(f"value: expected a torch.nn.Embedding, got {type(value).__name__}")
+        if self.config.word_embedding_rank is not None and not isinstance(value, FactoredTable):
+            raise ValueError(
+                f"value: expected a FactoredTable (config word_embedding_rank), got {type(value).__name__}"
+            )
         width = self.get_input_embeddings().weight.shape[1]
         if isinstance(value, nn.Embedding) and value.embedding_dim != width:
             raise ValueError(f"value: expected rows of {width} numbers, got {value.embedding_dim}")

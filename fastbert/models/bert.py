@@ -457,8 +457,10 @@ class BertModel(PreTrainedModel):
 def _layers_of(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
     inside, heads, relative = config.family.group_layers, config.fixed_patterns(), config.relative()
     if inside is None:
-        made = []
+        made, groups = [], config.layer_groups
         for number, (kept, size) in enumerate(zip(config.kept_heads(), config.inner_sizes(), strict=True)):
+            if groups is not None and number >= len({*groups}):
+                break
             # A family's own class may lack these arguments, so they are passed only if they matter
             own = {} if heads is None else {"heads": Heads(heads[number])}
             own |= {"number": number} if config.family.rotary else {}

@@ -31,12 +31,14 @@ _ABSENT: dict[str, Any] = {
     "fixed_heads": None,
     "intermediate_sizes": None,
     "is_encoder_decoder": False,
+    "layer_groups": None,
     "pruned_heads": None,
     # No key of transformers: whether the model was trained on reversed sequences
     "right_to_left": False,
     "sep_token_id": None,
     "token_schedule": None,
     "torch_dtype": None,
+    "word_embedding_rank": None,
 }
 
 
@@ -251,6 +253,11 @@ class EncoderConfig(Keys):
         layers = range(self.num_hidden_layers)
         return [tuple(h for h in every if h not in gone[i]) if i in gone else None for i in layers]
 
+    @property
+    def shares_layers(self) -> bool:
+        """Whether layers share weights, by the family or by the key `layer_groups` (the group per layer)."""
+        return self.family.shared_layers or self.layer_groups is not None
+
     def inner_sizes(self) -> list[int]:
         """The columns of each layer's feed-forward block: `intermediate_sizes`, or `intermediate_size`."""
         return list(self.intermediate_sizes or [self.intermediate_size] * self.num_hidden_layers)
@@ -305,6 +312,8 @@ class EncoderConfig(Keys):
             alike = all(row == patterns[0] for row in patterns)
             names = [[NAMES[pattern] for pattern in row] for row in patterns]
             values["fixed_heads"] = names[0] if alike else names
+        if self.layer_groups is not None:
+            values["layer_groups"] = list(self.layer_groups)
         if any(kept is not None for kept in self.kept_heads()):
             values["kept_heads"] = [None if kept is None else list(kept) for kept in self.kept_heads()]
         if (schedule := self.elimination()) is not None:

@@ -103,6 +103,8 @@ class Keys:
     right_to_left: bool
     intermediate_sizes: list[int] | None
     token_schedule: list[float] | None
+    word_embedding_rank: int | None
+    layer_groups: list[int] | None
     output_hidden_states: bool
     output_attentions: bool
     return_dict: bool
@@ -189,8 +191,23 @@ def check_config(config: Keys) -> None:
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise refused(config, "architectures", "a list of class names", TypeError)
     _refuse_other_mathematics(config)
+    _check_rank(config)
     config_families.check(config)
     config_layers.check(config)
+
+
+def _check_rank(config: Keys) -> None:
+    rank, family = config.word_embedding_rank, config.family
+    if rank is None:
+        return
+    width = config.__dict__.get("embedding_size") or config.hidden_size
+    if type(rank) is not int or not 1 <= rank <= width:
+        raise refused(config, "word_embedding_rank", f"None or an integer from 1 to {width}")
+    if family.bottleneck or family.embeddings == family.word_table:
+        why = (
+            "reads neighbours" if family.bottleneck else "has nothing but a table of words before its layers"
+        )
+        raise ValueError(f"config word_embedding_rank: expected None, as {config.model_type} {why}")
 
 
 def _refuse_other_mathematics(config: Keys) -> None:

@@ -1,4 +1,4 @@
-"""Config keys that differ from layer to layer: heads, sizes of feed-forward blocks, and kept tokens."""
+"""Config keys that differ by layer: heads, sizes of feed-forward blocks, kept tokens, shared weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def check(config: Any) -> None:
     _check_pruned_heads(config)
     _check_inner_sizes(config)
     _check_token_schedule(config)
+    _check_groups(config)
 
 
 def _check_fixed_heads(config: Any) -> None:
@@ -131,3 +132,27 @@ def _check_token_schedule(config: Any) -> None:
     for why, there in reasons.items():
         if there:
             raise ValueError(f"config token_schedule: expected None, as {config.model_type} {why}")
+
+
+def _check_groups(config: Any) -> None:
+    given, layers, family = config.layer_groups, config.num_hidden_layers, config.family
+    if given is None:
+        return
+    if (
+        not isinstance(given, (list, tuple))
+        or len(given) != layers
+        or any(type(group) is not int for group in given)
+        or sorted({*given}) != list(range(len({*given})))
+    ):
+        raise refused(config, "layer_groups", f"None or {layers} numbers of groups, from 0 without gaps")
+    own = [row for row in (config.fixed_heads or ()) if not isinstance(row, str)]
+    reasons = {
+        "shares its layers already": family.shared_layers,
+        "has layers that differ": family.windows or family.block_sparse or family.global_tokens,
+        "has layers of another kind": family.bottleneck or family.two_streams,
+        "has config pruned_heads": bool(config.pruned_heads),
+        "has config intermediate_sizes": config.intermediate_sizes is not None,
+        "has config fixed_heads that differ": any(row != own[0] for row in own),
+    }
+    if why := next((why for why, there in reasons.items() if there), None):
+        raise ValueError(f"config layer_groups: expected None, as {config.model_type} {why}")

@@ -446,7 +446,8 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[Any]:
     """
     stack: Any = part(root, family.layers)
     if family.group_layers is None:
-        return list(stack._modules.values())
+        groups = getattr(config, "layer_groups", None)
+        return [*stack._modules.values()] if groups is None else [stack[group] for group in groups]
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
     return [layer for group in chosen for layer in group._modules[family.group_layers]]

@@ -315,7 +315,8 @@ class Loadable(nn.Module):
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
     family = family_of(overrides.get("model_type", content.get("model_type")))
     known = {"fixed_heads", "pruned_heads", "intermediate_sizes", "model_type", "num_labels", "id2label"}
-    known |= {"label2id", "token_schedule", *DEFAULTS, *content, *family.aliases, *family.defaults}
+    known |= {"label2id", "token_schedule", "word_embedding_rank", "layer_groups"}
+    known |= {*DEFAULTS, *content, *family.aliases, *family.defaults}
     known |= {"layer_types", "rope_parameters"} if family.rotary else set()
     unknown = sorted(overrides.keys() - known)
     if unknown:

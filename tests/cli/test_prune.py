@@ -199,11 +199,27 @@ def test_pruned_models_are_analysed(folder, tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "heads.json").read_text())["pruned_heads"] == 4
 
 
+@torch.no_grad()
+def test_the_table_of_words_is_factored(folder, tmp_path, capsys):
+    ids = torch.arange(5, 29).view(2, 12)
+    for name, more in (("small", []), ("dense", ["--dense"])):
+        assert prune(folder, "classes", tmp_path / name, "--embedding-rank", "8", *more) == 0
+        assert "nothing was removed; words in a table of rank 8" in capsys.readouterr().out
+    small = model_of(str(tmp_path / "small"), "cpu")
+    assert small.get_input_embeddings().weight.shape[1] == 8
+    stock = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(small(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("encoder", "--heads, --neurons, --layers, --vocabulary, --weights: expected at least one"),
+        (
+            "encoder",
+            "--heads, --neurons, --layers, --vocabulary, --weights, --embedding-rank: expected at least one",
+        ),
         ("encoder --weights 1", r"weights: expected a share in \[0, 1\), got 1.0"),
+        ("encoder --embedding-rank 0", "embedding_rank: expected an integer from 1 to 48, got 0"),
         ("encoder --heads half", "--heads half: expected a share, or a .json file"),
         ("encoder --neurons 1", r"neurons: expected a share in \[0, 1\), got 1.0"),
         ("encoder --layers 0,x", "--layers 0,x: expected numbers with commas between"),

@@ -121,6 +121,11 @@ def test_threshold_0_is_the_plain_model_to_the_bit(name):
     out = exits(**inputs)
     assert torch.equal(out.logits, model(**inputs).logits)
     assert set(out.layers.tolist()) == {len(model.base_model.layer_list())}
+    # Not even with an uncertainty of 0
+    for branch in exits.branches:
+        branch.classifier.weight.mul_(1e6)
+    assert exits(**inputs, threshold=1e-30).layers.tolist() == [2] * 4
+    assert torch.equal(exits(**inputs).logits, out.logits)
     if name == "bert":
         model.quantize("int8")
         assert torch.equal(exits(**inputs).logits, model(**inputs).logits)

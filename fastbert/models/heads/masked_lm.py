@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers.factored import FactoredTable
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm, has_float_weight
 from fastbert.layers.modules import attach
 from fastbert.layers.parts import Activation
@@ -47,7 +48,8 @@ class MaskedLMModel(TaskModel):
             attach(self, head.norm, config.norm(width))
         if head.decoder:
             bias = config.has_bias(head.decoder)
-            attach(self, head.decoder, nn.Linear(config.embedding_width, config.vocab_size, bias))
+            rank = config.word_embedding_rank if config.tie_word_embeddings else None
+            attach(self, head.decoder, nn.Linear(rank or config.embedding_width, config.vocab_size, bias))
         if head.more is not None:
             if (more := width - config.embedding_width) < 0:
                 raise ValueError(
@@ -117,7 +119,9 @@ class MaskedLMModel(TaskModel):
             setattr(self.get_submodule(owner), name, value.bias)
 
     def transform(self, hidden: Tensor) -> Tensor:
-        """(…, hidden) -> (…, embedding size, with `LMHead.more` hidden): what the decoder reads."""
+        """(…, hidden) -> what the decoder reads: (…, embedding size), with `LMHead.more` (…, hidden), with a
+        factored table (…, rank).
+        """
         head = self.config.lm_head
         if head.dense is None or head.norm is None:
             return hidden
@@ -126,7 +130,10 @@ class MaskedLMModel(TaskModel):
             x = apply_linear(dense, hidden, head.activation or self.config.head_activation)
         else:
             x = apply_activated(dense, self.head_part(head.act), hidden)
-        return apply_norm(self.head_part(head.norm), x)
+        x, table = apply_norm(self.head_part(head.norm), x), self.get_input_embeddings()
+        if isinstance(table, FactoredTable) and (self.config.tie_word_embeddings or not head.decoder):
+            return linear(x, table.projection.weight.T)
+        return x
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """(…, hidden) -> (…, vocab_size)."""
