@@ -30,7 +30,8 @@ class Reader {
     LayerLinear linear() {
         const void* const panels = address<const void>();
         const float* const scale = address<const float>();
-        return {panels, scale, vector()};
+        const Param bias = vector();
+        return {panels, scale, bias, address<const float>()};
     }
     LayerNormParams norm() {
         const Param weight = vector();

@@ -117,7 +117,7 @@ void make_panels_int8(std::int64_t depth, std::int64_t columns, Address weight, 
 
 void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address x,
                   std::int64_t x_stride, Address panels, Address scale, Address bias, int bias_dtype,
-                  int activation, Address y, int threads, int gate) {
+                  int activation, Address y, int threads, int gate, Address smooth) {
     check_shape(rows, depth);
     check_shape(rows, columns);
     const ProductInt8 args{dtype_of(dtype),
@@ -132,7 +132,10 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
                            activation_of(activation),
                            pointer(y),
                            gate_of(gate),
-                           Onto::kNone};
+                           Onto::kNone,
+                           nullptr,
+                           nullptr,
+                           pointer<const float>(smooth)};
     const bool gated = args.gate != Gate::kNone;
     const std::int64_t all_columns = gated ? 2 * columns : columns;
     check_shape(rows, all_columns);

@@ -64,7 +64,8 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
                                epilogue.gate,
                                epilogue.onto,
                                epilogue.no_norm.weight.data,
-                               epilogue.no_norm.bias.data};
+                               epilogue.no_norm.bias.data,
+                               w.smooth};
         return cpu_linear_int8(args, threads);
     }
     Product args{};

@@ -36,6 +36,7 @@ struct ProductInt8 {
     Gate gate;
     Onto onto;
     const void *norm_weight = nullptr, *norm_bias = nullptr;  // see Product
+    const float* smooth = nullptr;                            // (depth,) factors of x's columns; null: none
 };
 
 // Bytes of the panels and of the weight's column sums after them, for the instruction set in use.

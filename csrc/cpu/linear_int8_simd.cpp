@@ -239,14 +239,18 @@ void product(const ProductInt8& args, const std::uint32_t* groups, const Quantiz
                                          column_end, next_column);
 }
 
-template <int kGroup, class T>
+template <int kGroup, class T, bool kSmooth>
 QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_t* groups) {
     const T* const x = static_cast<const T*>(args.x) + row * args.x_stride;
+    const auto input = [&](std::int64_t i, int n) __attribute__((always_inline)) {
+        if constexpr (kSmooth) return mul(load(x + i, n), load(args.smooth + i, n));
+        return load(x + i, n);
+    };
     Vec low[4], high[4], nothing[4];
     for (int k = 0; k < 4; ++k) low[k] = high[k] = nothing[k] = zero();
     for_vectors(args.depth, [&](std::int64_t i, int k, int n) __attribute__((always_inline)) {
         // Lanes after the end are 0, which is always within the range.
-        const Vec v = load(x + i, n);
+        const Vec v = input(i, n);
         low[k] = minimum(low[k], v);
         high[k] = maximum(high[k], v);
         nothing[k] = fma(v, zero(), nothing[k]);  // NaN once there is NaN or infinity
@@ -267,7 +271,7 @@ QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_
     alignas(64) std::uint32_t tail[kLanes] = {};
     for (std::int64_t i = 0; i < args.depth; i += kLanes) {
         const int n = static_cast<int>(less(args.depth - i, kLanes));
-        const Vec rounded = add(nearest(mul(load(x + i, n), factor)), shift);
+        const Vec rounded = add(nearest(mul(input(i, n), factor)), shift);
         const UVec u = to_int(first(minimum(maximum(rounded, zero()), most), n));
         std::uint32_t* const to = n == kLanes ? groups + i / kGroup : tail;
         if constexpr (kGroup == 4)
@@ -282,14 +286,11 @@ QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_
 
 template <int kGroup>
 QuantizedRow quantize(const ProductInt8& args, std::int64_t row, std::uint32_t* groups) {
-    switch (args.dtype) {
-        case DType::kFloat32:
-            return quantize_of<kGroup, float>(args, row, groups);
-        case DType::kBFloat16:
-            return quantize_of<kGroup, bf16>(args, row, groups);
-        default:
-            return quantize_of<kGroup, fp16>(args, row, groups);
-    }
+    constexpr decltype(&quantize_of<kGroup, float, true>) kTypes[][2] = {
+        {quantize_of<kGroup, float, false>, quantize_of<kGroup, float, true>},
+        {quantize_of<kGroup, bf16, false>, quantize_of<kGroup, bf16, true>},
+        {quantize_of<kGroup, fp16, false>, quantize_of<kGroup, fp16, true>}};
+    return kTypes[static_cast<int>(args.dtype)][args.smooth != nullptr](args, row, groups);
 }
 
 template <int kGroup>

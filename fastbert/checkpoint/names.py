@@ -29,7 +29,7 @@ class Names:
         state: key -> parameter or buffer.
         tied: tied key -> the key of the parameter that it shares.
         roots: first parts of the encoder's own keys: "embeddings", "encoder", ….
-        int8: key -> the module whose 8-bit weight or scales it is.
+        int8: key -> the module whose 8-bit weight, scales or factors it is.
         wrappers: what `rename` took off the keys' fronts.
     """
 
@@ -47,7 +47,8 @@ class Names:
             f"{name}.{leaf}": module
             for name, module in model.named_modules()
             if isinstance(module, quantization.QuantizedLinear)
-            for leaf in ("weight", "scale")
+            for leaf in ("weight", "scale", "smooth")
+            if getattr(module, leaf) is not None
         }
         self.wrappers: set[str] = set()
 

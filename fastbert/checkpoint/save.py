@@ -136,7 +136,7 @@ def _config_text(model: Any, state: dict[str, Tensor]) -> str:
     values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
     values.pop("quantization_config", None)  # the weights decide, not the config
     if quantization.is_quantized(model):
-        values["quantization_config"] = dict(quantization.CONFIG)
+        values["quantization_config"] = quantization.entry_of(model)
     if "torch_dtype" in values:  # the same key before transformers 5
         values["torch_dtype"] = values["dtype"]
     return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"

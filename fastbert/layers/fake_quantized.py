@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers.modules import attach, is_plain
+from fastbert.layers.modules import attach, is_plain, take_over
 from fastbert.layers.quantized import (
     QuantizedLinear,
     check_plain,
     each_linear,
-    int8_joins,
     int8_layer_operands,
     int8_product,
     rounded_channels,
@@ -104,7 +103,7 @@ class FakeQuantizedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         nn.Module.__init__(self)
-        _take_over(self, linear)
+        take_over(self, linear)
         self.bits = bits
 
     def forward(self, input: Tensor) -> Tensor:
@@ -126,7 +125,7 @@ class FakeQuantizedEmbedding(nn.Embedding):
 
     def __init__(self, table: nn.Embedding, bits: int) -> None:
         nn.Module.__init__(self)
-        _take_over(self, table)
+        take_over(self, table)
         self.bits = bits
 
     def forward(self, input: Tensor) -> Tensor:
@@ -159,16 +158,8 @@ def plain(module: FakeQuantizedLinear | FakeQuantizedEmbedding) -> nn.Linear | n
     kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
     made = kind.__new__(kind)
     nn.Module.__init__(made)
-    _take_over(made, module)
+    take_over(made, module)
     return made
-
-
-def _take_over(made: Any, module: Any) -> None:
-    """Give a module of a kindred class the sizes, the mode and the parameters of another."""
-    names = ("training", *type(module).__constants__)
-    made.__dict__.update({name: value for name, value in vars(module).items() if name in names})
-    for name, parameter in module._parameters.items():
-        made.register_parameter(name, parameter)
 
 
 def fake_product(
@@ -196,7 +187,7 @@ def fake_product(
 
 def fake_joins(x: Tensor, modules: list[FakeQuantizedLinear]) -> bool:
     """See `LinearKind`."""
-    return len({m.bits for m in modules}) == 1 and int8_joins(x, modules)
+    return len({(m.bits, m.bias is None) for m in modules}) == 1
 
 
 def fake_layer_operands(

@@ -144,7 +144,7 @@ def float_layer_operands(
     """See `LinearKind`. Each module keeps its own panels."""
     if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in modules):
         return None
-    return [(m.weight, weight_panels(m, x, gated and m is modules[-2]), None, m.bias) for m in modules]
+    return [(m.weight, weight_panels(m, x, gated and m is modules[-2]), None, m.bias, None) for m in modules]
 
 
 class LinearKind(NamedTuple):
@@ -156,10 +156,10 @@ class LinearKind(NamedTuple):
             one product of one or several modules. `owner` keeps what is derived from several. `gated`: of one
             module, see `ops.linear`.
         joins: (x, modules) -> whether `product` takes several modules at once, and is faster that way.
-        layer_operands: (x, owner, modules, gated) -> (weight, panels, scale, bias) for each product of an
-            encoder layer, as `ops.encoder_layer` describes them. The modules are query, key and value, or one
-            that is all three, then attention output, intermediate (with both halves if `gated`), output, and
-            perhaps a gate. None if they cannot run as a whole layer in `x`'s dtype.
+        layer_operands: (x, owner, modules, gated) -> (weight, panels, scale, bias, smooth) for each product
+            of an encoder layer, as `ops.encoder_layer` describes them. The modules are query, key and value,
+            or one that is all three, then attention output, intermediate (with both halves if `gated`),
+            output, and perhaps a gate. None if they cannot run as a whole layer in `x`'s dtype.
         float_weight: whether `weight` is floating-point, so that another op may read it (`first_attention`,
             `linear_cross_entropy`).
     """

@@ -44,6 +44,14 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(name, module)
 
 
+def take_over(made: Any, module: Any) -> None:
+    """Give a module of a kindred class the sizes, the mode and the parameters of another."""
+    names = ("training", *type(module).__constants__)
+    made.__dict__.update({name: value for name, value in vars(module).items() if name in names})
+    for name, parameter in module._parameters.items():
+        made.register_parameter(name, parameter)
+
+
 def part(root: Any, path: str) -> Any:
     """The sub-module at a dotted path; looked up at every call, so that a replacement is found."""
     for name in path.split("."):

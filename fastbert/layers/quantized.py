@@ -14,13 +14,14 @@ keeps them, and their quantised copies (`copy_of`) are derived weights (runtime/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbert.layers.modules import attach, is_plain, part
+from fastbert.layers.smoothing import Calibration, check_smooth, smoothing
 from fastbert.ops import checks
 from fastbert.ops.linear_int8 import linear_int8, panel_maker
 from fastbert.runtime import prepared
@@ -54,11 +55,14 @@ class QuantizedLinear(nn.Module):
         weight: (out, in) int8, from -127 to 127.
         scale: (out,) float32, > 0; weight * scale is the floating-point weight, rounded.
         bias: (out,) or None.
+        smooth: (in,) float32, > 0, by which inputs are multiplied before they are rounded; or None. `weight`
+            is the weight divided by it; see `smoothing.py`.
     """
 
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
+    smooth: Tensor | None
 
     def __init__(
         self,
@@ -76,11 +80,14 @@ class QuantizedLinear(nn.Module):
         )
         self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32, device=device))
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        self.register_buffer("smooth", None)
         self.training = False
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Module, name: str = "linear") -> QuantizedLinear:
+    def from_linear(
+        cls, linear: nn.Module, name: str = "linear", smooth: Tensor | None = None
+    ) -> QuantizedLinear:
         """The quantised copy of an nn.Linear: symmetric, with scale = max |weight| / 127 per output channel.
 
         A channel of zeros has scale 1. A copy of a layer on the meta device has the shapes and no values.
@@ -88,6 +95,7 @@ class QuantizedLinear(nn.Module):
         Args:
             linear: an nn.Linear, which is not changed.
             name: the layer's name in errors.
+            smooth: see `QuantizedLinear`; the copy's own.
 
         Raises:
             TypeError: `linear` is no nn.Linear with floating-point weights.
@@ -99,12 +107,13 @@ class QuantizedLinear(nn.Module):
         weight, bias = linear.weight, linear.bias
         out, width = weight.shape
         made = cls(width, out, bias is not None, dtype=weight.dtype, device=weight.device)
+        made.smooth = smooth
         if weight.is_meta or weight.numel() == 0:
             if made.bias is not None and not made.bias.is_meta:
                 check_finite(weight, bias, name)
                 made.bias.copy_(bias)
             return made
-        integers, scale = rounded_channels(weight)
+        integers, scale = rounded_channels(weight if smooth is None else weight.float() / smooth)
         # One weight that is not finite makes its channel's scale so
         check_finite(scale, bias, name)
         made.scale.copy_(scale)
@@ -119,7 +128,8 @@ class QuantizedLinear(nn.Module):
 
     def dequantized(self) -> Tensor:
         """The weight in floating point: (out, in) float32."""
-        return self.weight.float() * self.scale[:, None]
+        weight = self.weight.float() * self.scale[:, None]
+        return weight if self.smooth is None else weight * self.smooth
 
     @prepared.plain_train
     def train(self, mode: bool = True) -> QuantizedLinear:
@@ -135,11 +145,12 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Shown between the parentheses of `repr`."""
         out, bias = self.out_features, self.bias is not None
-        return f"in_features={self.in_features}, out_features={out}, bias={bias}"
+        smooth = "" if self.smooth is None else ", smooth=True"
+        return f"in_features={self.in_features}, out_features={out}, bias={bias}{smooth}"
 
     def problem(self, name: str, tensor: Tensor) -> str | None:
         """What is wrong with `tensor` as this module's buffer `name`, or None."""
-        wanted = {"weight": torch.int8, "scale": torch.float32}.get(name)
+        wanted = {"weight": torch.int8, "scale": torch.float32, "smooth": torch.float32}.get(name)
         if wanted is None:
             return None
         if tensor.dtype != wanted or tensor.layout is not torch.strided:
@@ -149,8 +160,8 @@ class QuantizedLinear(nn.Module):
         low, high = torch.aminmax(tensor)
         if name == "weight" and low < -127:
             return "holds -128; expected integers from -127 to 127"
-        if name == "scale" and not (low > 0 and torch.isfinite(high)):
-            return "expected positive finite scales"
+        if name != "weight" and not (low > 0 and torch.isfinite(high)):
+            return f"expected positive finite {'scales' if name == 'scale' else 'factors'}"
         return None
 
     def _load_from_state_dict(
@@ -171,11 +182,11 @@ class QuantizedLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse=True):
-        weight, scale = self.weight, self.scale
+        kept = [(name, t) for name, t in self._buffers.items() if name != "bias" and t is not None]
         super()._apply(fn, recurse)
         # `.half()` and its kin move these buffers and keep their dtype
-        for name, before, now in (("weight", weight, self.weight), ("scale", scale, self.scale)):
-            if now.dtype != before.dtype:
+        for name, before in kept:
+            if (now := getattr(self, name)).dtype != before.dtype:
                 self._buffers[name] = before.to(now.device)
         return self
 
@@ -238,11 +249,11 @@ def int8_product(
         )
     if torch.compiler.is_compiling():
         biased = with_bias and modules[0].bias is not None
-        return linear_int8(x, *_joined(modules, biased), activation, gated=gated)
+        return linear_int8(x, *_joined(modules, biased), activation, None, gated, modules[0].smooth)
     dtype = x.dtype if x.dtype == torch.float64 else checks.autocast_dtype(x) or x.dtype
     how = with_bias, gated is not None
     weight, scale, bias, panels = int8_operands(x.device, dtype, owner, modules, *how)
-    return linear_int8(x, weight, scale, bias, activation, panels, gated)
+    return linear_int8(x, weight, scale, bias, activation, panels, gated, modules[0].smooth)
 
 
 def int8_operands(
@@ -275,13 +286,24 @@ def int8_operands(
 
 def int8_joins(x: Tensor, modules: Sequence[Any]) -> bool:
     """Whether the modules can be one product, which is faster because `x` is quantised once."""
-    return len({m.bias is None for m in modules}) == 1
+    factors = [m.smooth for m in modules if m.smooth is not None]
+    if len({m.bias is None for m in modules}) > 1 or len(factors) not in (0, len(modules)):
+        return False
+    if len(factors) < 2:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+
+    def are_equal() -> bool:
+        return all(torch.equal(factors[0], each) for each in factors[1:])
+
+    return prepared.derived(modules[0], "equal factors", tuple(factors), are_equal)
 
 
 def int8_layer_operands(
     x: Tensor, owner: nn.Module, modules: list[QuantizedLinear], gated: bool = False
-) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] | None:
-    """(weight, panels, scale, bias) of query, key and value as one product, and of each further layer.
+) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]] | None:
+    """(weight, panels, scale, bias, smooth) of query, key and value as one product, and of each layer after.
 
     Args:
         x: rows with the dtype and device that the layer runs in.
@@ -299,7 +321,7 @@ def int8_layer_operands(
     for whose, together in ((owner, qkv), *((m, [m]) for m in after)):
         up = gated and together[0] is modules[-2]
         weight, scale, bias, panels = int8_operands(x.device, x.dtype, whose, together, gated=up)
-        operands.append((weight, panels, scale, bias))
+        operands.append((weight, panels, scale, bias, together[0].smooth))
     return operands
 
 
@@ -336,7 +358,9 @@ def check_trainable(model: nn.Module, what: str) -> None:
         raise RuntimeError(f"{what}: {type(model).__name__} {_NO_TRAINING}")
 
 
-def quantize(model: Any, dtype: str = "int8") -> Any:
+def quantize(
+    model: Any, dtype: str = "int8", *, smooth: float | None = None, calibrate: Calibration | None = None
+) -> Any:
     """Quantise the encoder layers' linear layers in place, for inference on a CPU.
 
     The model is put in eval mode, and its remaining parameters are frozen: gradients of a part of the model
@@ -345,12 +369,17 @@ def quantize(model: Any, dtype: str = "int8") -> Any:
     Args:
         model: a model of this package on the CPU, with plain linear layers.
         dtype: "int8".
+        smooth: from 0 to 1, how much of the range of inputs moves into the weights (SmoothQuant's alpha, 0.5
+            in the paper): outputs do not change but for rounding. None: nothing moves.
+        calibrate: typical inputs for `smooth`, an iterable of dicts of the model's keyword arguments; or a
+            function without arguments that runs the model on them.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: an unknown dtype, a model that is not on the CPU, or a weight that is not finite.
+        ValueError: an unknown dtype, a model that is not on the CPU, a weight that is not finite, `smooth`
+            outside 0 to 1, or only one of `smooth` and `calibrate`.
         TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked). The message names it.
 
     A model that is refused is not changed.
@@ -359,13 +388,36 @@ def quantize(model: Any, dtype: str = "int8") -> Any:
     if model.device.type != "cpu":
         hint = "load its weights first" if model.device.type == "meta" else "call model.cpu() first"
         raise ValueError(f"model: on {model.device}; int8 is for inference on a CPU: {hint}")
-    _replace(model)
+    check_smooth(smooth, calibrate)
+    factors = {}
+    if smooth is not None and calibrate is not None:
+        linears = list(each_linear(model))
+        for _, _, module, name in linears:
+            check_plain(module, name)
+        factors = smoothing(model, linears, smooth, calibrate)
+    _replace(model, factors)
     return model
 
 
-def prepare(model: Any) -> None:
-    """Put empty quantised layers into a model on the meta device, which then loads a quantised checkpoint."""
-    _replace(model)
+def prepare(model: Any, config: Any) -> None:
+    """Put empty quantised layers into a model on the meta device, which then loads a quantised checkpoint.
+
+    Args:
+        config: the checkpoint's.
+    """
+    _replace(model, {})
+    if config.get("quantization_config").get("smooth"):
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.smooth = torch.empty(
+                    module.in_features, dtype=torch.float32, device=module.weight.device
+                )
+
+
+def entry_of(model: nn.Module) -> dict[str, str]:
+    """The entry of a quantised model in config.json."""
+    smooth = any(isinstance(m, QuantizedLinear) and m.smooth is not None for m in model.modules())
+    return {**CONFIG, "smooth": "one float32 factor per input"} if smooth else dict(CONFIG)
 
 
 def _check_mode(dtype: Any) -> None:
@@ -398,13 +450,13 @@ def check_plain(module: nn.Module, name: str) -> None:
         )
 
 
-def _replace(model: Any) -> None:
+def _replace(model: Any, factors: Mapping[str, Tensor]) -> None:
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
     for layer, path, module, name in each_linear(model):
         if isinstance(module, QuantizedLinear):
             continue
         check_plain(module, name)
-        made.append((layer, path, QuantizedLinear.from_linear(module, name)))
+        made.append((layer, path, QuantizedLinear.from_linear(module, name, factors.get(name))))
     for layer, path, module in made:
         attach(layer, path, module)
     prepared.clear(model)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastbert.layers import quantized as quantization
 from fastbert.layers.factored import FactoredTable
 from fastbert.layers.modules import OwnMatrices, attach, part
+from fastbert.layers.smoothing import Calibration
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_values import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
@@ -121,20 +122,28 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         )
         return count if only_trainable else count + quantization.num_weights(self)
 
-    def quantize(self, dtype: str = "int8") -> Self:
+    def quantize(
+        self,
+        dtype: str = "int8",
+        *,
+        smooth: float | None = None,
+        calibrate: Calibration | None = None,
+    ) -> Self:
         """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
 
-        One range per token and one scale per output channel, without calibration. The model is put in eval
-        mode and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
+        One range per token and one scale per output channel, without calibration by default. The model is put
+        in eval mode and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
         `from_pretrained` keep the integers. See `fastbert.layers.quantized`.
 
         Args:
             dtype: "int8".
+            smooth, calibrate: SmoothQuant's alpha, such as 0.5, and typical inputs, for models whose outliers
+                cost accuracy; see `fastbert.layers.quantized.quantize`.
 
         Raises:
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
         """
-        quantization.quantize(self, dtype)
+        quantization.quantize(self, dtype, smooth=smooth, calibrate=calibrate)
         return self
 
     @torch.no_grad()

@@ -217,7 +217,7 @@ class Loadable(nn.Module):
         with torch.device("meta"):
             model = built(config, **own)
         if int8:
-            quantization.prepare(model)
+            quantization.prepare(model, config)
         model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))
         report = model.load_report = load.load_weights(
             model,

@@ -2,6 +2,7 @@ r"""Linear layer on 8-bit integers: x is quantised in the call, the weight befor
 
 Per row of x, in float32 whatever x's dtype (float64 is rounded first), each operation rounded once:
 
+    x_i = x_i smooth_i                                if `smooth` is given
     lo = min(0, min_i x_i),  hi = max(0, max_i x_i)
     step = (hi - lo) / 255,  or 1 where that is below 2**-126 (a row of zeros, or nearly)
     inv = 1 / step
@@ -15,8 +16,8 @@ from -127 to 127 and scale (out,):
     y_c = act(float(acc_c) (step scale_c) + bias_c)   in float32 (float64 for float64 x), rounded once
 
 The last bit of `inv` can change some u by one, so the arithmetic up to `acc` is specified here to the bit. A
-row of x with NaN or infinity in it, or whose hi - lo overflows float32, makes a row of NaN. The integers fit
-in 32 bits up to in = 65,536; a larger `in` raises.
+row of x smooth with NaN or infinity in it, or whose hi - lo overflows float32, makes a row of NaN. The
+integers fit in 32 bits up to in = 65,536; a larger `in` raises.
 
 With a gate, one half of the columns is activated and multiplies the other one before that rounding, as in
 `linear`.
@@ -25,7 +26,8 @@ A backend may read the weight in its own order: `linear_int8_panels(weight, gate
 such a copy, which the op gets as `panels`. There is no backward: integers have no gradient.
 
 Source: Jacob et al. 2017, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
-Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()", sec. 2.
+Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()", sec. 2; smooth: Xiao et al.
+2022, "SmoothQuant", eq. 3.
 """
 
 from __future__ import annotations
@@ -43,12 +45,12 @@ MOST_INPUTS = 65_536
 SMALLEST_STEP = 2.0**-126  # the smallest normal float32: below it 1 / step overflows
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_rows(x: Tensor, smooth: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(u - zero, zero, step) of 2-D `x`: float32 (rows, in), (rows, 1), (rows, 1).
 
     Where a row has no finite range its integers are 0 and its step is NaN.
     """
-    x = x.float()
+    x = x.float() if smooth is None else x.float() * smooth
     lo, hi = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
     width = hi - lo
     step = width / width.new_tensor(255.0)  # by a Python number, a GPU would multiply by its reciprocal
@@ -67,10 +69,11 @@ def linear_int8_ref(
     bias: Tensor | None = None,
     activation: str | None = None,
     gated: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     """Plain PyTorch on 2-D `x`; exact sums, the epilogue in float64 for float64 `x`, else in float32."""
     compute = checks.compute_dtype(x)
-    centred, _, step = quantize_rows(x)
+    centred, _, step = quantize_rows(x, smooth)
     acc = centred.double() @ weight.double().T  # below 2**31: exact in any order
     pre = acc.to(compute) * (step.to(compute) * scale.to(compute))
     if bias is not None:
@@ -90,6 +93,7 @@ def linear_int8_fwd(
     activation: str | None,
     panels: Tensor | None,
     gated: str | None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     """y for 2-D `x`."""
     _, depth = checks.matrix("x", x)
@@ -101,11 +105,12 @@ def linear_int8_fwd(
     checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
     if panels is not None:
         checks.operand("panels", panels, (panels.numel(),), (torch.uint8,), x)
-    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, panels, gated)
+    checks.operand("smooth", smooth, (depth,), (torch.float32,), x)
+    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, panels, gated, smooth)
 
 
 @linear_int8_fwd.register_fake
-def _(x, weight, scale, bias, activation, panels, gated):
+def _(x, weight, scale, bias, activation, panels, gated, smooth=None):
     return x.new_empty((x.shape[0], weight.shape[0] // (1 if gated is None else 2)))
 
 
@@ -128,6 +133,7 @@ def linear_int8(
     activation: str | None = None,
     panels: Tensor | None = None,
     gated: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     """act(x @ (weight * scale).T + bias) with each row of x rounded to 8 bits, on integers.
 
@@ -141,6 +147,8 @@ def linear_int8(
         panels: made of `weight` by `panel_maker(…)` for the backend that serves this call; or None. Other
             backends work from `weight`.
         gated: "first", "second" or None, as in `linear`.
+        smooth: (in,) float32, by which each row of x is multiplied before it is rounded; or None. `weight` is
+            the weight divided by it.
 
     Returns:
         y (..., out), gated (..., out / 2), of `x`'s dtype. An input without rows has an output without rows;
@@ -168,10 +176,14 @@ def linear_int8(
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
     columns = activated_columns(out, activation, gated)
+    if smooth is not None:
+        _typed("smooth", smooth, torch.float32, x)
+        checks.shape("smooth", smooth, x.shape[-1:])
+        smooth = smooth.contiguous()
     if panels is not None:
         _typed("panels", panels, torch.uint8, x)
     if torch.is_grad_enabled():
-        for name, tensor in (("x", x), ("scale", scale), ("bias", bias)):
+        for name, tensor in (("x", x), ("scale", scale), ("bias", bias), ("smooth", smooth)):
             if tensor is not None and tensor.requires_grad:
                 raise RuntimeError(
                     f"{name}: requires a gradient, and 8-bit weights have none: a quantised model cannot be "
@@ -182,7 +194,7 @@ def linear_int8(
     (x,) = checks.under_autocast(x)
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
-    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated)
+    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated, smooth)
     if torch.compiler.is_compiling():
         y = linear_int8_fwd(*args)
     else:

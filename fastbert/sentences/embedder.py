@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +49,19 @@ class Embedder(TextModel):
         wide = next(self.model.parameters()).dtype == torch.float64
         return np.dtype(np.float64 if wide else np.float32)
 
-    def quantize(self, dtype: str = "int8") -> Self:
+    def quantize(
+        self, dtype: str = "int8", *, smooth: float | None = None, calibrate: Sequence[str] | None = None
+    ) -> Self:
         """Quantise the model in place, for inference on a CPU; returns the encoder.
 
         Do not call it while other threads encode.
+
+        Args:
+            dtype, smooth: see `PreTrainedModel.quantize`.
+            calibrate: typical texts, for `smooth`.
         """
-        self.model.quantize(dtype)
+        run = None if calibrate is None else functools.partial(self.encode, calibrate)
+        self.model.quantize(dtype, smooth=smooth, calibrate=run)
         return self
 
     def _forward(self, tokens: TokenBatch) -> np.ndarray:

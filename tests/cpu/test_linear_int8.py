@@ -36,7 +36,7 @@ def without_vnni():
     library.pairs_panels_size.argtypes = (i64, i64, ctypes.c_bool)
     library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int, ctypes.c_bool)
     code, p = ctypes.c_int, pointer
-    library.pairs_product.argtypes = (code, i64, i64, i64, p, i64, p, p, p, code, code, p, code, code)
+    library.pairs_product.argtypes = (code, i64, i64, i64, p, i64, p, p, p, code, code, p, code, code, p)
     library.pairs_start.argtypes = (ctypes.c_size_t,)
     assert library.pairs_start(loader._runtime()["gomp_parallel"])
 
@@ -76,9 +76,9 @@ def scales(out, seed=0):
     return 0.001 * (0.5 + torch.rand(out, generator=torch.Generator().manual_seed(seed)))
 
 
-def exact(x, weight, scale, bias=None):
+def exact(x, weight, scale, bias=None, smooth=None):
     """The argument of the activation in float32: exact sums, then the contract's three roundings."""
-    centred, _, step = quantize_rows(x)
+    centred, _, step = quantize_rows(x, smooth)
     acc = centred.long() @ weight.long().T
     assert acc.abs().max() < 2**31 if acc.numel() else True
     pre = acc.float() * (step * scale)
@@ -223,6 +223,30 @@ def test_the_epilogue_rounds_as_the_contract_says(isa, dtype):
     assert_exact(x, weight, scale)
     assert_exact(x, weight, scale, bias)
     assert_exact(x, weight, scale, bias.to(dtype), "relu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stride", (0, 5))
+def test_smooth_factors(isa, dtype, stride, guarded):
+    """Each column has its own factor, which decides the range too; the rest is as without factors."""
+    for depth in (*range(1, 19), 31, 32, 33, 48, 63, 64, 65, 100, 257):
+        x, _memory = strided_rows(7, depth, dtype, stride, seed=depth)
+        smooth = torch.rand(depth, generator=torch.Generator().manual_seed(depth)).mul_(8).sub_(4).exp2_()
+        weight, scale, bias = integers(70, depth), scales(70), randn(70, seed=3)
+        y = cpu.linear_int8_fwd(x, weight, scale, bias, None, None, None, smooth)
+        assert_same_bits(y, exact(x, weight, scale, bias, smooth).to(dtype))
+        assert depth == 1 or not torch.equal(y, cpu.linear_int8_fwd(x, weight, scale, bias, None))
+    alone = x.float() * smooth
+    if dtype == torch.float32:
+        assert_same_bits(cpu.linear_int8_fwd(alone, weight, scale, bias, None), y)
+    wide = cpu.linear_int8_fwd(
+        x, torch.cat([weight, weight]), scales(140), None, "relu", None, "first", smooth
+    )
+    assert wide.shape == (7, 70)
+    smooth[3] = math.inf
+    assert cpu.linear_int8_fwd(x, weight, scale, bias, None, None, None, smooth).isnan().all()
+    smooth[3] = math.nan
+    assert cpu.linear_int8_fwd(x, weight, scale, bias, None, None, None, smooth).isnan().all()
 
 
 # --- packing ----------------------------------------------------------------------------------------------

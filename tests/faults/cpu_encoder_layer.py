@@ -98,7 +98,9 @@ FAULTS = (
     _fault("wide residual not copied", "layer.x != layer.y && r <", "layer.x == layer.y && r <"),
     _fault("wide residual's rows side by side", "r * layer.x_stride * size, hidden * size", "r * hidden * size, hidden * size"),
     _fault("only the first rows' residual", "r = rows.begin; layer.x", "r = 0; layer.x"),
-    _fault("NoNorm's weight for its bias in 8 bits", "epilogue.no_norm.bias.data};", "epilogue.no_norm.weight.data};"),
+    _fault("NoNorm's weight for its bias in 8 bits", "epilogue.no_norm.bias.data,", "epilogue.no_norm.weight.data,"),
+    _fault("8-bit factors not handed on", "w.smooth};", "nullptr};"),
+    _fault("8-bit factors not read", "return {panels, scale, bias, address<const float>()};", "return {panels, scale, bias, (address<const float>(), nullptr)};", _BINDING),
     _fault("last block forgotten", "    own.feeds.push_back({args.intermediate, args.output, args.output_norm});\n", "", _BINDING),
     _fault("output's bottleneck for the residual's", "own.output = number.linear();", "own.output = (number.linear(), own.residual);", _BINDING),
     _fault("NoNorm of what is not rounded", "z = fma(rounded<T>(z), load(", "z = fma(z, load(", _LINEAR),
@@ -112,5 +114,6 @@ TESTS = (
     "tests/execution/test_cpu_bottleneck.py",
     "tests/execution/test_cpu_distances.py",
     "tests/models/test_layer_forms.py",
+    "tests/layers/test_smoothing.py",
 )
 SUITE = Suite(faults=FAULTS, tests=TESTS, **IN_PLACE)

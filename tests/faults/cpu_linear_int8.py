@@ -10,7 +10,7 @@ _fault = faults_of(_SIMD)
 
 FAULTS = (
     # rows to integers
-    _fault("halves away from even", "add(nearest(mul(load(x + i, n), factor)), shift)", "nearest(add(mul(load(x + i, n), factor), shift))"),
+    _fault("halves away from even", "add(nearest(mul(input(i, n), factor)), shift)", "nearest(add(mul(input(i, n), factor), shift))"),
     _fault("zero point rounded down", "__builtin_rintf(-lo * inv)", "__builtin_floorf(-lo * inv)"),
     _fault("not clamped above", "minimum(maximum(rounded, zero()), most)", "maximum(rounded, zero())"),
     _fault("range without 0 below", "low[k] = high[k] = nothing[k] = zero();", "high[k] = nothing[k] = zero();\n    for (int k = 0; k < 4; ++k) low[k] = broadcast(3.0f);"),
@@ -18,6 +18,16 @@ FAULTS = (
     _fault("smallest steps kept", "if (step < 1.17549435e-38f) step = 1.0f;", "if (step == 0.0f) step = 1.0f;"),
     _fault("NaN not seen", "if (poison != 0.0f || !(width <= 3.40282347e+38f)) {", "if (!(width <= 3.40282347e+38f)) {"),
     _fault("last group of a row cut", "static_cast<std::size_t>(groups_of(n, kGroup)) * 4);\n    }\n    return {step", "static_cast<std::size_t>(n / kGroup) * 4);\n    }\n    return {step"),
+    # smooth factors
+    _fault("range before smoothing", "const Vec v = input(i, n);", "const Vec v = load(x + i, n);"),
+    _fault("factors in the range alone", "add(nearest(mul(input(i, n), factor)), shift)", "add(nearest(mul(load(x + i, n), factor)), shift)"),
+    _fault("factors of the first columns", "load(args.smooth + i, n));", "load(args.smooth, n));"),
+    _fault("factors one column on", "load(args.smooth + i, n));", "load(args.smooth + i + (i > 0), n));"),
+    _fault("factors added", "return mul(load(x + i, n), load(args.smooth + i, n));", "return add(load(x + i, n), load(args.smooth + i, n));"),
+    _fault("factors of whole vectors alone", "if constexpr (kSmooth) return mul", "if (kSmooth && n == kLanes) return mul"),
+    _fault("factors not seen", "[args.smooth != nullptr](args", "[false](args"),
+    _fault("factors of fp16 lost", "{quantize_of<kGroup, fp16, false>, quantize_of<kGroup, fp16, true>}", "{quantize_of<kGroup, fp16, false>, quantize_of<kGroup, fp16, false>}"),
+    _fault("factors of bf16 lost", "{quantize_of<kGroup, bf16, false>, quantize_of<kGroup, bf16, true>}", "{quantize_of<kGroup, bf16, false>, quantize_of<kGroup, bf16, false>}"),
     # the product
     _fault("zero point times the sum of another column", "column_sums + j, buffer", "column_sums, buffer"),
     _fault("zero point of another row", "of.quantized[of.row + r].zero", "of.quantized[of.row].zero"),

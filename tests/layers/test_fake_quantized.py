@@ -191,11 +191,13 @@ def test_the_table_rounds_each_row_and_its_gradient_is_the_rows():
 def test_the_parameters_stay(tmp_path):
     model = ours("bert", BERT)
     before, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.eval().modules()]
     assert qat.prepare(model, 4, 8) is model
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
     assert not is_quantized(model)
+    assert [m.training for m in model.modules()] == modes
     model.save_pretrained(tmp_path)
     loaded = getattr(fastbert, BERT).from_pretrained(tmp_path)
     assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())

@@ -247,10 +247,13 @@ def test_saving_replaces_what_was_there(encoder, tmp_path, monkeypatch):
 
 @pytest.mark.sweep
 def test_a_quantised_one_is_saved_as_it_is(directory, tmp_path):
-    one = SentenceEncoder.from_pretrained(directory, device="cpu").quantize()
+    plain, one = (SentenceEncoder.from_pretrained(directory, device="cpu") for _ in range(2))
+    plain.quantize()
+    one.quantize("int8", smooth=0.5, calibrate=SENTENCES[:5])
     one.save_pretrained(tmp_path)
     again = SentenceEncoder.from_pretrained(tmp_path, device="cpu")
     assert np.array_equal(again.encode(SENTENCES[:5]), one.encode(SENTENCES[:5]))
+    assert not np.array_equal(again.encode(SENTENCES[:5]), plain.encode(SENTENCES[:5]))
     assert repr(again).endswith("int8 layers, the rest float32 on cpu)")
 
 

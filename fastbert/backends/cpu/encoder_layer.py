@@ -22,8 +22,8 @@ from fastbert.runtime.loader import extension as _C
 
 # Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20
-# In place of a linear layer that is missing, or of tables.
-_NOTHING = (0, 0, 0, 0)
+# In place of a linear layer that is missing, of its smooth factors and of tables.
+_NOTHING = (0, 0, 0, 0, 0)
 
 
 def open_team() -> None:
@@ -51,7 +51,7 @@ def encoder_layer_weights(
     numbers, isa = [], _C.cpu_isa()
     for each in linears[:7] if len(norms) == 2 else linears[:6]:
         numbers += _linear_numbers(*each)
-        if len(linears) < 6 and len(numbers) == 4:  # one product makes query, key and value
+        if len(linears) < 6 and len(numbers) == len(_NOTHING):  # one product makes query, key and value
             numbers += 2 * _NOTHING
     if len(linears) in (4, 6) or len(norms) > 2:
         numbers += _NOTHING
@@ -65,8 +65,9 @@ def _norm_numbers(weight, bias):
     return *vector(weight), *vector(bias)
 
 
-def _linear_numbers(panels, scale, bias):
-    return address(panels), 0 if scale is None else address(scale), *vector(bias)
+def _linear_numbers(panels, scale, bias, smooth):
+    scale, smooth = (0 if t is None else address(t) for t in (scale, smooth))
+    return address(panels), scale, *vector(bias), smooth
 
 
 def _bottleneck_numbers(linears, norms):
@@ -78,7 +79,7 @@ def _bottleneck_numbers(linears, norms):
     for linear, norm in zip(linears[:pairs], norms[:pairs], strict=True):
         numbers += (*_linear_numbers(*linear), *_norm_numbers(*norm))
     if pairs == 2:
-        numbers += 2 * _NOTHING
+        numbers += (*_NOTHING, *_norm_numbers(None, None))
     for i, norm in enumerate(norms[pairs:]):
         up, down = linears[pairs + 2 * i : pairs + 2 * i + 2]
         numbers += (*_linear_numbers(*up), *_linear_numbers(*down), *_norm_numbers(*norm))
@@ -90,19 +91,19 @@ def _plain(t: TensorOrNone) -> TensorOrNone:
 
 
 def _with_panels(linears, scratch, gated):
-    """(panels, scale, bias) of each; panels made here lie side by side in the scratch memory."""
+    """(panels, scale, bias, smooth) of each; panels made here lie side by side in the scratch memory."""
     gates = [gated and each is linears[-2] for each in linears]
     sizes = [
         0 if panels is not None else _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0], gate)
-        for (weight, panels, _, _), gate in zip(linears, gates, strict=True)
+        for (weight, panels, *_), gate in zip(linears, gates, strict=True)
     ]
     memory = None
     if any(sizes):
         like = linears[0][0]
         memory = iter(_memory([] if scratch is None else scratch, 0, sum(sizes), like).split(sizes))
     return [
-        (panels if memory is None or not size else linear_panels(weight, into, gate), scale, bias)
-        for (weight, panels, scale, bias), size, into, gate in zip(
+        (panels if memory is None or not size else linear_panels(weight, into, gate), *rest)
+        for (weight, panels, *rest), size, into, gate in zip(
             linears, sizes, memory or [None] * len(sizes), gates, strict=True
         )
     ]
@@ -204,8 +205,8 @@ def _numbers(layers, hidden, tables, start):
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
         count = len(made_for[0])
         shapes, columns = _shapes(layer, hidden, count)
-        norms = held[3 * count :]
-        last, int8 = held[9 if count < 6 else 15], held[1] is not None  # panels of the output layer
+        norms = held[4 * count :]
+        last, int8 = held[12 if count < 6 else 20], held[1] is not None  # panels of the output layer
         size_of = _C.cpu_linear_int8_panels_size if int8 else _C.cpu_linear_panels_size
         if (
             made_for != (shapes, gated is not None)
@@ -246,6 +247,6 @@ def _distance_numbers(distances, nheads, headdim, start):
 
 def _table_numbers(rotary, tables):
     if rotary is None:
-        return _NOTHING
+        return 0, 0, 0, 0
     cos, sin = tables[rotary]
     return cos.data_ptr(), sin.data_ptr(), *cos.shape

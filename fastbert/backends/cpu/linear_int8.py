@@ -34,6 +34,7 @@ def linear_int8_fwd(
     activation: str | None,
     panels: Tensor | None = None,
     gated: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     (rows, depth), out, is_gated = x.shape, weight.shape[0], gated is not None
     if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out, is_gated):
@@ -53,5 +54,6 @@ def linear_int8_fwd(
         y.data_ptr(),
         torch.get_num_threads(),
         GATE_CODES[gated],
+        0 if smooth is None else address(smooth),
     )
     return y

@@ -18,5 +18,6 @@ def linear_int8_fwd(
     activation: str | None,
     panels: Tensor | None = None,
     gated: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
-    return linear_int8_ref(x, weight, scale, bias, activation, gated)
+    return linear_int8_ref(x, weight, scale, bias, activation, gated, smooth)

@@ -20,15 +20,16 @@ from fastbert.testing.op_cases import linear
 
 @dataclass(frozen=True, repr=False)
 class LinearInt8Case(linear.ProductCase):
-    """A product with the op's options. `offset` moves x away from 0."""
+    """A product with the op's options. `offset` moves x away from 0; `smooth` makes its columns uneven."""
 
     activation: str | None = None
     bias: bool = True
     offset: float = 0.0
     gated: str | None = None
+    smooth: bool = False
 
     op = "linear_int8"
-    marks = "activation={} gated={} bias=no_bias offset=offset{:g}"
+    marks = "activation={} gated={} bias=no_bias offset=offset{:g} smooth"
     options = ("activation", "gated")
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
@@ -36,15 +37,19 @@ class LinearInt8Case(linear.ProductCase):
         x = randn(self.rows, self.in_features) + self.offset
         weight = torch.randint(-127, 128, (self.out_features, self.in_features), generator=g)
         scale = (0.5 + torch.rand(self.out_features, generator=g)) / (73.0 * self.in_features**0.5)
+        factors = torch.rand(self.in_features, generator=g).mul_(6.0).sub_(3.0).exp2_()
         return {
             "x": x,
             "weight": weight.to(torch.int8).to(device),
             "scale": scale.to(device),
             "bias": randn(self.out_features, scale=0.5) if self.bias else None,
+            **({"smooth": factors.to(device), "x": x / factors.to(x)} if self.smooth else {}),
         }
 
-    def eager(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Outputs:
-        centred, _, step = quantize_rows(x)
+    def eager(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, smooth: Tensor | None = None
+    ) -> Outputs:
+        centred, _, step = quantize_rows(x, smooth)
         acc = centred.double() @ weight.double().T  # the integers, exactly
         y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
         return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
@@ -52,7 +57,8 @@ class LinearInt8Case(linear.ProductCase):
     def floor(self, inputs: dict[str, Any], name: str) -> float:
         """A few roundings of the product before the bias may cancel it."""
         x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
-        most = (x.float().norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
+        rows = x.float() * inputs.get("smooth", 1.0)
+        most = (rows.norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
         return torch.finfo(x.dtype).eps * (1 + most) * (1 + most if self.gated else 1)
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -74,6 +80,7 @@ CASES = [
     LinearInt8Case(48, 768, 768),  # BERT-base's projections
     LinearInt8Case(33, 96, 192, "gelu", gated="first"),
     LinearInt8Case(20, 40, 130, "silu", bias=False, gated="second"),
+    LinearInt8Case(33, 97, 192, "gelu", smooth=True),
 ]
 
 

@@ -21,7 +21,7 @@ extern "C" const char* pairs_panels(std::int64_t depth, std::int64_t columns, co
 extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                                      const void* x, std::int64_t x_stride, const std::uint8_t* panels,
                                      const float* scale, const void* bias, int bias_dtype, int activation,
-                                     void* y, int threads, int gate) {
+                                     void* y, int threads, int gate, const float* smooth) {
     return cpu_linear_int8({static_cast<DType>(dtype),
                             rows,
                             columns,
@@ -34,6 +34,9 @@ extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t 
                             static_cast<Activation>(activation),
                             y,
                             static_cast<Gate>(gate),
-                            Onto::kNone},
+                            Onto::kNone,
+                            nullptr,
+                            nullptr,
+                            smooth},
                            threads);
 }

@@ -239,7 +239,7 @@ OPS = {
     "linear_int8_fwd": (
         lambda: (
             *(floats(4, 5), torch.ones(3, 5, dtype=torch.int8), torch.ones(3), floats(3)),
-            *("gelu", bytes_of(panels_size(5, 3, True)), None),
+            *("gelu", bytes_of(panels_size(5, 3, True)), None, torch.ones(5)),
         ),
         [MISH],
         ("x", "panels"),

@@ -76,12 +76,14 @@ def layer_operands(kind="linear"):
     make, launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, kind)
     hidden, inner = HEADS * DIM, 7
     shapes = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]
-    linears = [(floats(*s), None, None, floats(s[0])) for s in shapes]
+    linears = [(floats(*s), None, None, floats(s[0]), None) for s in shapes]
     if kind == "linear_int8":  # query, key and value are one product
         shapes[:3] = [(3 * hidden, hidden)]
         pack = int8_panels(torch.device("cpu"), torch.float32)
         weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
-        linears = [(w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0])) for w in weights]
+        linears = [
+            (w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0]), torch.ones(w.shape[1])) for w in weights
+        ]
     weights = make(linears, [(floats(hidden), floats(hidden))] * 2)
     return {
         "launch": launch,
@@ -114,11 +116,13 @@ def narrow_operands(kind="linear"):
     shapes = [(hidden, width), (hidden, width), (hidden, hidden), (width, hidden), *feed]
     shapes += [(width, hidden), (hidden, width), (width, hidden), *feed]
     weights = [floats(*s) for s in shapes]
-    linears = [(w, None, None, floats(w.shape[0])) for w in weights]
+    linears = [(w, None, None, floats(w.shape[0]), None) for w in weights]
     if kind == "linear_int8":
         pack = int8_panels(torch.device("cpu"), torch.float32)
         weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
-        linears = [(w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0])) for w in weights]
+        linears = [
+            (w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0]), torch.ones(w.shape[1])) for w in weights
+        ]
     make, _launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, kind)
     norms = [(floats(size), floats(size)) for size in (width, width, width, hidden, width, width)]
     return {
@@ -391,8 +395,13 @@ PUBLIC = {
     ),
     "linear_int8": Public(
         linear_int8,
-        lambda: {"x": floats(4, 5), "weight": torch.ones(3, 5, dtype=torch.int8), "scale": torch.ones(3)},
-        [],
+        lambda: {
+            "x": floats(4, 5),
+            "weight": torch.ones(3, 5, dtype=torch.int8),
+            "scale": torch.ones(3),
+            "smooth": torch.ones(5),
+        },
+        [({"smooth": torch.ones(4)}, "smooth")],
     ),
     "pack": Public(
         pack,
