@@ -218,6 +218,21 @@ def test_converting():
         qat.convert(model)
 
 
+@pytest.mark.parametrize(("bits", "embeddings"), [(8, None), (4, 8), (8, 4)])
+def test_converting_asks_for_the_bits_that_were_trained(monkeypatch, bits, embeddings):
+    model = qat.prepare(ours("bert", BERT), bits, embeddings)
+    asked = []
+    monkeypatch.setattr(type(model), "quantize", lambda self, *given, **more: asked.append((*given, more)))
+    qat.convert(model)
+    more = {} if embeddings is None else {"embeddings": f"int{embeddings}"}
+    assert asked == [(f"int{bits}", more)]
+    kinds = {type(m) for m in model.modules()}
+    assert not kinds & {FakeQuantizedLinear, FakeQuantizedEmbedding}
+    plain = ours("bert", BERT)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert repr(model) == repr(plain)
+
+
 def test_what_is_refused():
     for name, value in (
         ("weights", 5),
