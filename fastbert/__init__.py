@@ -11,7 +11,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder
 Tasks          finetune, predict
-Smaller models prune, eliminate, EarlyExit
+Smaller models distill, prune, eliminate, EarlyExit
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -45,6 +45,7 @@ _PLACES = {
     "SparseEncoder": "sentences.sparse_encoder",
     "accelerate": "acceleration",
     "clear": "runtime.prepared",
+    "distill": "compression.distillation.run",
     "double_backward": "ops.checks",
     "eliminate": "compression.elimination",
     "encode": "sentences.encoder",
@@ -207,6 +208,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "clear",
+    "distill",
     "double_backward",
     "eliminate",
     "encode",
@@ -245,6 +247,7 @@ def _model_place(name: str) -> str:
 if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.files import CheckpointError
+    from fastbert.compression.distillation.run import distill
     from fastbert.compression.early_exit import EarlyExit
     from fastbert.compression.elimination import eliminate
     from fastbert.compression.pruning import prune

@@ -1,11 +1,24 @@
-"""The arguments of the commands that make a model smaller: `fastbert prune`."""
+"""The arguments of the commands that make a model smaller: `fastbert prune`, `fastbert distill`."""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 # fastbert.compression.scores has them; its import loads models
 SCORES = ("taylor", "magnitude", "random")
+# fastbert.compression.distillation.recipes has them
+RECIPES = (
+    "kd",
+    "bilstm",
+    "pkd",
+    "tinybert-task",
+    "theseus",
+    "distilbert",
+    "tinybert",
+    "minilm",
+    "minilmv2",
+)
 
 
 def add_prune(commands: Any) -> None:
@@ -75,3 +88,75 @@ def add_prune(commands: Any) -> None:
         help="save with zeros in place of heads and neurons: no smaller, but transformers loads it",
     )
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+
+
+def add_distill(commands: Any) -> None:
+    """The distill command."""
+    command = commands.add_parser(
+        "distill",
+        help="train a small model to compute what a large one computes",
+        description="Train a student on the outputs of a teacher. kd, bilstm, pkd, tinybert-task and theseus "
+        "read labelled examples, and the teacher is a fine-tuned text classifier. distilbert, tinybert, "
+        "minilm and minilmv2 read text. Prints parameters, size, operations per token, measured tokens per "
+        "second and scores of teacher and student, and the papers' rows. Rerun to resume; results are "
+        "bit-identical.",
+        epilog="Example:\n  fastbert distill --teacher trained --layers 0,2,4 --recipe kd --data texts.jsonl "
+        "--output small",
+    )
+    add = command.add_argument
+    add("--teacher", required=True, metavar="DIR", help="a HuggingFace directory, or a name on the hub")
+    student = command.add_mutually_exclusive_group(required=True)
+    student.add_argument(
+        "--student", metavar="DIR", help="a directory; a config.json, for a new model; or bilstm; no default"
+    )
+    student.add_argument(
+        "--layers",
+        metavar="N,…",
+        help="the student begins with these layers of the teacher, from 0; no default",
+    )
+    add("--recipe", choices=RECIPES, help="what the student learns by (default kd; of bilstm, bilstm)")
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help='labelled examples: .jsonl with "text", maybe "pair" and maybe "label"; .txt without labels; or '
+        "a directory of --task. Text: .txt, .jsonl or .parquet, or a corpus of fastbert prepare",
+    )
+    add("--task", metavar="TASK", default="csv", help="of a directory of labelled examples (default csv)")
+    add("--output", required=True, metavar="DIR", help="the student, results.json and the run")
+    add("--cache", metavar="DIR", help="compute the teacher's outputs once and keep them here; default: none")
+    add(
+        "--layer-map",
+        metavar="N,…",
+        help="the teacher's layer, from 1, for each layer of the student that is compared (default: in equal "
+        "steps)",
+    )
+    add(
+        "--weights",
+        metavar="LOSS=X,…",
+        help="weights of losses, such as kd=0.9,task=0.1; default: the recipe's",
+    )
+    for name, kind, text in (
+        ("lr", _numbers, "the largest learning rate, one or one per phase; default: the recipe's"),
+        ("epochs", _numbers, "passes over the data, one number or one per phase; default: the recipe's"),
+        ("temperature", float, "of the softmax of logits; default: the recipe's"),
+        ("batch-size", int, "examples per step; default: the recipe's"),
+        ("max-length", int, "most tokens of a sequence; default: the recipe's"),
+        ("relation-heads", int, "heads of MiniLMv2's relations (default 48)"),
+        ("seed", int, "of all that is random (default 0)"),
+        ("save-every", int, "steps between checkpoints (default 1000)"),
+        ("workers", int, "processes that make batches (default 0)"),
+    ):
+        add(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast (default fp32)")
+    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+
+
+def _numbers(text: str) -> float | list[float]:
+    """One number, or several with commas between."""
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
+    return numbers[0] if len(numbers) == 1 else numbers

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastbert.cli.compress_arguments import add_prune
+from fastbert.cli.compress_arguments import add_distill, add_prune
 from fastbert.cli.finetune_arguments import add_finetune, add_predict
 from fastbert.cli.usage import DTYPES, INT8, UsageError, say
 from fastbert.ops.pooling import MODES as POOLINGS
@@ -159,6 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_finetune(commands)
     add_predict(commands)
     add_prune(commands)
+    add_distill(commands)
 
     env = commands.add_parser(
         "env",
@@ -502,6 +503,8 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+# Commands that resume a run when they are called again
+_RESUMED = ("distill", "finetune", "pretrain")
 _USER_ERRORS = (
     UsageError,
     ValueError,
@@ -527,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals():
             return command.run(args)
     except _Stopped as stopped:
-        resumes = "; rerun the command to resume" if args.command in ("finetune", "pretrain") else ""
+        resumes = "; rerun the command to resume" if args.command in _RESUMED else ""
         say(f"stopped by {signal.Signals(stopped.number).name}{resumes}")
         return 128 + stopped.number
     except KeyboardInterrupt:

@@ -1,1 +1,1 @@
-"""Smaller and faster models: pruning. Each way makes a physically smaller model. Start with `pruning.py`."""
+"""Smaller and faster models: pruning and distillation. Start with `pruning.py`, or `distillation/run.py`."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.compression import shrink
+from fastbert.compression.distillation.bilstm import BiLstmForSequenceClassification
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
@@ -33,11 +34,12 @@ class Size(NamedTuple):
 TOKENS = 128
 
 
-def size_of(model: PreTrainedModel) -> Size:
+def size_of(model: PreTrainedModel | BiLstmForSequenceClassification) -> Size:
     """The size of a model of this package."""
     tensors = {id(t): t for t in model.state_dict(keep_vars=True).values()}.values()
-    flops = 0
-    for layer in model.base_model.layer_list():
+    of_lstm = isinstance(model, BiLstmForSequenceClassification)
+    flops = model.operations() if of_lstm else 0
+    for layer in () if of_lstm else model.base_model.layer_list():
         form = layer.form
         for path in shrink.paths(form):
             linear = part(layer, path)
@@ -48,7 +50,10 @@ def size_of(model: PreTrainedModel) -> Size:
 
 
 def tokens_per_second(
-    models: Sequence[PreTrainedModel], *, sequences: int = 8, seconds: float = 2.0
+    models: Sequence[PreTrainedModel | BiLstmForSequenceClassification],
+    *,
+    sequences: int = 8,
+    seconds: float = 2.0,
 ) -> list[float]:
     """Tokens per second of each model in inference, interleaved, on texts of `TOKENS` random tokens.
 

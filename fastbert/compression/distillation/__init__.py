@@ -1,1 +1,1 @@
-"""Distillation: a student learns what a teacher computes. Losses in `losses.py` and `map_losses.py`."""
+"""Distillation: a student learns what a teacher computes. Start with `run.py` and `recipes.py`."""

@@ -1,0 +1,207 @@
+"""What a student is trained on: the weighted sum of a phase's losses, on the real tokens of a packed batch.
+
+The teacher reads the same batch without gradients, in eval mode. It is no part of the module, so it has no
+optimizer's state and is in no checkpoint. With a cache its outputs are inputs of the batch instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastbert.compression.distillation import losses, map_losses
+from fastbert.compression.distillation.reading import Read, read
+from fastbert.compression.distillation.recipes import READS
+from fastbert.compression.distillation.theseus import Replacing
+from fastbert.layers.linear import apply_linear
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.masked_lm import MaskedLMModel
+from fastbert.models.labels import IGNORED
+from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.linear_distillation import linear_distillation
+from fastbert.training.module import Losses, Results
+from fastbert.training.stream import Batch
+from fastbert.training.work import encoder_work
+
+# Prefixes of the inputs of a batch that are the teacher's: its outputs, or its own tokens
+CACHED, OTHER = "cached:", "teacher:"
+
+
+class Distilled(Losses):
+    """The losses of a phase.
+
+    Args:
+        student: the model that learns.
+        teacher: in eval mode, on the device of the training.
+        weights: loss -> its weight; see `recipes`.
+        pairs: (layer of the student, layer of the teacher) that are compared.
+        temperature: T of "kd".
+        relation_heads: see `Recipe`.
+        replacing: (k, b): the student's layers replace the teacher's; see `theseus.py`. None: they do not.
+    """
+
+    def __init__(
+        self,
+        student: Any,
+        teacher: Any,
+        weights: Mapping[str, float],
+        pairs: Sequence[tuple[int, int]],
+        temperature: float = 1.0,
+        relation_heads: int | None = None,
+        replacing: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.student, self.weights, self.pairs = student, dict(weights), list(pairs)
+        self.exports = {"model": student} if isinstance(student, PreTrainedModel) else {}
+        self.temperature, self.relation_heads = temperature, relation_heads
+        # In a tuple, so that it is no child
+        self._teacher = (teacher,)
+        self.replacing = None
+        if replacing is not None:
+            self.replacing = Replacing(student, teacher, [n for _, n in self.pairs], *replacing)
+        self.maps = nn.ModuleDict()
+        for name in ("embeddings", "hidden"):
+            widths = [getattr(model.config, "hidden_size", 0) for model in (student, teacher)]
+            if name in self.weights and widths[0] != widths[1]:
+                self.maps[name] = nn.Linear(*widths, bias=False)
+        self.wanted = wanted(self.weights, self.pairs, student, teacher)
+        self._words = "kd" in self.weights and isinstance(student, MaskedLMModel)
+
+    @property
+    def teacher(self) -> Any:
+        """The teacher."""
+        return self._teacher[0]
+
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
+        """See `Losses.forward`."""
+        own, of_teacher, cached = _parted(inputs)
+        with contextlib.ExitStack() as held:
+            if self.replacing is not None and self.training:
+                held.enter_context(self.replacing.mixed())
+            of_student = read(self.student, own, self.wanted[0])
+        taught = Read(cached)
+        if not cached and (self.wanted[1] or self._words):
+            with torch.no_grad():
+                taught = read(self.teacher, of_teacher, self.wanted[1])
+        found = {name: self._loss(name, of_student, taught, own) for name in self.weights}
+        correct = {}
+        if measure and "task" in found and not self._regression:
+            correct["task"] = (of_student.tensors["logits"].argmax(-1) == own["labels"]).sum()
+        return found, correct
+
+    @property
+    def _regression(self) -> bool:
+        return self.student.config.num_labels == 1
+
+    def _loss(self, name: str, student: Read, teacher: Read, inputs: dict[str, Any]) -> Tensor:
+        s, t = student.tensors, teacher.tensors
+        if name == "task":
+            if self._regression:
+                return F.mse_loss(s["logits"].float().squeeze(1), inputs["labels"].float())
+            return cross_entropy(s["logits"], inputs["labels"], ignore_index=IGNORED)
+        if name == "mlm":
+            return self.student.vocabulary_loss(student.encoded, inputs["labels"], inputs["labelled"])
+        if name == "kd" and self._words:
+            return self._words_loss(student, teacher)
+        if name in ("kd", "logits"):
+            if name == "logits" or self._regression:
+                return losses.mean_squared(s["logits"], t["logits"])
+            return losses.soft_cross_entropy(s["logits"], t["logits"], self.temperature)
+        compared = []
+        for m, n in pairs_of(name, self.pairs, self.student, self.teacher):
+            given = [(s[f"{kind}.{m}"], t[f"{kind}.{n}"]) for kind in READS[name]]
+            compared.append(self._compared(name, given, student))
+        total = torch.stack(compared).sum()
+        return total / len(compared) if name == "patient" else total
+
+    def _compared(self, name: str, given: list[tuple[Tensor, Tensor]], student: Read) -> Tensor:
+        """The loss of one pair of layers."""
+        (a, b), batch = given[0], student.batch
+        if name == "cosine":
+            return losses.cosine(a, b)
+        if name == "patient":
+            return losses.unit_distance(a, b) / a.shape[1]
+        if name in ("embeddings", "hidden"):
+            return losses.mean_squared(apply_linear(self.maps[name], a) if name in self.maps else a, b)
+        assert batch is not None
+        if name in ("scores", "attention"):
+            loss = map_losses.score_mse if name == "scores" else map_losses.attention_kl
+            (c, d) = given[1]
+            return loss(a, c, b, d, batch)
+        return map_losses.relation_kl(a, b, batch, self.relation_heads)
+
+    def _words_loss(self, student: Read, teacher: Read) -> Tensor:
+        """T² · KL over the vocabulary, at all tokens."""
+        assert student.encoded is not None
+        assert teacher.encoded is not None
+        sides = []
+        for model, one in ((self.student, student.encoded), (self.teacher, teacher.encoded)):
+            with torch.set_grad_enabled(model is self.student and torch.is_grad_enabled()):
+                sides += [model.transform(one.hidden), *model.vocabulary_product()]
+        return linear_distillation(*sides, temperature=self.temperature)
+
+    def optimized(self, optimizer: torch.optim.Optimizer) -> None:
+        """The replacing counts the optimizer's steps."""
+        if self.replacing is not None:
+            self.replacing.optimizer = optimizer
+
+    def work(self, batch: Batch) -> float:
+        """See `Losses.work`; of the teacher one forward counts, and none with a cache."""
+        found = 0.0
+        live = not any(name.startswith(CACHED) for name in batch.inputs)
+        for model, share in ((self.student, 1.0), (self.teacher, live / 3)):
+            config = model.config
+            if isinstance(model, PreTrainedModel):
+                sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+                found += share * encoder_work(batch.lengths, *sizes)
+        return found
+
+
+def depth_of(model: Any) -> int:
+    """The number of layers; 0 of a BiLSTM, which has none to compare."""
+    return len(model.base_model.layer_list()) if isinstance(model, PreTrainedModel) else 0
+
+
+def pairs_of(
+    name: str, pairs: Sequence[tuple[int, int]], student: Any, teacher: Any
+) -> Sequence[tuple[int, int]]:
+    """The pairs of layers that a loss compares."""
+    if name == "embeddings":
+        return [(0, 0)]
+    if name == "cosine":
+        return [(depth_of(student), depth_of(teacher))]
+    return pairs
+
+
+def wanted(
+    weights: Mapping[str, float], pairs: Sequence[tuple[int, int]], student: Any, teacher: Any
+) -> tuple[set[str], set[str]]:
+    """What losses read of the student and of the teacher, as names of `reading.py`."""
+    own, of_teacher = set(), set()
+    for name in weights:
+        if name == "task":
+            own.add("logits")
+        for kind in READS[name]:
+            if kind == "logits":
+                if not isinstance(student, MaskedLMModel):
+                    own.add(kind)
+                    of_teacher.add(kind)
+                continue
+            for m, n in pairs_of(name, pairs, student, teacher):
+                own.add(f"{kind}.{m}")
+                of_teacher.add(f"{kind}.{n}")
+    return own, of_teacher
+
+
+def _parted(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """The inputs of the student, those of the teacher, and the teacher's outputs if they are cached."""
+    parts: dict[str, dict[str, Any]] = {"": {}, OTHER: {}, CACHED: {}}
+    for name, value in inputs.items():
+        prefix = next((each for each in (OTHER, CACHED) if name.startswith(each)), "")
+        parts[prefix][name.removeprefix(prefix)] = value
+    return parts[""], parts[OTHER] or parts[""], parts[CACHED]

@@ -1,0 +1,220 @@
+"""The recipes: which losses, on which layers, and the numbers of their papers.
+
+    loss        what is compared                                                       mean over
+    task        cross-entropy against labels; of a regression the squared error        labelled examples
+    kd          T² · KL of the softmax of logits / T; of a regression squared error    examples, or tokens
+    logits      squared error of logits                                                examples
+    mlm         cross-entropy of masked words                                          masked tokens
+    cosine      1 - cos of the last hidden states                                      tokens
+    patient     squared error of hidden states of [CLS], scaled to length 1            examples
+    embeddings  squared error of the embedding output, mapped by W_e                   tokens
+    hidden      squared error of hidden states, mapped by W_h                          tokens
+    scores      squared error of attention's scores                                    pairs of tokens
+    attention   KL of attention maps                                                   tokens and heads
+    queries     KL of the softmax of x xᵀ / √d, x the queries; keys, values: the same  tokens and heads
+
+"patient" is a mean over layers and components, as the authors' code has it, for which β = 500 was chosen.
+"embeddings", "hidden" and "scores" are sums over layers. Maps W exist only between models of unequal widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# loss -> the kinds of tensors that it reads of both models; see `reading.py`
+READS = {
+    "task": (),
+    "mlm": (),
+    "kd": ("logits",),
+    "logits": ("logits",),
+    "cosine": ("states",),
+    "patient": ("first",),
+    "embeddings": ("states",),
+    "hidden": ("states",),
+    "scores": ("queries", "keys"),
+    "attention": ("queries", "keys"),
+    "queries": ("queries",),
+    "keys": ("keys",),
+    "values": ("values",),
+}
+# Losses that a student with another vocabulary can learn by
+OF_SENTENCES = ("task", "kd", "logits")
+TEXT, TASK = "text", "labelled examples"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run with losses of its own.
+
+    Attributes:
+        weights: loss -> its weight in the sum.
+        lr: the largest learning rate.
+        epochs: passes over the data.
+        replacing: whether the student's layers replace the teacher's at random (`theseus.py`).
+    """
+
+    weights: Mapping[str, float]
+    lr: float
+    epochs: float
+    replacing: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to distil.
+
+    Attributes:
+        source: the paper.
+        data: `TEXT` or `TASK`.
+        phases: in order; each begins with the student of the previous phase.
+        batch_size: examples per step.
+        max_length: most tokens of a sequence.
+        temperature: T of "kd".
+        matched: which layers of the student are matched: "all", "inner" (all but the last) or "last".
+        relation_heads: into how many heads "queries", "keys" and "values" divide the width; None: the
+            models' own heads.
+        masks: whether words are masked.
+        published: the papers' rows, a line each.
+    """
+
+    source: str
+    data: str
+    phases: tuple[Phase, ...]
+    batch_size: int = 32
+    max_length: int = 128
+    temperature: float = 1.0
+    matched: str = "all"
+    relation_heads: int | None = None
+    masks: bool = False
+    published: tuple[str, ...] = ()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the student's layers replace the teacher's in a phase."""
+        return any(phase.replacing for phase in self.phases)
+
+
+# Rogers et al. 2020, "A Primer in BERTology", table 1: times smaller, share of the score, times faster
+_PRIMER = "{}: {} x smaller, {}% of the score{} of {} (Rogers et al. 2020)"
+_TINYBERT = (
+    _PRIMER.format("TinyBERT-4", 7.5, 96, ", 9.4 x faster", "BERT-base"),
+    "TinyBERT-4: GLUE 77.0 of 79.5 (Jiao et al. 2019)",
+)
+_LAYERS = {"embeddings": 1.0, "hidden": 1.0, "scores": 1.0}
+RECIPES = {
+    "kd": Recipe(
+        "Hinton et al. 2015, Distilling the Knowledge in a Neural Network",
+        TASK,
+        (Phase({"kd": 0.5, "task": 0.5}, 5e-5, 3),),
+        temperature=2.0,
+        published=(
+            _PRIMER.format("PD-6, pre-trained distillation", 1.6, 98, ", 2.5 x faster", "BERT-large"),
+        ),
+    ),
+    "bilstm": Recipe(
+        "Tang et al. 2019, Distilling Task-Specific Knowledge from BERT into Simple Neural Networks",
+        TASK,
+        (Phase({"logits": 1.0}, 1e-3, 20),),
+        published=(_PRIMER.format("BiLSTM", 110, 91, ", 434 x faster", "BERT-large"),),
+    ),
+    "pkd": Recipe(
+        "Sun et al. 2019, Patient Knowledge Distillation for BERT Model Compression",
+        TASK,
+        (Phase({"kd": 0.7, "task": 0.3, "patient": 500.0}, 5e-5, 4),),
+        temperature=10.0,
+        matched="inner",
+        published=(
+            _PRIMER.format("PKD-6", 1.6, 97, ", 1.9 x faster", "BERT-base"),
+            _PRIMER.format("PKD-3", 2.4, 92, ", 3.7 x faster", "BERT-base"),
+        ),
+    ),
+    "tinybert-task": Recipe(
+        "Jiao et al. 2019, TinyBERT, task-specific distillation",
+        TASK,
+        (Phase(_LAYERS, 5e-5, 10), Phase({"kd": 1.0}, 3e-5, 3)),
+        published=_TINYBERT,
+    ),
+    "theseus": Recipe(
+        "Xu et al. 2020, BERT-of-Theseus",
+        TASK,
+        (Phase({"task": 1.0}, 2e-5, 3, replacing=True), Phase({"task": 1.0}, 2e-5, 3)),
+        published=(
+            _PRIMER.format("Theseus-6", 1.6, 98, "", "BERT-base"),
+            "Theseus-6: MNLI 82.1 of 83.5 (Xu et al. 2020)",
+        ),
+    ),
+    "distilbert": Recipe(
+        "Sanh et al. 2019, DistilBERT",
+        TEXT,
+        (Phase({"kd": 5.0, "mlm": 2.0, "cosine": 1.0}, 5e-4, 3),),
+        max_length=512,
+        temperature=2.0,
+        matched="last",
+        masks=True,
+        published=(_PRIMER.format("DistilBERT-6", 2.5, 90, ", 1.6 x faster", "BERT-base"),),
+    ),
+    "tinybert": Recipe(
+        "Jiao et al. 2019, TinyBERT, general distillation",
+        TEXT,
+        (Phase(_LAYERS, 1e-4, 3),),
+        batch_size=256,
+        published=_TINYBERT,
+    ),
+    "minilm": Recipe(
+        "Wang et al. 2020, MiniLM",
+        TEXT,
+        (Phase({"attention": 1.0, "values": 1.0}, 5e-4, 3),),
+        batch_size=256,
+        max_length=512,
+        matched="last",
+        published=(
+            "MiniLM 6 x 384, 22M parameters, 5.3 x faster: MNLI 83.3, SST-2 91.5, QNLI 90.5, CoLA 47.5, "
+            "RTE 68.8, MRPC 88.9, QQP 90.6 (Wang et al. 2020)",
+        ),
+    ),
+    "minilmv2": Recipe(
+        "Wang et al. 2020, MiniLMv2",
+        TEXT,
+        (Phase({"queries": 1.0, "keys": 1.0, "values": 1.0}, 6e-4, 3),),
+        batch_size=256,
+        max_length=512,
+        matched="last",
+        relation_heads=48,
+    ),
+}
+
+
+def layer_pairs(
+    matched: str, student: int, teacher: int, layer_map: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """(layer of the student, layer of the teacher) of what is compared; layers count from 1.
+
+    Args:
+        matched: see `Recipe`.
+        student, teacher: their numbers of layers.
+        layer_map: the teacher's layer of each matched layer of the student; None: m · teacher // student for
+            layer m, so 3, 6, 9, 12 for 4 layers and a teacher of 12.
+
+    Raises:
+        ValueError: naming `layer_map`, or the student if it has more layers than the teacher.
+    """
+    of = {"all": range(1, student + 1), "inner": range(1, student), "last": range(student, student + 1)}
+    own = list(of[matched])
+    if layer_map is None:
+        if student > teacher:
+            raise ValueError(
+                f"student: has {student} layers, the teacher {teacher}; expected at most as many, or a "
+                "layer_map"
+            )
+        return [(m, m * teacher // student) for m in own]
+    given = list(layer_map)
+    if len(given) != len(own):
+        raise ValueError(
+            f"layer_map: expected {len(own)} layers of the teacher, one for each of the student's "
+            f"layers {own}, got {len(given)}"
+        )
+    for layer in given:
+        if type(layer) is not int or not 1 <= layer <= teacher:
+            raise ValueError(f"layer_map: expected layers from 1 to {teacher}, got {layer!r}")
+    return list(zip(own, given, strict=True))

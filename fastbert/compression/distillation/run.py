@@ -1,0 +1,389 @@
+"""`fastbert.distill`: a student learns what a teacher computes.
+
+    OUTPUT/                 the student as a HuggingFace directory, with its tokenizer
+      results.json          the settings, the last losses, and the scores of teacher and student
+      run/                  log.jsonl, config.json and checkpoints of the training
+      corpus/               the tokens of a file of text
+
+The same call resumes where it was interrupted, to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastbert.checkpoint import hub
+from fastbert.checkpoint.files import digest, replace
+from fastbert.checkpoint.read import weights_digest
+from fastbert.compression.distillation import data as reading
+from fastbert.compression.distillation.bilstm import MODEL_TYPE
+from fastbert.compression.distillation.cache import FILE, Cached, outputs, write_cache
+from fastbert.compression.distillation.objective import Distilled, wanted
+from fastbert.compression.distillation.recipes import RECIPES, TASK, Phase, Recipe
+from fastbert.compression.distillation.students import (
+    Student,
+    check_pair,
+    same_words,
+    student_of,
+    teacher_of,
+)
+from fastbert.compression.distillation.theseus import REPLACING
+from fastbert.finetuning.encoded import Source
+from fastbert.finetuning.fit import micro_batches
+from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.task import Task
+from fastbert.models.labels import IGNORED
+from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.training.loop import DTYPES, Trainer
+from fastbert.training.parallel import Parallel
+from fastbert.training.schedules import Schedule
+from fastbert.training.stages import Stage
+
+RESULTS, RUN = "results.json", "run"
+# Settings of a run besides lr and epochs, which may differ between phases
+SETTINGS = ("batch_size", "max_length", "seed", "dtype", "optimizer", "warmup", "weight_decay", "eps")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What distillation has made.
+
+    Attributes:
+        output: the student's directory.
+        recipe: its name.
+        student, teacher: the models, in eval mode.
+        last: the last line of the log, with each loss.
+        scores: "teacher" and "student" -> split -> metric -> score, in fractions of 1; empty without dev
+            files.
+    """
+
+    output: Path
+    recipe: str
+    student: Any
+    teacher: Any
+    last: dict[str, Any]
+    scores: dict[str, dict[str, dict[str, float]]]
+
+
+def distill(
+    teacher: str | Path,
+    student: Any,
+    data: str | Path,
+    output: str | Path,
+    recipe: str | Recipe | None = None,
+    *,
+    task: str | Task = "csv",
+    lr: float | Sequence[float] | None = None,
+    epochs: float | Sequence[float] | None = None,
+    weights: Mapping[str, float] | None = None,
+    layer_map: Sequence[int] | None = None,
+    temperature: float | None = None,
+    relation_heads: int | None = None,
+    replacing: tuple[float, float] = REPLACING,
+    cache: str | Path | None = None,
+    parallel: Parallel | None = None,
+    save_every: int = 1000,
+    workers: int = 0,
+    progress: bool | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **settings: Any,
+) -> Result:
+    """Train a student to compute what a teacher computes; see the module for the files.
+
+    Args:
+        teacher: a HuggingFace directory, or a name on the hub; of recipes with labelled examples a fine-tuned
+            text classifier.
+        student: a directory; a config or its path, for a new model; a model; a list of the teacher's layers,
+            from 0, of which the student begins as a copy; or "bilstm".
+        data: text or labelled examples, as the recipe reads; see `distillation.data`.
+        output: the directory to write; a run that is there resumes.
+        recipe: a name of `distillation.recipes.RECIPES`, or a recipe; None: "kd", of a BiLSTM "bilstm".
+        task: of a directory of labelled examples, see `fastbert.finetuning.tasks`.
+        lr, epochs: one number, or one per phase of the recipe; None: the recipe's.
+        weights: loss -> its weight in all phases, in place of the recipe's; 0 leaves it out.
+        layer_map: the teacher's layer, from 1, for each layer of the student that is compared; None: in equal
+            steps.
+        temperature, relation_heads: in place of the recipe's.
+        replacing: (k, b) of "theseus".
+        cache: a directory for the teacher's outputs, which are computed once; None: in every step.
+        parallel: the processes; None: those of torchrun, or this one.
+        save_every: steps between checkpoints.
+        workers, progress, say: see `fastbert.training.loop.Trainer`.
+        settings: batch_size, max_length, seed, dtype, optimizer, warmup, weight_decay or eps, as
+            `fastbert.finetuning.settings` describes them; default: the recipe's.
+
+    Raises:
+        TypeError, ValueError: naming the argument, or the file and the line.
+        Interrupted: a signal came; the same call resumes.
+    """
+    name, made = _recipe(recipe, student)
+    unknown = next((each for each in settings if each not in SETTINGS), None)
+    if unknown is not None:
+        raise TypeError(f"unknown option {unknown!r}: expected one of {', '.join(SETTINGS)}")
+    phases = _phases(made, lr, epochs, weights)
+    output, data, place = Path(output), Path(data), hub.resolve(teacher)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output: expected a directory or a new path; {output} is a file")
+    if output.resolve() in (place.resolve(), Path(str(student)).resolve()):
+        raise ValueError(f"output: expected another directory than that of a model, got {output}")
+    if not data.exists():
+        raise ValueError(f"data: {data} does not exist")
+    heads = made.relation_heads if relation_heads is None else relation_heads
+    degree = made.temperature if temperature is None else temperature
+    _check_numbers(heads, degree, replacing)
+    with contextlib.ExitStack() as held:
+        if parallel is None:
+            parallel = Parallel()
+            held.callback(parallel.close)
+        if parallel.kind == "fsdp" or (parallel.world > 1 and made.replaces):
+            expected = "one process" if made.replaces else "one process or ddp"
+            raise ValueError(f"parallel: expected {expected} for {name}, got {parallel.kind}")
+        of_teacher = teacher_of(made, place, parallel.device)
+        begun = student_of(student, made, of_teacher)
+        first, same = begun.make(), same_words(begun, place)
+        names = [phase.weights for phase in phases]
+        pairs = check_pair(made, names, first, of_teacher, same, layer_map, heads)
+        limit = min(model.config.max_tokens for model in (first, of_teacher))
+        given = {"batch_size": made.batch_size, "max_length": min(made.max_length, limit), **settings}
+        how, *_ = (Settings(phase.lr, phase.epochs, **given) for phase in phases)
+        if how.max_length > limit:
+            raise ValueError(f"max_length: expected at most {limit} for these models, got {how.max_length}")
+        job = _Job(made, phases, of_teacher, place, begun, first, same, how, parallel)
+        source, dev = _source(job, data, task, output / "corpus")
+        tokenizers = [digest(load_tokenizer(each).to_str().encode()) for each in job.places]
+        described = {
+            "teacher": weights_digest(place),
+            "student": begun.described,
+            "tokenizers": tokenizers,
+            "data": source.hash,
+            "recipe": name,
+            "phases": [asdict(phase) for phase in phases],
+            "pairs": pairs,
+            "temperature": degree,
+            "relation_heads": heads,
+            "replacing": list(replacing),
+            "settings": {each: getattr(how, each) for each in SETTINGS},
+        }
+        if cache is not None:
+            key = {each: described[each] for each in ("teacher", "tokenizers", "data")}
+            key |= {"max_length": how.max_length, "dtype": how.dtype}
+            wants = set().union(*(wanted(each, pairs, first, of_teacher)[1] for each in names))
+            source = replaced(source, cached=_cached(job, Path(cache), key, source, wants))
+        stages, built = _stages(job, source, replacing, pairs, degree, heads)
+        trainer = Trainer(
+            stages,
+            output / RUN,
+            described,
+            seed=how.seed,
+            dtype=how.dtype,
+            parallel=parallel,
+            save_every=save_every,
+            keep=1,
+            log_every=1 if sum(stage.steps for stage in stages) < 200 else 10,
+            # Graphs replay an encoder, and do not show what is inside it
+            graphs=False,
+            workers=workers,
+            progress=progress,
+            say=say,
+        )
+        last = trainer.run().last
+        trained = built[len(phases) - 1].student.eval()
+        scores: dict[str, Any] = {}
+        with parallel.alike():
+            if parallel.is_first:
+                if dev.dev:
+                    sides = {"teacher": (of_teacher, -1), "student": (trained, 0)}
+                    scores = {who: _scores(*side, dev, how.dtype) for who, side in sides.items()}
+                _write(output, trained, job.places[-1], {**described, "last": last, "scores": scores})
+        scores = parallel.broadcast(scores)
+    return Result(output, name, trained, of_teacher, last, scores)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a run is made of.
+
+    Attributes:
+        recipe, phases: what is learned by; `phases` with what the arguments override.
+        teacher, place: the teacher and its directory.
+        begun, first: how the student begins, and a student that has begun.
+        same: whether both read the same tokens.
+        how: the settings, without lr and epochs.
+        parallel: the processes.
+    """
+
+    recipe: Recipe
+    phases: list[Phase]
+    teacher: Any
+    place: Path
+    begun: Student
+    first: Any
+    same: bool
+    how: Settings
+    parallel: Parallel
+
+    @property
+    def places(self) -> tuple[Path, Path]:
+        """The directories of the teacher's and of the student's tokenizer."""
+        return self.place, self.begun.place or self.place
+
+
+def _recipe(given: str | Recipe | None, student: Any) -> tuple[str, Recipe]:
+    if isinstance(given, Recipe):
+        return given.source, given
+    name = given or ("bilstm" if isinstance(student, str) and student == MODEL_TYPE else "kd")
+    if name not in RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {given!r}")
+    return name, RECIPES[name]
+
+
+def _phases(
+    recipe: Recipe,
+    lr: float | Sequence[float] | None,
+    epochs: float | Sequence[float] | None,
+    weights: Mapping[str, float] | None,
+) -> list[Phase]:
+    """The recipe's phases with what the arguments override."""
+    made = list(recipe.phases)
+    for field, given in (("lr", lr), ("epochs", epochs)):
+        if given is None:
+            continue
+        numbers = [given] * len(made) if isinstance(given, (int, float)) else list(given)
+        if len(numbers) != len(made):
+            raise ValueError(f"{field}: expected one number, or {len(made)} for this recipe, got {given!r}")
+        made = [replaced(phase, **{field: number}) for phase, number in zip(made, numbers, strict=True)]
+    known = {name for phase in made for name in phase.weights}
+    for name, weight in (weights or {}).items():
+        if name not in known:
+            raise ValueError(f"weights: {name!r} is no loss of this recipe; expected some of {sorted(known)}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise ValueError(f"weights: {name}: expected a finite number >= 0, got {weight!r}")
+    chosen = [{name: (weights or {}).get(name, w) for name, w in phase.weights.items()} for phase in made]
+    kept = [{name: weight for name, weight in each.items() if weight} for each in chosen]
+    if not all(kept):
+        raise ValueError("weights: expected one above 0 in each phase")
+    return [replaced(phase, weights=each) for phase, each in zip(made, kept, strict=True)]
+
+
+def _check_numbers(relation_heads: Any, temperature: Any, replacing: Any) -> None:
+    if relation_heads is not None and (type(relation_heads) is not int or relation_heads < 1):
+        raise ValueError(f"relation_heads: expected an integer >= 1, got {relation_heads!r}")
+    if not _is_number(temperature) or not temperature:
+        raise ValueError(f"temperature: expected a finite number > 0, got {temperature!r}")
+    numbers = list(replacing) if isinstance(replacing, (list, tuple)) else []
+    if len(numbers) != 2 or not all(map(_is_number, numbers)):
+        raise ValueError(f"replacing: expected two finite numbers >= 0, got {replacing!r}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number >= 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _source(job: _Job, data: Path, task: str | Task, corpus: Path) -> tuple[reading.Taught, reading.Labelled]:
+    """What the recipe reads, and the dev examples."""
+    recipe, how = job.recipe, job.how
+    if recipe.data != TASK:
+        options = how.max_length, how.seed, recipe.masks, job.parallel
+        inner = reading.text_of(data, job.place, corpus, *options)
+        return reading.Taught(inner, (), recipe.masks), reading.Labelled([], {})
+    readers = [(load_tokenizer(job.places[1]), job.first.config)]
+    if not job.same:
+        readers.append((load_tokenizer(job.place), job.teacher.config))
+    found = reading.labelled_of(data, task, job.teacher.config, readers, how.max_length)
+    labels = found.train[0].labels["labels"]
+    if any({*phase.weights} == {"task"} for phase in job.phases) and (labels == IGNORED).all():
+        raise ValueError(f"data: {data} has no labels, by which alone this recipe learns")
+    other = None if job.same else replaced(found.train[1], labels={})
+    return reading.Taught(Source(found.train[0], True), (), other=other), found
+
+
+def _cached(
+    job: _Job, folder: Path, key: Mapping[str, Any], source: reading.Taught, names: set[str]
+) -> Cached:
+    """The cached outputs of the teacher for all phases."""
+    if job.recipe.masks:
+        raise ValueError("cache: expected None, because this recipe masks other words in each epoch")
+    if not names:
+        raise ValueError("cache: expected None, because no loss of this recipe reads the teacher's outputs")
+    inner = source.inner if source.other is None else Source(source.other, True)
+    with job.parallel.alike():
+        if job.parallel.is_first:
+            write_cache(folder, key, job.teacher, inner, names, DTYPES[job.how.dtype])
+    starts = np.concatenate([[0], np.cumsum(inner.plan(0).lengths, dtype=np.int64)])
+    return Cached(folder / FILE, starts)
+
+
+def _stages(
+    job: _Job, source: reading.Taught, replacing: tuple[float, float], *options: Any
+) -> tuple[list[Stage], dict[int, Distilled]]:
+    """The stages of the training loop, and the modules that they will have made, by phase."""
+    built: dict[int, Distilled] = {}
+    how, lengths = job.how, np.asarray(source.plan(0).lengths)
+    parts = micro_batches(lengths, how.batch_size, job.parallel.world)
+
+    def builder(number: int, phase: Phase) -> Callable[[], Distilled]:
+        def build() -> Distilled:
+            student, rate = job.begun.make().train(), replacing if phase.replacing else None
+            built[number] = Distilled(student, job.teacher, phase.weights, *options, replacing=rate)
+            return built[number]
+
+        return build
+
+    stages = []
+    for number, phase in enumerate(job.phases):
+        steps = max(1, math.ceil(phase.epochs * len(lengths) / how.batch_size))
+        stages.append(
+            Stage(
+                steps,
+                replaced(source, losses=tuple(phase.weights)),
+                builder(number, phase),
+                Schedule("linear", phase.lr, steps, warmup=how.warmup if steps > 1 else 0),
+                micro_batches=parts,
+                sequences=how.batch_size // parts,
+                enter=_fill if number else None,
+                options={"kind": how.optimizer, "weight_decay": how.weight_decay, "eps": how.eps},
+            )
+        )
+    return stages, built
+
+
+@torch.no_grad()
+def _fill(before: Any, after: Any) -> None:
+    """A phase begins with the student of the previous phase."""
+    after.student.load_state_dict(before.student.state_dict())
+
+
+def _scores(model: Any, side: int, data: reading.Labelled, dtype: str) -> dict[str, dict[str, float]]:
+    """Split -> scores of a model on the dev examples; `side` is the place of its tokens."""
+    found = {}
+    for name, sides in data.dev.items():
+        split, logits = sides[side], {}
+        assert data.task is not None
+        for numbers, read in outputs(model, Source(split.encoded, True), ("logits",), DTYPES[dtype]):
+            logits |= dict(zip(numbers.tolist(), read["logits"].float().numpy(), strict=True))
+        rows = np.stack([logits[number] for number in range(len(split.encoded))])
+        said = data.task.predictions(split.examples, split.encoded, [rows])
+        found[name] = data.task.scores(split.examples, said)
+    return found
+
+
+def _write(output: Path, student: Any, place: Path, content: Mapping[str, Any]) -> None:
+    """Write the student, its tokenizer and results.json."""
+    student.save_pretrained(output)
+    for name in TOKENIZER_FILES:
+        if (place / name).is_file():
+            shutil.copyfile(place / name, output / name)
+    replace(output / RESULTS, (json.dumps(content, indent=1) + "\n").encode())

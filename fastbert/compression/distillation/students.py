@@ -1,0 +1,235 @@
+"""Teachers, and students to begin with: the teacher's layers, a directory, a config, a model, or a BiLSTM."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from fastbert.checkpoint import hub
+from fastbert.checkpoint.files import CONFIG, digest, read_json
+from fastbert.checkpoint.read import weights_digest
+from fastbert.compression import shrink
+from fastbert.compression.distillation.bilstm import (
+    MODEL_TYPE,
+    BiLstmConfig,
+    BiLstmForSequenceClassification,
+)
+from fastbert.compression.distillation.objective import depth_of
+from fastbert.compression.distillation.recipes import OF_SENTENCES, TASK, Recipe, layer_pairs
+from fastbert.finetuning import trained
+from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.start import first_model
+from fastbert.models.auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.config import EncoderConfig
+from fastbert.pretraining.run import WEIGHTS
+from fastbert.sentences.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Student:
+    """What a student begins as.
+
+    Attributes:
+        make: the model with its first weights, on the CPU in float32, by torch's generator.
+        described: what the first weights depend on; JSON values.
+        place: the directory of its own tokenizer; None: the teacher's.
+    """
+
+    make: Callable[[], Any]
+    described: Any
+    place: Path | None = None
+
+
+def kind_of(recipe: Recipe) -> Any:
+    """The Auto class of a recipe's models."""
+    if recipe.data == TASK:
+        return AutoModelForSequenceClassification
+    return AutoModelForMaskedLM if recipe.masks else AutoModel
+
+
+def teacher_of(recipe: Recipe, place: Path, device: torch.device) -> Any:
+    """The teacher in eval mode, without gradients, in float32.
+
+    Raises:
+        ValueError: the directory lacks the head that the recipe learns from, or it has several labels.
+    """
+    kind = kind_of(recipe)
+    if recipe.data == TASK:
+        try:
+            model = trained.load(kind, place, device, "texts")
+        except ValueError as error:
+            raise ValueError(f"teacher: {error}") from None
+        if model.config.problem_type == "multi_label_classification":
+            raise ValueError(f"teacher: {place} has several labels per text; expected one class or number")
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
+            model = kind.from_pretrained(place, device=device)
+        if recipe.masks and model.load_report.missing:
+            raise ValueError(f"teacher: {place} has no masked-LM head; expected a pre-trained model with one")
+    return model.float().requires_grad_(False).eval()
+
+
+def student_of(given: Any, recipe: Recipe, teacher: Any) -> Student:
+    """The student of an argument of `distill`.
+
+    Raises:
+        TypeError, ValueError: naming `student`, what came and what was expected.
+    """
+    kind = kind_of(recipe)
+    if isinstance(given, str) and given == MODEL_TYPE:
+        return _bilstm(recipe, teacher)
+    if isinstance(given, (str, Path)):
+        return _of_directory(Path(given), kind, teacher)
+    if isinstance(given, EncoderConfig):
+        return Student(lambda: _new(kind, given.to_dict(), teacher), given.to_dict())
+    if isinstance(given, PreTrainedModel):
+        if given.task != kind.task:
+            raise ValueError(f"student: expected a model {kind.task}, got {type(given).__name__}")
+        whole = copy.deepcopy(given).cpu().float().requires_grad_(True)
+        values = {name: t.detach().contiguous().clone() for name, t in whole.state_dict().items()}
+        described = {"weights": digest(save(values)), "config": whole.config.to_dict()}
+        return Student(lambda: copy.deepcopy(whole), described)
+    if isinstance(given, Sequence) and all(type(layer) is int for layer in given):
+        layers = list(given)
+        shrink.without(teacher, layers=layers)  # raises now, not when the run begins
+        return Student(lambda: _of_layers(teacher, layers), {"layers": layers})
+    raise TypeError(
+        "student: expected a directory, a config, a model, a list of the teacher's layers or "
+        f"{MODEL_TYPE!r}, got {type(given).__name__}"
+    )
+
+
+def _of_layers(teacher: Any, layers: list[int]) -> Any:
+    return shrink.without(teacher, layers=layers).cpu().requires_grad_(True)
+
+
+def _of_directory(given: Path, kind: Any, teacher: Any) -> Student:
+    if given.is_file():
+        values = read_json(given)
+        return Student(lambda: _new(kind, values, teacher), values)
+    place = hub.resolve(given)
+    own = place if any((place / name).is_file() for name in ("tokenizer.json", "vocab.txt")) else None
+    if not any((place / name).is_file() for name in WEIGHTS):
+        values = read_json(place / CONFIG)
+        return Student(lambda: _new(kind, values, teacher), values, own)
+    return Student(lambda: _loaded(kind, place, teacher), {"weights": weights_digest(place)}, own)
+
+
+def _loaded(kind: Any, place: Path, teacher: Any) -> Any:
+    """A checkpoint, with a new head if its own is not of the teacher's classes."""
+    if kind is AutoModelForSequenceClassification:
+        names = [*_names(teacher).values()]
+        model = first_model(kind, place, Settings(1.0, 1, 1, 3), names, len(names))
+        return _with_classes(model, teacher)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
+        return kind.from_pretrained(place, dtype=torch.float32).train()
+
+
+def _new(kind: Any, values: Mapping[str, Any], teacher: Any) -> Any:
+    config = EncoderConfig.from_dict(dict(values))
+    if kind is AutoModelForSequenceClassification:
+        config.id2label = _names(teacher)
+        config.label2id = {name: i for i, name in config.id2label.items()}
+    return _with_classes(kind.from_config(config), teacher)
+
+
+def _with_classes(model: Any, teacher: Any) -> Any:
+    model.config.problem_type = teacher.config.problem_type
+    return model
+
+
+def _names(teacher: Any) -> dict[int, str]:
+    return {i: teacher.config.id2label[i] for i in range(teacher.config.num_labels)}
+
+
+def _bilstm(recipe: Recipe, teacher: Any) -> Student:
+    if recipe.data != TASK:
+        raise ValueError(f"student: a BiLSTM learns from {TASK}, which this recipe does not read")
+    table = teacher.get_input_embeddings().weight
+    sizes = {"vocab_size": table.shape[0], "embedding_size": table.shape[1]}
+    config = BiLstmConfig(**sizes, id2label=_names(teacher), max_tokens=teacher.config.max_tokens)
+
+    def make() -> BiLstmForSequenceClassification:
+        model = BiLstmForSequenceClassification(config)
+        model.embeddings.weight.data.copy_(table)
+        return model
+
+    return Student(make, MODEL_TYPE)
+
+
+def same_words(student: Student, place: Path) -> bool:
+    """Whether the student reads the teacher's tokens."""
+    if student.place is None:
+        return True
+    return load_tokenizer(student.place).get_vocab() == load_tokenizer(place).get_vocab()
+
+
+def check_pair(
+    recipe: Recipe,
+    weights: Sequence[Mapping[str, float]],
+    student: Any,
+    teacher: Any,
+    same_tokens: bool,
+    layer_map: Sequence[int] | None,
+    relation_heads: int | None,
+) -> list[tuple[int, int]]:
+    """The pairs of layers that are compared; raises unless the losses can compare these two models.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    names = [*dict.fromkeys(name for phase in weights for name in phase)]
+    replacing = recipe.replaces
+    of_sentences = recipe.data == TASK and not replacing and {*names} <= {*OF_SENTENCES}
+    if not same_tokens and not of_sentences:
+        raise ValueError(
+            "student: has another vocabulary than the teacher; expected the same, or a recipe that compares "
+            "whole texts (kd, bilstm)"
+        )
+    depths = depth_of(student), depth_of(teacher)
+    if of_sentences:
+        if layer_map is not None:
+            raise ValueError("layer_map: expected None with a recipe that compares no layers")
+        return []
+    if not depths[0]:
+        raise ValueError("student: a BiLSTM has no layers to compare; expected recipe kd or bilstm")
+    pairs = layer_pairs(recipe.matched, *depths, layer_map)
+    if "patient" in names and not pairs:
+        raise ValueError("student: expected two layers at least, because pkd leaves the last out")
+    own, other = student.config, teacher.config
+    if own.hidden_size != other.hidden_size and (replacing or {*names} & {"cosine", "patient"}):
+        raise ValueError(
+            f"student: hidden_size: expected {other.hidden_size} as the teacher has, got {own.hidden_size}"
+        )
+    by_heads = {"scores", "attention"} | ({"values"} if relation_heads is None else set())
+    if {*names} & by_heads and own.num_attention_heads != other.num_attention_heads:
+        raise ValueError(
+            f"student: num_attention_heads: expected {other.num_attention_heads} as the teacher has, got "
+            f"{own.num_attention_heads}"
+        )
+    for who, config in (("student", own), ("teacher", other)):
+        if relation_heads is not None and config.hidden_size % relation_heads:
+            raise ValueError(
+                f"relation_heads: expected a divisor of the {who}'s hidden_size {config.hidden_size}, got "
+                f"{relation_heads}"
+            )
+    if replacing:
+        ends = [n for _, n in pairs]
+        if own.model_type != other.model_type or own.family.shared_layers:
+            raise ValueError(
+                f"student: model_type: expected {other.model_type} as the teacher has, with layers of its "
+                f"own, got {own.model_type}"
+            )
+        if ends != sorted(set(ends)) or ends[-1] != depths[1]:
+            raise ValueError(f"layer_map: expected rising numbers that end with {depths[1]}, got {ends}")
+    return pairs
