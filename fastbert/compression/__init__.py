@@ -1,1 +1,1 @@
-"""Smaller and faster models: pruning and distillation. Start with `pruning.py`, or `distillation/run.py`."""
+"""Smaller and faster models: pruned, distilled, with fewer tokens or layers. Start with `pruning.py`."""

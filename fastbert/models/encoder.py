@@ -90,7 +90,7 @@ def run_encoder(
             if it may, unless states or attentions are asked for.
         recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
         layerdrop: in training, the probability that a layer is skipped, drawn by torch's generator per call.
-            A skipped layer is not computed; its hidden state is the one before it. The first layer of a
+            A skipped layer is not computed; its output is its input. The first layer of a
             family with a convolution beside it always runs.
         causal: whether a token attends only to itself and the tokens before it.
         taps: hooks into what the layers compute inside, or None. With taps no row is skipped.
